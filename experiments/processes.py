@@ -19,10 +19,10 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
@@ -30,9 +30,10 @@ from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.config.file import ENV_NAME, Config, dump_config
 from kvrs.errors import KvrsError
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0  # As all of these: without the time in which others had the CPUs.
 STOP_TIMEOUT_S = 10.0
 _LOOK_AGAIN_S = 0.05
+_COUNT_S = 1.0  # Between looks at what a process that is waited for has run.
 
 
 class ProcessFailedError(KvrsError):
@@ -191,12 +192,17 @@ class Processes:
     def _wait(
         self, name: str, ready: Callable[[], bool], timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        give_up_s = time.monotonic() + timeout_s
+        process, waited_s, looked_s = self._running[name], 0.0, time.monotonic()
+        threads: dict[int, Spent] = {}
         while not ready():
-            status = self._running[name].poll()
-            if status is not None or time.monotonic() > give_up_s:
+            if (now_s := time.monotonic()) - looked_s >= _COUNT_S:
+                before, threads = threads, threads_of(process.pid, *below(process.pid))
+                waited_s += own_s(now_s - looked_s, before, threads)
+                looked_s = now_s
+            status = process.poll()
+            if status is not None or waited_s > timeout_s:
                 how = (
-                    f"was not ready after {timeout_s:.0f} s"
+                    f"was not ready after {timeout_s:.0f} s of its own"
                     if status is None
                     else f"ended with status {status}"
                 )
@@ -211,6 +217,49 @@ class Processes:
         path = self.directory / f"{name}.yaml"
         path.write_text(dump_config(config))
         return path
+
+
+class Spent(NamedTuple):
+    """What a thread has spent since it began, in seconds."""
+
+    running_s: float
+    queued_s: float  # It could run, and others had the CPUs.
+
+
+def threads_of(*pids: int) -> dict[int, Spent]:
+    """By id of the thread, of all threads of these processes (`/proc/PID/task/TID/schedstat`)."""
+    found = {}
+    for pid in pids:
+        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            # It may end meanwhile.
+            with contextlib.suppress(OSError):
+                running_ns, queued_ns, _ = map(int, path.read_text().split())
+                found[int(path.parent.name)] = Spent(running_ns * 1e-9, queued_ns * 1e-9)
+    return found
+
+
+def own_s(passed_s: float, before: Mapping[int, Spent], after: Mapping[int, Spent]) -> float:
+    """How much of a time counts for these threads: all but that in which they were queued for a
+    CPU, and no smaller share than they got of the CPU time that they wanted.
+    """
+    running_s = queued_s = 0.0
+    for thread, spent in after.items():
+        then = before.get(thread, Spent(0.0, 0.0))
+        running_s += spent.running_s - then.running_s
+        queued_s += spent.queued_s - then.queued_s
+    if queued_s <= 0.0:
+        return passed_s
+    return max(passed_s - queued_s, passed_s * running_s / (running_s + queued_s))
+
+
+def below(pid: int) -> Iterator[int]:
+    """The processes that a process has started, and those that they have."""
+    # Threads and child processes may end meanwhile.
+    with contextlib.suppress(OSError):
+        for children in list(Path(f"/proc/{pid}/task").glob("*/children")):
+            for child in map(int, children.read_text().split()):
+                yield child
+                yield from below(child)
 
 
 def says_ready(log: Path) -> bool:

@@ -12,13 +12,12 @@ import os
 import re
 import signal
 import urllib.request
-from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.processes import Processes
+from experiments.processes import Processes, below
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.tiny import write_tiny_model
@@ -51,8 +50,8 @@ ENVIRONMENT = {
     "UCX_NET_DEVICES": "lo",
     "UCX_TLS": "all",
 }
-# Three interpreters import torch one after the other, next to those of other processes.
-START_TIMEOUT_S = 600.0
+# Three interpreters import torch one after the other: 40 to 60 s of CPU time.
+START_TIMEOUT_S = 300.0
 # The first use of a path may compile it.
 REQUEST_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 30.0
@@ -179,10 +178,10 @@ class VllmServers(Processes):
         the others.
         """
         server = self._running[name]
-        below = list(_below(server.pid))
+        others = list(below(server.pid))
         if part is Part.SERVER:
             server.send_signal(number)
-        for pid in below:
+        for pid in others:
             if part is Part.SERVER or _title(pid) == _TITLES[part]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -243,15 +242,6 @@ class VllmServers(Processes):
                 decode, prompt=prompt, max_tokens=8, kv_transfer_params=answer["kv_transfer_params"]
             )
             self.complete(decode, prompt=prompt[::-1], max_tokens=4, logprobs=1)
-
-
-def _below(pid: int) -> Iterator[int]:
-    # Threads and child processes may end meanwhile.
-    with contextlib.suppress(OSError):
-        for children in list(Path(f"/proc/{pid}/task").glob("*/children")):
-            for child in map(int, children.read_text().split()):
-                yield child
-                yield from _below(child)
 
 
 def _title(pid: int) -> str:

@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from experiments.distserve_overhead.run import drift
 from experiments.distserve_servers import DistServeServers, check_option
-from experiments.processes import nodes_with_pairs
+from experiments.processes import nodes_with_pairs, threads_of
 from experiments.record import Record
 from experiments.rig import draw, interval, session_for
 from kvrs.cluster.ports import resolve_ports
@@ -91,24 +91,11 @@ class Cpu:
         """Seconds since the processes began."""
         seconds = dict.fromkeys(KINDS, 0.0)
         for pid, kind in (*self._kinds.items(), (proxy, PROXY)):
-            seconds[kind] += sum(_threads_s(pid).values())
+            seconds[kind] += sum(spent.running_s for spent in threads_of(pid).values())
         for server in self._servers:
-            threads = _threads_s(server)
-            loop_s = threads.pop(server, 0.0)
-            seconds[LOOPS] += loop_s
-            seconds[THREADS] += sum(threads.values())
+            for thread, spent in threads_of(server).items():
+                seconds[LOOPS if thread == server else THREADS] += spent.running_s
         return seconds
-
-
-def _threads_s(pid: int) -> dict[int, float]:
-    """Seconds that each thread has run; none of a process that has ended."""
-    found = {}
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            found[int(path.parent.name)] = int(path.read_text().split()[0]) * 1e-9
-        except OSError:
-            continue
-    return found
 
 
 async def _infos(processes: DistServeServers) -> list[InstanceInfo]:
