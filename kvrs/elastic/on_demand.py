@@ -9,7 +9,8 @@ join, all turns are dealt anew.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from kvrs.elastic.layouts import SPREAD, Layout, Stage, fresh_turns, validate
 from kvrs.elastic.placing import Turns, mended
@@ -55,6 +56,25 @@ def reshaped(
 def survivors(before: Layout, lost: Sequence[int]) -> list[list[int]]:
     """Of each stage the ranks that are not lost."""
     return [[rank for rank in stage.ranks if rank not in lost] for stage in before.stages]
+
+
+def after_losses(
+    before: Layout, units: Units, rank: int, losses: int, *, spread: bool
+) -> Iterator[Layout]:
+    """The layouts that a rank comes to be in as up to so many others of its stage are lost, at once
+    or one after the other; those with fewer losses first. Losses of other stages do not change
+    what it has.
+    """
+    levels = [[before]]  # By the number of losses.
+    for lost in range(1, losses + 1):
+        levels.append([])
+        for at_once in range(1, lost + 1):
+            for layout in levels[lost - at_once]:
+                others = [other for other in layout.stage_of(rank).ranks if other != rank]
+                for gone in combinations(others, at_once):
+                    after = reshaped(layout, units, survivors(layout, gone), spread=spread)
+                    levels[lost].append(after)
+                    yield after
 
 
 def _turns(before: Layout, stages: Sequence[Stage]) -> Turns:

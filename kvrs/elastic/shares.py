@@ -1,9 +1,11 @@
 """What one rank of a layout computes."""
 
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvrs.elastic.grain import Grain
 from kvrs.elastic.layouts import Layout
+from kvrs.elastic.units import UnitKind, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,22 @@ class Share:
         """The spread heads alone, as if they were its own."""
         none = ((),) * len(self.layers)
         return replace(self, heads=self.spread, spread=none, tiles=none, vocabulary=())
+
+    def kinds(self, units: Units) -> set[Hashable]:
+        """Of heads, of tiles and of the vocabulary the sizes that stand beside each other in some
+        layer: shares with the same ones make the same products.
+        """
+
+        def of(
+            kind: UnitKind, sizes: Sequence[int], layers: Iterable[Sequence[int]]
+        ) -> tuple[UnitKind, frozenset[tuple[int, ...]]]:
+            return kind, frozenset(tuple(sizes[place] for place in own) for own in layers)
+
+        return {
+            of(UnitKind.ATTENTION, units.attention_bytes, self.heads),
+            of(UnitKind.MLP, units.mlp_bytes, self.tiles),
+            of(UnitKind.VOCABULARY, units.vocabulary_bytes, [self.vocabulary]),
+        }
 
     @property
     def units(self) -> int:

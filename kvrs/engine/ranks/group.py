@@ -74,7 +74,8 @@ class RankGroup(StageRanks):
         """
         elastic = elastic or ElasticSettings()
         self._has_bases = elastic.spread_heads
-        super().__init__(model_directory, settings, layout, range(len(layout.stages)))
+        stages = range(len(layout.stages))
+        super().__init__(model_directory, settings, layout, stages, spreads=elastic.spread_heads)
         self.full = layout
         self.units, self.geometry = self._config.units_of_ranks, geometry_of(self._config, settings)
         self.vocab_size, self.eos_token_ids = self._config.vocab, end_tokens_of(self._config)

@@ -63,7 +63,13 @@ class RankProcesses:
     """All that is there of an instance's ranks. Used by one thread at a time."""
 
     def __init__(
-        self, directory: Path, settings: EngineSettings, config: ModelConfig, cells: Shared
+        self,
+        directory: Path,
+        settings: EngineSettings,
+        config: ModelConfig,
+        cells: Shared,
+        *,
+        spreads: bool,
     ) -> None:
         self.seats: dict[int, RankSeat] = {}
         self.told: SimpleQueue[Told | None] = SimpleQueue()
@@ -73,7 +79,7 @@ class RankProcesses:
         # had it) as they are in memory, and what was `read` of files; `damaged` counts units.
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._directory, self._settings = directory, settings
-        self._config, self._cells = config, cells
+        self._config, self._cells, self._spreads = config, cells, spreads
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
         # Units that a rank computes with where a lost one had them, which has them until the next
@@ -85,7 +91,7 @@ class RankProcesses:
         self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
     ) -> RankSeat:
         """A new process for a rank of that stage, in no seat yet; `proves_ahead`: what it may need
-        after a loss too, for which it takes longer.
+        after losses too, for which it takes longer.
 
         Raises:
             KvrsError: there can be none.
@@ -101,6 +107,7 @@ class RankProcesses:
             is_first=stage == 0,
             is_last=stage == len(layout.stages) - 1,
             layout=layout if proves_ahead else None,
+            spreads=self._spreads,
         )
         _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
         return seat

@@ -11,9 +11,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn, assert_never
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvrs.elastic.layouts import Layout
-from kvrs.elastic.on_demand import reshaped, survivors
+from kvrs.elastic.on_demand import after_losses
 from kvrs.elastic.shares import Share
 from kvrs.elastic.units import Unit, UnitKind
 from kvrs.engine.allocator import keep_freed_memory
@@ -61,6 +62,10 @@ from kvrs.engine.ranks.wire import (
 from kvrs.engine.worker import arithmetic_of, check_attention, geometry_of
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.scheduling.sequences import Chunk
+
+# What is proven as a rank loads: the layouts of so many losses, the first ones of those.
+_LOSSES_AHEAD = 2
+_LAYOUTS_AHEAD = 150
 
 
 class ShareWorker:
@@ -252,14 +257,13 @@ class _Loaded:
                 leaves(self._common, nothing),
             )
         if order.layout is not None:
-            self._prove_ahead(order.layout)
+            self._prove_ahead(order.layout, spreads=order.spreads)
 
-    def _prove_ahead(self, layout: Layout) -> None:
-        """The forms of a layout, and of those that the loss of one other rank makes of it: so that
-        a re-forming does not wait for them. Proofs are of shapes, so any numbers do for weights.
+    def _prove_ahead(self, layout: Layout, *, spreads: bool) -> None:
+        """The forms of a layout, and of those that losses make of it: so that a re-forming does not
+        wait for them. Proofs are of shapes, so any numbers do for weights.
         """
         units = self._config.units_of_ranks
-        spread = any(Share.of(layout, self._rank).spread)
         blocks = [unit for unit in units.all() if unit.kind != UnitKind.COMMON]
         most = max(self._unit_blocks.places([unit])[1] for unit in blocks)
         numbers = sample(1, -(-most // 4), torch.device("cpu")).view(torch.uint8).view(-1)
@@ -267,14 +271,16 @@ class _Loaded:
         def block_of(unit: Unit) -> UnitBlock:
             return self._unit_blocks.block(unit, numbers, 0)
 
-        left = [survivors(layout, [rank]) for rank in layout.ranks if rank != self._rank]
-        after = [reshaped(layout, units, each, spread=spread) for each in left if all(each)]
-        for each in (layout, *after):
-            with torch.inference_mode():
-                share = Share.of(each, self._rank)
-                for part in (share, share.spread_heads) if any(share.spread) else (share,):
-                    whole = assemble(self._common, part, self._config, block_of)
-                    proven(whole, self._proofs)
+        after = after_losses(layout, units, self._rank, _LOSSES_AHEAD, spread=spreads)
+        known: set[Hashable] = set()
+        for each in (layout, *islice(after, _LAYOUTS_AHEAD)):
+            share = Share.of(each, self._rank)
+            for part in (share, share.spread_heads) if any(share.spread) else (share,):
+                if not (kinds := part.kinds(units)) <= known:
+                    known |= kinds
+                    with torch.inference_mode():
+                        whole = assemble(self._common, part, self._config, block_of)
+                        proven(whole, self._proofs)
 
     def fetch(self, order: FetchUnits, memories: Sequence[Tensor]) -> Iterator[Fetched]:
         """Raises ConfigError: files have changed, or cannot be read."""

@@ -45,9 +45,16 @@ class StageRanks:
     """Ranks that are not started yet."""
 
     def __init__(
-        self, model_directory: Path, settings: EngineSettings, layout: Layout, stages: range
+        self,
+        model_directory: Path,
+        settings: EngineSettings,
+        layout: Layout,
+        stages: range,
+        *,
+        spreads: bool = False,
     ) -> None:
-        """`stages`: those of the layout that are on this node.
+        """`stages`: those of the layout that are on this node; `spreads`: heads that are left over
+        are spread, also after a loss.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -70,7 +77,9 @@ class StageRanks:
         self.pool = WholePages(
             geometry, settings.pages, torch.frombuffer(self._cells.memory, dtype=torch.uint8)
         )
-        self.processes = RankProcesses(model_directory, settings, self._config, self._cells)
+        self.processes = RankProcesses(
+            model_directory, settings, self._config, self._cells, spreads=spreads
+        )
 
     def start_ranks(self) -> tuple[RankFormation, StartTimes]:
         """Start the processes and wait until all can compute.

@@ -30,8 +30,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     last: int
     is_first: bool  # Whether it begins with the embeddings.
     is_last: bool  # Whether it ends with the head.
-    # In which it will compute: what it and those that a loss makes of it need is proven first.
+    # In which it will compute: what it and those that losses make of it need is proven first.
     layout: Layout | None
+    spreads: bool = False  # Whether heads that are left over are spread after a loss.
 
 
 class UnitPlace(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""A re-forming waits for no proof: what the loss of a rank leaves to the others was proven when
+"""A re-forming waits for no proof: what the losses of ranks leave to the others was proven when
 they were loaded.
 """
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrs.elastic.layouts import Layout, even, staged, uneven
+from kvrs.elastic.layouts import SPREAD, Layout, staged, uneven
 from kvrs.elastic.on_demand import reshaped, survivors
 from kvrs.elastic.shares import Share
-from kvrs.elastic.units import Unit
+from kvrs.elastic.units import Unit, Units
 from kvrs.engine.layers import proofs
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.loading import proven
@@ -32,23 +32,70 @@ _LIVES: list[mmap.mmap] = []
 
 
 @pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
-def test_what_a_loss_needs_is_proven_before(
+def test_what_two_losses_need_is_proven_before(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     config = ModelConfig.from_directory(tiny_model)
     units = config.units_of_ranks
-    layout = even(units, 2, 2) if stages == 2 else uneven(units, staged(units.layers, [range(4)]))
+    groups = [range(4)] if stages == 1 else [range(3), range(3, 6)]
+    layout = uneven(units, staged(units.layers, groups))
     loaded = loaded_rank(tiny_model, config, layout)
     forbid_new_proofs(monkeypatch)
 
-    left = [survivors(layout, [rank]) for rank in layout.ranks[1:]]
-    for each in (layout, *(reshaped(layout, units, one, spread=False) for one in left)):
-        share = Share.of(each, layout.ranks[0])
-        whole = assemble(loaded._common, share, config, blocks_of(loaded))
-        assert proven(whole, loaded._proofs).forms
+    assert_proven(loaded, config, lost_twice(layout, units, spread=False), spread=False)
 
 
-def loaded_rank(model: Path, config: ModelConfig, layout: Layout) -> _Loaded:
+def test_heads_that_losses_spread_are_proven_before(
+    random_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven ranks have two heads each; of five each has two, and four are spread."""
+    model = random_model(
+        "llama",
+        hidden_size=224,
+        num_attention_heads=14,
+        num_key_value_heads=14,
+        head_dim=16,
+        intermediate_size=512,
+        vocab_size=512,
+        num_hidden_layers=1,
+    )
+    config = ModelConfig.from_directory(model)
+    units = config.units_of_ranks
+    layout = uneven(units, staged(units.layers, [range(7)]))
+    loaded = loaded_rank(model, config, layout, spreads=True)
+    forbid_new_proofs(monkeypatch)
+
+    after = lost_twice(layout, units, spread=True)
+    assert any(SPREAD in owners for each in after for owners in each.attention)
+    assert_proven(loaded, config, after, spread=True)
+
+
+def lost_twice(layout: Layout, units: Units, *, spread: bool) -> list[Layout]:
+    """Of the ranks beside the first one, one lost, and one more, or two at once."""
+    found = []
+    for one in layout.stages[0].ranks[1:]:
+        left = reshaped(layout, units, survivors(layout, [one]), spread=spread)
+        found.append(left)
+        for more in left.stages[0].ranks[1:]:
+            found.append(reshaped(left, units, survivors(left, [more]), spread=spread))
+            both = survivors(layout, [one, more])
+            found.append(reshaped(layout, units, both, spread=spread))
+    return found
+
+
+def assert_proven(
+    loaded: _Loaded, config: ModelConfig, layouts: Iterable[Layout], *, spread: bool
+) -> None:
+    for each in layouts:
+        share = Share.of(each, each.ranks[0])
+        for part in (share, share.spread_heads) if spread else (share,):
+            whole = assemble(loaded._common, part, config, blocks_of(loaded))
+            assert proven(whole, loaded._proofs).forms
+
+
+def loaded_rank(
+    model: Path, config: ModelConfig, layout: Layout, *, spreads: bool = False
+) -> _Loaded:
     rank, stage = layout.ranks[0], layout.stages[0]
     order = Load(
         rank=rank,
@@ -59,6 +106,7 @@ def loaded_rank(model: Path, config: ModelConfig, layout: Layout) -> _Loaded:
         is_first=True,
         is_last=len(layout.stages) == 1,
         layout=layout,
+        spreads=spreads,
     )
     cells = memory_bytes(geometry_of(config, SETTINGS), SETTINGS.pages)
     lives = mmap.mmap(-1, Life.BYTES)
