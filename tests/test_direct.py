@@ -39,6 +39,8 @@ LINES = st.sampled_from(
         *("Connection: close", "Connection: keep-alive", "Connection: Keep-Alive, x", "A:", "A: b"),
         *("Transfer-Encoding: chunked", "Expect: 100-continue", "Upgrade: h2c", "A : b", " A: b"),
         *("A: b\x00", "A: \xe9", "A: b\nB: c", "A: b\rB: c", "A\t: b", "A: b \t", ": b", "A"),
+        *("Authorization: a b", "authorization: a", "Authorization: a\tb", "Authorization: \xe9"),
+        *("Authorization: a ", "Authorization: ", "Authorization:  a", "authorization: a\nb"),
         *("Content-Encoding: gzip", "Content-Length: +2", "Content-Length: 2, 2", "A: \tb", "Ä: b"),
     ]
 )
@@ -111,6 +113,66 @@ def test_a_head_that_differs_from_one_before_in_its_length_only_has_its_own_leng
     assert [each and each.size_bytes for each in found] == [len(head_of(each)) for each in lengths]
     assert (other := parse_head(head_of("2", "/b"))) is not None
     assert other.path == "/b"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_head_that_differs_from_one_before_in_its_authorization_has_its_own(
+    is_first: bool,
+) -> None:
+    """A client's key is that of its request, wherever it stands."""
+
+    def head_of(key: str, length: int) -> bytes:
+        lines = [f"Content-Length: {length}", "A: b", f"Authorization: {key}"]
+        lines = lines[::-1] if is_first else lines
+        return "\r\n".join(["POST /a HTTP/1.1", "Host: x", *lines, "", "{}"]).encode()
+
+    asked = [("Bearer one", 2), ("Bearer two", 345), ("Bearer one", 2), ("Basic  x y", 2)]
+    found = [parse_head(head_of(*each)) for each in asked]
+
+    assert [each and (each.headers.getall("Authorization"), each.body_bytes) for each in found] == [
+        ([key], length) for key, length in asked
+    ]
+    assert [each and each.headers["Content-Length"] for each in found] == [
+        str(length) for _, length in asked
+    ]
+
+
+SECRET = "sk-verysecret"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"Authorization: Bearer {SECRET}", f"authorization: Bearer {SECRET}"),
+        *(f"AUTHORIZATION: Bearer {SECRET}", f"Authorization:Bearer {SECRET}"),
+        *(f"Authorization: Bearer {SECRET} ", f"Authorization: \tBearer {SECRET}"),
+        f"Authorization: Bearer x\r\nAuthorization: {SECRET}",
+        f"authorization: {SECRET}\r\nAUTHORIZATION: {SECRET}",
+        *(f"Proxy-Authorization: {SECRET}", f"X-Api-Key: {SECRET}", f"Cookie: a={SECRET}"),
+        *(f"A: authorization: {SECRET}\r\napi-key: {SECRET}", f"X-Auth-Token: {SECRET}"),
+    ],
+)
+def test_no_head_that_is_kept_holds_a_secret(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core file has the keys of requests in flight at most."""
+    monkeypatch.setattr(direct, "_KNOWN_HEADS", {})
+    data = f"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n{line}\r\n\r\n{{}}".encode()
+
+    found = [parse_head(data) for _ in range(2)]
+
+    assert found[0] == found[1] is not None
+    assert SECRET in str(found[0])
+    assert SECRET not in str(direct._KNOWN_HEADS)
+
+
+def test_heads_of_clients_with_keys_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for all keys; none of a path with a query."""
+    monkeypatch.setattr(direct, "_KNOWN_HEADS", {})
+
+    for n in range(10):
+        parse_head(post(Authorization=f"Bearer {n}"))
+        parse_head(post(path=f"/a?key={n}"))
+
+    assert len(direct._KNOWN_HEADS) == 1
 
 
 def test_heads_that_are_kept_are_bounded() -> None:
