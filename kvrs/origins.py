@@ -1,14 +1,26 @@
-"""Requests that a web page in a browser makes to a port that is not for clients, by DNS
-rebinding (a foreign name in `Host` that resolves to this machine) or across sites.
+"""Origins (scheme, host and port): those of URLs, and those of requests that a web page in a
+browser makes to a port that is not for clients, by DNS rebinding (a foreign name in `Host` that
+resolves to this machine) or across sites.
 """
 
 import ipaddress
 import re
 from collections.abc import Collection, Mapping
+from urllib.parse import urlsplit
 
 # What a page of another site can send without being allowed to (the CORS-safelisted types).
 _SIMPLE_TYPES = {"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"}
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
+
+
+def has_origin(url: str) -> bool:
+    """Whether a URL is of http or https and names a host, with a port that can be."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  # It is parsed when it is read.
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def refusal(

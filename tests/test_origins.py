@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.origins import refusal
+from kvrs.origins import has_origin, refusal
 
 NAMES = {"10.0.0.7", "node-7.example"}
 
@@ -82,3 +82,19 @@ def test_types_that_a_page_may_send_unasked_are_refused(kind: str, status: int |
     refused = refusal("POST", {"Host": "localhost", "Content-Type": kind}, "127.0.0.1", set())
 
     assert (refused and refused[0]) == status
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h", "https://h:1/v1", "http://[::1]:8000", "HTTP://127.0.0.1:65535/"]
+)
+def test_an_origin_is_scheme_host_and_perhaps_a_port(url: str) -> None:
+    assert has_origin(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "h:80", "ftp://h", "http://", "http://:80", "http://h:65536", "http://h:x", "http://[::1"],
+)
+def test_a_url_to_which_nothing_can_be_sent_has_no_origin(url: str) -> None:
+    """Also where urllib raises, at once or when the port is read."""
+    assert not has_origin(url)

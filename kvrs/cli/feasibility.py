@@ -170,7 +170,7 @@ def _missing_files(model: Path) -> Iterator[str]:
         return
     try:
         parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         yield f"{index} is no index of weights"
         return
     if missing := sorted(part for part in parts if not (model / str(part)).is_file()):

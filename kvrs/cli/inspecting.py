@@ -1,6 +1,7 @@
 """Commands that start nothing: a decision explained, an API key."""
 
 import secrets
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -8,14 +9,16 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import console, filled
+from kvrs.config.commented import flow
 from kvrs.config.policy import PolicyName
-from kvrs.config.tenants import key_hash
+from kvrs.config.tenants import check_name, key_hash
 from kvrs.errors import ConfigError
 from kvrs.explain.decision import CheckpointAt
 from kvrs.explain.show_elastic import KvBackup
 
 
 def explain(
+    ctx: typer.Context,
     profile: opt.Profile = None,
     prompt_tokens: opt.PromptTokens = None,
     output_tokens: opt.OutputTokens = 0,
@@ -55,9 +58,11 @@ def explain(
     from kvrs.explain.show_log import explain_log
 
     if elastic is not None:
+        _refuse_unused(ctx, "--elastic", {field.name for field in fields(ElasticOptions)})
         run_explain_elastic(filled(ElasticOptions, given, json=as_json))
         return
     if log is not None:
+        _refuse_unused(ctx, "--log", {"log"})
         raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
     missing = [
         f"--{name.replace('_', '-')}: missing"
@@ -67,7 +72,22 @@ def explain(
     if missing:
         instead = "--log with an event log or --elastic with a profile instead"
         raise ConfigError([f"{line}; allowed: a value, or {instead}" for line in missing])
+    _refuse_unused(ctx, "--profile", {field.name for field in fields(ExplainOptions)} | {"correct"})
     run_explain(filled(ExplainOptions, given, corrections=correct or (), json=as_json))
+
+
+def _refuse_unused(ctx: typer.Context, mode: str, used: set[str]) -> None:
+    """Raises ConfigError: an option was given that this kind of question does not have."""
+    unused = [
+        f"--{name.replace('_', '-')}: given with {mode}, which does not use it"
+        for name in ctx.params
+        if name not in used | {"as_json"}
+        and (source := ctx.get_parameter_source(name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if unused:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(used - {"json"}))
+        raise ConfigError([f"{line}; allowed: {flags}" for line in unused])
 
 
 def incidents(
@@ -90,8 +110,9 @@ def incidents(
 
 def key(tenant: Annotated[str, typer.Argument(help="Name of the tenant")]) -> None:
     """Make an API key, printed only once, and the line of security.key_file that accepts it."""
+    check_name(tenant)
     made = f"kvrs-{secrets.token_urlsafe(32)}"
     console.print("for the client, it is stored nowhere:", style="dim", highlight=False)
     print(made, flush=True)
     console.print("for security.key_file:", style="dim", highlight=False)
-    print(f"{tenant}: {{keys: [{key_hash(made.encode()).hex()}]}}")
+    print(f"{flow(tenant)}: {{keys: [{key_hash(made.encode()).hex()}]}}")

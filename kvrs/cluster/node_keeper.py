@@ -9,14 +9,13 @@ import os
 import time
 from pathlib import Path
 
-import yaml
-
 from kvrs.cluster.guard import PATIENCE_S, start_guard
 from kvrs.cluster.keepers import Keepers, ProcessStatus
 from kvrs.cluster.processes import processes_of
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.config.file import Config, parse_config, read_secret
+from kvrs.config.settings import parse_yaml
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.secrets import derive
@@ -37,7 +36,7 @@ class NodeKeeper:
         at any machine.
         """
         try:
-            return self._start(parse_config(yaml.safe_load(document)), starts, secret_mark)
+            return self._start(parse_config(parse_yaml(document)), starts, secret_mark)
         except KvrsError as error:
             return str(error)
 
@@ -83,7 +82,7 @@ class NodeKeeper:
 
     def learn(self, document: str) -> None:
         """Have all processes read this configuration."""
-        self._keepers.learn(self._of_machine(parse_config(yaml.safe_load(document))))
+        self._keepers.learn(self._of_machine(parse_config(parse_yaml(document))))
 
     def stop(self) -> None:
         """End all processes, and leave nothing behind."""

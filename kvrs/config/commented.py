@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
+from kvrs.config.settings import dump_yaml
 
 WIDTH = 100
 
@@ -39,7 +39,7 @@ def shown_path(path: KeyPath) -> str:
 
 def flow(value: Any) -> str:
     """A value in one line."""
-    text = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=float("inf"))
+    text = dump_yaml([value], default_flow_style=True, width=float("inf"))
     return text.strip()[1:-1]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
-import yaml
 from pydantic import Field, ValidationError
 
 from kvrs.config.addresses import faults_of_gossip, faults_of_ports
@@ -23,7 +22,7 @@ from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
-from kvrs.config.settings import Settings, faults_of, is_loopback, netloc, read_private
+from kvrs.config.settings import Settings, dump_yaml, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
 from kvrs.config.state_plane import StatePlaneSettings
 from kvrs.config.tls import PeerTlsSettings
@@ -174,7 +173,7 @@ def checked(source: Source) -> Config:
 
 def dump_config(config: Config) -> str:
     """YAML that `parse_config` reads back as an equal object."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(config.model_dump(mode="json"))
 
 
 def config_digest(config: Config) -> str:

@@ -106,11 +106,16 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
+class _YamlDumper(yaml.SafeDumper):
+    """Quotes what the loader would take for a number."""
+
+
+for _kind in (YamlLoader, _YamlDumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
 
 
 def parse_yaml(text: str) -> Any:
@@ -124,6 +129,12 @@ def parse_yaml(text: str) -> Any:
         loader.dispose()
 
 
+def dump_yaml(document: Any, **style: Any) -> str:
+    """YAML that `parse_yaml` reads back as an equal document, with keys in their order."""
+    text: str = yaml.dump(document, Dumper=_YamlDumper, sort_keys=False, **style)
+    return text
+
+
 def construct(read: Callable[[], Found]) -> Found:
     """What a loader reads; raises yaml.YAMLError in place of all that a document can cause."""
     try:
@@ -132,6 +143,9 @@ def construct(read: Callable[[], Found]) -> Found:
         raise yaml.YAMLError("nested too deeply") from None
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from None
+    except (LookupError, TypeError, AttributeError):
+        # PyYAML checks no value that has a tag in the document: `!!timestamp x`, `!!set [x]`.
+        raise yaml.YAMLError("a value is not of the type that its tag names") from None
 
 
 def faults_of(error: ValidationError, model: type[Settings]) -> list[str]:

@@ -40,6 +40,12 @@ def key_hash(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
+def check_name(name: object) -> None:
+    """Raises ConfigError: it cannot be a tenant's name."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ConfigError([f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}"])
+
+
 def has_keys(security: SecuritySettings, environ: Mapping[str, str]) -> bool:
     """Whether clients need a key."""
     return security.key_file is not None or KEYS_ENV_NAME in environ
@@ -79,11 +85,12 @@ def _parse(text: bytes) -> dict[str, TenantSettings]:
     faults: list[str] = []
     owners: dict[str, str] = {}
     for name, fields in document.items():
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-            faults.append(f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}")
-            continue
         try:
+            check_name(name)
             tenants[name] = tenant = TenantSettings.model_validate(fields)
+        except ConfigError as error:
+            faults += error.faults
+            continue
         except ValidationError as error:
             faults += [f"{name}.{fault}" for fault in faults_of(error, TenantSettings)]
             continue

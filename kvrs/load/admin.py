@@ -19,6 +19,7 @@ from kvrs.config.file import ADMIN_ENV_NAME, Config, read_admin_tokens
 from kvrs.config.settings import netloc
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.faults.orders import FaultRequest
+from kvrs.origins import has_origin
 from kvrs.protocol.secrets import Door, DoorKey, door_key
 from kvrs.proving import Address, ProvingConnector, UnprovenError, address_of
 from kvrs.tls import CertificateFiles, Certificates, pinned_client
@@ -62,16 +63,12 @@ class AdminClient:
             ConfigError: the URL is none of HTTP.
         """
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if host is None or parts.scheme not in ("http", "https"):
+        if not has_origin(self.url):
             raise ConfigError(
                 [f"URL of an admin port: got {url!r}; allowed: http://HOST:PORT, or https://"]
             )
-        self._host, self._port, self._path = host, port, parts.path
+        parts = urlsplit(self.url)
+        self._host, self._port, self._path = parts.hostname or "", parts.port, parts.path
         self._is_secure, self._tls = parts.scheme == "https", tls
         self._headers = {} if token is None else {"Authorization": b"Bearer " + token}
 

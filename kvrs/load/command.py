@@ -22,6 +22,7 @@ from kvrs.load.fitting import fitted, served_tokens, too_long
 from kvrs.load.open_loop import Dialect
 from kvrs.load.passes import FaultInjector, Run, Target, run_pass
 from kvrs.load.progress import LiveView
+from kvrs.origins import has_origin
 from kvrs.report.measures import combine_reports, outline
 from kvrs.report.metrics import Slo
 from kvrs.report.output import claim_directory
@@ -235,10 +236,7 @@ def _check(options: ReplayOptions) -> None:
         mistakes.append(
             f"--vocab-size: got {options.vocab_size}; allowed: at least {options.first_token + 2}"
         )
-    if not (
-        options.url.startswith(("http://", "https://"))
-        and options.url.partition("://")[2].strip("/")
-    ):
+    if not has_origin(options.url):
         mistakes.append(f"--url: got {options.url!r}; allowed: http://HOST... or https://HOST...")
     if mistakes:
         raise ConfigError(mistakes)

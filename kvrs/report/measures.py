@@ -179,7 +179,7 @@ def load_report(path: Path, schema_version: int) -> Report:
         report = json.loads(file.read_bytes())
     except OSError as error:
         raise ReportError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{file}: not JSON: {error}") from None
     found = report.get("schema_version") if isinstance(report, dict) else None
     if found != schema_version:

@@ -7,10 +7,11 @@ Configuration" and "Sampling".
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from kvrs import __version__
 from kvrs.errors import ConfigError
+from kvrs.origins import has_origin
 
 _EXPORTER = "OTEL_EXPORTER_OTLP_"
 _ENDPOINTS = (f"{_EXPORTER}TRACES_ENDPOINT", f"{_EXPORTER}ENDPOINT")
@@ -143,8 +144,7 @@ class _Variables:
     def url(self, name: str) -> str:
         """That for traces is the whole address, the other one that of the collector."""
         url = self._environ[name]
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not has_origin(url):
             self.faults.append(f"{name}: got {url!r:.80}; allowed: http://HOST:PORT or https://")
         return url if name == _ENDPOINTS[0] else url.rstrip("/") + "/v1/traces"
 

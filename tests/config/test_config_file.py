@@ -15,6 +15,7 @@ from kvrs.config.file import (
     parse_config,
     read_secret,
 )
+from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "kvrs.example.yaml"
@@ -122,8 +123,13 @@ def test_services_are_of_vllm_alone() -> None:
 
 
 def test_a_dumped_configuration_reads_back_equal() -> None:
-    """The launcher hands its resolved configuration to every process as a file."""
-    assert parse_config(yaml.safe_load(dump_config(Config()))) == Config()
+    """The launcher hands its resolved configuration to every process as a file. Text that
+    looks like a number stays text.
+    """
+    pair = [{"id": "1e5", "role": "prefill"}, {"id": "d0", "role": "decode"}]
+    named = parse_config({"cluster": {"nodes": [{"id": "n0", "instances": pair}]}})
+    for config in (Config(), named):
+        assert parse_config(parse_yaml(dump_config(config))) == config
 
 
 def test_the_commented_example_holds_every_key_and_every_default() -> None:
@@ -168,7 +174,12 @@ def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reas
 
 
 @pytest.mark.parametrize(
-    "text", ["proxy: [1, 2", "proxy: {port: 2026-13-40}", "proxy: {port: !!int x}", "a: 0b_"]
+    "text",
+    [
+        *("proxy: [1, 2", "proxy: {port: 2026-13-40}", "a: 0b_"),
+        *(f"proxy: {{port: !!{value}}}" for value in ("int x", 'int ""', "bool x", "timestamp x")),
+        *("a: !!set [x]", "a: !!map [x]"),
+    ],
 )
 def test_a_file_that_is_not_yaml_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     """A parser's error is one line with the file's name."""

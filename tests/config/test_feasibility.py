@@ -147,13 +147,17 @@ def test_a_model_without_its_files_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "1.safetensors").touch()
     lacking = faults_of(tmp_path, document)
     (tmp_path / "2.safetensors").touch()
+    exit_code = check(tmp_path, document).exit_code
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    nested = faults_of(tmp_path, document)
 
     assert [fault.partition(" has no ")[2].split(";")[0] for fault in bare] == [
         "tokenizer.json",
         "weights",
     ]
     assert "lacks 1 of 2 files of weights, as 2.safetensors" in lacking[0]
-    assert check(tmp_path, document).exit_code == 0
+    assert exit_code == 0
+    assert "is no index of weights" in nested[0]
 
 
 def test_pages_that_do_not_fit_into_memory_are_a_fault(tmp_path: Path) -> None:

@@ -55,14 +55,25 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "keys", f"a: {{keys: [{HASH}]}}", 0o640)
 
 
-def test_the_command_makes_a_key_and_its_line(tmp_path: Path) -> None:
-    """The line alone is stored, and no key can be told from it."""
-    result = CliRunner().invoke(app, ["key", "alice"])
+@pytest.mark.parametrize("name", ["alice", "7", "null", "2026-01-02", "1e5", "-", "on", "0x1F"])
+def test_the_command_makes_a_key_and_its_line(name: str) -> None:
+    """The line alone is stored, and no key can be told from it. YAML has some names as numbers."""
+    result = CliRunner().invoke(app, ["key", "--", name])
     key, line = result.stdout.splitlines()
 
     tenants = read_tenants(SecuritySettings(), {"KVRS_KEYS": line})
 
     assert tenants is not None
-    assert tenants["alice"].keys == [key_hash(key.encode()).hex()]
+    assert tenants[name].keys == [key_hash(key.encode()).hex()]
     assert len(key) > 40
     assert key not in line
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a: {}", "a\nb"])
+def test_no_key_is_made_for_a_name_that_the_file_cannot_have(name: str) -> None:
+    """The line would be refused later, when the key is with the client already."""
+    result = CliRunner().invoke(app, ["key", name])
+
+    assert isinstance(result.exception, ConfigError)
+    assert "as a tenant's name; allowed: " in str(result.exception)
+    assert result.stdout == ""

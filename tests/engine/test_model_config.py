@@ -179,6 +179,16 @@ def test_missing_weights_are_named(directory: Path) -> None:
         Worker(directory, EngineSettings(pages=2))
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deeply_is_named(directory: Path, name: str) -> None:
+    """Python's reader of JSON has a limit that is no error of the text."""
+    (directory / "model.safetensors").unlink()
+    (directory / name).write_text("[" * 100_000)
+
+    with pytest.raises(ConfigError, match=rf"{name}: .*recursion"):
+        Worker(directory, EngineSettings(pages=2))
+
+
 def test_an_index_cannot_name_files_elsewhere(directory: Path) -> None:
     """Nothing outside of the directory is read because a file in it names it."""
     index = directory / "model.safetensors.index.json"

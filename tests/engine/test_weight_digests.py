@@ -102,7 +102,11 @@ def test_the_root_is_computed_once_for_files_as_they_are(
 
 
 @pytest.mark.parametrize(
-    "lie", [b"", b"[]", b"{", b'{"grain": 1}', b"\xff\xfe", b"null", b'"root"']
+    "lie",
+    [
+        *(b"", b"[]", b"{", b'{"grain": 1}', b"\xff\xfe", b"null", b'"root"'),
+        pytest.param(b"[" * 100_000, id="nested"),
+    ],
 )
 def test_a_damaged_note_is_not_believed(tiny_copy: Path, lie: bytes) -> None:
     """The root is computed and noted again."""

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from kvrs.cli import app
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, LogError
 from kvrs.explain.incidents import RecordedDecision, chosen_of, incidents, waited_of
@@ -323,3 +325,19 @@ def test_a_file_that_is_no_log_is_named(tmp_path: Path, content: bytes | None, s
         explain_log(path)
 
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        (["--elastic", "p", "--prompt-tokens", "3"], "--prompt-tokens: given with --elastic"),
+        (["--log", "events.jsonl", "--policy", "rom"], "--policy: given with --log"),
+        (["--profile", "p", "--prompt-tokens", "3", "--tp", "4"], "--tp: given with --profile"),
+    ],
+)
+def test_an_option_of_another_question_is_refused(arguments: list[str], unused: str) -> None:
+    """It would change nothing, as if the answer did not depend on it."""
+    result = CliRunner().invoke(app, ["explain", *arguments])
+
+    assert isinstance(result.exception, ConfigError)
+    assert f"{unused}, which does not use it; allowed: " in str(result.exception)

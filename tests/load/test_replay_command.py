@@ -319,6 +319,7 @@ async def check_state(faults: list[Fault], port: AdminPort) -> None:
         ({"vocab_size": 5}, "--vocab-size: got 5; allowed: at least 6"),
         ({"url": "localhost"}, "--url: got 'localhost'"),
         ({"url": "http://"}, "--url: got 'http://'"),
+        ({"url": "http://h:99999"}, "--url: got 'http://h:99999'"),
         ({"rate": 0.0}, "--rate: got 0.0; allowed: above 0"),
         ({"rate": float("nan")}, "--rate: got nan; allowed: above 0"),
         ({"time_scale": -1.0}, "--time-scale: got -1.0; allowed: above 0"),
@@ -437,6 +438,7 @@ def test_errors_are_listed_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture
     ("text", "reason"),
     [
         ("{", "not JSON"),
+        pytest.param("[" * 100_000, "not JSON", id="nested"),
         ("[]", "schema_version None"),
         ('{"schema_version": 1}', "schema_version 1; allowed: 2"),
         ('{"schema_version": 2}', "missing required field `exact`"),

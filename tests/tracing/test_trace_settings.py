@@ -95,6 +95,8 @@ def test_samplers_have_the_names_of_the_specification(
         ("OTEL_TRACES_EXPORTER", "zipkin", "zipkin over http/protobuf; allowed: otlp"),
         ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd", "'zstd'; allowed: none, gzip"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "c:4318", "'c:4318'; allowed: http://HOST:PORT"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://[::1", "'http://[::1'; allowed: http://HOST:PORT"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:70000", "http://c:70000'; allowed: http://HOST"),
         ("OTEL_EXPORTER_OTLP_HEADERS", "secret", "'secret'; allowed: key=value"),
         ("OTEL_TRACES_SAMPLER", "jaeger_remote", "'jaeger_remote'; allowed: always_on"),
         ("OTEL_TRACES_SAMPLER_ARG", "1.5", "'1.5'; allowed: from 0 to 1"),

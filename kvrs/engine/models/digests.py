@@ -161,7 +161,7 @@ class Note:
             if any(remembered[key] != value for key, value in self._facts().items()):
                 return None
             root = bytes.fromhex(remembered["root"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return root if len(root) == _DIGEST_BYTES else None
 

@@ -78,7 +78,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: got a {type(values).__name__}; allowed: an object"])

@@ -91,7 +91,7 @@ def _files_of_index(index: Path) -> Mapping[str, Path]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {tensor: index.parent / name for tensor, name in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError([f"{index}: weight_map: cannot be read: {error}"]) from None
     for path in set(files.values()):
         # A file name that climbs out of the directory has no business in an index.

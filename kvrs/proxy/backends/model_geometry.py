@@ -25,7 +25,7 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
         raise ConfigError(
             [f"cluster.model: {path}: {error.strerror}; allowed: a Hugging Face directory"]
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"cluster.model: {path}: not JSON: {error}"]) from None
     if not isinstance(fields, dict):
         raise ConfigError([f"cluster.model: {path}: not an object"])

@@ -207,6 +207,7 @@ def test_the_shape_of_a_models_kv_is_in_its_config(
         (json.dumps({"text_config": [1]}), "text_config is"),
         ("[]", "not an object"),
         ("{", "not JSON"),
+        pytest.param("[" * 100_000, "not JSON", id="nested"),
         (None, "No such file"),
     ],
 )
