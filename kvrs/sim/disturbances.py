@@ -18,6 +18,7 @@ from kvrs.sim.fault_scenarios import FaultEvent
 from kvrs.sim.half_deaths import HalfDeaths
 from kvrs.sim.process import Clock, require
 from kvrs.sim.proxy import SimProxy
+from kvrs.sim.ranks import SimRanks
 from kvrs.sim.streams import SimJournal
 from kvrs.transfer.meter import Measurement
 
@@ -64,6 +65,8 @@ class Disturbances:
                 | fault_scenarios.LATE
             ):
                 self._lose_ranks(death.name)
+            case fault_scenarios.LEAVES:
+                self._let_leave()
             case _:
                 require(self._half_deaths.strike(death.name), death.name)
 
@@ -192,16 +195,9 @@ class Disturbances:
         another, or one whose re-forming takes five times as long as was said.
         """
         rng, clock = self._cluster.rng, self._cluster.clock
-        engines = [each for each in self._cluster.engines.values() if each.is_running]
-        having = [
-            each for each in engines if each.ranks is not None and len(each.ranks.running) > 1
-        ]
-        if not having:
+        if (found := self._with_ranks(death)) is None:
             return
-        engine = rng.choice(having)
-        ranks = engine.ranks
-        assert ranks is not None
-        self._cluster.note(death, engine.id, self._cluster.streams_on(engine.id))
+        engine, ranks = found
         kept = rng.random() < 0.3
         first, *others = rng.sample(ranks.running, 2)
         if death == fault_scenarios.LATE:
@@ -216,6 +212,40 @@ class Disturbances:
         if death == fault_scenarios.MID_MOVE:
             again = partial(self._lose_again, engine, engine.life, others)
             clock.after(rng.uniform(0.0, 0.3), again)
+
+    def _with_ranks(self, death: str) -> tuple[SimEngine, SimRanks] | None:
+        """An instance that computes with several ranks."""
+        having = [
+            (engine, engine.ranks)
+            for engine in self._cluster.engines.values()
+            if engine.is_running and engine.ranks is not None and len(engine.ranks.running) > 1
+        ]
+        if not having:
+            return None
+        engine, ranks = self._cluster.rng.choice(having)
+        self._cluster.note(death, engine.id, self._cluster.streams_on(engine.id))
+        return engine, ranks
+
+    def _let_leave(self) -> None:
+        """A rank leaves by order, and is had back later. As it leaves it may be lost, or another
+        one.
+        """
+        rng, clock = self._cluster.rng, self._cluster.clock
+        if (found := self._with_ranks(fault_scenarios.LEAVES)) is None:
+            return
+        engine, ranks = found
+        leaving, other = rng.sample(ranks.running, 2)
+        if not ranks.order(leaving, leaves=True):
+            return
+        lost = rng.choice([None, None, leaving, other])
+        if lost is not None:
+            again = partial(self._lose_again, engine, engine.life, [lost])
+            clock.after(rng.uniform(0.0, 0.05), again)
+        clock.after(rng.uniform(1.0, 5.0), partial(self._have_back, engine, engine.life, leaving))
+
+    def _have_back(self, engine: SimEngine, life: int, rank: int) -> None:
+        if engine.is_running and engine.life == life and engine.ranks is not None:
+            engine.ranks.order(rank, leaves=False)
 
     def _lose_again(self, engine: SimEngine, life: int, ranks: list[int]) -> None:
         if engine.is_running and engine.life == life and engine.ranks is not None:

@@ -31,6 +31,7 @@ TWO_RANKS = "two ranks at once"
 TOO_MANY_RANKS = "all ranks but one, too few for the model"
 MID_MOVE = "a rank in mid-move of another one"
 LATE = "a re-forming five times as long as said"
+LEAVES = "a rank that leaves by order"  # Not drawn among the others: `scenarios.ranked`.
 # Half dead: `half_deaths.py`.
 HUNG = "an instance that computes nothing"
 CUT_OFF = "a proxy cut off from an instance"

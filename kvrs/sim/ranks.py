@@ -25,6 +25,7 @@ from kvrs.elastic.reforming import (
     ProbeEnded,
     ProbeStep,
     RankJoined,
+    RankLeaving,
     RankOffered,
     RanksLost,
     Reforming,
@@ -48,7 +49,7 @@ from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import Batch, SimRun, checkpoints_of
-from kvrs.sim.process import SimProcess, Step
+from kvrs.sim.process import SimProcess, Step, require
 from kvrs.sim.site import Site
 from kvrs.transfer.meter import LinkMeter
 
@@ -117,17 +118,17 @@ class SimRanks:
         self._held: dict[StreamId, int] = {}  # Of these, what agents hold.
         self._held_page_s = 0.0
         self._lost: list[int] = []
+        self._left: set[int] = set()  # On purpose; those of the layout are about to.
         self._has_lost_cells = False  # Since the last freeze.
 
     # What the instance asks.
 
     @property
     def serves(self) -> bool:
-        return self._machine.phase is ReformingPhase.SERVING or self._grows
-
-    @property
-    def _grows(self) -> bool:
-        return self._machine.phase is ReformingPhase.MOVING and self.report is None
+        """Also while units move to ranks that join, or from one that leaves."""
+        phase = self._machine.phase
+        moves = phase is ReformingPhase.MOVING and self.report is None
+        return moves or phase is ReformingPhase.SERVING
 
     @property
     def degree(self) -> int:
@@ -188,6 +189,18 @@ class SimRanks:
         at_risk = tuple(StreamAtRisk(restore_s.get(stream, 0.0)) for stream in computed)
         self._lost = sorted(lost)
         self._handle(RanksLost(lost, memory_kept, at_risk))
+
+    def order(self, rank: int, *, leaves: bool) -> bool:
+        """Let a rank leave on purpose, or have one back; whether that is carried out."""
+        if not leaves:
+            self._left.discard(rank)
+            self._later(_GROWS_AFTER_S, RankOffered(rank, 0))
+            return True
+        if self._machine.why_it_stays(rank) is not None:
+            return False
+        self._left.add(rank)
+        self._handle(RankLeaving(rank))
+        return True
 
     def _cells_of(self, page: int, ranks: frozenset[int]) -> frozenset[Cell]:
         """The cells of a page that lie on these ranks."""
@@ -289,7 +302,12 @@ class SimRanks:
 
     def _carry_out(self, action: CarryOut) -> None:
         self._start_s = 0.0
-        if action.way is not Way.RESIZE:
+        if action.way is Way.RESIZE:
+            require(
+                action.plan.host_bytes == 0,
+                f"{self._engine.id} reads what ranks have that leave or stay",
+            )
+        else:
             self._announce(action.plan.after, action.way, action.ready_s, action.plan.moved_bytes)
         if action.way is Way.RESTART:
             self._start_s = _RESTART_S
@@ -327,9 +345,10 @@ class SimRanks:
         self.late_factor = 1.0
         self._engine.look()
         self._changed()
-        if len(stage.ranks) < self.count:
-            absent = min(set(range(self.count)) - set(stage.ranks))
-            self._later(_GROWS_AFTER_S, RankOffered(absent, 0))
+        for rank in sorted(self._left.intersection(stage.ranks)):
+            self._handle(RankLeaving(rank))  # A loss came first.
+        if absent := set(range(self.count)).difference(stage.ranks, self._left):
+            self._later(_GROWS_AFTER_S, RankOffered(min(absent), 0))
 
     def _later(self, delay_s: float, event: Event) -> None:
         self._engine.later(delay_s, lambda: self._handle(event))

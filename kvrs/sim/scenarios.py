@@ -14,6 +14,7 @@ from kvrs.protocol.instance import Role
 from kvrs.sim.fault_scenarios import (
     FAULT_SCENARIOS,
     LATE,
+    LEAVES,
     MID_MOVE,
     ONE_DEVICE,
     ONE_RANK,
@@ -84,8 +85,10 @@ def sick(seed: int, *, keep_log: bool = False) -> World:
     return World(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
 
 
-def ranked(seed: int, *, keep_log: bool = False) -> World:
-    """Decode instances of four ranks that lose some, again and again, while they serve."""
+def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
+    """Decode instances of four ranks that lose some, again and again, while they serve; some
+    leave by order.
+    """
     rng = Random(seed)
     count = rng.choice([1, 2])
     nodes = [
@@ -101,13 +104,15 @@ def ranked(seed: int, *, keep_log: bool = False) -> World:
     backup = rng.choice([BackupMode.OFF, BackupMode.LOCAL])
     document = {"cluster": {"nodes": nodes}, "backup": {"mode": backup.value}}
     arrivals = _poisson(rng, per_s=4.0, from_s=1.0, to_s=11.0, max_tokens=100)
-    names = [TWO_RANKS, MID_MOVE, LATE, ONE_RANK, ONE_DEVICE]
-    deaths = [named_death(rng, name, rng.uniform(1.0, 12.0)) for name in rng.choices(names, k=5)]
-    deaths.sort(key=lambda death: death.at_s)
+    names = [TWO_RANKS, MID_MOVE, LATE, ONE_RANK, ONE_DEVICE, LEAVES]
+    drawn = [
+        named_death(rng, name, rng.uniform(1.0, 12.0)) for name in rng.choices(names, k=deaths)
+    ]
+    drawn.sort(key=lambda death: death.at_s)
     return World(
         parse_config(document),
         arrivals,
-        deaths,
+        drawn,
         seed=seed,
         proxies=2,
         stay_away=0.0,

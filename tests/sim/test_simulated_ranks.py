@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.ids import InstanceId
 from kvrs.policy.event_log import rerun
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.process import InvariantError
@@ -19,8 +20,9 @@ def outcomes() -> list[Outcome]:
 
 
 def test_no_computation_reads_a_cell_that_is_gone() -> None:
-    """Two ranks at once, one in mid-move of another, devices and processes, instances that take
-    five times as long as they say: every stream ends complete, and most stay where they are.
+    """Two ranks at once, one in mid-move of another, devices and processes, ranks that leave by
+    order, instances that take five times as long as they say: every stream ends complete, and most
+    stay where they are.
     """
     found = outcomes()
 
@@ -29,7 +31,7 @@ def test_no_computation_reads_a_cell_that_is_gone() -> None:
     hit = {one.death for outcome in found for one in outcome.hits if one.streams}
     assert set(ended) == {"complete"}
     assert recoveries["in_place"] > 20
-    assert len(hit) == 5
+    assert len(hit) == 6
 
 
 def test_streams_leave_an_instance_that_has_too_few_ranks() -> None:
@@ -64,3 +66,38 @@ def test_a_log_with_ranks_can_be_run_again() -> None:
     for proxy in world.cluster.proxies:
         assert proxy.log is not None
         assert rerun(proxy.log).difference is None
+
+
+def test_a_rank_that_leaves_by_order_costs_its_streams_a_formation_and_no_cell() -> None:
+    """Nothing is read, as an invariant. It stays away until it is had back; a loss comes first. In
+    mid-move nothing else is ordered.
+    """
+    world = ranked(0, deaths=0)
+    engine = world.cluster.engines[InstanceId("d0")]
+    clock = world.cluster.clock
+    seen: list[tuple[int, ...]] = []
+
+    def look() -> None:
+        assert engine.ranks is not None
+        seen.append(engine.ranks.running)
+
+    def first() -> None:
+        assert engine.ranks is not None
+        assert engine.ranks.order(2, leaves=True)
+        assert not engine.ranks.order(1, leaves=True)  # They re-form already.
+        engine.ranks.lose([3], memory_kept=True)
+
+    def back() -> None:
+        assert engine.ranks is not None
+        assert engine.ranks.order(2, leaves=False)
+
+    clock.after(1.0, first)
+    for tenth in range(30):
+        clock.after(3.0 + tenth / 10, look)
+    clock.after(6.0, back)
+    clock.after(9.0, look)
+    outcome = world.run()
+
+    assert set(outcome.ended) == {"complete"}
+    assert set(seen[:-1]) == {(0, 1, 3)}
+    assert seen[-1] == (0, 1, 2, 3)
