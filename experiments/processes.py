@@ -65,7 +65,8 @@ class Processes:
         self._starts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
-        self.directory = Path(tempfile.mkdtemp(prefix="kvrs-experiment-"))
+        # A short name: below it DistServe's Ray has sockets with long ones.
+        self.directory = Path(tempfile.mkdtemp(prefix="kvrs-run-"))
         self.config, segments = own_segments(self.config, self.directory)
         self._guard = start_guard(self.directory, *segments)
         make_segments(segments)
