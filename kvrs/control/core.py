@@ -361,6 +361,7 @@ class Control(Generic[S]):
         lives_on = known.is_same_process(info)
         if not lives_on:
             self.fences.fenced(known.id)
+        had_not_ended = known.had_not_ended(info)
         accepted = self.instances.accept(known, info)
         self.self_tests.up(info, now_s)
         seen = self.self_tests.seen(known.id)
@@ -375,7 +376,7 @@ class Control(Generic[S]):
                 self.streams[stream].note_prefilled(known.id)
                 self.leases.hold(known.id, stream)
             self.tell(PagesKept(known.id, info.epoch, kept), now_s)
-        self.tell(InstanceUp(instance, lives_on), now_s)
+        self.tell(InstanceUp(instance, lives_on, had_not_ended), now_s)
 
     def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
         if report.draining:
@@ -415,8 +416,12 @@ class Control(Generic[S]):
         for instance, state, reason in self.gpus.seen(node, gpus):
             self.tell(GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
 
-    def instance_lost(self, known: KnownInstance, cause: str, now_s: float) -> None:
-        """All its victims in one event, so that the policy can spread them."""
+    def instance_lost(
+        self, known: KnownInstance, cause: str, now_s: float, *, may_live: bool = False
+    ) -> None:
+        """All its victims in one event, so that the policy can spread them. `may_live`: it has only
+        fallen silent.
+        """
         assert known.info is not None
         self.instances.lose(known, cause)
         self.self_tests.lost(known.id)
@@ -426,7 +431,7 @@ class Control(Generic[S]):
             self._end_attempt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = live.produced_tokens
-        self.tell(InstanceLost(known.id, known.info.epoch, cause, produced), now_s)
+        self.tell(InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
         return {live.id: live.produced_tokens for live in self._running_on(instance)}

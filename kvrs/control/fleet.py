@@ -64,6 +64,15 @@ class KnownInstance:
             return False
         return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
 
+    def had_not_ended(self, info: InstanceInfo) -> bool:
+        """Whether the process, with its workers, ran on while it was taken for lost. One without a
+        pid (0) is known by its epoch, which rises with every process.
+        """
+        lost = self.lost
+        if lost is None or (info.pid, info.worker_pids) != (lost.pid, lost.worker_pids):
+            return False
+        return info.pid != 0 or info.epoch == lost.epoch
+
     def must_be_fenced(self, info: InstanceInfo) -> bool:
         """Whether the process ran on while it was taken for lost."""
         return self.lost is not None and info.pid == self.lost.pid and _can_fence(info)

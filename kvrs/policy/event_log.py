@@ -109,6 +109,7 @@ class _Instance(msgspec.Struct):
 class _Up(msgspec.Struct):
     instance: _Instance
     lives_on: bool = False
+    had_not_ended: bool = False
 
 
 class _Line(msgspec.Struct):
@@ -298,6 +299,7 @@ def _event(fields: dict[str, Any]) -> Event:
             found.tokens,
         ),
         up.lives_on,
+        up.had_not_ended,
     )
 
 

@@ -82,6 +82,8 @@ class InstanceEvents:
             wait_s = quarantine.first_wait_s(self._settings.recovery.wait_s)
             for stream in self._ledger.idle.values():
                 stream.recovery.wait_apart(now_s + wait_s)
+        for stream in self._ledger.streams.values():
+            stream.recovery.note_fate(instance.id, had_not_ended=event.had_not_ended)
         self._starter.gather(lost, now_s)
         self._starter.place_idle(now_s)
 
@@ -117,7 +119,9 @@ class InstanceEvents:
             return
         member = self._view.members.get(event.instance)
         if member is not None and event.epoch >= member.instance.epoch:
-            victims = self._lose(member, event.cause, event.produced_tokens, now_s)
+            victims = self._lose(
+                member, event.cause, event.produced_tokens, now_s, may_live=event.may_live
+            )
             self._starter.gather(victims, now_s)
 
     def _removed(self, event: InstanceRemoved, now_s: float) -> None:
@@ -231,7 +235,13 @@ class InstanceEvents:
         self._starter.gather(self._leave(member, event, now_s), now_s)
 
     def _lose(
-        self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
+        self,
+        member: Member,
+        cause: str,
+        produced_tokens: Mapping[StreamId, int],
+        now_s: float,
+        *,
+        may_live: bool = False,
     ) -> list[Stream]:
         """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
@@ -240,7 +250,7 @@ class InstanceEvents:
         streams = self._ledger.streams.values()
         suspects = []
         if not self._has_own_cause(member, now_s):
-            suspects = quarantine.note_death(self._view, streams, member, wait_s)
+            suspects = quarantine.note_death(self._view, streams, member, wait_s, may_live=may_live)
         waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
         for stream_id in list(member.held):
             self._ledger.kv_locations.forget(stream_id, member.instance.id)

@@ -2,10 +2,14 @@
 other stream more than a recovery.
 
 A stream is suspected when an instance died from which it waited for its first token: streams that
-had one there have shown that the instance can serve them. A suspected stream runs apart: where no
-other stream waits for its first token, and nothing else is sent meanwhile. So the next death has
-one suspect only. A stream that is the only one at its second death is refused; any other has a
-token by then, and is suspected no longer.
+had one there have shown that the instance can serve them, and one that was prefilled before, that
+no prefill instance dies of it. A suspected stream runs apart: where no other stream waits for its
+first token, and nothing else is sent meanwhile. So the next death has one suspect only. A stream
+that is the only one at its second death is refused; any other has a token by then, and is suspected
+no longer.
+
+An instance that only fell silent may be frozen or cut off. A stream that would be refused for it
+waits until that instance is up again: if its process had not ended, it was no death.
 
 While a suspected stream runs apart on the last instance of a role, streams without a token wait:
 one that came along would be a second suspect, and the killer would have a third instance.
@@ -15,6 +19,7 @@ from collections.abc import Iterable
 
 from kvrs.policy.model.cluster_view import ClusterView, Member
 from kvrs.policy.model.streams import Stream
+from kvrs.protocol.instance import Role
 
 # A stream that was suspected once waits so long to run apart: most instances die of other causes,
 # and of many with one such death in common the last ones would wait for all others.
@@ -24,20 +29,33 @@ LOOK_S = 0.05
 
 
 def note_death(
-    view: ClusterView, streams: Iterable[Stream], member: Member, wait_s: float
+    view: ClusterView, streams: Iterable[Stream], member: Member, wait_s: float, *, may_live: bool
 ) -> list[Stream]:
-    """Suspect the streams that waited for their first token from an instance that has died."""
+    """Suspect the streams that waited for their first token from an instance that has died, or has
+    fallen silent (`may_live`).
+    """
     instance, waiting = member.instance, member.health.awaited
     suspects = [
         stream
         for stream in streams
-        if stream.id in waiting or stream.recovery.broke_at(instance, view.now_s)
+        if (stream.id in waiting or stream.recovery.broke_at(instance, view.now_s))
+        and not (instance.role is Role.PREFILL and _was_prefilled(stream))
     ]
     for stream in suspects:
         stream.recovery.note_death(
-            instance, len(suspects), view.now_s, first_wait_s(wait_s), wait_s / 2
+            instance,
+            view.now_s,
+            first_wait_s(wait_s),
+            wait_s / 2,
+            is_alone=len(suspects) == 1,
+            may_live=may_live,
         )
     return suspects
+
+
+def _was_prefilled(stream: Stream) -> bool:
+    """Whether an instance has computed, and survived, all that another one prefills again."""
+    return stream.prefilled and stream.produced_tokens == 0
 
 
 def first_wait_s(wait_s: float) -> float:

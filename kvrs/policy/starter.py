@@ -1,6 +1,7 @@
 """Placing streams that have no attempt: started, queued for a slot, kept waiting or given up on."""
 
 from collections.abc import Iterable
+from math import inf
 
 import msgspec
 
@@ -134,8 +135,7 @@ class Starter:
         recovery = stream.recovery
         quarantine.end(stream)
         if recovery.awaits_fate and not is_past(recovery.fate_until_s, now_s):
-            self._ledger.wait(stream, now_s)
-            self._timers.set(stream.id, recovery.fate_until_s)
+            self._await_fate(stream, now_s)
             return
         is_apart = not is_past(recovery.apart_until_s, now_s)
         stream.shunned = quarantine.occupied(self._view, stream) if is_apart else NOWHERE
@@ -151,6 +151,17 @@ class Starter:
             assert plan is not None, stream
             names = {plan.decode, plan.prefill or plan.decode}
             quarantine.begin(stream, [self._view.members[name] for name in names])
+
+    def _await_fate(self, stream: Stream, now_s: float) -> None:
+        """Wait for news of the instances that it may have ended, and not beyond its deadline."""
+        budget_s = self._decisions.budget_s(stream, now_s)
+        budget_ends_s = inf if budget_s is None else now_s + budget_s
+        if is_past(budget_ends_s, now_s):
+            message = f"its instances are silent, and no news came in time: {tightest(stream)}"
+            self.give_up(stream, Reason.SLO, message)
+            return
+        self._ledger.wait(stream, now_s)
+        self._timers.set(stream.id, min(stream.recovery.fate_until_s, budget_ends_s))
 
     def place_again(self, stream: Stream, now_s: float) -> None:
         """One stream, because its time has come; with the others, if it is gathered. A stream that

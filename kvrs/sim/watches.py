@@ -17,6 +17,7 @@ from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.streams import SimStream
 
 IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
+SILENT = "silent"  # The cause of a loss without an end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Watch(ABC):
 
     def expire(self) -> None:
         """Take the silence of the process for its end."""
-        self._end(self._session, "silent")
+        self._end(self._session, SILENT)
 
     def gossiped_dead(self, epoch: int) -> None:
         """Gossip reports the death of the process, in this epoch: check at once for an overdue
@@ -127,7 +128,7 @@ class Watch(ABC):
                 now_s - self._silence.heard_s >= overdue_s - 1e-9,
                 f"{self.process.id} reports, and was lost by its silence",
             )
-            self._end(session, "silent")
+            self._end(session, SILENT)
         else:
             self._time.after(next_s - now_s, lambda: self._look(session))
 
@@ -206,7 +207,8 @@ class InstanceWatch(Watch):
         self._control.load_reported(self._known, report, self._time.now_s)
 
     def _lose(self, cause: str) -> None:
-        self._control.instance_lost(self._known, cause, self._time.now_s)
+        now_s = self._time.now_s
+        self._control.instance_lost(self._known, cause, now_s, may_live=cause == SILENT)
 
 
 class AgentWatch(Watch):

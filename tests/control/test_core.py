@@ -15,7 +15,14 @@ from kvrs.control.fleet import Instances
 from kvrs.control.live import CannotContinue, Complete, StreamStage
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Action
-from kvrs.policy.model.events import AttemptFailed, Event, InstanceLost, Kept, StreamAdopted
+from kvrs.policy.model.events import (
+    AttemptFailed,
+    Event,
+    InstanceLost,
+    InstanceUp,
+    Kept,
+    StreamAdopted,
+)
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
@@ -304,3 +311,37 @@ def test_a_decode_instance_without_its_prefill_is_one_that_fetches(pulls: bool) 
     else:
         assert fault is not None
         assert fault.startswith("own_prefill is 'p1'")
+
+
+@pytest.mark.parametrize(
+    ("pid", "worker_pids", "had_not_ended"),
+    [(1, [], True), (2, [], False), (1, [7], False)],
+    ids=["same", "other process", "other workers"],
+)
+def test_the_policy_learns_whether_a_process_that_was_lost_had_ended(
+    pid: int, worker_pids: list[int], *, had_not_ended: bool
+) -> None:
+    """Once: later news is of the process that is up then."""
+    driver = Driver()
+    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0, may_live=True)
+
+    for epoch in (2, 3):
+        driver.up(D0, epoch, pid=pid, worker_pids=worker_pids)
+
+    lost = next(event for event in driver.events if isinstance(event, InstanceLost))
+    ups = [event for event in driver.events if isinstance(event, InstanceUp)][-2:]
+    assert lost.may_live
+    assert [event.had_not_ended for event in ups] == [had_not_ended, False]
+
+
+@pytest.mark.parametrize(("epoch", "had_not_ended"), [(1, True), (2, False)])
+def test_a_process_without_a_pid_had_not_ended_if_its_epoch_is_the_same(
+    epoch: int, *, had_not_ended: bool
+) -> None:
+    driver = Driver(pid=0)
+    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0, may_live=True)
+
+    driver.up(D0, epoch, pid=0)
+
+    ups = [event for event in driver.events if isinstance(event, InstanceUp)]
+    assert ups[-1].had_not_ended == had_not_ended

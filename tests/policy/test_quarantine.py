@@ -2,13 +2,15 @@
 
 import pytest
 
+from kvrs.config.policy import PolicyName, SloSettings
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import GiveUp, Halt, Reason, Start, WakeAt
+from kvrs.policy.model.actions import Action, GiveUp, Halt, Reason, Start, WakeAt
 from kvrs.policy.model.events import (
     AttemptFailed,
     DrainReported,
     GpuJudged,
     HolderLost,
+    InstanceLost,
     InstanceUp,
     LoadReported,
     PrefillDone,
@@ -16,6 +18,7 @@ from kvrs.policy.model.events import (
     StreamResumed,
     TimerFired,
 )
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
@@ -305,3 +308,102 @@ def test_a_stream_whose_instance_turns_out_to_live_runs_anywhere_again() -> None
     actions += harness.handle(TimerFired(), at_s=0.9)
 
     assert only(actions, Start).stream == A
+
+
+def fall_silent(harness: PolicyHarness, name: InstanceId, at_s: float) -> list[Action]:
+    return harness.handle(InstanceLost(name, 1, "silent", {}, may_live=True), at_s)
+
+
+def alone_at_two_silent_instances() -> tuple[PolicyHarness, InstanceId, InstanceId]:
+    """Of A, which waits for its first token at the one and then at the other."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2", wait_s=30.0)
+    first = harness.decoding("A", resumed=False).plan.decode
+    second = only(fall_silent(harness, first, 2.0), Start).plan.decode
+    assert of(fall_silent(harness, second, 4.0), Start) == []
+    return harness, first, second
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_instance_whose_process_had_not_ended_is_no_death(which: int) -> None:
+    """It was frozen or cut off: whichever of the two comes back, the stream goes on."""
+    harness, *silent = alone_at_two_silent_instances()
+
+    back = InstanceUp(instance(silent[which], epoch=2), had_not_ended=True)
+    actions = harness.handle(back, at_s=12.0)
+
+    assert only(actions, Start).stream == A
+    assert of(harness.actions, GiveUp) == []
+
+
+def test_a_stream_whose_silent_instances_have_ended_is_refused() -> None:
+    """Other processes run in their place."""
+    harness, first, second = alone_at_two_silent_instances()
+
+    waits = harness.handle(InstanceUp(instance(first, epoch=2)), at_s=5.0)
+    refused = harness.handle(InstanceUp(instance(second, epoch=2)), at_s=6.0)
+
+    assert not of(waits, Start)
+    assert not of(waits, GiveUp)
+    assert only(refused, GiveUp).reason is Reason.POISON
+
+
+def test_a_stream_whose_silent_instances_stay_silent_is_refused_and_ends_no_third_one() -> None:
+    """After half of `recovery.wait_s`: a request may hang what it runs on."""
+    harness, *_ = alone_at_two_silent_instances()
+
+    before = harness.handle(TimerFired(), at_s=18.9)
+    refused = harness.handle(TimerFired(), at_s=19.1)
+
+    assert not of(before, Start)
+    assert not of(before, GiveUp)
+    assert not of(refused, Start)
+    assert only(refused, GiveUp).reason is Reason.POISON
+
+
+def test_a_stream_waits_for_news_of_silent_instances_no_longer_than_its_deadline() -> None:
+    """And is not called poison then."""
+    slo = SloSettings(abort=True, ttft_s=6.0)
+    harness = PolicyHarness("p0", "d0", "d1", "d2", wait_s=30.0, slo=slo)
+    first = harness.decoding("A", resumed=False).plan.decode
+    second = only(fall_silent(harness, first, 2.0), Start).plan.decode
+    fall_silent(harness, second, 4.0)
+
+    assert only(harness.handle(TimerFired(), at_s=6.1), GiveUp).reason is Reason.SLO
+
+
+def test_two_streams_at_a_silent_instance_do_not_clear_each_other_at_the_next_death() -> None:
+    """B was there when the first instance fell silent, and lives on; at the second A was alone, so
+    that the first one counts if it has ended.
+    """
+    harness = PolicyHarness("p0", "d0", wait_s=30.0)
+    for name in ("A", "B"):
+        harness.decoding(name, resumed=False)
+    for name in ("p1", "d1", "p2", "d2"):
+        harness.handle(InstanceUp(instance(name)))
+    started = only(fall_silent(harness, D0, 2.0), Start)
+
+    actions = harness.lose(started.plan.decode, at_s=2.1)
+    actions += harness.handle(InstanceUp(instance("d0", epoch=2)), at_s=2.2)
+
+    assert (only(actions, GiveUp).stream, only(actions, GiveUp).reason) == (
+        started.stream,
+        Reason.POISON,
+    )
+
+
+@pytest.mark.parametrize(("tokens", "is_refused"), [(0, False), (1, True)])
+def test_a_prefill_that_was_done_before_ends_no_instance(tokens: int, *, is_refused: bool) -> None:
+    """With a token behind it, it is another prefill, which no instance has survived."""
+    slow = PrefillTable("slow", "made up", 100, [0.0, 10.0, 20.0])
+    harness = PolicyHarness("p0", "p1", "p2", name=PolicyName.ALWAYS_RECOMPUTE)
+    for name in ("d0", "d1"):
+        harness.handle(InstanceUp(instance(name, prefill=slow)))
+    decode = harness.decoding("A", resumed=tokens > 0).plan.decode
+
+    recovered = only(harness.lose(decode, A=tokens), Start)
+    for _ in range(2):
+        assert recovered.plan.prefill is not None
+        starts = of(harness.lose(recovered.plan.prefill), Start)
+        recovered = starts[0] if starts else recovered
+
+    assert bool(of(harness.actions, GiveUp)) == is_refused

@@ -23,6 +23,8 @@ class InstanceUp:
     instance: Instance
     # Another proxy has fenced its own attempts there; the process and all others go on.
     lives_on: bool = False
+    # It was taken for lost, and its process had not ended.
+    had_not_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class InstanceLost:
     epoch: int
     cause: str
     produced_tokens: Mapping[StreamId, int]
+    # It has only fallen silent: its process may be frozen, or cut off from this proxy.
+    may_live: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,20 @@ class StoredCheckpoint:
     booked_for: NodeId | None = None  # The node that decodes the stream.
 
 
+class Death(msgspec.Struct, frozen=True, gc=False):
+    """The loss of an instance that a stream waited at for its first token, for no other known
+    reason.
+    """
+
+    instance: InstanceId
+    epoch: int
+    node: NodeId
+    lost_s: float
+    broke_s: float  # When the stream's attempt broke there; the loss may have been known later.
+    is_alone: bool  # No other stream waited there.
+    may_live: bool  # The instance has only fallen silent.
+
+
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):
     """A 4xx that may be the fault of the instance, in this epoch."""
 
@@ -120,11 +134,7 @@ class RecoveryState:
     token_at_s: float = -inf  # When the token may be used.
     busy_since_s: float | None = None  # Since the first busy answer.
     retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
-    # Instances that died while the stream waited for its first token there, for no other known
-    # reason: with epoch, node and time.
-    deaths: frozenset[tuple[InstanceId, int, NodeId, float]] = frozenset()
-    is_only_suspect: bool = False  # Of the last of these deaths.
-    last_broke_s: float = -inf  # When it broke; news of an earlier one may come later.
+    deaths: tuple[Death, ...] = ()
     apart_until_s: float = -inf  # Until then it runs only where no other stream can be suspected.
     # Instances where an attempt broke that had brought nothing, and when: they may have died of it.
     broken: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
@@ -157,7 +167,9 @@ class RecoveryState:
 
     @property
     def is_poison(self) -> bool:
-        return len(self.deaths) >= _DEATHS_OF_POISON and self.is_only_suspect
+        if len(self.deaths) < _DEATHS_OF_POISON:
+            return False
+        return max(self.deaths, key=lambda death: (death.broke_s, death.lost_s)).is_alone
 
     @property
     def is_suspect(self) -> bool:
@@ -165,16 +177,18 @@ class RecoveryState:
 
     @property
     def awaits_fate(self) -> bool:
-        return bool(self.broken) and self.fate_until_s > -inf
+        """Whether news of the instances would decide whether it is refused."""
+        is_open = self.is_poison and any(death.may_live for death in self.deaths)
+        return (bool(self.broken) or is_open) and self.fate_until_s > -inf
 
     def note_broken(self, instance: Instance, now_s: float, first_wait_s: float) -> None:
         self.broken[instance.id, instance.epoch] = now_s
         self.apart_until_s = max(self.apart_until_s, now_s + first_wait_s)
-        self._await_fate(now_s)
+        self._await_fate(now_s + _FATE_KNOWN_AFTER_S)
 
-    def _await_fate(self, now_s: float) -> None:
+    def _await_fate(self, until_s: float) -> None:
         if len(self.deaths) + len(self.broken) >= _DEATHS_OF_POISON:
-            self.fate_until_s = now_s + _FATE_KNOWN_AFTER_S
+            self.fate_until_s = max(self.fate_until_s, until_s)
 
     def wait_apart(self, until_s: float) -> None:
         if self.is_suspect:
@@ -193,21 +207,42 @@ class RecoveryState:
         return now_s - broke_s < _DEATH_KNOWN_AFTER_S
 
     def note_death(
-        self, instance: Instance, suspects: int, now_s: float, first_wait_s: float, wait_s: float
+        self,
+        instance: Instance,
+        now_s: float,
+        first_wait_s: float,
+        wait_s: float,
+        *,
+        is_alone: bool,
+        may_live: bool,
     ) -> None:
-        broke_s = self.broken.pop((instance.id, instance.epoch), now_s)
-        self.deaths |= {(instance.id, instance.epoch, instance.node, now_s)}
-        if broke_s >= self.last_broke_s:
-            self.last_broke_s, self.is_only_suspect = broke_s, suspects == 1
-        self._await_fate(now_s)
+        name, epoch = instance.id, instance.epoch
+        broke_s = self.broken.pop((name, epoch), now_s)
+        death = Death(name, epoch, instance.node, now_s, broke_s, is_alone, may_live)
+        self.deaths = (*self.deaths, death)
+        self._await_fate(now_s + _FATE_KNOWN_AFTER_S)
+        if self.is_poison and any(death.may_live for death in self.deaths):
+            self._await_fate(now_s + wait_s)
         is_first = len(self.deaths) < _DEATHS_OF_POISON
         self.apart_until_s = now_s + (first_wait_s if is_first else wait_s)
 
     def note_node_lost(self, node: NodeId, since_s: float) -> None:
         """Its instances died with the node, and not of the stream."""
-        self.deaths = frozenset(
-            death for death in self.deaths if death[2] != node or death[3] < since_s
+        self.deaths = tuple(
+            death for death in self.deaths if death.node != node or death.lost_s < since_s
         )
+
+    def note_fate(self, instance: InstanceId, *, had_not_ended: bool) -> None:
+        """An instance that had fallen silent is up: its process did not end, or another one runs
+        in its place.
+        """
+        is_open = [death.may_live and death.instance == instance for death in self.deaths]
+        if any(is_open):
+            self.deaths = tuple(
+                msgspec.structs.replace(death, may_live=False) if was_open else death
+                for death, was_open in zip(self.deaths, is_open, strict=True)
+                if not (was_open and had_not_ended)
+            )
 
     def pay_token(self, at_s: float) -> None:
         self.owes_token, self.token_at_s = False, at_s

@@ -349,7 +349,7 @@ class Driver:
     def instance_lost(self, known: KnownInstance, cause: str, death: DeathCause) -> None:
         now_s = self.clock()
         self._metrics.worker_lost(known.id, death, now_s - max(known.reported_s, known.beat_s))
-        self.control.instance_lost(known, cause, now_s)
+        self.control.instance_lost(known, cause, now_s, may_live=death is DeathCause.SILENT)
 
     def agent_lost(self, known: KnownAgent, cause: str, death: DeathCause) -> None:
         self._metrics.agents.lost(known.id, death)

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from kvrs.control import silence
+from kvrs.ids import InstanceId
+from kvrs.policy.model.events import Event, InstanceLost
 from kvrs.proxy.fleet import watchdog
 from kvrs.proxy.streams.metrics import DeathCause
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -267,6 +269,28 @@ async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing
     assert [
         (row["work_s"], row["decode_streams"]) for row in state["instances"] if row["running"]
     ] == []
+
+
+@pytest.mark.parametrize("cause", DeathCause)
+async def test_an_instance_that_only_fell_silent_may_live(
+    build: ProxyClusterBuilder, cause: DeathCause
+) -> None:
+    """What the policy is told of its loss."""
+    system = await build()
+    driver = system.proxy._driver
+    assert driver is not None
+    told: list[InstanceLost] = []
+
+    def tell(event: Event, now_s: float) -> None:
+        assert isinstance(event, InstanceLost)
+        told.append(event)
+
+    known = driver.control.instances.known[InstanceId("d0")]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(driver.control, "tell", tell)
+        driver.instance_lost(known, "lost", cause)
+
+    assert [event.may_live for event in told] == [cause is DeathCause.SILENT]
 
 
 # Engines that send something other than tokens.
