@@ -4,7 +4,6 @@ its far end has proved that it is the one of the configuration.
 
 import asyncio
 import secrets
-import socket
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -144,20 +143,3 @@ async def prove(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) ->
     if not await is_done_within(greeter.reply, PROOF_TIMEOUT_S):
         raise TimeoutError
     transport.write(proof.answer(greeter.reply.result()))
-
-
-def prove_on(sock: socket.socket, key: DoorKey) -> None:
-    """The same on a blocking socket.
-
-    Raises:
-        ProofError: the process at the far end did not prove itself.
-        OSError: the connection was lost.
-    """
-    proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
-    sock.sendall(proof.hello)
-    reply = b""
-    while END not in reply and len(reply) <= MAX_MESSAGE_BYTES:
-        if not (data := sock.recv(MAX_MESSAGE_BYTES)):
-            raise ConnectionResetError("closed without a proof")
-        reply += data
-    sock.sendall(proof.answer(reply))

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import secrets
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -12,9 +13,9 @@ from aiohttp import web
 
 from kvrs.connections import ConnectionLimits
 from kvrs.http import HttpPort
-from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
+from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
-from kvrs.proving import ProvingConnector, address_of, prove_on
+from kvrs.proving import ProvingConnector, address_of
 
 
 @asynccontextmanager
@@ -53,6 +54,23 @@ async def instance_client(
         yield client
 
 
+def _prove_on(sock: socket.socket, key: DoorKey) -> None:
+    """Prove the key on a blocking socket.
+
+    Raises:
+        ProofError: the process at the far end did not prove itself.
+        OSError: the connection was lost.
+    """
+    proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))
+    sock.sendall(proof.hello)
+    reply = b""
+    while END not in reply and len(reply) <= MAX_MESSAGE_BYTES:
+        if not (data := sock.recv(MAX_MESSAGE_BYTES)):
+            raise ConnectionResetError("closed without a proof")
+        reply += data
+    sock.sendall(proof.answer(reply))
+
+
 class ProvenConnection(http.client.HTTPConnection):
     """A blocking client that proves this key."""
 
@@ -63,7 +81,7 @@ class ProvenConnection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         super().connect()
-        prove_on(self.sock, self._key)
+        _prove_on(self.sock, self._key)
 
 
 @asynccontextmanager

@@ -32,15 +32,6 @@ class Schedule:
     makespan_s: float
 
 
-def longest_channel_s(plan: MovePlan, rates: LinkRates) -> float:
-    """What no schedule can beat: the sum of the busiest channel."""
-    busy: dict[tuple[str, int], float] = defaultdict(float)
-    for move in plan.moves:
-        for channel in _channels(move):
-            busy[channel] += _seconds(move, rates)
-    return max(busy.values(), default=0.0)
-
-
 def schedule(plan: MovePlan, rates: LinkRates) -> Schedule:
     """Reads one after the other on each rank; copies in the order in which their bytes are there,
     each as soon as both ends are free.

@@ -38,5 +38,5 @@ def mended(turns: Turns, left: Collection[int]) -> Turns:
 
 
 def least_loaded(pending_tokens: Mapping[int, int]) -> int:
-    """The base for a new sequence: the one whose sequences have fewest tokens to compute."""
+    """The base for a new sequence: that with the fewest tokens to compute in its sequences."""
     return min(pending_tokens, key=lambda base: (pending_tokens[base], base))

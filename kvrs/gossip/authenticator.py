@@ -145,10 +145,6 @@ class PacketAuthenticator:
     def senders(self) -> int:
         return len(self._senders)
 
-    def set_keyring(self, keys: Keyring) -> None:
-        """Seal and open with these keys from now on."""
-        self._keys = keys
-
     def knows_run_of(self, node: NodeId) -> bool:
         """Whether a packet of the node was accepted, so that its run can be echoed."""
         return node in self._senders

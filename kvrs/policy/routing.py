@@ -59,8 +59,8 @@ def _pair_of(
 
 
 def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
-    """The prefill instance with the least predicted work; among equals the one whose own pair
-    decodes least. One that fails at once is idle for that reason: it comes after all others.
+    """The prefill instance with the least predicted work; among equals that with the fewest
+    streams at its own pair. One that fails at once is idle for that reason: it comes last.
     """
 
     def streams_of(member: Member) -> tuple[int, InstanceId]:

@@ -386,7 +386,7 @@ class Proxy:
         assert self.tenants is not None
         scheme = "http" if self._tls.port is None else "https"
         url = f"{scheme}://{self._config.proxy.host}:{self.port}"
-        who = {
+        identity = {
             "id": self._config.proxy.id,
             "node": socket.gethostname(),
             "url": url,
@@ -395,7 +395,7 @@ class Proxy:
             "policy": self.reloads.config.policy.name.value,
             "config_digest": self.reloads.digest,
         }
-        return who | self._mirror.describe() | {"tenants": self.tenants.describe()}
+        return identity | self._mirror.describe() | {"tenants": self.tenants.describe()}
 
     async def _listen(
         self,

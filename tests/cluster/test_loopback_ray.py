@@ -54,8 +54,8 @@ def test_ray_listens_on_loopback_only_asks_for_its_token_and_its_death_is_seen()
 def _watched(
     run: subprocess.Popen[str],
 ) -> tuple[str, set[tuple[str, str]], dict[str, str | None], set[str], str]:
-    """Its address, who listens where, the servers' modes and tokens, and what is said when the
-    raylet was killed.
+    """Its address, the sockets that listen, the servers' modes and tokens, and what is said when
+    the raylet was killed.
     """
     assert run.stdout is not None
     directory = Path(run.stdout.readline().strip())

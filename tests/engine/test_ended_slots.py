@@ -112,7 +112,7 @@ async def test_other_transfers_go_on(world: World, kvrs: dict[str, Any], why: st
 
 async def test_a_stream_that_flows_goes_on(world: World) -> None:
     """Its transfer is over, and what gave its slot back has not reached the agent: no reason to
-    interrupt anybody.
+    interrupt it.
     """
     target = world.target
     target.may_pull.set()

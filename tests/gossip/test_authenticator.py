@@ -214,12 +214,11 @@ def test_keys_rotate_without_a_gap() -> None:
     accepted in every mixture of adjacent steps.
     """
     steps = [(OLD_SECRET,), (OLD_SECRET, NEW_SECRET), (NEW_SECRET, OLD_SECRET), (NEW_SECRET,)]
-    a, b = pair()
 
     for before, after in pairwise(steps):
         for of_a, of_b in ((after, before), (before, after), (after, after)):
-            a.set_keyring(Keyring(of_a))
-            b.set_keyring(Keyring(of_b))
+            a, b = seal_of(A, secrets=of_a), seal_of(B, secrets=of_b)
+            acquaint(a, A, b, B)
             assert b.open(a.seal(B, b"x")) == Opened(A, b"x")
             assert a.open(b.seal(A, b"x")) == Opened(B, b"x")
 

@@ -538,7 +538,7 @@ class Deliveries(RuleBasedStateMachine):
         assert self.backlog.lag_pages >= 0
 
     def teardown(self) -> None:
-        """Everybody answers from now on: within a few looks nothing is left."""
+        """All agents answer from now on: within a few looks nothing is left."""
         for sequence in self.sequences:
             self.backlog.filled(sequence, self.now_s)
         for _ in range(20):

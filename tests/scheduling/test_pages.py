@@ -178,7 +178,7 @@ def test_a_renewed_lease_outlives_the_others() -> None:
 
 
 def test_a_page_under_two_leases_is_given_up_with_the_last() -> None:
-    """A shared prefix is held as long as anyone holds it."""
+    """A shared prefix is held as long as one lease holds it."""
     pages = PageManager(3, P)
     shared, own = computed_run(pages, TAGS[:2])
     pages.retain(S, [shared], tokens=P, until_s=10.0)

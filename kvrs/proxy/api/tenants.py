@@ -1,4 +1,4 @@
-"""Who a request is from: its API key, its tenant, and what of the tenant's limits it may use."""
+"""The tenant of a request, by its API key, and what of the tenant's limits it may use."""
 
 import asyncio
 import ipaddress

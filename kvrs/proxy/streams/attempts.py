@@ -79,8 +79,8 @@ class Attempt:
         self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
         self._has_resumed = False
         self._span: CallSpan = NO_SPAN  # Of the decode call.
-        # Of an attempt that is one call: who computes the history, and how much of the output
-        # belongs to that.
+        # Of an attempt that is one call: the instance that computes the history, and how much of
+        # the output belongs to that.
         self._prefilling: InstanceId | None = None
         self._produced_before = 0
         # Of the decode call, while it runs.

@@ -6,7 +6,7 @@ import asyncio
 
 from kvrs.proxy.streams.clients import SseClient
 
-# Each look finds who was silent since the one before: so none is silent for longer than two.
+# Each look finds the streams that were silent since the one before, so the longest silence is two.
 _LOOKS = 2
 
 

@@ -36,7 +36,7 @@ Key = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class AnchorError(KvrsError):
-    """Memory cannot be attached; the message names whose it is and why."""
+    """Memory cannot be attached; the message names its owner and the cause."""
 
 
 class AttachMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="memory"):

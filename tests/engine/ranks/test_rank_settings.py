@@ -144,7 +144,7 @@ def test_shares_divide_a_layer_unevenly(tiny_model: Path) -> None:
 
 
 def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model: Path) -> None:
-    """Two heads on three ranks; not where shares are asked for, which say who has what."""
+    """Two heads on three ranks; not where shares are asked for, which say what each rank has."""
     units = ModelConfig.from_directory(tiny_model).units
     three = {"id": "d0", "role": "decode", "tp": 3}
     uneven = InstanceSettings.model_validate(three | {"shares": [2, 1, 1]}, strict=False)

@@ -417,7 +417,7 @@ async def test_a_failed_attempt_on_a_live_instance_keeps_its_checkpoints(
 
 
 def agent_of(system: ProxyCluster, row: Any) -> ScriptedAgent:
-    """Who keeps checkpoints of a stream."""
+    """The agent that keeps checkpoints of a stream."""
     (name,) = row["protected"]
     return system.agents[name]
 

@@ -233,7 +233,7 @@ async def test_an_order_that_cannot_be_carried_out_changes_nothing(
 async def test_a_bug_while_a_proxy_drains_does_not_end_like_an_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who looks at its exit status has to know."""
+    """Its exit status tells the two apart."""
     closed: list[bool] = []
 
     class Buggy:

@@ -48,7 +48,7 @@ async def cluster(
 
 
 async def test_the_state_shows_members_and_what_they_say() -> None:
-    """Who is a member, in which life, and its record; and metrics count them."""
+    """The members, each with its epoch and its record; and metrics count them."""
     async with cluster() as (system, _, n0, _):
         n0.publish("n1", LinkFact(1e9, 1e7, 0.5))
 
