@@ -24,7 +24,8 @@ from experiments.bench_proxy.engines import (
     compile_programs,
     run_load,
 )
-from experiments.bench_proxy.steady import Cores, Setting
+from experiments.bench_proxy.run import Bench, parsed
+from experiments.bench_proxy.steady import IDLE, T200, Cores, Setting
 from experiments.telemetry_cost.run import ALL, NONE, check, observed
 from kvrs.protocol.instance import Role
 
@@ -132,6 +133,28 @@ def test_the_raw_relay_makes_two_calls_and_cuts_the_ids(programs: Programs, tmp_
     assert body.count(b"data: {") == 3
     assert b"token_ids" not in body
     assert (broken["whole"], broken["broken"]) == (0, 1)
+
+
+def test_streams_that_begin_and_end_beside_the_window_have_no_request_in_it() -> None:
+    """From the last start to the window, and from its end to the first end, is half a second."""
+    options, rate_per_ms = T200.options, T200.options["rate"] / 1e6
+
+    assert options["spread_ms"] + 500 <= options["warm_ms"]
+    assert options["tokens"] / rate_per_ms >= options["warm_ms"] + T200.window_ms + 500
+    assert options["restart"] == 0
+
+
+@pytest.mark.parametrize("only", [None, "t200,idle"], ids=["default", "named"])
+def test_a_scenario_without_bars_runs_where_it_is_named(
+    only: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lengthen the whole run, which has no time for it."""
+    monkeypatch.setattr("sys.argv", ["run", *(["--only", only] if only else [])])
+
+    bench = Bench.of(parsed())
+
+    assert (T200 in bench.steadies) is (only is not None)
+    assert IDLE in bench.steadies
 
 
 def test_mocks_are_as_many_as_a_large_cluster_has(programs: Programs) -> None:

@@ -30,12 +30,13 @@ from experiments.bench_proxy.engines import (
 )
 from experiments.bench_proxy.proxies import HERE, MissingError, Start
 from experiments.bench_proxy.special import SPECIAL, SkippedError, Special
-from experiments.bench_proxy.steady import STEADY, Cores, Row, Setting, Steady, measure
+from experiments.bench_proxy.steady import STEADY, T200, Cores, Row, Setting, Steady, measure
 from experiments.record import Record, commit_of
 
 ROUNDS = 3
 LIMIT_S = 580.0
 SCENARIOS = tuple(each.name for each in (*STEADY, *SPECIAL))
+ONLY_NAMED = (T200.name,)  # By --only.
 PEERS: dict[str, Start] = {
     "no proxy": proxies.none,
     "nginx": proxies.nginx,
@@ -156,7 +157,7 @@ class Bench:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Bench":
-        names = arguments.only or SCENARIOS
+        names = arguments.only or [name for name in SCENARIOS if name not in ONLY_NAMED]
         default = (*QUICK, _KVRS) if arguments.quick else SUBJECTS
         wanted = arguments.subjects or default
         trees = {_KVRS: HERE} if _KVRS in wanted else {}
