@@ -133,7 +133,7 @@ def _ranks(model: Path, config: ModelConfig, count: int) -> Iterator[tuple[RankP
     layout = uneven(config.units_of_ranks, staged(config.layers, [range(count)]))
     geometry = geometry_of(config, SETTINGS)
     cells = Shared.make("cells", memory_bytes(geometry, SETTINGS.pages))
-    processes = RankProcesses(model, SETTINGS, config, cells)
+    processes = RankProcesses(model, SETTINGS, config, cells, spreads=False)
     try:
         for rank in layout.ranks:
             processes.seats[rank] = processes.start(rank, layout, 0)
