@@ -23,8 +23,9 @@ from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.settings import layout_of
+from kvrs.engine.ranks.wire import Loaded
 from kvrs.engine.worker import Worker
-from kvrs.errors import RanksLostError, TransferError
+from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.scheduling.sequences import Chunk
@@ -118,6 +119,28 @@ def test_an_instance_looks_as_far_ahead_as_the_policy(
         LoadedModel.load(config, InstanceId("d0"), b"secret" * 8)
 
     assert given[-1] == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Loaded(b"another", {}), "rank 1 computes with other results than the others"),
+        (
+            Loaded(b"one", {"norm": b"another"}),
+            "rank 1 has read other weights than the others: norm",
+        ),
+    ],
+    ids=["arithmetic", "weights"],
+)
+def test_a_rank_that_differs_from_the_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pair: RankGroup, answer: Loaded, said: str
+) -> None:
+    processes = pair.processes
+    monkeypatch.setattr(processes, "arithmetic", b"one")
+    monkeypatch.setattr(processes, "hashes", {"norm": b"one"})
+
+    with pytest.raises(KvrsError, match=said):
+        processes.loaded(processes.seats[1], answer)
 
 
 def test_the_units_are_resident_once(tiny_model: Path, pair: RankGroup) -> None:
