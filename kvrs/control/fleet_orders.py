@@ -5,10 +5,13 @@ with the higher version counts everywhere. What a proxy uses is `cluster.nodes` 
 orders laid over it; the addresses of its services count as the file's. An order is done with at a
 proxy that reads a file which says the same: from then on the file counts there, until a later
 order, and once it says something else, other proxies hear no more of the order from there.
+
+An order that a proxy cannot carry out is set aside there, so that others count: until it can, that
+instance is as the order before said, or the file.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from kvrs.ids import InstanceId
@@ -29,6 +32,8 @@ class FleetOrders:
         self._held: dict[InstanceId, FleetOrder] = {}
         self._done: set[InstanceId] = set()  # The file says the same, or has done so.
         self._over: set[InstanceId] = set()  # And says something else now.
+        self.aside: dict[InstanceId, str] = {}  # Why they cannot be carried out here.
+        self._before: dict[InstanceId, FleetOrder] = {}  # What was carried out of those.
 
     def new(self, instance: InstanceId, node: dict[str, Any] | None, wall_s: float) -> FleetOrder:
         """One that counts before all that are held; `take` has it carried out. `node`: the node
@@ -46,6 +51,9 @@ class FleetOrders:
             if held is not None and _rank(held) >= _rank(order):
                 continue
             has_newer = True
+            if held is not None and held.instance not in self.aside.keys() | self._done:
+                self._before[held.instance] = held
+            self.aside.pop(order.instance, None)
             self._held[order.instance] = order
             self._done.discard(order.instance)
             self._over.discard(order.instance)
@@ -71,17 +79,42 @@ class FleetOrders:
         """For other proxies."""
         return [order for name, order in self._held.items() if name not in self._over]
 
-    def over(self, nodes: Nodes | None = None, new: FleetOrder | None = None) -> Nodes:
-        """`cluster.nodes` as they are to be, of other ones than the file's or with one more order.
+    def carried_out(self) -> list[FleetOrder]:
+        return [order for order in self.shown() if order.instance not in self.aside]
+
+    def changing(self, nodes: Nodes) -> list[InstanceId]:
+        """Those that say something else than is in use, the oldest first, also such as are set
+        aside.
+        """
+        held = sorted(self._held.values(), key=_rank)
+        return [
+            order.instance
+            for order in held
+            if order.instance not in self._over and node_of(nodes, order.instance) != order.node
+        ]
+
+    def over(
+        self,
+        nodes: Nodes | None = None,
+        new: FleetOrder | None = None,
+        aside: Container[InstanceId] | None = None,
+    ) -> Nodes:
+        """`cluster.nodes` as they are to be, of other ones than the file's, with one more order, or
+        with others than now set aside.
 
         The agent of a node is that of the first order that brings it; nodes without instances go.
         """
-        orders = {name: order for name, order in self._held.items() if name not in self._done}
+        aside = self.aside if aside is None else aside
+        orders = {
+            name: self._before.get(name) if name in aside else order
+            for name, order in self._held.items()
+            if name in aside or name not in self._done
+        }
         if new is not None:
             orders[new.instance] = new
         laid = copy.deepcopy(self.nodes if nodes is None else nodes)
         for name, order in orders.items():
-            if node_of(laid, name) != order.node:
+            if order is not None and node_of(laid, name) != order.node:
                 _take_out(laid, name)
                 if order.node is not None:
                     _put_in(laid, order.node)

@@ -6,7 +6,7 @@ would take over, and only then has all of them do so: a fault anywhere changes n
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.control.fleet_orders import FleetOrders, Nodes
 from kvrs.control.services import Found, with_services
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import FleetOrder
 
 log = logging.getLogger(__name__)
@@ -125,14 +126,36 @@ class Reloads:
             self.orders.take([order])
         return result
 
-    async def follow_orders(self) -> None:
-        """Carry out those that `orders` has got from other proxies.
-
-        Raises:
-            ConfigError: one of them cannot be; nothing has changed.
+    async def follow_orders(self) -> bool:
+        """Carry out those that `orders` has got from other proxies, all at once, or else each that
+        can be; the others are set aside. Whether anything has changed.
         """
-        if self.orders.over() != nodes_of(self.config):
-            await self._take(lambda: with_nodes(self.config, self.orders.over()))
+        orders = self.orders
+        waiting = orders.changing(nodes_of(self.config))
+        if not waiting or await self._follow_but(()) is None:
+            orders.aside.clear()
+            return bool(waiting)
+        orders.aside = {name: orders.aside.get(name, "it is not tried yet") for name in waiting}
+        has_changed = False
+        for name in waiting:
+            others = orders.aside.keys() - {name}
+            cause = await self._follow_but(others)
+            if name not in orders.aside:  # A newer one has come.
+                continue
+            if cause is None:
+                del orders.aside[name]
+                has_changed = True
+            else:
+                orders.aside[name] = cause
+        return has_changed
+
+    async def _follow_but(self, aside: Container[InstanceId]) -> str | None:
+        """Carry out the other orders; why they cannot be."""
+        try:
+            await self._take(lambda: with_nodes(self.config, self.orders.over(aside=aside)))
+        except ConfigError as error:
+            return str(error)
+        return None
 
     async def _logged(self, change: Awaitable[ReloadResult]) -> ReloadResult:
         try:

@@ -226,6 +226,7 @@ class Proxy:
         if (settings := trace_settings(os.environ, "kvrs-proxy", config.proxy.id)) is not None:
             self._spans = SpanSender(settings)
             tracer = Tracer(settings.sampler, self._spans.add, config.cluster.backend)
+        metrics.orders_aside.set_function(lambda: len(self.reloads.orders.aside))
         return RequestObserver(
             metrics.registry, time.monotonic, logs_access=config.logs.access, tracer=tracer
         )
@@ -394,6 +395,7 @@ class Proxy:
             "version": __version__,
             "policy": self.reloads.config.policy.name.value,
             "config_digest": self.reloads.digest,
+            "orders_aside": self.reloads.orders.aside,  # Why they are not carried out here.
         }
         return identity | self._mirror.describe() | {"tenants": self.tenants.describe()}
 

@@ -45,6 +45,23 @@ def test_all_proxies_come_to_the_same_in_whatever_sequence_they_hear_orders() ->
     assert [row["id"] for row in FILE[0]["instances"]] == ["p0", "d0"]
 
 
+def test_what_is_set_aside_leaves_what_was_carried_out_before_it() -> None:
+    """Of one about the same instance; else the file counts. A newer order is no longer aside."""
+    orders = FleetOrders("a", FILE)
+    orders.take([FleetOrder(D1, 1, "b", node("n1", "d1"))])
+    orders.take([FleetOrder(D1, 2, "b", None), FleetOrder(D0, 3, "b", None)])
+    in_use = [*FILE, node("n1", "d1")]
+
+    assert orders.changing(in_use) == [D1, D0]
+    orders.aside |= {D1: "why", D0: "why"}
+    assert names(orders) == {"n0": ["p0", "d0"], "n1": ["d1"]}
+    assert [order.version for order in orders.shown()] == [2, 3]
+    assert orders.carried_out() == []
+    orders.take([FleetOrder(D0, 4, "b", node("n0", "d0", port=5))])
+    assert orders.aside == {D1: "why"}
+    assert node_of(orders.over(), D0) == node("n0", "d0", port=5)
+
+
 def test_an_order_is_above_all_that_are_known_where_it_is_given() -> None:
     """Also where the clock is behind that of the proxy which gave the one before."""
     here, there = FleetOrders("a", FILE), FleetOrders("b", FILE)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from kvrs.control.fleet_orders import FleetOrders
-from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)
@@ -15,15 +15,15 @@ _AGAIN_S = 1.0
 
 class FleetFollower:
     """One that cannot be carried out now, since it would take the last instance of a role that is
-    up, or an instance of that id is still being removed, is tried again. `obeyed` is called after
-    each that could.
+    up, or an instance of that id is still being removed, is set aside and tried again. `obeyed` is
+    called after each that could.
     """
 
     def __init__(self, reloads: Reloads, obeyed: Callable[[FleetOrders], None] | None) -> None:
         self._reloads = reloads
         self._obeyed = obeyed
         self._news = asyncio.Event()
-        self._cause: str | None = None
+        self._logged: dict[InstanceId, str] = {}
 
     def heard(self) -> None:
         """There are new ones."""
@@ -39,14 +39,12 @@ class FleetFollower:
 
     async def follow(self) -> bool:
         """Whether all that are known are carried out."""
-        try:
-            await self._reloads.follow_orders()
-        except ConfigError as error:
-            if (cause := str(error)) != self._cause:
-                log.warning("orders not carried out yet", extra={"cause": cause})
-                self._cause = cause
-            return False
-        self._cause = None
-        if self._obeyed is not None:
-            self._obeyed(self._reloads.orders)
-        return True
+        has_changed, orders = await self._reloads.follow_orders(), self._reloads.orders
+        for instance, cause in orders.aside.items():
+            if self._logged.get(instance) != cause:
+                extra = {"instance": instance, "cause": cause}
+                log.warning("order not carried out yet", extra=extra)
+        self._logged = {**orders.aside}
+        if self._obeyed is not None and (has_changed or not orders.aside):
+            self._obeyed(orders)
+        return not orders.aside

@@ -112,7 +112,7 @@ class WorkerLink:
 
     def heard(self, orders: FleetOrders) -> None:
         """Other proxies have given some."""
-        self.channel.tell(HEARD, packed(orders.shown()))
+        self.channel.tell(HEARD, packed(orders.carried_out()))
 
     def _take_plan(self, body: bytes) -> bytes:
         self._plan.set_result(unpacked(body, WorkerPlan))

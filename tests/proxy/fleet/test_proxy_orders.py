@@ -71,8 +71,8 @@ async def test_what_cannot_be_removed_yet_elsewhere_is_removed_later() -> None:
     async with open_proxy_group(2) as group:
         driver = group.proxy(1)._driver
         assert driver is not None
-        other = driver.control.instances.known[InstanceId("d1")]
-        other.health = Health.DOWN
+        drains = driver.control.drains
+        drains.begin(InstanceId("d1"), 3600.0, driver.clock())  # Not by an order: here only.
 
         assert await _change(group, 0, "DELETE", "instances/d0") == 200
         await _until_up(group, (0,), {"p0", "p1", "d1"})
@@ -80,10 +80,52 @@ async def test_what_cannot_be_removed_yet_elsewhere_is_removed_later() -> None:
             while not group.proxy(1).reloads.orders.shown():
                 await asyncio.sleep(0.005)
         kept = set(_instances(group, 1))
-        other.health = Health.UP
+        drains.end(InstanceId("d1"), driver.clock())
         await _until_up(group, (0, 1), {"p0", "p1", "d1"})
 
     assert kept == {"p0", "d0", "p1", "d1"}
+
+
+async def test_what_cannot_be_carried_out_keeps_nothing_else_from_it() -> None:
+    """Reloads, and orders that come later; it is shown, and carried out when it can be."""
+    async with open_proxy_group(2) as group, further(group.system, "d9") as (row,):
+        driver, reloads = group.proxy(1)._driver, group.proxy(1).reloads
+        assert driver is not None
+        drains = driver.control.drains
+        drains.begin(InstanceId("d1"), 3600.0, driver.clock())  # Not by an order: here only.
+
+        assert await _change(group, 0, "DELETE", "instances/d0") == 200
+        async with asyncio.timeout(20):
+            while "d0" not in reloads.orders.aside:
+                await asyncio.sleep(0.005)
+        reloaded = await group.proxy(1).reload()
+        shown = await _state(group, 1)
+        assert await _change(group, 0, "POST", "instances", row) == 200
+        async with asyncio.timeout(20):
+            while "d9" not in _instances(group, 1):
+                await asyncio.sleep(0.005)
+        meanwhile = {*_instances(group, 1)}
+        drains.end(InstanceId("d1"), driver.clock())
+        await _until_up(group, (0, 1), {"p0", "p1", "d1", "d9"})
+        async with asyncio.timeout(20):
+            while reloads.orders.aside:
+                await asyncio.sleep(0.005)
+
+    assert reloaded.applied == []
+    assert list(shown) == ["d0"]
+    assert "no instance that is up can do decode" in shown["d0"]
+    assert meanwhile == {"p0", "d0", "p1", "d1", "d9"}
+
+
+async def _state(group: MultiProxyCluster, proxy: int) -> dict[str, str]:
+    """Orders that it has set aside, and why."""
+    url = f"http://127.0.0.1:{group.proxy(proxy).admin_port}"
+    async with group.http.get(f"{url}/metrics") as answer:
+        assert "kvrs_fleet_orders_aside 1.0" in await answer.text()
+    async with group.http.get(f"{url}/kvrs/v1/state") as answer:
+        (row,) = (await answer.json())["proxies"]
+    aside: dict[str, str] = row["orders_aside"]
+    return aside
 
 
 async def _change(
