@@ -93,6 +93,13 @@ class ClusterOnHosts(Processes):
         """The log of its latest run."""
         return self._log(name).read_text(errors="replace")
 
+    def ends_of_logs(self) -> str:
+        """The last lines of each process."""
+        return "".join(
+            f"\n--- {name}\n" + "\n".join(self.log(name).splitlines()[-8:])
+            for name in self._running
+        )
+
     def signal(self, name: str, number: signal.Signals) -> None:
         os.kill(self.pid(name), number)
 
@@ -167,10 +174,17 @@ class Clients:
             return msgspec.json.decode(await answer.read(), type=kind)
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        """Wait for a condition; the limit fails a test that waits in vain."""
-        async with asyncio.timeout(_PATIENCE_S):
-            while not await holds():
-                await asyncio.sleep(0.05)
+        """Wait for a condition; the limit fails a test that waits in vain, with what the processes
+        said last.
+        """
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not await holds():
+                    await asyncio.sleep(0.05)
+        except TimeoutError as error:
+            raise AssertionError(
+                f"not within {_PATIENCE_S:g} s{self.cluster.ends_of_logs()}"
+            ) from error
 
     async def until_all_up(self, *proxies: str) -> None:
         """Wait until instances and agents are up for each proxy."""

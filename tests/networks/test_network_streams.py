@@ -82,7 +82,7 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
     wanted, network = await quiet(clients), clients.cluster.network
     other_wanted = (await quiet(clients, LONG_TOKENS))[4:]
     # One after the other, so that both have streams at each instance.
-    await clients.until(lambda: _sees_no_load(clients, "proxy-1"))
+    await clients.until(lambda: _sees_load(clients, "proxy-1", 0))
     other = clients.ask_all("proxy-1", PROMPTS[4:], LONG_TOKENS)
     others = await clients.until_decoding("proxy-1", 2)
     asked = clients.ask_all("proxy-0", PROMPTS[:4], TOKENS)
@@ -102,9 +102,10 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
     assert [row["cause"] for row in (await clients.state("proxy-1"))["recoveries"]] == []
 
 
-async def _sees_no_load(clients: Clients, proxy: str) -> bool:
+async def _sees_load(clients: Clients, proxy: str, streams: int) -> bool:
+    """Whether the proxy has seen so many streams of the other one that decode."""
     rows = (await clients.state(proxy))["policy"]["instances"]
-    return not any(row["others_reported"] for row in rows)
+    return sum(row["others_reported"] for row in rows if row["id"] != "p0") == streams
 
 
 async def _is(clients: Clients, proxy: str, name: str, health: str) -> bool:
@@ -209,43 +210,59 @@ async def test_slots_of_a_proxy_whose_host_is_gone_go_to_the_other_one(
     """Its connections stay open. Its lease expires, the target fences its transfer, and the
     waiting attempt gets the slot.
     """
-    wanted, cluster = await quiet(clients), system.cluster
-    lost = clients.ask_all("proxy-0", PROMPTS[:3], TOKENS)
-    waiting = clients.ask_all("proxy-1", PROMPTS[3:], TOKENS)
-    for name in PROXIES:
-        assert any(row["decode"] == "d0" for row in await clients.until_decoding(name, 3))
+    wanted, cluster = await quiet(clients, LONG_TOKENS), system.cluster
+    # One after the other, so that both have streams at each instance.
+    await clients.until(lambda: _sees_load(clients, "proxy-1", 0))
+    lost = clients.ask_all("proxy-0", PROMPTS[:3], LONG_TOKENS)
+    victims = await _streams_at(clients, "proxy-0", "d0", of=3)
+    await clients.until(lambda: _sees_load(clients, "proxy-1", 3))
+    waiting = clients.ask_all("proxy-1", PROMPTS[3:], LONG_TOKENS)
+    assert await _streams_at(clients, "proxy-1", "d0", of=3)
     expired = (await _slots(clients)).expired
 
-    # The first proxy notices a death while the other one is stopped, and begins a slow transfer.
-    system.pages.back = ChaosSettings(seed=0, bytes_per_s=2000)
-    cluster.signal("proxy-1", signal.SIGSTOP)
-    cluster.signal("d0", signal.SIGSTOP)
-    await clients.until(lambda: _holds(clients, 1))
-    cluster.network.sever(["f0"], [*NODES, "f1"])
-    cluster.kill("proxy-0")
-    cluster.signal("proxy-1", signal.SIGCONT)
-    await clients.until(lambda: _expired(clients, expired + 1))
-    system.pages.back = UNDISTURBED
-    answers = await asyncio.gather(*waiting)
-    moved = await _recoveries(clients, "proxy-1", to="d1", outcome="resumed", **{"from": "d0"})
-    for task in lost:
-        task.cancel()
-    await asyncio.gather(*lost, return_exceptions=True)
-    cluster.signal("d0", signal.SIGCONT)
-    cluster.network.heal()
-    cluster.start_front("proxy-0")
+    try:
+        # The first proxy notices a death while the other one is stopped, and begins a slow
+        # transfer.
+        system.pages.back = ChaosSettings(seed=0, bytes_per_s=2000)
+        cluster.signal("proxy-1", signal.SIGSTOP)
+        cluster.signal("d0", signal.SIGSTOP)
+        await clients.until(lambda: _holds_for(clients, victims))
+        cluster.network.sever(["f0"], [*NODES, "f1"])
+        cluster.kill("proxy-0")
+        cluster.signal("proxy-1", signal.SIGCONT)
+        await clients.until(lambda: _expired(clients, expired + 1))
+        system.pages.back = UNDISTURBED
+        answers = await asyncio.gather(*waiting)
+        moved = await _recoveries(clients, "proxy-1", to="d1", outcome="resumed", **{"from": "d0"})
+    finally:
+        for task in lost:
+            task.cancel()
+        await asyncio.gather(*lost, return_exceptions=True)
+        for name in ("proxy-1", "d0"):
+            cluster.signal(name, signal.SIGCONT)
+        cluster.network.heal()
+        cluster.kill("proxy-0")
+        cluster.start_front("proxy-0")
 
     assert answers == wanted[3:]
     assert moved
     assert "slot leases expired" in cluster.log("agent-n2")
 
 
+async def _streams_at(clients: Clients, proxy: str, instance: str, of: int) -> set[str]:
+    """The proxy's streams there, once so many of its streams have tokens."""
+    rows = await clients.until_decoding(proxy, of)
+    return {row["id"] for row in rows if row["decode"] == instance}
+
+
 async def _slots(clients: Clients) -> SlotCounts:
     return (await clients.agent("n2")).slots.get(InstanceId("d1"), SlotCounts(0, 0, 0, 0, 0, 0))
 
 
-async def _holds(clients: Clients, held: int) -> bool:
-    return (await _slots(clients)).held == held
+async def _holds_for(clients: Clients, victims: set[str]) -> bool:
+    """Whether the slot is granted, and the first proxy recovers one of these streams."""
+    running = await _recoveries(clients, "proxy-0", to="d1", outcome="running")
+    return (await _slots(clients)).held == 1 and bool(victims & {row["stream"] for row in running})
 
 
 async def _expired(clients: Clients, expired: int) -> bool:
