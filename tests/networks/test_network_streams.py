@@ -105,7 +105,7 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
 async def _sees_load(clients: Clients, proxy: str, streams: int) -> bool:
     """Whether the proxy has seen so many streams of the other one that decode."""
     rows = (await clients.state(proxy))["policy"]["instances"]
-    return sum(row["others_reported"] for row in rows if row["id"] != "p0") == streams
+    return bool(sum(row["others_reported"] for row in rows if row["id"] != "p0") == streams)
 
 
 async def _is(clients: Clients, proxy: str, name: str, health: str) -> bool:
