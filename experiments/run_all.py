@@ -138,6 +138,7 @@ ALL = (
     _plain("elastic_bits", 5, options="--seconds 40"),
     _plain("rank_exchange", 3),
     _plain("rank_kills", 10),
+    Experiment("rank_kills", ("on_nodes",), 10, "python -m experiments.rank_kills.run --on-nodes"),
     *_kinds(
         "state_plane",
         10,

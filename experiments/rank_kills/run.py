@@ -21,7 +21,7 @@ from kvrs.faults.language import Fault, parse_faults
 from kvrs.report.oracle import judge, total
 from kvrs.traces.records import ReplayRequest
 
-NODES = [
+NODES: list[dict[str, Any]] = [
     {
         "id": "n0",
         "instances": [
@@ -38,14 +38,24 @@ NODES = [
         ],
     },
 ]
+# The instance of stages has the second one on the other node.
+ON_NODES: dict[str, Any] = {
+    "id": "d2",
+    "role": "decode",
+    "pp": 2,
+    "stage_hosts": [{"node": "n0", "port": 0}],
+}
 RETURN_S = 600.0
 
 
-def config_of(seed: int) -> Config:
+def config_of(seed: int, *, on_nodes: bool) -> Config:
+    first, second = NODES
+    if on_nodes:
+        second = second | {"instances": [*second["instances"][:2], ON_NODES]}
     return parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},
-            "cluster": {"engine": {"seed": seed, "pages": 1024}, "nodes": NODES},
+            "cluster": {"engine": {"seed": seed, "pages": 1024}, "nodes": [first, second]},
         }
     )
 
@@ -84,6 +94,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--on-nodes", action="store_true", help="stages on two nodes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -91,14 +102,16 @@ def main() -> None:
     requests = requests_of(options.requests, options.rate, options.seed)
     kills = kills_of(options.kills, requests[-1].arrival_s, options.seed)
     console = Console()
-    with Cluster(config_of(options.seed), console.print) as cluster:
+    config = config_of(options.seed, on_nodes=options.on_nodes)
+    with Cluster(config, console.print) as cluster:
         killed = run_load(cluster, requests, kills, options.seed, console, "ranks are killed")
         cluster.wait_all_up(RETURN_S)
         clean = run_load(cluster, requests, [], options.seed, console, "without a fault")
     figures = figures_of(killed, clean)
     text = as_text(figures)
     print(text)
-    void = record.keep(options.out, "rank_kills", figures, text)
+    name = "on_nodes" if options.on_nodes else "rank_kills"
+    void = record.keep(options.out, name, figures, text)
     tokens = figures["tokens"]
     bad = figures["unfinished"] or any(tokens[key] for key in ("lost", "repeated", "different"))
     raise SystemExit(1 if bad or void or killed.faults_left else 0)
