@@ -1,5 +1,6 @@
 """Settings from environment variables: `KVRS_PROXY__PORT` is `proxy.port`."""
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ _PREFIX = "KVRS_"
 # Between the parts of a path. A variable without it is no setting: KVRS_SECRET, and what Kubernetes
 # sets for a service called kvrs (KVRS_PORT, KVRS_PROXY_SERVICE_HOST).
 _NESTED = "__"
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 def override(
@@ -69,7 +71,7 @@ def _path(name: str, schema: dict[str, Any]) -> KeyPath:
                 )
             path.append(key)
             node = resolved(schema, node["properties"][key])
-        elif "items" in node and part.isdecimal():
+        elif "items" in node and _INDEX.fullmatch(part):
             path.append(int(part))
             node = resolved(schema, node["items"])
         else:

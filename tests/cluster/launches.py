@@ -5,11 +5,24 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from kvrs.cluster.guard import members
 
 END_S = 60.0
+
+Found = TypeVar("Found")
+
+
+def until(holds: Callable[[], Found], within_s: float = END_S) -> Found:
+    """What `holds` returns once that counts as true."""
+    deadline_s = time.monotonic() + within_s
+    while not (found := holds()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    return found
 
 
 class Launch:

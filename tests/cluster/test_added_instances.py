@@ -5,10 +5,10 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import yaml
 
 from kvrs.cluster.fleet import with_added
 from kvrs.config.file import ENV_NAME, parse_config
+from tests.cluster import launches
 from tests.cluster.launches import Launch
 from tests.free_ports import free_ports
 
@@ -51,12 +52,7 @@ def ask(method: str, url: str, body: Any = None) -> Any:
         return json.load(answer)
 
 
-def until(holds: Callable[[], Any]) -> Any:
-    give_up_s = time.monotonic() + WAIT_S
-    while not (found := holds()):
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
-    return found
+until = partial(launches.until, within_s=WAIT_S)
 
 
 def test_a_stream_leaves_an_added_instance_for_one_that_was_there(

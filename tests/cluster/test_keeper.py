@@ -3,13 +3,13 @@
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from kvrs.cluster import keeper
 from kvrs.cluster.keeper import Keeper
+from tests.cluster import launches
 
 pytestmark = [pytest.mark.xdist_group("clusters")]
 
@@ -45,11 +45,7 @@ class Played:
                 self.heard.append(word)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
+until = partial(launches.until, within_s=WAIT_S)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
 from kvrs.load.admin import AdminError
+from tests.cluster.launches import until
 from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -93,10 +94,7 @@ def test_a_killed_proxy_is_restarted(spawned: Spawned) -> None:
     former = spawned.until_served()
 
     for _ in range(proxies.QUICK_ENDS + 1):
-        deadline_s = time.monotonic() + END_S
-        while spawned.requests() < spawned.starts:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: spawned.requests() >= spawned.starts, END_S)
         assert spawned.kept.signal(signal.SIGKILL) == former
         former = spawned.until_served(former)
 
@@ -176,10 +174,7 @@ def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
     with pytest.raises(ProxyError):
         cluster.check()
     spawned.good_starts = 1_000_000
-    deadline_s = time.monotonic() + END_S
-    while spawned.kept.fault is not None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: spawned.kept.fault is None, END_S)
 
     assert "before it took a request" in fault
     assert spawned.kept.pid != former

@@ -22,7 +22,7 @@ import yaml
 from experiments.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.guard import members
 from kvrs.demo import PACE
-from tests.cluster.launches import END_S, Launch
+from tests.cluster.launches import END_S, Launch, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -209,10 +209,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launch.process.kill()
     launch.process.wait()
 
-    deadline_s = time.monotonic() + END_S
-    while directory.exists() or list(members(directory)):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    until(lambda: not directory.exists() and not list(members(directory)))
     for url, _ in launch.all_urls:
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(f"{url}/healthz", timeout=1)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -21,6 +21,7 @@ from kvrs.faults.language import FaultSchedule, parse_faults
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Injection
+from tests.cluster.launches import until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -63,13 +64,6 @@ class Stream:
                     (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
                     self.ids += choice["token_ids"]
         return self.ids
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def pid_of(cluster: Cluster) -> int:

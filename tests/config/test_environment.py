@@ -83,12 +83,14 @@ def test_unknown_names_are_errors_with_the_nearest_one() -> None:
             "KVRS_PROXY__PORT__A": "1",
             "KVRS_PROXY__PEERS__A": "1",
             "KVRS_CLUSTER__NODES__7__ID": "n7",
+            f"KVRS_CLUSTER__NODES__{'9' * 5000}__ID": "n9",
             "KVRS_SLO__ABORT": "[",
         }
     )
 
     assert sorted(fault.partition(" variable ")[2][:75] for fault in faults) == [
         "KVRS_CLUSTER__NODES__7__ID: got item 7 of a list of 2; allowed: 0 to 2",
+        f"KVRS_CLUSTER__NODES__{'9' * 54}",
         "KVRS_PROXY__ADMIN_PROT: no setting; the nearest one is KVRS_PROXY__ADMIN_PO",
         "KVRS_PROXY__PEERS__A: got 'A' below KVRS_PROXY__PEERS; allowed: an index, a",
         "KVRS_PROXY__PORT__A: got 'A' below KVRS_PROXY__PORT; allowed: nothing below",
