@@ -77,6 +77,12 @@ def test_settings_that_contradict_each_other_are_refused(
     assert any(reason in line for line in refused.value.faults), refused.value.faults
 
 
+def test_more_ranks_than_an_instance_has_are_not_waited_for() -> None:
+    """It could never serve."""
+    with pytest.raises(ConfigError, match=r"2 ranks; allowed with elastic\.min_ranks: 3: as many"):
+        parse_config(document(tp=2) | {"elastic": {"min_ranks": 3}})
+
+
 def test_an_instance_on_several_nodes_does_not_re_form() -> None:
     """A number of ranks with which it would wait has no meaning; `kvrs config check` says that the
     rest of the section has none either.
