@@ -410,6 +410,19 @@ def open_processes(
     return handles
 
 
+def open_stage_hosts(rows: Iterable[Mapping[str, Any]], node: NodeId) -> list[int]:
+    """Handles on the hosts, on this node, of stages of instances of other nodes."""
+    hosts = set()
+    for row in rows:
+        for rank in row.get("ranks") or []:
+            if rank["node"] == node != row["node"]:
+                os.close(open_rank(row, rank["rank"]))
+                # Its host has started it.
+                stat = Path(f"/proc/{rank['pid']}/stat").read_text()
+                hosts.add(int(stat.rpartition(")")[2].split()[1]))
+    return [os.pidfd_open(host) for host in hosts]
+
+
 def open_rank(row: Mapping[str, Any], rank: int) -> int:
     """A handle on the process of one rank of an instance of the state, on this machine.
 

@@ -16,7 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from kvrs.cluster.fault_injection import closing_process, members_of, open_processes, rows_of
+from kvrs.cluster.fault_injection import (
+    closing_process,
+    members_of,
+    open_processes,
+    open_stage_hosts,
+    rows_of,
+)
 from kvrs.cluster.fleet import Nodes, with_added
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.keepers import Keepers, LaunchError, wait_ready
@@ -192,7 +198,9 @@ class Cluster:
         """
         return self._kill(names, servers_too=False)
 
-    def _kill(self, names: Sequence[InstanceId], *, servers_too: bool) -> list[int]:
+    def _kill(
+        self, names: Sequence[InstanceId], *, servers_too: bool, hosts_on: NodeId | None = None
+    ) -> list[int]:
         rows = rows_of(self.state())
         for name in names:
             if name not in rows or rows[name]["health"] != "up":
@@ -203,6 +211,8 @@ class Cluster:
                 for name in names
                 for process in open_processes(rows[name], server_too=servers_too)
             ]
+            if hosts_on is not None:
+                processes += open_stage_hosts(rows.values(), hosts_on)
             for process in processes:
                 stack.enter_context(closing_process(process))
             for process in processes:
@@ -211,10 +221,13 @@ class Cluster:
         return [int(rows[name]["pid"]) for name in names]
 
     def kill_node(self, node: NodeId) -> list[int]:
-        """SIGKILL all processes of a node, with its agent; as `kill`."""
+        """SIGKILL all processes of a node, with its agent, and the hosts of stages of instances of
+        other nodes; as `kill`.
+        """
         return self._kill(
             [name for name, member in members_of(self.config).items() if member.node == node],
             servers_too=True,
+            hosts_on=node,
         )
 
     def end(self, name: InstanceId) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.engine.tiny import write_tiny_model
+from kvrs.ids import NodeId
 from tests.cluster.test_ranks_up import complete, greedy, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -40,6 +42,24 @@ def cluster() -> Iterator[Cluster]:
     }
     with Cluster(parse_config(document), lambda line: None) as running:
         yield running
+
+
+async def test_hosts_of_stages_end_with_their_node(cluster: Cluster) -> None:
+    """Also those of instances of another node, which start again with others."""
+    before = [await until(cluster, name, lambda row: True) for name in ("p0", "d0", "d1")]
+    hosts = {parent_of(row["ranks"][1]["pid"]) for row in before[:2]}
+    await asyncio.to_thread(cluster.wait_all_up)
+
+    cluster.kill_node(NodeId("n1"))
+    for old in before[:2]:
+        await until(cluster, old["id"], partial(has_restarted, old))
+
+    assert len(hosts) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in hosts)
+
+
+def has_restarted(old: dict[str, Any], row: dict[str, Any]) -> bool:
+    return bool(row["pid"] != old["pid"])
 
 
 def parent_of(pid: int) -> int:
