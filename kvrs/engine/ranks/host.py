@@ -36,6 +36,7 @@ from kvrs.engine.ranks.link import (
     ReadPages,
     StageChannel,
     StageComputed,
+    StageComputing,
     StageLink,
     StageLost,
     ToStage,
@@ -241,10 +242,15 @@ class StageHost:
             if not chunks or len(payload) != count * self._row_floats * _FLOAT_BYTES:
                 raise TransferError(f"{len(payload)} bytes of rows for {count} rows")
             rows = payload.view(torch.float32).view(count, self._row_floats)
-            found = await loop.run_in_executor(
+            computed = loop.run_in_executor(
                 self._thread, self._stages.execute, chunks, rows, order.limit_s
             )
-            await link.send(StageComputed(order.batch), found)
+            try:
+                while not (await asyncio.wait({computed}, timeout=order.limit_s))[0]:
+                    await link.send(StageComputing(order.batch))
+            finally:
+                computed.cancel()  # The instance may be gone before it is done.
+            await link.send(StageComputed(order.batch), computed.result())
 
     async def _serve_pages(self, link: StageLink) -> None:
         part_bytes = self._stages.pool.geometry.page_bytes

@@ -27,7 +27,7 @@ from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.stream import SocketStream, StalledError
 
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<IQ")
 _MOST_MESSAGE_BYTES = 1 << 26
 # Pages are sent in groups of about so many bytes, of one page at least.
@@ -44,8 +44,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class ComputeStage(msgspec.Struct, frozen=True, tag="compute"):
-    """Compute a batch within `limit_s`. Its payload: the rows of the stage before. The answer is
-    `StageComputed`.
+    """Compute a batch. Its payload: the rows of the stage before. The answer is `StageComputed`,
+    or after `limit_s` `StageLost` where ranks are stuck; a host with ranks that are only slow sends
+    `StageComputing` every `limit_s` until then.
     """
 
     batch: int
@@ -83,6 +84,12 @@ class StageReady(msgspec.Struct, frozen=True, tag="ready"):
     pids: dict[int, int]
 
 
+class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
+    """No rank of the stage is stuck in this batch, which takes long."""
+
+    batch: int
+
+
 class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
     """Payload: rows behind the stage, or logits behind the last one."""
 
@@ -100,7 +107,7 @@ class PagesDone(msgspec.Struct, frozen=True, tag="done"):
     """A payload only after `ReadPages`."""
 
 
-FromStage = StageReady | StageComputed | StageLost | PagesDone
+FromStage = StageReady | StageComputing | StageComputed | StageLost | PagesDone
 
 
 def stage_key(secret: bytes) -> bytes:

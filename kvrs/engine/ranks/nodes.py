@@ -11,7 +11,6 @@ the whole instance ends, and its streams go elsewhere.
 import asyncio
 import secrets
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,10 @@ class RanksOnNodes:
         """
         assert chunks, "a batch has at least one chunk"
         limit_s = limit_s_of(self.predict, chunks)
-        until_s = time.monotonic() + limit_s
         rows: Tensor | None = None
         try:
             for group in self.groups:
-                rows = group.execute(chunks, rows, max(0.0, until_s - time.monotonic()))
+                rows = group.execute(chunks, rows, limit_s)
         except RanksLostError as lost:
             self._lost(lost)
             raise

@@ -25,6 +25,7 @@ from kvrs.engine.ranks.link import (
     ReadPages,
     StageChannel,
     StageComputed,
+    StageComputing,
     StageLink,
     StageLost,
     StageReady,
@@ -97,6 +98,8 @@ class RemoteStage:
         self._batch = 0
         self._answer: asyncio.Future[Tensor | None] | None = None  # None: it is lost.
         self._answer_bytes = 0
+        self._limit = asyncio.Timeout(None)  # Of the batch that is computed.
+        self._limit_s = 0.0
         self._links: list[StageLink] = []
         self._listening: asyncio.Task[None] | None = None
         self._error: RanksLostError | None = None
@@ -203,6 +206,11 @@ class RemoteStage:
             while True:
                 message, payload = await self._batches.receive()
                 match message:
+                    case StageComputing(batch=batch):
+                        if self._answer is None or self._answer.done() or batch != self._batch:
+                            raise TransferError(f"word of batch {batch} out of turn")
+                        if not self._limit.expired():
+                            self._limit.reschedule(self._loop.time() + self._limit_s)
                     case StageComputed(batch=batch):
                         if self._answer is None or self._answer.done() or batch != self._batch:
                             raise TransferError(f"a result of batch {batch} out of turn")
@@ -227,13 +235,14 @@ class RemoteStage:
         self._answer = answer
         wire = batch_of(0, self._batch, chunks, self._page_size_tokens)
         message = ComputeStage(self._batch, wire.chunks, limit_s)
+        self._limit_s = limit_s + _ON_THE_WAY_S
         try:
-            async with asyncio.timeout(limit_s + _ON_THE_WAY_S):
+            async with asyncio.timeout(self._limit_s) as self._limit:
                 await self._batches.send(message, rows)
                 if (found := await answer) is not None:
                     return found
         except TimeoutError:
-            self._lost(self.ranks, f"has not answered for {limit_s + _ON_THE_WAY_S:.1f} s")
+            self._lost(self.ranks, f"has not answered for {self._limit_s:.1f} s")
         except TransferError as error:
             self._lost(self.ranks, f"is lost with its node {self._at.peer.node}: {error}")
         assert self._error is not None, "it was lost now"

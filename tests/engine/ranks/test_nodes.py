@@ -1,13 +1,17 @@
 """Stages of one instance on two nodes: real processes, connections over loopback."""
 
+import asyncio
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.link import (
     PagesDone,
     ReadPages,
@@ -202,6 +207,52 @@ def test_a_host_that_hangs_is_lost_at_the_limit_of_a_batch(
             head.close()
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         threading.Event().wait(0.02)
+
+
+@contextmanager
+def slow_host(config: Config, pause_s: float) -> Iterator[None]:
+    """A host of this process with ranks that begin each batch late, but are not stuck."""
+    host = StageHost(config, D0, 1, SECRET)
+    execute, listening = host._stages.execute, threading.Event()
+
+    def late(batch: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
+        time.sleep(pause_s)
+        return execute(batch, rows, limit_s)
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        end.append(partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set))
+        with suppress(KvrsError):  # The client may be gone before `stop`.
+            await host.serve(listening.set, stop)
+        await stop.wait()
+
+    end: list[Callable[[], object]] = []
+    with patch.object(host._stages, "execute", late):
+        thread = threading.Thread(target=asyncio.run, args=(serve(),))
+        thread.start()
+        try:
+            assert listening.wait(60)
+            yield
+        finally:
+            end[0]()
+            thread.join()
+
+
+def test_a_host_with_ranks_that_are_only_slow_is_waited_for(
+    first_stage: LocalStages, tiny_model: Path
+) -> None:
+    """It says that they compute, as often as their time is over."""
+    config = config_of(tiny_model)
+    rows = first_stage.execute([chunks()[0]], None, LIMIT_S)
+    with slow_host(config, pause_s=1.0):
+        second = connected(config)
+        try:
+            late = second.execute([chunks()[0]], rows, 0.1)
+            in_time = second.execute([chunks()[0]], rows, LIMIT_S)
+        finally:
+            second.close()
+
+    assert same_bytes(late, in_time)
 
 
 def test_what_does_not_belong_together_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
