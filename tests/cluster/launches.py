@@ -16,7 +16,7 @@ END_S = 60.0
 Found = TypeVar("Found")
 
 
-def until(holds: Callable[[], Found], within_s: float = END_S) -> Found:
+def until(holds: Callable[[], Found | None], within_s: float = END_S) -> Found:
     """What `holds` returns once that counts as true."""
     deadline_s = time.monotonic() + within_s
     while not (found := holds()):

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kvrs.cluster.guard import members, start_guard
+from tests.cluster.launches import until
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("clusters")]
 
@@ -65,11 +67,11 @@ def test_a_guard_apart_waits_for_the_end_as_well(
     """It is no child of the launcher, which Ray ends with all its children."""
     guard = start_guard(run_directory, apart=True)
     assert guard.stdin is not None
-    assert guard.wait(30) == 0
-
-    (apart,) = (each for each in psutil.process_iter() if _is_guard_of(each, run_directory))
-    reads = Path(f"/proc/{apart.pid}/fd/0").readlink()
-    guard.stdin.close()
+    with guard.stdin:
+        assert guard.wait(30) == 0
+        # The shell has ended; what it left may not have become the guard yet.
+        apart = until(lambda: _guard_of(run_directory))
+        reads = Path(f"/proc/{apart.pid}/fd/0").readlink()
 
     assert str(reads).startswith("pipe:")
     assert apart.ppid() != os.getpid()
@@ -78,12 +80,13 @@ def test_a_guard_apart_waits_for_the_end_as_well(
     assert not run_directory.exists()
 
 
-def _is_guard_of(process: psutil.Process, run_directory: Path) -> bool:
-    try:
-        command: list[str] = process.cmdline()
-    except psutil.Error:
-        return False
-    return command[1:] == ["-m", "kvrs.cluster.guard", str(run_directory)]
+def _guard_of(run_directory: Path) -> psutil.Process | None:
+    wanted = ["-m", "kvrs.cluster.guard", str(run_directory)]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[1:] == wanted:
+                return process
+    return None
 
 
 def test_the_guard_spares_other_processes_and_the_launcher_that_waits_for_it(
