@@ -148,7 +148,7 @@ ALL = (
         state_plane_gaps_large="--part gaps --model large",
         state_plane_kills="--part kills",
     ),
-    _plain("in_place", 15),
+    _plain("in_place", 45),
     _plain("rank_balance", 12),
     *_kinds(
         "anchortp_recovery",

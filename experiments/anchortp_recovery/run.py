@@ -154,7 +154,7 @@ def _recovery_as_text(figures: dict[str, Any]) -> str:
             f"{_seconds(loss['pause_s'][share]):>9}" for loss in losses for share in ("p50", "p99")
         )
         line = f"{name:<26}{cells:<32}{pauses:<36}{row['total_s']:>8.1f}"
-        lines.append(f"{line}  +{row['total_s'] - clean_s:.1f}, {row['unlike']} streams differ")
+        lines.append(f"{line}  {row['total_s'] - clean_s:+.1f}, {row['unlike']} streams differ")
     if RESTART in rows and BEST in rows:
         pairs = list(zip(rows[BEST]["losses"], rows[RESTART]["losses"], strict=True))
         ratios = ", ".join(
