@@ -15,6 +15,7 @@ import pytest
 
 from experiments import evidence, run_all
 from experiments.exhibits import Exhibit, How
+from experiments.kill_series.run import missed
 from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, renewed, shown_in
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
@@ -34,6 +35,36 @@ def test_readmes_show_the_kept_results(path: Path) -> None:
     kept = path.parent / "results"
     texts = {str(text.relative_to(kept)) for text in kept.rglob("*.txt")}
     assert set(shown_in(readme)) == texts
+
+
+@pytest.mark.parametrize(
+    ("changed", "falls_short"),
+    [
+        pytest.param({}, [], id="nothing"),
+        pytest.param({"exact": False}, ["tokens differ, or a stream has failed"], id="exact"),
+        pytest.param(
+            {"fewest_streams_hit_by_a_kill": 7}, ["a kill hit 7 streams; bar 8"], id="kills"
+        ),
+        pytest.param(
+            {"client_visible_gap_s": {"p50": 0.2, "p99": 0.3501}},
+            ["pause p99 350.1 ms; bar 350"],
+            id="pause",
+        ),
+        pytest.param(
+            {"client_visible_gap_s": {"p50": 0.9, "p99": 0.9}, "policy": "rom"}, [], id="other"
+        ),
+    ],
+)
+def test_a_kill_series_is_judged_by_all_its_bars(
+    changed: dict[str, Any], falls_short: list[str]
+) -> None:
+    figures = {
+        "policy": "auto",
+        "exact": True,
+        "fewest_streams_hit_by_a_kill": 8,
+        "client_visible_gap_s": {"p50": 0.2, "p99": 0.35},
+    }
+    assert missed(figures | changed) == falls_short
 
 
 def test_the_evidence_shows_the_kept_results() -> None:

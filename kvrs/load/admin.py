@@ -302,6 +302,8 @@ def _down(state: Any) -> list[str]:
 
 
 def _in_tests(state: Any, tested: bool) -> list[str]:
-    """Instances whose self-test is not done, where that is asked; None: the proxy makes none."""
+    """Instances with a self-test that is not done, where `tested` asks for it; a row's `self_test`
+    is null at a proxy that makes none.
+    """
     tests = {row["id"]: row["self_test"] for row in state["instances"]} if tested else {}
     return [name for name, test in tests.items() if test is not None and not test["done"]]
