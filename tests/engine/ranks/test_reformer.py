@@ -36,7 +36,7 @@ def test_a_rank_that_is_lost_while_the_others_join_is_done_without_too() -> None
         first = dict(group.processes.seats)
         group.processes.hooks["form"] = then(lambda: group.lose(2))
         group.lose(3)
-        group.until(lambda: len(group.done) == 1)
+        group.until(lambda: len(group.done) >= 1)
 
         assert group.done[0].degree == 2
         group.until_serving(*ALL)
@@ -52,7 +52,7 @@ def test_two_ranks_that_are_lost_at_once_are_both_done_without() -> None:
     with scripted() as group:
         group.processes.hooks["fetch"] = then(lambda: group.lose(0, device=True))
         group.lose(3, device=True)
-        group.until(lambda: len(group.done) == 1)
+        group.until(lambda: len(group.done) >= 1)
 
         assert group.done[0].degree == 2
         group.until_serving(*ALL)
@@ -74,7 +74,7 @@ def test_a_rank_that_dies_each_time_it_joins_is_waited_for_twice_as_long() -> No
 
         group.processes.hooks["form"] = die
         group.lose(3)
-        group.until(lambda: len(group.done) == 5)
+        group.until(lambda: len(group.done) >= 5)
 
         assert waits == pytest.approx([waits[0], 2 * waits[0], 4 * waits[0]])
         assert [each.degree for each in group.done] == [3, 3, 3, 3, 4]
@@ -154,7 +154,7 @@ def test_with_fewer_ranks_than_the_least_it_waits_for_the_lost_ones() -> None:
         first = dict(group.processes.seats)
         group.processes.hooks["fetch"] = then(lambda: group.lose(2))
         group.lose(3)
-        group.until(lambda: len(group.done) == 1)
+        group.until(lambda: len(group.done) >= 1)
 
         assert group.done[0].way is Way.RESTART
         assert group.processes.starts == {2: 1, 3: 1}
@@ -201,7 +201,7 @@ def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
         assert True not in group.freezes
         assert leaving.is_closed
         group.lose(2)
-        group.until(lambda: len(group.done) == 3)
+        group.until(lambda: len(group.done) >= 3)
         assert group.layout.ranks == (0, 1, 2)
         assert group.processes.starts == {2: 1}
         assert group.order(2, leaves=False) == "rank: got 2; allowed: 3"
