@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,10 +113,12 @@ class AnchoredMemory:
         arena = Arena(skeleton(config))
         key = kind_of(grain.VERSION, file_states(files))
         try:
-            is_new, fd = self._client.weights(key, arena.size_bytes)
-            if is_new:
-                self._write_weights(fd, key, arena, config, weights, directory)
-                _, fd = self._client.weights(key, arena.size_bytes)
+            fd, to_write = self._client.weights(key, arena.size_bytes)
+            if to_write is not None:
+                with ExitStack() as undo:
+                    undo.callback(os.close, fd)
+                    self._write_weights(to_write, key, arena, config, weights, directory)
+                    undo.pop_all()
         except NoAgentError as error:
             log.warning("no agent: weights are this process's own", extra={"cause": str(error)})
             return None
@@ -123,7 +126,7 @@ class AnchoredMemory:
             raise ConfigError([f"state_plane: {error}"]) from None
         memory = _tensor(_mapped(fd, arena.size_bytes, writable=False))
         root = arena.root(memory)
-        if root is None or (is_new and not arena.is_whole(memory)):
+        if root is None or (to_write is not None and not arena.is_whole(memory)):
             raise ConfigError(["state_plane: the arena of weights is damaged"])
         return proven(with_rotary(arena.decoder(memory), config, positions)), root
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -241,11 +242,12 @@ def test_memory_that_is_used_in_time_is_no_orphan(directory: StoreDirectory) -> 
 
 
 def write_weights(directory: StoreDirectory, key: str = KIND) -> None:
-    is_new, fd = client(directory).weights(key, 8192)
-    assert is_new
-    os.pwrite(fd, b"weights", 0)
-    os.close(fd)
+    to_read, to_write = client(directory).weights(key, 8192)
+    assert to_write is not None
+    os.pwrite(to_write, b"weights", 0)
+    os.close(to_write)
     client(directory).commit(key)
+    os.close(to_read)
 
 
 def test_weights_are_written_once_and_read_by_all(directory: StoreDirectory) -> None:
@@ -253,8 +255,8 @@ def test_weights_are_written_once_and_read_by_all(directory: StoreDirectory) -> 
     with serving(directory):
         write_weights(directory)
         for _ in range(2):
-            is_new, fd = client(directory).weights(KIND, 8192)
-            assert not is_new
+            fd, to_write = client(directory).weights(KIND, 8192)
+            assert to_write is None
             assert os.pread(fd, 7, 0) == b"weights"
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, 8192, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -282,25 +284,49 @@ def test_weights_that_a_process_can_still_write_are_not_committed(
 ) -> None:
     """A map counts, also when its descriptor is closed."""
     with serving(directory):
-        _, fd = client(directory).weights(KIND, 8192)
-        mapped = mmap.mmap(fd, 8192)
-        os.close(fd)
+        to_read, to_write = client(directory).weights(KIND, 8192)
+        assert to_write is not None
+        mapped = mmap.mmap(to_write, 8192)
+        os.close(to_write)
         with pytest.raises(AnchorError, match="can still write these weights"):
             client(directory).commit(KIND)
         mapped.close()
         client(directory).commit(KIND)
+        os.close(to_read)
+
+
+def test_weights_that_are_written_wait_for_their_commit(directory: StoreDirectory) -> None:
+    """Another process that asks meanwhile does not begin them again."""
+    with serving(directory):
+        to_read, to_write = client(directory).weights(KIND, 8192)
+        assert to_write is not None
+        os.pwrite(to_write, b"weights", 0)
+        os.close(to_write)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(client(directory).weights, KIND, 8192)
+            with pytest.raises(TimeoutError):
+                other.result(0.2)
+            client(directory).commit(KIND)
+            fd, to_write = other.result(30)
+        assert to_write is None
+        assert os.pread(fd, 7, 0) == os.pread(to_read, 7, 0) == b"weights"
+        os.close(fd)
+        os.close(to_read)
 
 
 def test_a_writer_that_dies_makes_room_for_the_next(directory: StoreDirectory) -> None:
     """Half of the weights are never read."""
     with serving(directory):
-        _, fd = client(directory).weights(KIND, 8192)
-        os.pwrite(fd, b"half", 0)
-        os.close(fd)
-        is_new, fd = client(directory).weights(KIND, 8192)
-        assert is_new
-        assert os.pread(fd, 4, 0) == bytes(4)
-        os.close(fd)
+        to_read, to_write = client(directory).weights(KIND, 8192)
+        assert to_write is not None
+        os.pwrite(to_write, b"half", 0)
+        os.close(to_write)
+        os.close(to_read)
+        to_read, to_write = client(directory).weights(KIND, 8192)
+        assert to_write is not None
+        assert os.pread(to_read, 4, 0) == bytes(4)
+        os.close(to_write)
+        os.close(to_read)
 
 
 def test_weights_of_another_size_are_refused(directory: StoreDirectory) -> None:
@@ -318,7 +344,7 @@ def test_a_key_is_no_path(directory: StoreDirectory) -> None:
 def test_weights_that_nobody_maps_are_orphans_too(directory: StoreDirectory) -> None:
     with serving(directory, orphan_s=1.0) as server:
         write_weights(directory)
-        _, fd = client(directory).weights(KIND, 8192)
+        fd, _ = client(directory).weights(KIND, 8192)
         server.end_orphans(0.0)
         server.end_orphans(5.0)
         assert files(directory) == {f"weights-{KIND}"}

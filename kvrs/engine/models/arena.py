@@ -89,7 +89,7 @@ class Arena:
         return facts is not None and facts[_HEADER.size :] == leaves
 
     def decoder(self, memory: Tensor) -> Decoder:
-        """The decoder whose weights lie in `memory`. Forms are not chosen, and there are no tables
+        """The decoder with the weights in `memory`. Forms are not chosen, and there are no tables
         of rotations.
         """
         tensors = iter(range(len(self._shapes)))

@@ -60,9 +60,9 @@ class AnchorClient:
             raise AnchorError("the agent's memory has other sizes than were requested")
         return answer.is_new, fds
 
-    def weights(self, key: str, size: int) -> tuple[bool, int]:
-        """Whether the arena is to be written, and its descriptor; waits for another process that
-        writes it. Raises as `memory` does.
+    def weights(self, key: str, size: int) -> tuple[int, int | None]:
+        """Descriptors to read the arena, in use as long as this one is open, and to write it where
+        it is new; waits for another process that writes it. Raises as `memory` does.
         """
         give_up_s = time.monotonic() + _TIMEOUT_S
         while True:
@@ -72,13 +72,15 @@ class AnchorClient:
             if time.monotonic() > give_up_s:
                 raise AnchorError("another process writes the weights and does not end")
             time.sleep(_LOOK_S)
-        if len(fds) != 1 or os.fstat(fds[0]).st_size != size:
+        if len(fds) != 1 + answer.is_new or any(os.fstat(fd).st_size != size for fd in fds):
             _close(fds)
             raise AnchorError("the agent's memory has another size than was requested")
-        return answer.is_new, fds[0]
+        return fds[0], fds[1] if answer.is_new else None
 
     def commit(self, key: str) -> None:
-        """The arena is whole and mapped no more. Raises as `memory` does."""
+        """The arena is whole; what writes it is unmapped and closed, what reads it still open.
+        Raises as `memory` does.
+        """
         self._ask(CommitWeights(key))
 
     def _ask(self, request: Request) -> tuple[Attached | AttachBusy, list[int]]:

@@ -192,30 +192,31 @@ class Regions:
         """Names of the arenas, whole or not."""
         return self._names(_WEIGHTS)
 
-    def open_weights(self, key: str, size: int) -> tuple[bool, int] | None:
-        """Whether the arena is new, and its descriptor: of a whole one to be read, else to be
-        written. None: another process writes it.
+    def open_weights(self, key: str, size: int) -> list[int] | None:
+        """Descriptors of the arena: one to read it, locked, and behind it one to write it where it
+        is new. None: another process writes it.
 
         Raises:
             AnchorError: it has another size, or there is not enough memory.
         """
         name, unfinished = f"{_WEIGHTS}{key}", f"{_WEIGHTS}{key}{_UNFINISHED}"
         with suppress(FileNotFoundError):
-            return False, self._open_arena(name, size)
+            return [self._open_arena(name, size)]
         if self._is_locked(unfinished):
             return None
         with suppress(FileNotFoundError):
             self._directory.unlink(unfinished)
         self._check_room("weights", size)
-        fd = self._open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            self._allocate(fd, size, "weights")
-        except BaseException:
-            os.close(fd)
-            self._directory.unlink(unfinished)
-            raise
-        return True, fd
+        with ExitStack() as undo:
+            to_write = self._open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            undo.callback(self._directory.unlink, unfinished)
+            undo.callback(os.close, to_write)
+            self._allocate(to_write, size, "weights")
+            # Not the lock of the other one, which its process closes before it commits: between
+            # the two the arena would be taken for a dead writer's.
+            to_read = self._open_arena(unfinished, size)
+            undo.pop_all()
+            return [to_read, to_write]
 
     def commit_weights(self, key: str) -> None:
         """Let an arena be read by all from now on, and be written by none.

@@ -152,8 +152,7 @@ class AnchorServer:
                         found = self._regions.open_weights(request.key, request.size)
                         if found is None:
                             return AttachBusy(), []
-                        is_new, fd = found
-                        return Attached(is_new=is_new), [fd]
+                        return Attached(is_new=len(found) == 2), found
                     case CommitWeights():
                         self._regions.commit_weights(request.key)
                         return Attached(), []
