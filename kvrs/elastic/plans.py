@@ -1,9 +1,9 @@
 """Plans: what is copied from where, so that ranks have what the next layout gives them.
 
 A plan follows from two layouts and the ranks that are gone. A rank keeps what it has; what a living
-rank has is copied from it; the rest is read from the host. Where several ranks want what none has,
-each reads a piece of its own and the pieces are exchanged, so that no byte is read twice (RaidServe
-3.2). KV is planned in the same way, as cells of a layer and a head.
+rank has is copied from it; the rest is read from the host, each byte once: where several ranks want
+what none has, each reads a piece of its own and the pieces are exchanged (RaidServe 3.2), or one of
+them reads it and the others copy it. KV is planned in the same way, as cells of a layer and a head.
 """
 
 from collections import Counter, defaultdict
@@ -82,8 +82,8 @@ def plan(
     """The moves between two layouts of the same model and stages. `dead`: ranks whose memory is
     gone; another rank that is not in `after` leaves on purpose and can still be read. `kv_bytes`:
     KV that is kept, of each layer and head. `arrived`: units that ranks have besides, from an
-    earlier plan that was not carried out to its end. Without `in_pieces` each rank reads all of a
-    unit that none has.
+    earlier plan that was not carried out to its end. Without `in_pieces` all moves are of whole
+    units, and a unit that none has is read by the rank that has read least so far.
     """
     living = [rank for rank in before.ranks if rank not in dead]
     held = {rank: set(before.held(rank)) for rank in living}
@@ -103,7 +103,10 @@ def plan(
         elif in_pieces:
             moves += _read_once(unit, size, wanting, read)
         else:
-            moves += [Move(unit, 0, size, HOST, target) for target in wanting]
+            reader = min(wanting, key=lambda rank: (read[rank], rank))
+            read[reader] += size
+            moves.append(Move(unit, 0, size, HOST, reader))
+            moves += [Move(unit, 0, size, reader, other) for other in wanting if other != reader]
     if kv_bytes:
         moves += _cells(before, after, kv_bytes, frozenset(living))
     return MovePlan(before, after, tuple(moves))

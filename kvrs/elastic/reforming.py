@@ -205,7 +205,7 @@ class Reforming:
     costs: Costs
     min_ranks: int = 1
     spread: bool = True  # Whether heads that are left over are spread, where there is room for it.
-    in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them.
+    in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them; else units.
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
     _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.

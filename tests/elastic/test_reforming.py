@@ -518,14 +518,19 @@ def test_heads_stay_whole_where_those_that_are_spread_have_no_room() -> None:
     assert tight.plan.after == whole.plan.after
 
 
-def test_ranks_that_cannot_exchange_pieces_read_whole_units() -> None:
-    """Each what it lacks."""
+def test_ranks_that_exchange_no_pieces_read_each_unit_once() -> None:
+    """One of those that want a unit reads it, in turn, and the others copy it."""
     began = machine(in_pieces=False).handle(LOST)[1]
 
     assert isinstance(began, CarryOut)
-    assert {(move.start, move.stop) for move in began.plan.moves} == {
-        (0, UNITS.bytes_of(move.unit)) for move in began.plan.moves
+    moves = began.plan.moves
+    assert {(move.start, move.stop) for move in moves} == {
+        (0, UNITS.bytes_of(move.unit)) for move in moves
     }
-    assert began.plan.peer_bytes == 0
-    wanted = [move for move in began.plan.moves if move.unit.kind == UnitKind.ATTENTION]
-    assert len(wanted) > len({move.unit for move in wanted})
+    reads = {move.unit: move.target for move in moves if move.source == HOST}
+    copies = [move for move in moves if move.source != HOST]
+    assert began.plan.host_bytes == sum(map(UNITS.bytes_of, reads))
+    assert {move.unit for move in copies if move.unit.kind == UnitKind.ATTENTION}
+    assert all(move.source == reads[move.unit] for move in copies)
+    read = began.plan.host_bytes_by_rank().values()
+    assert max(read) - min(read) <= max(map(UNITS.bytes_of, reads))

@@ -88,7 +88,7 @@ class RankGroup(StageRanks):
         self.on_end: Callable[[RanksLostError], object] | None = None
         self.on_change: Callable[[], object] | None = None
         self.lost: dict[int, float] = {}  # Ranks that have died, and when that was noticed.
-        self.lost_devices: set[int] = set()  # Of them, those whose memory is gone as well.
+        self.lost_devices: set[int] = set()  # Of them, those that lost their memory as well.
         self.streams = 0  # Of the last batch.
         self._serving = threading.Condition()
         self._computing = threading.Lock()
@@ -177,7 +177,7 @@ class RankGroup(StageRanks):
             raise self._end
 
     def mended(self) -> None:
-        """No book has pages any more whose cells were lost."""
+        """No book has pages with lost cells any more."""
         self.pool.mended()
 
     def base_for(self, others: Iterable[tuple[int, int]]) -> int:

@@ -82,6 +82,8 @@ class RankProcesses:
         self._config, self._cells, self._spreads = config, cells, spreads
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
+        # Of the newest epoch, a rank and a unit that it is to read: ranks that copy it from there.
+        self._behind: defaultdict[tuple[int, int, Unit], list[int]] = defaultdict(list)
         # Units that a rank computes with where a lost one had them, which has them until the next
         # layout serves: of a rank and a unit, that other rank.
         self._lent: dict[tuple[int, Unit], int] = {}
@@ -138,6 +140,7 @@ class RankProcesses:
         seat.units[answer.unit] = coming.at
         if coming.is_there:
             self._lent[seat.rank, answer.unit] = coming.source
+        self._pass_on(seat, answer, coming.at)
         is_read = coming.source == HOST or answer.was_damaged
         how = "host" if is_read else "kept" if coming.is_there else "peer"
         moved = self.moved[answer.epoch]
@@ -148,13 +151,18 @@ class RankProcesses:
             log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
         return True
 
-    def fetch(self, epoch: int, moves: Iterable[Move]) -> None:
-        """Let each target get its units; each has room for all of them before the first moves.
+    def fetch(self, epoch: int, moves: Collection[Move]) -> None:
+        """Let each target get its units, those first that others copy from it; each has room for
+        all of them before the first moves.
 
         Raises:
             KvrsError: there is not so much memory.
         """
-        ordered = sorted(moves, key=lambda move: move.target)
+        self._behind.clear()
+        awaited = {(move.source, move.unit) for move in moves}
+        ordered = sorted(
+            moves, key=lambda move: (move.target, (move.target, move.unit) not in awaited)
+        )
         of_targets = {
             target: list(own) for target, own in groupby(ordered, lambda move: move.target)
         }
@@ -166,7 +174,9 @@ class RankProcesses:
                 there = {
                     move.unit
                     for move in own
-                    if move.source in left and (move.source, move.unit) not in taken
+                    if move.source in left
+                    and move.unit in self.seats[move.source].units
+                    and (move.source, move.unit) not in taken
                 }
                 taken |= {(move.source, move.unit) for move in own if move.unit in there}
                 rooms[target] = self._room(epoch, target, own, there)
@@ -207,21 +217,44 @@ class RankProcesses:
             coming = _Coming(at, move.bytes, move.source, is_there=True)
             self._coming[seat.pid, epoch, move.unit] = coming
         for move, stop in zip(others, stops, strict=True):
-            source, source_offset = 0, 0
-            if move.source != HOST:
-                theirs = self.seats[move.source].units[move.unit]
-                key = theirs.memory.descriptor
-                if key not in sources and len(sources) < _MOST_SOURCES:
-                    sources[key] = len(descriptors)
-                    descriptors.append(key)
-                source, source_offset = sources.get(key, 0), theirs.offset
             at = UnitAt(memory, places[move.unit], stop)
-            wire.append(UnitMove(move.unit, 0, at.offset, source, source_offset))
-            coming = _Coming(at, move.bytes, move.source if source else HOST, is_there=False)
+            is_behind = move.source != HOST and move.unit not in self.seats[move.source].units
+            source, source_offset = 0, 0
+            if is_behind:
+                self._behind[epoch, move.source, move.unit].append(target)
+            else:
+                source, source_offset = self._source(move, sources, descriptors)
+                wire.append(UnitMove(move.unit, 0, at.offset, source, source_offset))
+            known_source = move.source if source or is_behind else HOST
+            coming = _Coming(at, move.bytes, known_source, is_there=False)
             self._coming[seat.pid, epoch, move.unit] = coming
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
         return FetchUnits(epoch, wire, known), descriptors
+
+    def _source(
+        self, move: Move, sources: dict[int, int], descriptors: list[int]
+    ) -> tuple[int, int]:
+        """Which of the descriptors a unit is copied from, and where it lies there; 0: it is read
+        from the files.
+        """
+        if move.source == HOST:
+            return 0, 0
+        theirs = self.seats[move.source].units[move.unit]
+        key = theirs.memory.descriptor
+        if key not in sources and len(sources) < _MOST_SOURCES:
+            sources[key] = len(descriptors)
+            descriptors.append(key)
+        return sources.get(key, 0), theirs.offset
+
+    def _pass_on(self, seat: RankSeat, answer: Fetched, theirs: UnitAt) -> None:
+        """Let those copy a unit that have waited until this rank has it."""
+        for target in self._behind.pop((answer.epoch, seat.rank, answer.unit), ()):
+            waiting = self.seats[target]
+            at = self._coming[waiting.pid, answer.epoch, answer.unit].at
+            move = UnitMove(answer.unit, 0, at.offset, 1, theirs.offset)
+            order = FetchUnits(answer.epoch, [move], {unit_name(answer.unit): answer.hash})
+            _order(waiting, order, [at.memory.descriptor, theirs.memory.descriptor])
 
     def drop_coming(self, of_epoch: int | None = None) -> None:
         """Give back the memory of units that have not come, of one order or of all: those that a

@@ -374,6 +374,7 @@ class Reformer:
         try:
             found = self._group.probe(self._formation)
         except RanksLostError:
+            self._formation.end()  # The others wait in it for those that are gone.
             return
         _note(self._begun, "probe")
         self._handle(ProbeEnded(action.epoch, same_bytes(found, self._group.probed)))

@@ -43,7 +43,7 @@ def check_layouts(config: Config) -> None:
     """Check what instances of several ranks need, once the model is known.
 
     Raises:
-        ConfigError: one line per instance whose model cannot be divided as it asks.
+        ConfigError: one line per instance that asks for a division which its model does not allow.
     """
     several = [each for _, each in config.cluster.instances() if each.ranks > 1]
     if not several or config.cluster.model is None or config.cluster.backend != Backend.EMBEDDED:

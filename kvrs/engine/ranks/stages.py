@@ -12,7 +12,7 @@ import torch
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.placing import least_loaded
-from kvrs.elastic.plans import HOST, Move
+from kvrs.elastic.plans import plan
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
 from kvrs.engine.ranks.exchange import Areas
@@ -94,12 +94,8 @@ class StageRanks:
         self._collect(len(processes.seats))
         loaded_s = time.monotonic()
         units = self._config.units_of_ranks
-        moves = [
-            Move(unit, 0, units.bytes_of(unit), HOST, rank)
-            for rank in processes.seats
-            for unit in sorted(layout.held(rank))
-            if units.bytes_of(unit)
-        ]
+        whole = plan(layout, layout, units, layout.ranks, in_pieces=False)
+        moves = [move for move in whole.moves if move.target in processes.seats]
         processes.fetch(1, moves)
         self._collect(len(moves))
         fetched_s = time.monotonic()

@@ -61,7 +61,7 @@ class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
 
     epoch: int
     moves: list[UnitMove]
-    hashes: dict[str, bytes]  # Of those whose weights are known, by name.
+    hashes: dict[str, bytes]  # Of those with known weights, by name.
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

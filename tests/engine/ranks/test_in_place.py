@@ -7,7 +7,8 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +21,10 @@ from tokenizers import Tokenizer
 
 from kvrs.config.file import parse_config
 from kvrs.elastic.plans import Move
-from kvrs.elastic.reforming import Way
+from kvrs.elastic.reforming import ReformingPhase, Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.reformed import Reformed
 from kvrs.engine.routes import make_app
@@ -87,7 +89,7 @@ def when_moving(
     """Do something once, before the next moves are ordered, or as soon as they are."""
     fetch = group.processes.fetch
 
-    def hooked(epoch: int, moves: Iterable[Move]) -> None:
+    def hooked(epoch: int, moves: Collection[Move]) -> None:
         group.processes.fetch = fetch  # type: ignore[method-assign]
         before(list(moves))
         fetch(epoch, moves)
@@ -139,6 +141,30 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         assert 1 not in group.lost_devices or 1 not in group.layout.ranks
     finally:
         group.close()
+
+
+def test_a_rank_that_is_lost_in_the_probe_leaves_no_other_waiting(
+    tiny_model: Path, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(tiny_model, tp=4)
+    first, probe = group.pids, group.probe
+
+    def killing(formation: RankFormation) -> torch.Tensor:
+        monkeypatch.setattr(group, "probe", probe)
+        kill(group, 1)
+        return probe(formation)
+
+    monkeypatch.setattr(group, "probe", killing)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            compute(group, expected)
+            kill(group, 3)
+            pool.submit(compute, group, expected).result(60)
+
+            assert {0: first[0], 2: first[2]}.items() <= group.pids.items()
+            assert group.reformer.done[0].degree == 2
+        finally:
+            group.close()
 
 
 def test_a_stage_without_ranks_is_started_again(
@@ -308,26 +334,28 @@ async def answers_of(
         }
     )
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
-    async with asyncio.timeout(120), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(600), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
         watching = asyncio.create_task(watch(client, reports if reports is not None else []))
         try:
             tasks = [asyncio.create_task(answer(client, at, fields)) for at in range(8)]
             for fault in faults:
-                while instance.core.scheduler.running < 4 or instance.load().reforming is not None:
+                group = instance.group
+                assert group is not None
+                while instance.core.scheduler.running < 4 or group.reforming or group.lost:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
-                assert instance.ranks is not None
-                rank = max(instance.ranks.pids)
+                serving = group.layout.ranks
+                rank = min(serving) if fault == "lose_bare_device" else max(serving)
+                pid = group.pids[rank]
                 if fault == "leave":
                     await leave(client, instance.epoch, rank)
-                elif fault == "lose_bare_device":
-                    instance.lose_device(min(instance.ranks.pids))
                 elif fault == "kill":
-                    os.kill(instance.ranks.pids[rank], signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                 else:
                     instance.lose_device(rank)
-                await asyncio.sleep(0.2)
+                while group.pids.get(rank) == pid:
+                    await asyncio.sleep(0.01)
             if done is not None and instance.group is not None:
                 done += instance.group.reformer.done
             if lost is not None:
@@ -339,12 +367,17 @@ async def answers_of(
 
 
 async def leave(client: aiohttp.ClientSession, epoch: int, rank: int) -> None:
-    """Another process of the instance would refuse."""
+    """Another process of the instance would refuse, and this one while a rank comes back."""
     order = {"rank": rank, "leaves": True, "epoch": epoch + 1}
     async with client.post("/kvrs/v1/ranks", json=order) as response:
         assert await response.json() == {"refused": f"epoch: got {epoch + 1}; allowed: {epoch}"}
-    async with client.post("/kvrs/v1/ranks", json=order | {"epoch": epoch}) as response:
-        assert await response.json() == {"refused": None}
+    while True:
+        async with client.post("/kvrs/v1/ranks", json=order | {"epoch": epoch}) as response:
+            refused = (await response.json())["refused"]
+        if refused is None:
+            return
+        assert f"allowed: while they are {ReformingPhase.SERVING}" in refused
+        await asyncio.sleep(0.01)
 
 
 async def watch(client: aiohttp.ClientSession, reports: list[dict[str, Any]]) -> None:

@@ -119,8 +119,9 @@ def test_what_a_rank_leaves_becomes_the_memory_of_each(
     model: Path, expected: list[torch.Tensor]
 ) -> None:
     """A killed rank's own head is spread over the others: one of them uses it where it is, the
-    others have copies of theirs, so that a lost device takes nothing from them. The cells of other
-    heads are where they were, so sequences go on. The ranks grow back to the layout that they had.
+    others have copies of theirs, so that a lost device takes nothing from them. What was on that
+    device alone is read once, also where it is spread. The cells of other heads are where they
+    were, so sequences go on. The ranks grow back to the layout that they had.
     """
     group = group_of(model, tp=4)
     try:
@@ -130,11 +131,16 @@ def test_what_a_rank_leaves_becomes_the_memory_of_each(
         assert (first.way, first.degree) == (Way.RESHARD, 3)
         assert first.moved["read"] == 0
         assert first.moved["kept"] > 0 < first.moved["peer"]
+        layout = group.layout
+        others = set().union(*(layout.held(rank) for rank in layout.ranks if rank != 0))
+        once = sum(map(group.units.bytes_of, layout.held(0) - others))
         group.lose_device(0)
         group.mended()
         compute(group, expected)
         lost = next(each for each in group.reformer.done[1:] if each.way is Way.RESHARD)
-        assert lost.moved["read"] == lost.host_bytes > 0
+        assert lost.moved["read"] == lost.moved["host"] == lost.host_bytes
+        assert 0 < lost.host_bytes <= once  # Less if a rank that comes back has some already.
+        assert lost.moved["peer"] == lost.peer_bytes > 0
         while group.reforming is not None or len(group.layout.ranks) < 4:
             compute(group, expected)
         assert spread_heads(group.layout) == 1

@@ -1,0 +1,142 @@
+"""A rank that hangs and runs again, before or after the others have gone on without it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrs.engine.ranks.formation import RankFormation
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.ranks.seats import Ended
+from kvrs.engine.worker import Worker
+from kvrs.errors import RanksLostError
+from tests.engine.ranks.test_rank_group import SETTINGS, chunks, compute_again, group_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.process]
+
+
+def formation_of(group: RankGroup) -> RankFormation:
+    formation = group._formation
+    assert formation is not None
+    return formation
+
+
+def until(holds: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.005)
+
+
+@contextmanager
+def stopped_in_a_batch(group: RankGroup, rank: int) -> Iterator[threading.Thread]:
+    """A rank stands still and the others wait for it, in a batch that a thread computes, until it
+    is lost.
+    """
+    lines = formation_of(group).memory.lines
+
+    def compute() -> None:
+        with pytest.raises(RanksLostError):
+            group.execute([chunks()[0]])
+
+    computing = threading.Thread(target=compute)
+    os.kill(group.pids[rank], signal.SIGSTOP)
+    computing.start()
+    until(lambda: all(lines[other].awaits.value for other in lines if other != rank))
+    yield computing
+    computing.join()
+
+
+def test_a_rank_that_wakes_while_the_others_re_form_leaves_its_batch_and_joins(
+    tiny_model: Path,
+) -> None:
+    """Another one was killed meanwhile: the batch in which it stood still is of no formation."""
+    group, worker = group_of(tiny_model, tp=3), Worker(tiny_model, SETTINGS)
+    pids = group.pids
+    try:
+        compute_again(group, worker)
+        with stopped_in_a_batch(group, 2) as computing:
+            os.kill(pids[1], signal.SIGKILL)
+            computing.join()
+            until(lambda: group.reforming is not None)
+            os.kill(pids[2], signal.SIGCONT)
+        group.wait_serving()
+        compute_again(group, worker)
+
+        assert {0: pids[0], 2: pids[2]}.items() <= group.pids.items()
+    finally:
+        group.close()
+
+
+def test_a_rank_that_hangs_never_runs_again(tiny_model: Path) -> None:
+    """It is dead before the batch counts as lost, so nothing goes on beside it; what it would have
+    written to pages and to sums is written nowhere.
+    """
+    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
+    group.predict = lambda chunks: 0.01
+    lost = group.pids[1]
+    try:
+        compute_again(group, worker)
+        old = formation_of(group).memory.lines[1]
+        summed = old.summed.value
+        with stopped_in_a_batch(group, 1):
+            pass
+        with suppress(ProcessLookupError):
+            os.kill(lost, signal.SIGCONT)
+        until(lambda: not Path(f"/proc/{lost}").exists())
+        group.wait_serving()
+
+        assert old.summed.value == summed
+        compute_again(group, worker)
+    finally:
+        group.close()
+
+
+def test_what_a_late_rank_writes_is_of_its_own_formation(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that SIGKILL does not reach at once, as in a device's driver: when it wakes it goes
+    on with its batch, in memory that nothing reads any more, until it waits for a rank that has
+    left the batch. Its socket is closed, so it ends. This one has no KV heads: what keeps cells
+    is that a rank is dead before others go on.
+    """
+    group, worker = group_of(tiny_model, tp=3), Worker(tiny_model, SETTINGS)
+    group.predict = lambda chunks: 0.01
+    (bare,) = (rank for rank in group.layout.ranks if not group.layout.cells(rank, 0))
+    late = group.processes.seats[bare]
+    try:
+        compute_again(group, worker)
+        old = formation_of(group)
+        summed = old.memory.lines[bare].summed.value
+        with monkeypatch.context() as unkillable:
+            unkillable.setattr(late.process, "kill", lambda: None)
+            unkillable.setattr(late.process, "wait", lambda patience_s=None: True)
+            with stopped_in_a_batch(group, bare):
+                pass
+            group.processes.told.put(Ended(late))
+            group.wait_serving()
+            # It would join again.
+            assert group.reformer.order(bare, leaves=True).result() is None
+        new = formation_of(group)
+        before = new.memory._floats.view(torch.int32).clone()
+
+        os.kill(late.pid, signal.SIGCONT)
+        until(lambda: os.waitid(os.P_PID, late.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+
+        ended = os.waitid(os.P_PID, late.pid, os.WEXITED)
+        assert ended is not None
+        assert (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
+        assert old.memory.lines[bare].summed.value > summed
+        assert formation_of(group) is new
+        assert torch.equal(new.memory._floats.view(torch.int32), before)
+        compute_again(group, worker)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(late.pid, signal.SIGKILL)
+        group.close()
