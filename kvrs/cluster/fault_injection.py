@@ -7,6 +7,7 @@ id alone may belong to another process, or to another machine, by now.
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -59,7 +60,7 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
     """
     rows = rows_of(await port.state())
     members = {
-        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]), ranks=_ranks_of(row))
+        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]), ranks=tuple(_pids_of(row)))
         for name, row in rows.items()
     }
     mistakes = unknown_victims(faults, members)
@@ -108,8 +109,8 @@ def _unknown_ranks(
         yield f"fault [{number}]: no rank {whom.rank} of {whom.id or whom.role}; allowed: {allowed}"
 
 
-def _ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(one["rank"] for one in row.get("ranks") or ())
+def _pids_of(row: Mapping[str, Any]) -> dict[int, int]:
+    return {one["rank"]: one["pid"] for one in row.get("ranks") or ()}
 
 
 def members_of(config: Config) -> dict[InstanceId, InstanceView]:
@@ -152,7 +153,7 @@ async def _refusals(rows: Iterable[dict[str, Any]], port: AdminPort) -> list[str
 
 async def inject_faults(injection: Injection) -> None:
     """Carry out every fault when it is due, until all are over; page damage ends with the
-    cancellation.
+    cancellation. A victim that has died meanwhile is noted as `gone`.
 
     Raises:
         FaultError: a process cannot be hit from here.
@@ -205,7 +206,7 @@ def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
             role = VictimRole(row["role"])
             inflight = row["checkpoints"] or 0 if role is VictimRole.AGENT else works[name]
             seen[name] = InstanceView(
-                role, NodeId(row["node"]), inflight, counts[name], _ranks_of(row)
+                role, NodeId(row["node"]), inflight, counts[name], tuple(_pids_of(row))
             )
     return seen
 
@@ -233,52 +234,57 @@ class _Injector:
                 phase.value: count for phase, count in Counter(due.streams.values()).items()
             },
         }
-        parameters = {
-            key: getattr(due.fault, key) for key in ("for_s", "factor", "bytes_per_s", "pages")
-        }
-        note |= {key: value for key, value in parameters.items() if value is not None}
+        keys = ("for_s", "factor", "bytes_per_s", "pages")
+        note |= {key: value for key in keys if (value := getattr(due.fault, key)) is not None}
         note |= {"ranks": due.ranks} if due.ranks else {}
+        gone: list[InstanceId] = []
         if due.fault.what in _ASKED_OF_INSTANCES:
-            await self._ask(due, rows)
+            gone = await self._ask(due, rows)
             # The time at which the pages were sent is unknown; a link ends its fault itself, and
             # not earlier. A lost device is lost.
             if due.fault.what is not What.LOSE_DEVICE:
                 lasting.create_task(asyncio.sleep(due.fault.for_s or math.inf))
         else:
             # All handles first, so that victims of one fault are hit within microseconds.
-            for process in [
-                process
-                for name in due.instances
-                for process in await self._open(rows[name], due.fault, due.ranks.get(name))
-            ]:
+            opened = {name: await self._open(rows[name], due) for name in due.instances}
+            for process in itertools.chain(*opened.values()):
                 _signal(due.fault, process, lasting)
-        self._injection.carried_out.append(note)
+            gone = [name for name, processes in opened.items() if not processes]
+        self._injection.carried_out.append(note | ({"gone": gone} if gone else {}))
 
-    async def _open(self, row: Mapping[str, Any], fault: Fault, rank: int | None) -> list[int]:
+    async def _open(self, row: Mapping[str, Any], due: DueFault) -> list[int]:
         """Handles on the victims' processes; none if they have died of another fault meanwhile."""
+        fault, rank = due.fault, due.ranks.get(InstanceId(row["id"]))
         whole_node = fault.whom.node is not None and fault.whom.role is None
         try:
             if rank is not None:
                 return [open_rank(row, rank)]
             return open_processes(row, workers=fault.workers, server_too=whole_node)
         except FaultError:
-            if not await self._has_died(row):
+            if not await self._has_died(row, rank):
                 raise
             return []
 
-    async def _has_died(self, row: Mapping[str, Any]) -> bool:
+    async def _has_died(self, row: Mapping[str, Any], rank: int | None) -> bool:
+        """Whether since this row the instance has died, or that rank, without which it goes on."""
         await asyncio.sleep(NOTICE_S)
         now = rows_of(await self._injection.port.state())[InstanceId(row["id"])]
-        return (now["health"], now["pid"]) != ("up", row["pid"])
+        is_same = (now["health"], now["pid"]) == ("up", row["pid"])
+        return not is_same or (rank is not None and _pids_of(now).get(rank) != _pids_of(row)[rank])
 
-    async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> None:
-        for row in (rows[name] for name in due.instances):
+    async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> list[InstanceId]:
+        """Returns those that have died of another fault meanwhile, or of which the rank has."""
+        gone = []
+        for name in due.instances:
+            row = rows[name]
             self._asked.add((row["id"], row["url"]))
             try:
-                await self._injection.port.inject(row["id"], row["url"], _request(due, row))
+                await self._injection.port.inject(name, row["url"], _request(due, row))
             except AdminError:
-                if not await self._has_died(row):
+                if not await self._has_died(row, due.ranks.get(name)):
                     raise
+                gone.append(name)
+        return gone
 
     async def undo(self) -> None:
         """End the requested faults, so that they do not affect the next run."""
@@ -429,7 +435,7 @@ def open_rank(row: Mapping[str, Any], rank: int) -> int:
     Raises:
         FaultError: as `open_process`, or the instance has no such rank any more.
     """
-    pids = {one["rank"]: one["pid"] for one in row.get("ranks") or ()}
+    pids = _pids_of(row)
     os.close(open_process(row))
     if rank not in pids:
         raise FaultError(f"{_named(row)} has no rank {rank}; allowed: {sorted(pids)}")

@@ -275,10 +275,11 @@ def fault_label(fault: Mapping[str, Any]) -> str:
 
 
 def _faults(report: Report) -> str:
-    return (
-        ", ".join(f"{fault_label(fault)} at {fault['at_s']:.2f} s" for fault in report["faults"])
-        or "none"
-    )
+    found = []
+    for fault in report["faults"]:
+        gone = f" ({', '.join(fault['gone'])} had died)" if fault.get("gone") else ""
+        found.append(f"{fault_label(fault)} at {fault['at_s']:.2f} s{gone}")
+    return ", ".join(found) or "none"
 
 
 def _goodput(run: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from kvrs.cluster.fault_injection import (
+    WATCH_INTERVAL_S,
     FaultError,
     check_faults,
     inject_faults,
@@ -27,7 +28,7 @@ from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.faults.language import FaultSchedule, Phase, VictimRole, parse_faults
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminClient, AdminPort
+from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.load.passes import Injection
 from kvrs.protocol.secrets import Door, door_key
 from tests.ports import serving
@@ -277,10 +278,47 @@ async def test_a_victim_that_died_of_another_fault_meanwhile_is_no_error(victim:
             )
 
         async with admin(state) as port:
-            await inject_faults(injection(port, [fault("kill", whom={"node": "n0"})]))
+            done = injection(port, [fault("kill", whom={"node": "n0"})])
+            await inject_faults(done)
 
         assert victim.process.wait(5) == -9
         assert other.process.poll() is None
+    assert [(note["instances"], note["gone"]) for note in done.carried_out] == [
+        (["d0", "d1"], ["d0"])
+    ]
+
+
+@pytest.mark.parametrize("what", ["kill", "lose_device"])
+async def test_a_rank_that_died_of_another_fault_meanwhile_is_no_error(
+    victim: Victim, what: str
+) -> None:
+    """Its instance lives and goes on without it. A rank that is still there, and cannot be hit, is
+    an error.
+    """
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    later: list[dict[str, Any]] = []
+    async with instance([], status=400) as asked:
+        # Signals want the process that listens, requests the port that answers.
+        url, pid = (f"http://127.0.0.1:{victim.port}", victim.pid) if what == "kill" else (asked, 1)
+        first = row("d0", "n0", url, pid) | {"ranks": [{"rank": 1, "pid": dead.pid}]}
+        looks = 0
+
+        def state() -> dict[str, Any]:
+            nonlocal looks
+            looks += 1
+            return state_of(first if looks == 1 else first | {"ranks": later})
+
+        async with admin(state) as port:
+            faults = [fault(what, whom={"id": "d0", "rank": 1})]
+            done = injection(port, faults)
+            await inject_faults(done)
+            later.append({"rank": 1, "pid": dead.pid})
+            looks = 0
+            with pytest.raises((FaultError, AdminError)):
+                await inject_faults(injection(port, faults))
+
+    assert [note["gone"] for note in done.carried_out] == [["d0"]]
 
 
 async def test_an_agent_is_asked_like_an_instance() -> None:
@@ -343,8 +381,8 @@ async def inject_until_the_end(injection: Injection) -> None:
     while injection.schedule.pending or not injection.carried_out:
         await asyncio.sleep(0.005)
     # Ending now would undo the fault before any page was sent.
-    await asyncio.sleep(0.1)
-    assert not task.done()
+    ended, _ = await asyncio.wait([task], timeout=10 * WATCH_INTERVAL_S)
+    assert not ended
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
