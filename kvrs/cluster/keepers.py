@@ -20,6 +20,8 @@ from kvrs.ids import InstanceId
 # How often a process is started, in all, that ends during its start without a reason of its own.
 STARTS = 3
 LOOK_INTERVAL_S = 0.05
+START_TIMEOUT = "cluster.start_timeout_s"  # The setting, as errors name it.
+_SAY_INTERVAL_S = 10.0
 _JOIN_S = 5.0
 
 
@@ -126,6 +128,23 @@ def _is_forked(config: Config, process: Process) -> bool:
     return process.kind is Kind.INSTANCE and ranks[process.name] == 1
 
 
+class StartWait:
+    """The time that processes may take to start; now and then it says which ones still do."""
+
+    def __init__(self, timeout_s: float, progress: Progress) -> None:
+        self._timeout_s, self._progress = timeout_s, progress
+        self._began_s = self._said_s = time.monotonic()
+        self.limit = f"{timeout_s:.0f} s ({START_TIMEOUT})"
+
+    def is_over(self, waiting: Iterable[str]) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._said_s >= _SAY_INTERVAL_S:
+            self._said_s = now_s
+            passed = f"{now_s - self._began_s:.0f} s of {self._timeout_s:.0f} s"
+            self._progress(f"waiting for {', '.join(waiting)}: {passed}")
+        return now_s - self._began_s > self._timeout_s
+
+
 def wait_ready(
     processes: Mapping[InstanceId, Process],
     status: Callable[[], Mapping[InstanceId, ProcessStatus]],
@@ -139,8 +158,7 @@ def wait_ready(
         LaunchError: one does not start.
     """
     waiting = dict(processes)
-    timeout_s = max(process.start_timeout_s for process in processes.values())
-    deadline_s = time.monotonic() + timeout_s
+    wait = StartWait(max(process.start_timeout_s for process in processes.values()), progress)
     while waiting:
         for name, one in status().items():
             if (process := waiting.get(name)) is None:
@@ -155,8 +173,8 @@ def wait_ready(
                 raise LaunchError(
                     f"{process.label} ended {STARTS} times while it started\n{log_tail(name)}"
                 )
-            elif time.monotonic() > deadline_s:
-                raise LaunchError(
-                    f"{process.label} did not start within {timeout_s:.0f} s\n{log_tail(name)}"
-                )
+        labels = [process.label for process in waiting.values()]
+        if waiting and wait.is_over(labels):
+            tail = log_tail(next(iter(waiting)))
+            raise LaunchError(f"{', '.join(labels)} did not start within {wait.limit}\n{tail}")
         time.sleep(LOOK_INTERVAL_S)

@@ -25,11 +25,11 @@ from kvrs.cluster.fault_injection import (
 )
 from kvrs.cluster.fleet import Nodes, with_added
 from kvrs.cluster.guard import start_guard
-from kvrs.cluster.keepers import Keepers, LaunchError, wait_ready
+from kvrs.cluster.keepers import START_TIMEOUT, Keepers, LaunchError, StartWait, wait_ready
 from kvrs.cluster.loopback_ray import LoopbackRay
 from kvrs.cluster.placing import faults_of_ray, faults_without_ray
 from kvrs.cluster.ports import resolve_all, several_proxies
-from kvrs.cluster.processes import START_TIMEOUT_S, Process, Progress, check_home, processes_of
+from kvrs.cluster.processes import Process, Progress, check_home, processes_of
 from kvrs.cluster.proxies import ProxyProcess
 from kvrs.cluster.remote_keepers import RemoteKeepers
 from kvrs.cluster.run_directory import RunDirectory
@@ -234,14 +234,16 @@ class Cluster:
         """Have an instance, DistServe server or agent drain and end. It is started again."""
         self.keepers.end(name)
 
-    def wait_all_up(self, timeout_s: float = START_TIMEOUT_S) -> float:
+    def wait_all_up(self, timeout_s: float | None = None) -> float:
         """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
-        took.
+        took. `timeout_s`: None, as long as a process may take to start.
         """
+        limit_s = self.config.cluster.start_timeout_s if timeout_s is None else timeout_s
         started_s = time.monotonic()
         while down := self.down():
-            if time.monotonic() - started_s > timeout_s:
-                raise LaunchError(f"after {timeout_s:.0f} s these are not up: {down}")
+            if time.monotonic() - started_s > limit_s:
+                setting = f" ({START_TIMEOUT})" if timeout_s is None else ""
+                raise LaunchError(f"after {limit_s:.0f} s{setting} these are not up: {down}")
             self.check()
             time.sleep(0.1)
         return time.monotonic() - started_s
@@ -401,15 +403,14 @@ class Cluster:
                 )
             )
             self.proxies[-1].start()
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+        wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
         for proxy in self.proxies:
             while not proxy.served():
                 self.check()
-                if time.monotonic() > deadline_s:
-                    name = proxy.settings.id
+                name = proxy.settings.id
+                if wait.is_over([name]):
                     raise LaunchError(
-                        f"{name} did not answer within {START_TIMEOUT_S:.0f} s\n"
-                        f"{self._run.log_tail(name)}"
+                        f"{name} did not answer within {wait.limit}\n{self._run.log_tail(name)}"
                     )
                 time.sleep(0.05)
 

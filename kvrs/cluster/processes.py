@@ -13,7 +13,7 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 
 HOME_ENV = "DISTSERVE_HOME"
-START_TIMEOUT_S = 120.0
+_CONVERSION_S = 1800.0  # DistServe converts the weights of a model before it loads them first.
 
 Progress = Callable[[str], None]  # Takes a line about what is done.
 
@@ -30,6 +30,7 @@ class Process:
     name: InstanceId
     node: NodeId
     kind: Kind
+    start_timeout_s: float
 
     @property
     def label(self) -> str:
@@ -45,11 +46,6 @@ class Process:
             case _:
                 assert_never(self.kind)
 
-    @property
-    def start_timeout_s(self) -> float:
-        # DistServe converts the weights of a model before it loads them for the first time.
-        return 1800.0 if self.kind is Kind.SERVER else START_TIMEOUT_S
-
 
 def processes_of(config: Config) -> list[Process]:
     """Raises ConfigError: kvrs does not start engines of this backend."""
@@ -57,16 +53,18 @@ def processes_of(config: Config) -> list[Process]:
 
 
 def _processes(config: Config) -> Iterator[Process]:
-    cluster = config.cluster
+    cluster, start_s = config.cluster, config.cluster.start_timeout_s
     match cluster.backend:
         case Backend.EMBEDDED:
             for node, instance in cluster.instances():
-                yield Process(instance.id, node.id, Kind.INSTANCE)
+                yield Process(instance.id, node.id, Kind.INSTANCE, start_s)
                 for stage, host in instance.remote_stages.items():
-                    yield Process(instance.stage_host_id(stage), host.node, Kind.STAGE)
+                    name = instance.stage_host_id(stage)
+                    yield Process(name, host.node, Kind.STAGE, start_s)
         case Backend.DISTSERVE:
             for node in cluster.nodes:
-                yield Process(InstanceId(f"server-{node.id}"), node.id, Kind.SERVER)
+                name, server_s = InstanceId(f"server-{node.id}"), max(start_s, _CONVERSION_S)
+                yield Process(name, node.id, Kind.SERVER, server_s)
         case Backend.VLLM:
             raise ConfigError(
                 [
@@ -77,7 +75,8 @@ def _processes(config: Config) -> Iterator[Process]:
         case _:
             assert_never(cluster.backend)
     if config.agents_run:
-        yield from (Process(node.agent_id, node.id, Kind.AGENT) for node in cluster.nodes)
+        for node in cluster.nodes:
+            yield Process(node.agent_id, node.id, Kind.AGENT, start_s)
 
 
 def check_home(config: Config, environ: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from kvrs.cluster.keepers import LaunchError, ProcessStatus
 from kvrs.cluster.node_keeper import NodeKeeper, mark_of
 from kvrs.cluster.placing import Machine, faults_of_ray, host_of, moved, place
-from kvrs.cluster.processes import START_TIMEOUT_S, Process, Progress
+from kvrs.cluster.processes import Process, Progress
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config, dump_config, read_secret
 from kvrs.errors import ConfigError
@@ -69,9 +69,9 @@ class RemoteKeepers:
         """Raises LaunchError: a machine cannot start its processes."""
         self._node_of = {process.name: process.node for process in processes}
         self._document = dump_config(config)
-        self._create(self._placed, 0)
+        self._create(config, self._placed, 0)
 
-    def _create(self, placed: Mapping[NodeId, Machine], starts: int) -> None:
+    def _create(self, config: Config, placed: Mapping[NodeId, Machine], starts: int) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -85,7 +85,7 @@ class RemoteKeepers:
         for node, reference in started.items():
             where = f"node {node} at {placed[node].address}"
             try:
-                fault = ray.get(reference, timeout=START_TIMEOUT_S)
+                fault = ray.get(reference, timeout=config.cluster.start_timeout_s)
             except ray.exceptions.RayError as error:
                 raise LaunchError(f"{where}: {_last_line(error)}") from None
             if fault is not None:
@@ -119,7 +119,7 @@ class RemoteKeepers:
         for node, machine in found.items():
             self._progress(f"node {node} lies on {machine.address} now")
         try:
-            self._create(found, starts)
+            self._create(config, found, starts)
         except LaunchError as error:
             for node in found:
                 del self._placed[node]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.processes import START_TIMEOUT_S, Kind, Process
+from kvrs.cluster.processes import Kind, Process
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminError
@@ -29,6 +29,7 @@ class RollingRestart:
     ) -> None:
         """`goes_on` is polled; when it returns False, no further process is restarted."""
         self._cluster = cluster
+        self._start_s = cluster.config.cluster.start_timeout_s
         self._say = say
         self._goes_on = goes_on
 
@@ -41,9 +42,7 @@ class RollingRestart:
         """
         cluster = self._cluster
         # Wait for processes that are being restarted already.
-        if not self._until(
-            lambda: not cluster.down(), "the restart has not begun", START_TIMEOUT_S
-        ):
+        if not self._until(lambda: not cluster.down(), "the restart has not begun", self._start_s):
             return False
         for number in range(len(cluster.proxies)):
             if not self._restart_proxy(number):
@@ -64,8 +63,8 @@ class RollingRestart:
                 raise RestartError(proxy.fault)
             return proxy.pid != former and not cluster.down()
 
-        return self._until(is_new, name, START_TIMEOUT_S + proxy.settings.drain_s) and self._all_up(
-            name, START_TIMEOUT_S
+        return self._until(is_new, name, self._start_s + proxy.settings.drain_s) and self._all_up(
+            name, self._start_s
         )
 
     def _restart(self, process: Process) -> bool:
@@ -78,7 +77,7 @@ class RollingRestart:
             )
             return all(former.values())
 
-        if not self._until(is_known, process.label, START_TIMEOUT_S):
+        if not self._until(is_known, process.label, self._start_s):
             return False
         cluster.end(process.name)
 

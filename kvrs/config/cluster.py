@@ -199,6 +199,10 @@ class ClusterSettings(Settings):
     allow_faults: bool = False
     """Instances obey POST /kvrs/v1/faults: slow or cut links, damaged pages. For experiments only.
     """
+    start_timeout_s: float = Field(default=120.0, ge=1, le=86400)
+    """The longest time that `kvrs up` waits for processes that start. A server of DistServe, which
+    may have weights to convert, has 1,800 s at least.
+    """
     drain_s: float = Field(default=30.0, ge=0, le=3600)
     """The longest time that a draining instance waits for its streams to be moved."""
     nodes: list[NodeSettings] = Field(default_factory=lambda: demo_nodes(2))

@@ -6,14 +6,19 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvrs.cluster import keepers
 from kvrs.cluster.fault_injection import FaultError, open_processes
+from kvrs.cluster.keepers import LaunchError, ProcessStatus, wait_ready
 from kvrs.cluster.processes import HOME_ENV, check_home, gpus_of, processes_of
+from kvrs.config.cluster import demo_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -155,3 +160,31 @@ def test_a_process_that_is_no_worker_of_ray_is_not_hit(row: dict[str, Any]) -> N
         open_processes(row)
 
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_start_that_takes_too_long_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Now and then while it lasts, and at its end with the setting."""
+    now_s, said = 0.0, list[str]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    nodes = [node.model_dump(mode="json") for node in demo_nodes(1)]
+    config = parse_config({"cluster": {"nodes": nodes, "start_timeout_s": 25}})
+    processes = {one.name: one for one in processes_of(config)}
+
+    def status() -> dict[InstanceId, ProcessStatus]:
+        return {name: ProcessStatus(name == "p0", 1, None) for name in processes}
+
+    with pytest.raises(LaunchError) as raised:
+        wait_ready(processes, status, lambda name: f"log of {name}", said.append)
+
+    assert str(raised.value) == (
+        "instance d0 did not start within 25 s (cluster.start_timeout_s)\nlog of d0"
+    )
+    waiting = [f"waiting for instance d0: {passed} s of 25 s" for passed in (10, 20)]
+    assert said == ["instance p0 is up", *waiting]
