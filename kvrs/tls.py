@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from kvrs.errors import ConfigError
+from kvrs.private_files import fault_of_mode
 
 log = logging.getLogger(__name__)
 
@@ -131,13 +132,11 @@ class Certificates:
     def _check_file(self, name: str, file: str) -> None:
         try:
             with Path(file).open("rb") as opened:
-                mode = os.fstat(opened.fileno()).st_mode & 0o077
+                status = os.fstat(opened.fileno())
         except OSError as error:
             raise self._fault(name, file, str(error.strerror)) from None
-        if name == "key" and mode:
-            raise self._fault(
-                name, file, f"other users may use it (mode bits {mode:03o}); allowed: 0600"
-            )
+        if name == "key" and (fault := fault_of_mode(status, os.geteuid())):
+            raise self._fault(name, file, fault)
 
     def _load_pair(self, context: ssl.SSLContext) -> None:
         cert, key = self._files.cert, self._files.key

@@ -220,7 +220,7 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _remedy_of_file(fault: str, path: str) -> str:
     if "mode bits" in fault:
-        return f"chmod 600 {path}"
+        return f"chmod {fault.rpartition('allowed: 0')[2]} {path}"
     return "renew it" if "expired" in fault else "put a file there that can be used"
 
 

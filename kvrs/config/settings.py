@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from pydantic_core import PydanticCustomError
 
 from kvrs.errors import ConfigError
+from kvrs.private_files import fault_of_mode
 
 Found = TypeVar("Found")
 
@@ -148,13 +149,13 @@ def construct(read: Callable[[], Found]) -> Found:
         raise yaml.YAMLError("a value is not of the type that its tag names") from None
 
 
-def faults_of(error: ValidationError, model: type[Settings]) -> list[str]:
-    """One line per mistake: path, value, what is allowed."""
-    return [_line(fault, model) for fault in error.errors(include_url=False)]
+def faults_of(error: ValidationError, model: type[Settings], *section: str) -> list[str]:
+    """One line per mistake: path below `section`, value, what is allowed."""
+    return [_line(fault, model, section) for fault in error.errors(include_url=False)]
 
 
-def _line(fault: Any, model: type[Settings]) -> str:
-    path = ".".join(str(part) for part in fault["loc"]) or "the file"
+def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
+    path = ".".join(map(str, (*section, *fault["loc"]))) or "the file"
     if fault["type"] == "extra_forbidden":
         return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc'], model))}"
     if fault["type"] == "missing":
@@ -206,10 +207,8 @@ def read_private(path: str, source: str) -> bytes:
     """
     try:
         with Path(path).open("rb") as file:
-            if mode := os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(
-                    [f"{source}: other users may use it (mode bits {mode:03o}); allowed: 0600"]
-                )
+            if fault := fault_of_mode(os.fstat(file.fileno()), os.geteuid()):
+                raise ConfigError([f"{source}: {fault}"])
             return file.read()
     except OSError as error:
         raise ConfigError([f"{source}: {error.strerror}"]) from None

@@ -92,7 +92,7 @@ def _parse(text: bytes) -> dict[str, TenantSettings]:
             faults += error.faults
             continue
         except ValidationError as error:
-            faults += [f"{name}.{fault}" for fault in faults_of(error, TenantSettings)]
+            faults += faults_of(error, TenantSettings, name)
             continue
         for each in tenant.keys:
             if owners.setdefault(each, name) != name:

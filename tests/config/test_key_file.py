@@ -34,7 +34,7 @@ def test_the_environment_may_hold_them() -> None:
         ("", "no tenant"),
         ("[]", "no tenant"),
         ("a: {", "not valid YAML"),
-        ("a: 1", "a.the file: got 1"),
+        ("a: 1", "a: got 1; allowed: a section"),
         ("a: {keys: []}", "a.keys"),
         ("a: {keys: [secret]}", "a.keys.0"),
         (f"a: {{keys: [{HASH}], streams: 0}}", "a.streams: got 0"),

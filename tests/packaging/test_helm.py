@@ -21,6 +21,7 @@ WHOLE = (
     *("config", "resources", "podAnnotations", "nodeSelector", "tolerations", "affinity"),
     *("service.annotations", "probes.readiness", "probes.liveness"),
 )
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="no helm here")
 
 
 def values() -> dict[str, Any]:
@@ -82,17 +83,24 @@ def test_the_configuration_of_the_values_can_run() -> None:
     assert document["disruptionBudget"]["minAvailable"] < document["replicas"]
 
 
+def rendered(own: dict[str, Any], directory: Path) -> str:
+    """What helm makes of the chart with these values."""
+    path = directory / "values.yaml"
+    path.write_text(yaml.safe_dump(own))
+    command = ["helm", "template", "east", str(CHART), "--values", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.process
-@pytest.mark.skipif(shutil.which("helm") is None, reason="no helm here")
+@needs_helm
 def test_helm_renders_manifests_whose_configurations_can_run(tmp_path: Path) -> None:
     """Each pod has a file with its own id and the others as peers, by the headless service."""
-    command = ["helm", "template", "east", str(CHART), "--set", "replicas=3"]
-
-    rendered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     subprocess.run(["helm", "lint", str(CHART)], capture_output=True, check=True, timeout=60)
 
     found: dict[str, dict[str, Any]] = {}
-    for each in yaml.safe_load_all(rendered.stdout):
+    for each in yaml.safe_load_all(rendered({"replicas": 3}, tmp_path)):
         found.setdefault(each["kind"], {})[each["metadata"]["name"]] = each
     pods = found["StatefulSet"]["east"]["spec"]
     (container,) = pods["template"]["spec"]["containers"]
@@ -119,3 +127,51 @@ def test_helm_renders_manifests_whose_configurations_can_run(tmp_path: Path) -> 
     assert all(each["spec"]["selector"].items() <= labels for each in found["Service"].values())
     assert pods["selector"]["matchLabels"].items() <= labels
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "clients"}
+
+
+@pytest.mark.process
+@needs_helm
+def test_helm_keeps_values_as_they_are(tmp_path: Path) -> None:
+    """Large numbers above all, which it reads as floating-point ones; and other volumes."""
+    volume = {"name": "tls", "secret": {"secretName": "certificates"}}
+    mount = {"name": "tls", "mountPath": "/etc/kvrs-tls", "readOnly": True}
+    proxy = {"mirror_bytes": 268435456, "event_log_bytes": 10737418240, "keep_alive_s": 7.5}
+    own = {
+        "replicas": 1,
+        "config": {"proxy": proxy, "transfer": {"link_bytes_per_s": 3.125e9}},
+        "extraVolumes": [volume],
+        "extraVolumeMounts": [mount],
+    }
+
+    found = {each["kind"]: each for each in yaml.safe_load_all(rendered(own, tmp_path))}
+
+    (text,) = found["ConfigMap"]["data"].values()
+    config = parse_config(yaml.safe_load(text))
+    spec = found["StatefulSet"]["spec"]["template"]["spec"]
+    assert {key: getattr(config.proxy, key) for key in proxy} == proxy
+    assert config.transfer.link_bytes_per_s == 3.125e9
+    assert config.proxy.peers == []
+    assert spec["volumes"][-1] == volume
+    assert spec["containers"][0]["volumeMounts"][-1] == mount
+
+
+@pytest.mark.process
+@needs_helm
+@pytest.mark.skipif(shutil.which("kubernetes-validate") is None, reason="no kubernetes-validate")
+def test_manifests_follow_the_schemas_of_kubernetes(tmp_path: Path) -> None:
+    """Those that helm renders, and those without it; no unknown key either."""
+    made = tmp_path / "rendered.yaml"
+    made.write_text(rendered({}, tmp_path))
+    plain = CHART.parent / "kubernetes" / "kvrs.yaml"
+
+    checked = subprocess.run(
+        ["kubernetes-validate", "--strict", str(made), str(plain)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    said = checked.stdout + checked.stderr
+    assert checked.returncode == 0, said
+    assert said.count(" passed ") == 10
