@@ -21,6 +21,7 @@ from kvrs.sim.invariants import Grants
 from kvrs.sim.links import SimLinks
 from kvrs.sim.process import Clock
 from kvrs.sim.proxy import SimProxy
+from kvrs.sim.rank_model import RankModel
 from kvrs.sim.site import SimHolder, Site
 from kvrs.sim.streams import SimJournal, SimStream
 from kvrs.sim.watches import Watch
@@ -45,6 +46,7 @@ class Outcome:
     """What became of one simulated run."""
 
     ended: Counter[str] = field(default_factory=Counter)
+    given_up: Counter[str] = field(default_factory=Counter)  # By reason, with the message.
     recoveries: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)  # By kind, of all policies.
     actions: Counter[str] = field(default_factory=Counter)
@@ -71,6 +73,7 @@ class SimCluster:
         stay_away: float,
         reload_s: float | None = None,
         keep_log: bool,
+        rank_model: RankModel | None = None,
     ) -> None:
         """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
         it is back after exactly so long.
@@ -90,7 +93,14 @@ class SimCluster:
             self.clock, rate, backup.host_to_device_bytes_per_s, config.transfer.stall_timeout_s
         )
         self._site = site = Site(
-            config, self.clock, self.links, Pace(pace), prefill, geometry, root_tag("simulated")
+            config,
+            self.clock,
+            self.links,
+            Pace(pace),
+            prefill,
+            geometry,
+            root_tag("simulated"),
+            rank_model or RankModel(),
         )
         self.engines = {
             instance.id: SimEngine(instance.id, node.id, instance.role, site, instance.ranks)

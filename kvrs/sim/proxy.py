@@ -92,6 +92,7 @@ class SimProxy:
         self.events: Counter[str] = Counter()  # By kind, as the policy got them.
         self.actions: Counter[str] = Counter()  # By kind, as it answered.
         self.recoveries: Counter[str] = Counter()
+        self.given_up: Counter[str] = Counter()  # Streams by reason, with what clients were told.
         self.pauses_s: list[float] = []
         self.dropped_tokens = 0
         self.page_size_tokens = config.cluster.engine.page_size_tokens
@@ -262,6 +263,8 @@ class SimProxy:
         how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
         require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
         live.outcome = how
+        if isinstance(outcome, GiveUp):
+            self.given_up[f"{how}: {outcome.message}"] += 1
 
     def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
         if self.log is not None:

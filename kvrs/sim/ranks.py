@@ -1,8 +1,7 @@
 """The ranks of a simulated instance: the layouts, plans and states of `kvrs.elastic` in virtual
 time, and which cells of its pages are gone.
 
-The model has few units, of the bytes that a model of that size has in all: what is simulated is
-which rank has what, and when it is there.
+What is simulated is which rank has what (`kvrs/sim/rank_model.py`), and when it is there.
 """
 
 from abc import abstractmethod
@@ -13,7 +12,7 @@ from typing import assert_never
 import msgspec
 
 from kvrs.elastic.layouts import Layout, hybrid, staged
-from kvrs.elastic.moving import LinkRates, schedule
+from kvrs.elastic.moving import schedule
 from kvrs.elastic.reforming import (
     Action,
     CarryOut,
@@ -37,7 +36,7 @@ from kvrs.elastic.reforming import (
     Way,
 )
 from kvrs.elastic.speed import shares
-from kvrs.elastic.units import Unit, Units
+from kvrs.elastic.units import Unit
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.page_messages import TrafficClass
@@ -53,16 +52,6 @@ from kvrs.sim.process import SimProcess, Step, require
 from kvrs.sim.site import Site
 from kvrs.transfer.meter import LinkMeter
 
-_UNITS = Units(
-    layers=4,
-    attention_bytes=(200_000_000,) * 6,
-    mlp_bytes=(250_000_000,) * 12,
-    vocabulary_bytes=(50_000_000,) * 8,
-    common_bytes=100_000_000,
-)
-_RATES = LinkRates(host_bytes_per_s=25e9, peer_bytes_per_s=100e9)
-_JOIN_S, _RESTART_S = 0.02, 0.15
-_GROWS_AFTER_S = 1.5
 _PAGES = 1  # That must find room beside the weights; cells take no part of the simulated memory.
 _NO_CELLS: frozenset[tuple[int, int]] = frozenset()
 
@@ -93,20 +82,21 @@ class SimRanks:
         self.late_factor = 1.0  # What it predicts takes so many times as long.
         self._engine = engine
         self._site = site
+        self._model = model = site.rank_model
         self._size = site.config.cluster.engine.page_size_tokens
         self._ready_s = 0.0
-        layout = hybrid(_UNITS, staged(_UNITS.layers, [range(count)]))
-        self._full = shares(layout, _UNITS)
-        whole = _UNITS.total_bytes
+        layout = hybrid(model.units, staged(model.units.layers, [range(count)]))
+        self._full = shares(layout, model.units)
+        whole = model.units.total_bytes
         self._machine = Reforming(
-            _UNITS,
+            model.units,
             layout,
             Room(capacity_bytes=whole * 3 // 4, cell_bytes=0, pages=_PAGES),
             Costs(
-                rates=_RATES,
-                join_s=_JOIN_S,
-                restart_s=_RESTART_S,
-                back_s=_GROWS_AFTER_S + _JOIN_S,
+                rates=model.rates,
+                join_s=model.join_s,
+                restart_s=model.restart_s,
+                back_s=model.grows_after_s + model.join_s,
                 lookahead_tokens=site.config.policy.lookahead_tokens,
                 step_s=self._step_s,
             ),
@@ -155,7 +145,7 @@ class SimRanks:
 
     def factor(self, *, decodes: bool) -> float:
         """Step times of the layout over those of all ranks."""
-        decode, prefill = shares(self._machine.layout, _UNITS).factors(self._full)
+        decode, prefill = shares(self._machine.layout, self._model.units).factors(self._full)
         return decode if decodes else prefill
 
     def filled(self, page: int) -> None:
@@ -194,7 +184,7 @@ class SimRanks:
         """Let a rank leave on purpose, or have one back; whether that is carried out."""
         if not leaves:
             self._left.discard(rank)
-            self._later(_GROWS_AFTER_S, RankOffered(rank, 0))
+            self._later(self._model.grows_after_s, RankOffered(rank, 0))
             return True
         if self._machine.why_it_stays(rank) is not None:
             return False
@@ -259,7 +249,7 @@ class SimRanks:
     def _step_s(self, layout: Layout) -> float:
         """Of decoding, as an engine predicts it for its layouts."""
         step_s = self._site.pace.batch_s([Chunk([0], 0, [0], wants_logits=True)])
-        decode_factor, _ = shares(layout, _UNITS).factors(self._full)
+        decode_factor, _ = shares(layout, self._model.units).factors(self._full)
         return step_s * decode_factor
 
     def _page_s(self) -> float:
@@ -285,10 +275,10 @@ class SimRanks:
                 self._carry_out(action)
             case FormRanks():
                 if self.report is None:  # It served while units moved.
-                    self._announce(action.layout, Way.RESIZE, _JOIN_S, 0)
+                    self._announce(action.layout, Way.RESIZE, self._model.join_s, 0)
                 for rank in action.layout.ranks:
                     joined = RankJoined(action.epoch, rank)
-                    self._later((self._start_s + _JOIN_S) * late, joined)
+                    self._later((self._start_s + self._model.join_s) * late, joined)
                 self._start_s = 0.0
             case ProbeStep():
                 self._later(0.0, ProbeEnded(action.epoch, equal=True))
@@ -310,9 +300,9 @@ class SimRanks:
         else:
             self._announce(action.plan.after, action.way, action.ready_s, action.plan.moved_bytes)
         if action.way is Way.RESTART:
-            self._start_s = _RESTART_S
+            self._start_s = self._model.restart_s
         ends_s: dict[tuple[int, Unit], float] = {}
-        for timed in schedule(action.plan, _RATES).timed:
+        for timed in schedule(action.plan, self._model.rates).timed:
             key = timed.move.target, timed.move.unit
             ends_s[key] = max(ends_s.get(key, 0.0), timed.end_s)
         for (rank, unit), end_s in ends_s.items():
@@ -333,7 +323,7 @@ class SimRanks:
             move_bytes,
             self._missing,
             self._page_s(),
-            *shares(after, _UNITS).factors(self._full),
+            *shares(after, self._model.units).factors(self._full),
             held_pages=self._held,
             held_page_s=self._held_page_s,
         )
@@ -348,7 +338,7 @@ class SimRanks:
         for rank in sorted(self._left.intersection(stage.ranks)):
             self._handle(RankLeaving(rank))  # A loss came first.
         if absent := set(range(self.count)).difference(stage.ranks, self._left):
-            self._later(_GROWS_AFTER_S, RankOffered(min(absent), 0))
+            self._later(self._model.grows_after_s, RankOffered(min(absent), 0))
 
     def _later(self, delay_s: float, event: Event) -> None:
         self._engine.later(delay_s, lambda: self._handle(event))

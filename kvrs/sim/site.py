@@ -15,6 +15,7 @@ from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.sim.links import SimLinks, SimTransfer
 from kvrs.sim.process import Clock, SimProcess, Step, require
+from kvrs.sim.rank_model import RankModel
 from kvrs.transfer.meter import LinkMeter
 
 LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
@@ -29,6 +30,7 @@ class Site:
     prefill: PrefillTable  # Of every instance alone, in chunks.
     geometry: KvGeometry
     root: Tag
+    rank_model: RankModel
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
 
 

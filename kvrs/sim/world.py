@@ -164,6 +164,7 @@ class World:
             outcome.ended.update(live.outcome for live in lives if live.outcome != MOVED)
             outcome.tokens += sum(len(live.output) for live in lives)
             outcome.recovered_streams += sum(live.recoveries > 0 for live in lives)
+            outcome.given_up.update(proxy.given_up)
             outcome.recoveries.update(proxy.recoveries)
             outcome.events.update(proxy.events)
             outcome.actions.update(proxy.actions)

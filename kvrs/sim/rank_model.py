@@ -1,0 +1,25 @@
+"""What ranks of simulated instances hold, and how long it takes to move it."""
+
+from dataclasses import dataclass
+
+from kvrs.elastic.moving import LinkRates
+from kvrs.elastic.units import Units
+
+# Few units, of the bytes that a model of that size has in all.
+_UNITS = Units(
+    layers=4,
+    attention_bytes=(200_000_000,) * 6,
+    mlp_bytes=(250_000_000,) * 12,
+    vocabulary_bytes=(50_000_000,) * 8,
+    common_bytes=100_000_000,
+)
+_RATES = LinkRates(host_bytes_per_s=25e9, peer_bytes_per_s=100e9)
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    units: Units = _UNITS
+    rates: LinkRates = _RATES
+    join_s: float = 0.02  # Until ranks that have their units compute together.
+    restart_s: float = 0.15  # Of the process of a rank.
+    grows_after_s: float = 1.5  # A rank that was lost is offered again.
