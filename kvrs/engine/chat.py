@@ -230,7 +230,7 @@ def _with_arguments(call: object, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-# As in transformers, whose templates these are: no escaping for HTML.
+# As in transformers, which defines these templates: no escaping for HTML.
 def _to_json(
     value: object,
     ensure_ascii: bool = False,

@@ -79,7 +79,7 @@ class EngineCore(RunCore):
         self._pulls: set[asyncio.Task[None]] = set()
         self._timed: dict[Sequence, RunTimes] = {}  # Of traced runs before their first token.
         self.fetched_pages = 0  # From other instances and agents, since the start.
-        # Lease on the pages of an aborted run, whose stream may fetch them from elsewhere.
+        # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
         self._bug: BaseException | None = None  # To be raised by `run`.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")

@@ -1,8 +1,8 @@
 """The page port of one instance: everything by which its KV pages leave and arrive.
 
 It owns the instance's identity towards peers, its page server, puller, pusher and link probes, and
-for each pool of pages a fetcher and a checkpointer. Shared by the embedded engine, whose pool lives
-as long as the process, and by a stage of DistServe, which gets a new pool with every restart.
+for each pool of pages a fetcher and a checkpointer. Shared by the embedded engine, with one pool as
+long as the process lives, and by a stage of DistServe, which gets a new pool with every restart.
 """
 
 import asyncio

@@ -94,7 +94,7 @@ def _check(options: ProfileOptions) -> None:
         )
     if options.out.suffix != ".json" or options.out.is_dir():
         wrong.append(
-            f"--out: got {options.out}; allowed: a file whose name ends in .json, by "
+            f"--out: got {options.out}; allowed: a name that ends in .json, by "
             f"which `profiles.prefill` knows it"
         )
     if not wrong:

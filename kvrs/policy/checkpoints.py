@@ -55,7 +55,7 @@ class Checkpoints:
         return tuple(Place(agent.id, need_bytes) for agent in chosen)
 
     def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
-        """The agent stores so many leading pages; counted only for a stream whose plan names it."""
+        """The agent stores so many leading pages; counted only where the plan names the agent."""
         checkpoint = stream.checkpoints.get(agent.id)
         plan, decode = stream.attempt.plan, stream.attempt.decodes_on
         if checkpoint is None and pages and plan is not None and decode is not None:

@@ -153,7 +153,7 @@ class Decisions:
         return due - now_s if due < inf else None
 
     def settle(self, stream: Stream, now_s: float) -> Settled | None:
-        """The record of a recovery whose attempt has brought a token, after learning from it; None:
+        """The record of a recovery that has brought a token, after learning from it; None:
         the attempt was no recovery.
         """
         attempt, decision = stream.attempt, stream.attempt.decision
@@ -200,7 +200,7 @@ class Decisions:
         )
         recovery, last = stream.recovery, stream.attempt.option
         if recovery.slot_expired or queued_too_long:
-            # A stream whose slot has expired may still be fetching: only an option that needs no
+            # A stream with an expired slot may still be fetching: only an option that needs no
             # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
             # option too, so that no policy queues for ever.
             return [estimate for estimate in estimates if not takes_slot(estimate)]

@@ -4,10 +4,10 @@ JSON lines; text in, text out. The first line names the version and the settings
 an event, its time and the actions that it led to. Numbers come back exactly as they were, so that
 the same events lead to the same actions.
 
-A log that outgrows its file goes on in the next one, whose header numbers the part; the files
-before it are kept as `PATH.NUMBER.gz`. To be run again, the parts are read one after another from
-the first: the policy's state depends on all earlier events. A part 1 behind other lines is a new
-proxy.
+A log that outgrows its file goes on in the next one, with the number of the part in its header; the
+files before it are kept as `PATH.NUMBER.gz`. To be run again, the parts are read one after another
+from the first: the policy's state depends on all earlier events. A part 1 behind other lines is a
+new proxy.
 """
 
 import json

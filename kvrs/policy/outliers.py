@@ -99,7 +99,7 @@ class Outliers:
         match event.failure:
             case FailureKind.REFUSED:
                 stream.note_refusal(event.instance, RefusedBy(member.instance.epoch, is_probe))
-                if is_probe:  # Whose fault it is will be known later: the next probe may come then.
+                if is_probe:  # The cause is known later: the next probe may come then.
                     health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
             case FailureKind.BUSY:
                 wait_s = event.retry_after_s or 0.0

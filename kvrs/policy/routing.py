@@ -36,7 +36,7 @@ def _pair_of(
 ) -> tuple[Member, Member] | None:
     """A pair with this prefill instance, or else with that of a decode instance's own server.
 
-    `closed_too`: also with a decode instance whose answers do not allow a new request.
+    `closed_too`: also with a decode instance that its answers close to new requests.
     """
     decode = own_decode(view, prefill, stream, barred_too=barred_too, closed_too=closed_too)
     if decode is not None:

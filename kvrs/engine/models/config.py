@@ -219,7 +219,7 @@ def _opt(fields: Fields) -> ModelConfig:
     )
 
 
-# By `model_type`: the one class of Hugging Face's whose weights and head these are, and how its
+# By `model_type`: the one class of Hugging Face that has these weights and head, and how its
 # configuration is read.
 _FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
     "llama": ("LlamaForCausalLM", _llama),

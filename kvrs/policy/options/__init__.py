@@ -15,7 +15,7 @@ from kvrs.policy.options.split import SPLIT
 
 # In the order in which they are weighed: split stands on the fetches before it.
 ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE)
-# Weighed for streams whose instance re-forms, at that instance alone (`policy/staying.py`).
+# Weighed for streams of an instance that re-forms, at that instance alone (`policy/staying.py`).
 BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, IN_PLACE)}
 
 

@@ -17,7 +17,7 @@ _IN_PLACE = Option.IN_PLACE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """Of a stream whose attempt runs at the target, if that re-forms."""
+    """Of a stream with its attempt at the target, if that re-forms."""
     if case.target.reforming is not None and case.stream.attempt.runs_on is case.target:
         estimates.append(estimate_stay(case.books, case.stream, case.target))
 

@@ -1,4 +1,4 @@
-"""Split: the cheapest fetch, whose front is computed at the target while the back is fetched.
+"""Split: the front of the cheapest fetch is computed at the target while the back is fetched.
 
 queue(target) + max(hand-shake + bytes(k..) / bandwidth, prefill(k pages)) + prefill(tail given
 both); k, in closed form, is where both sides take equally long (DESIGN section 5).

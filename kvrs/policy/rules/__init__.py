@@ -1,5 +1,5 @@
 """The policies by name (`policy.name`), one file each. A new one is listed here and named in
-`PolicyName`, whose members are the values that the configuration allows.
+`PolicyName`: its members are the values that the configuration allows.
 """
 
 from collections.abc import Mapping

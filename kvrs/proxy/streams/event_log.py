@@ -27,8 +27,14 @@ _MOST_PENDING = 200_000  # Beyond this the disk is taken for dead.
 
 _PARTS = 16  # At least so many fit into the log.
 _MOST_PART_BYTES = 32 << 20  # Compressed in about half a second.
+COMPRESS_LEVEL = 1
 
 _Record = tuple[float, float, Event, Sequence[Action]]
+
+
+def part_bytes(most_bytes: int) -> int:
+    """How long a part is at most, of a log that may take so much."""
+    return min(most_bytes // _PARTS, _MOST_PART_BYTES)
 
 
 class EventLog:
@@ -48,7 +54,7 @@ class EventLog:
         wall_clock: Callable[[], float],
     ) -> None:
         self._path = path
-        self._part_bytes = min(most_bytes // _PARTS, _MOST_PART_BYTES)
+        self._part_bytes = part_bytes(most_bytes)
         self._most_old_bytes = most_bytes - self._part_bytes
         self._header = header
         self._wall_clock = wall_clock
@@ -142,7 +148,10 @@ class EventLog:
         old = old_parts(self._path)
         made = self._path.with_name(f"{self._path.name}.{max(old, default=0) + 1}.gz")
         unfinished = made.with_suffix(".tmp")
-        with self._path.open("rb") as read, gzip.open(unfinished, "wb", compresslevel=1) as written:
+        with (
+            self._path.open("rb") as read,
+            gzip.open(unfinished, "wb", compresslevel=COMPRESS_LEVEL) as written,
+        ):
             shutil.copyfileobj(read, written, 1 << 20)
         unfinished.replace(made)
         self._path.unlink()
