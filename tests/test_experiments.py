@@ -83,15 +83,15 @@ def test_the_evidence_shows_the_kept_results() -> None:
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
     waiting = Exhibit("a", "1 s", How.REAL, "small", lambda: "2 s", "tls", "tls/results/none.json")
-    filled = replace(waiting, result="tls/results/tls.json")
+    asking = replace(waiting, name="c", needs="a GPU")
+    filled = replace(asking, name="b", result="tls/results/tls.json")
 
-    rows = {
-        row["exhibit"]: row for row in evidence.rows({"X": (waiting, replace(filled, name="b"))})
-    }
+    rows = {row["exhibit"]: row for row in evidence.rows({"X": (waiting, filled, asking)})}
 
     assert rows["a"]["ours"] == "-"
     assert (rows["a"]["how"], rows["a"]["why"]) == ("missing", "not run yet; small")
     assert (rows["b"]["ours"], rows["b"]["how"], rows["b"]["why"]) == ("2 s", "real", "small")
+    assert rows["c"]["why"] == "not run yet, needs a GPU; small"
 
 
 def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:

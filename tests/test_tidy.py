@@ -20,6 +20,7 @@ RANK = {
     "garbage": 0,
     "eager_tasks": 0,
     "origins": 0,
+    "private_files": 0,
     "connections": 1,
     "tracing": 1,
     "trunk": 1,
@@ -64,7 +65,10 @@ ALLOWED_ROOTS = {
 }
 
 PURE = {
-    *(f"kvrs.{name}" for name in ("ids", "errors", "protocol", "config", "faults", "policy")),
+    *(
+        f"kvrs.{name}"
+        for name in ("ids", "errors", "private_files", "protocol", "config", "faults", "policy")
+    ),
     *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control", "elastic")),
     *(
         f"kvrs.transfer.{name}"

@@ -113,6 +113,34 @@ def test_an_order_is_done_with_once_the_file_says_the_same(
     assert orders.shown() == []
 
 
+def test_a_later_order_counts_where_the_file_has_overruled_the_one_before() -> None:
+    """Here, and at other proxies, which are shown it again."""
+    orders = FleetOrders("a", FILE)
+    orders.take([orders.new(D0, None, 1.0)])
+    orders.read([node("n0", "p0")])
+    orders.read(FILE)
+    assert orders.changing(FILE) == []
+
+    again = orders.new(D0, None, 2.0)
+    orders.take([again])
+
+    assert orders.shown() == [again]
+    assert orders.changing(FILE) == [D0]
+    assert orders.changing(orders.over()) == []
+    assert names(orders) == {"n0": ["p0"]}
+
+
+def test_an_order_for_what_the_file_says_already_is_done_with_at_once() -> None:
+    """So that the file counts when it says something else."""
+    orders = FleetOrders("a", [node("n0", "p0")])
+    orders.take([orders.new(D0, None, 1.0)])
+
+    orders.read(FILE)
+
+    assert names(orders) == {"n0": ["p0", "d0"]}
+    assert orders.shown() == []
+
+
 def test_other_proxies_hear_that_an_instance_of_no_file_is_removed() -> None:
     """The file of the proxy where it was added says so all along."""
     here, there = FleetOrders("a", FILE), FleetOrders("b", FILE)

@@ -12,12 +12,13 @@ import aiohttp
 import msgspec
 
 from kvrs.config.file import Config, parse_config
+from kvrs.control.fleet import Health
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.server import Proxy
 from tests.free_ports import free_ports
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import SECRET
 
 _EVENT = re.compile(rb"(?:id: ([0-9a-f]+:[0-9]+)\n)?data: (.*)\n\n", re.DOTALL)
@@ -119,11 +120,12 @@ class MultiProxyCluster:
         proxy = Proxy(self.configs[number], ring[0], ring[1:])
         await proxy.start()
         self.proxies[number] = proxy
-        async with asyncio.timeout(10):
-            driver = proxy._driver
-            assert driver is not None
-            instances = driver.control.instances
-            while not all(instances.is_up(name) for name in instances.known):
+        driver = proxy._driver
+        assert driver is not None
+        instances = driver.control.instances
+        async with asyncio.timeout(WITHIN_S):
+            # One that its peers have removed leaves, before it was seen up or after.
+            while any(one.health is not Health.UP for one in instances.present()):
                 await asyncio.sleep(0.005)
 
     async def kill(self, number: int) -> None:
@@ -155,7 +157,7 @@ class MultiProxyCluster:
 
     async def know_each_other(self) -> None:
         alive = [proxy for proxy in self.proxies if proxy is not None]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while any(
                 len(proxy._mirror.peers.live) < len(alive) - 1
                 for proxy in alive

@@ -16,6 +16,8 @@ from kvrs.proxy.server import Proxy
 from tests.proxy.scripted import SECRET, Script, Scripted
 from tests.proxy.scripted_agent import ScriptedAgent
 
+WITHIN_S = 60.0  # Something becomes true, also on a busy machine.
+
 
 @dataclass
 class ProxyCluster:
@@ -69,7 +71,7 @@ class ProxyCluster:
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         """Wait for something to become true; a test that waits in vain fails by this limit."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while not await holds():
                 await asyncio.sleep(0.005)
 

@@ -154,6 +154,7 @@ class Scripted(ScriptedServer):
     rank_orders: list[RankRequest] = field(default_factory=list)
     aborted: int = 0
     watches: int = 0
+    reports: int = 0  # That it has sent there.
     refusal: tuple[int, bytes] | None = None  # The answer to every completion.
     retry_after: str | None = None  # Its header.
     dying: asyncio.Task[None] | None = None  # Of a poisoned request.
@@ -214,6 +215,7 @@ class Scripted(ScriptedServer):
         try:
             while True:
                 await response.write(msgspec.json.encode(self._report()) + b"\n")
+                self.reports += 1
                 await asyncio.sleep(float(request.query["watch"]))
                 await self.awake.wait()
         finally:

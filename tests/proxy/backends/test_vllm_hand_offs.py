@@ -1,7 +1,7 @@
 """How long a hand-off of vLLM may be used."""
 
 import asyncio
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,12 +10,15 @@ import pytest
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
+from kvrs.proxy.backends import vllm
 from kvrs.proxy.backends.backend import Prefilled
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
+from tests.virtual_time import run_virtually, virtual_loop
 
+IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
 TRANSFER: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -28,7 +31,7 @@ TRANSFER: dict[str, Any] = {
 }
 
 
-async def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer may have lain in the socket all that time. And it ends before the shortest lease
     that docs/vllm.md names.
     """
@@ -36,23 +39,22 @@ async def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.Mo
     async def prefill(_: OpenAiPeer, call: Call) -> Prefilled:
         await asyncio.sleep(0.7)
         if call.path == "stopped":
-            time.sleep(1.5)
+            virtual_loop().stall(1.5)
             await asyncio.sleep(0.01)
         return Prefilled(packed([1]), msgspec.Raw(msgspec.json.encode(TRANSFER)))
 
-    monkeypatch.setattr(OpenAiPeer, "prefill", prefill)
-    async with EngineLinks(Access()) as links:
-        backend = VllmBackend(
-            links, "http://x", ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
-        )
-        good, stopped = [
-            (await backend._prefilled(Call(how, {}), 32)).good_until_s
-            for how in ("good", "stopped")
-        ]
+    async def remaining_s(how: str) -> float:
+        loop = virtual_loop()
+        monkeypatch.setattr(vllm, "time", SimpleNamespace(monotonic=loop.time))
+        async with EngineLinks(Access()) as links:
+            backend = VllmBackend(links, "http://x", IDENTITY)
+            good_until_s = (await backend._prefilled(Call(how, {}), 32)).good_until_s
+        assert good_until_s is not None
+        return good_until_s - loop.time()
 
-    now_s = time.monotonic()
-    assert good is not None
-    assert stopped is not None
-    assert stopped - now_s < _HAND_OFF_S - 1.4
-    assert good - now_s > _HAND_OFF_S - 3.5
+    monkeypatch.setattr(OpenAiPeer, "prefill", prefill)
+    good_s, stopped_s = [run_virtually(remaining_s(how)) for how in ("good", "stopped")]
+
+    assert good_s == pytest.approx(_HAND_OFF_S)
+    assert 0 < stopped_s <= _HAND_OFF_S - 1.5
     assert _HAND_OFF_S < 10

@@ -153,7 +153,8 @@ async def test_an_engine_without_a_fence_returns_when_it_runs_nothing(
     system.instances["d0"].running = 1
     system.instances["d0"].cut_watch()
     await system.until_health(d0="down")
-    await asyncio.sleep(0.3)
+    reports = system.instances["d0"].reports
+    await system.until(lambda: _truth(system.instances["d0"].reports > reports + 3))
     assert (await system.health())["d0"] == "down"
 
     system.instances["d0"].running = 0

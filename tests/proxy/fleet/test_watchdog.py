@@ -1,33 +1,39 @@
 """Silence of everything that is waited for, by one timer."""
 
 import asyncio
-import time
 
 import pytest
 
 from kvrs.proxy.fleet import watchdog
 from kvrs.proxy.fleet.watchdog import SilentError, excuse_silence, silence_limit
+from tests.virtual_time import run_virtually, virtual_loop
 
 
 async def silent_for(limit_s: float) -> float:
-    begun_s = time.monotonic()
+    loop = virtual_loop()
+    begun_s = loop.time()
     silent = pytest.raises(SilentError, match=f"silent for {limit_s:.3g} s")
     with silent, silence_limit(lambda: limit_s):
         await asyncio.Event().wait()
-    return time.monotonic() - begun_s
+    return loop.time() - begun_s
 
 
-async def test_every_block_ends_by_its_own_limit() -> None:
+async def silent_together(limits_s: list[float]) -> list[float]:
+    return await asyncio.gather(*map(silent_for, limits_s))
+
+
+def test_every_block_ends_by_its_own_limit() -> None:
     """Whatever limits the others have, and in whatever order they began."""
     limits_s = [0.3, 0.05, 0.2, 0.1, 0.05]
 
-    took_s = await asyncio.gather(*map(silent_for, limits_s))
+    took_s = run_virtually(silent_together(limits_s))
 
-    assert all(took >= limit for took, limit in zip(took_s, limits_s, strict=True))
-    assert sorted(range(5), key=took_s.__getitem__)[-2:] == [2, 0]
+    late_s = [took - limit for took, limit in zip(took_s, limits_s, strict=True)]
+    assert min(late_s) >= 0
+    assert max(late_s) <= watchdog._TICK_S
 
 
-async def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of streams wait at a time."""
     armed, arm = list[int](), watchdog._Looks._arm
 
@@ -37,24 +43,29 @@ async def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(watchdog._Looks, "_arm", counting)
 
-    await asyncio.gather(*(silent_for(0.1) for _ in range(500)))
+    run_virtually(silent_together([0.1] * 500))
 
-    assert len(armed) < 50
+    assert len(armed) < 5
 
 
-async def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgotten() -> None:
+def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgotten() -> None:
     """A limit counts from the last word."""
-    # Pauses of a third of the limit, more than three of them: a busy machine makes them longer.
-    with silence_limit(lambda: 0.6) as heard:
+    assert run_virtually(_heard_and_excused()) == [2, 2]
+
+
+async def _heard_and_excused() -> list[int]:
+    """How often a block was excused while it lasted, and in all."""
+    with silence_limit(lambda: 0.3) as heard:
         for _ in range(4):
             await asyncio.sleep(0.2)
             heard.heard()
         for _ in range(4):
             await asyncio.sleep(0.2)
             excuse_silence()
-    with silence_limit(lambda: 0.6):
-        with silence_limit(lambda: 0.6):
+    with silence_limit(lambda: 0.3):
+        with silence_limit(lambda: 0.3):
             await asyncio.sleep(0.2)
+        excuse_silence()
         for _ in range(4):
             await asyncio.sleep(0.2)
             excuse_silence()
@@ -66,8 +77,18 @@ async def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgot
         return True
 
     with silence_limit(lambda: 0.05, excuses):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.13)
     during = excused
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(1.0)
+    return [during, excused]
 
-    assert 1 <= during == excused
+
+def test_a_proxy_that_was_stopped_itself_suspects_no_instance() -> None:
+    """After a stall of the proxy's own event loop the timeout starts again."""
+
+    async def stopped() -> None:
+        with silence_limit(lambda: 0.2):
+            virtual_loop().stall(0.5)
+            await asyncio.sleep(0.15)
+
+    run_virtually(stopped())

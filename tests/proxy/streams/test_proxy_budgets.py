@@ -37,6 +37,10 @@ def say_busy(system: ProxyCluster, names: list[str], status: int, retry_after: s
         system.instances[name].retry_after = retry_after
 
 
+async def tried(system: ProxyCluster, count: int) -> bool:
+    return calls(system) >= count
+
+
 def calls(system: ProxyCluster) -> int:
     return sum(len(instance.completions) for instance in system.instances.values())
 
@@ -80,7 +84,8 @@ async def test_streams_wait_while_every_survivor_is_busy(
     before = calls(system)
 
     await system.instances["d0"].kill()
-    await asyncio.sleep(1.0)
+    await system.until(lambda: tried(system, before + victims))
+    await asyncio.sleep(1.0)  # In which they may not try much more often.
     tries = calls(system) - before
     for instance in system.instances.values():
         instance.refusal = None
