@@ -114,7 +114,8 @@ def rows(seeds: Mapping[str, Sequence[Exhibit]] = SEEDS) -> Iterator[dict[str, s
 def _why(each: Exhibit) -> str:
     if each.result is None or each.is_filled:
         return each.why
-    return f"not run yet; {each.why}"
+    waits = f"not run yet, needs {each.needs}" if each.needs else "not run yet"
+    return f"{waits}; {each.why}"
 
 
 def as_markdown() -> str:

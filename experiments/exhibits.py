@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvrs.elastic import cmm, on_demand
-from kvrs.elastic.layouts import even, staged, uneven
+from kvrs.elastic import cmm, on_demand, speed
+from kvrs.elastic.layouts import even, hybrid, staged, uneven
 from kvrs.elastic.plans import HOST
 from kvrs.elastic.units import Units
 from kvrs.profiles import catalog
@@ -31,8 +31,10 @@ DISTSERVE_CROSSOVER = "crossover/results/distserve.json"
 SHARES = "prefill_shares/results/prefill_shares.json"
 IN_PLACE = "in_place/results/in_place.json"
 COMPUTED = "raidserve_recovery/results/computed.json"
+RAIDSERVE_IN_PLACE = "raidserve_recovery/results/in_place.json"
 SIMULATED = "lumen_simulated/results/lumen_simulated.json"
-STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In it.
+SIMULATED_TEN = "lumen_simulated/results/ten.json"
+STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
 RANK_BALANCE = "rank_balance/results/rank_balance.json"
 ANCHORTP_RECOVERY = "anchortp_recovery/results/anchortp_recovery.json"
 ANCHORTP_PLANNERS = "anchortp_recovery/results/anchortp_planners.json"
@@ -59,6 +61,7 @@ class Exhibit:
     ours: Callable[[], str] | None = None
     experiment: str | None = None  # Folder below experiments/.
     result: str | None = None  # Of which `ours` is made, below experiments/; missing until it is.
+    needs: str = ""  # For a run, while there is none.
 
     @property
     def is_filled(self) -> bool:
@@ -163,7 +166,8 @@ def _slots() -> str:
 
 def _simulated(case: str) -> dict[str, dict[str, dict[str, float]]]:
     """By scheme and seed."""
-    found: dict[str, dict[str, dict[str, float]]] = kept(SIMULATED)["cases"].get(case, {})
+    path = SIMULATED_TEN if case.startswith("10x") else SIMULATED
+    found: dict[str, dict[str, dict[str, float]]] = kept(path)["cases"].get(case, {})
     return found
 
 
@@ -228,6 +232,13 @@ def _ttft(case: str) -> str:
     return f"TTFT {_means(case, STOP, 'ttft_s'):.2f} s, {_change(case, 'ttft_s')}"
 
 
+def _against_both(case: str) -> str:
+    return (
+        f"TTFT {_means(case, STOP, 'ttft_s'):.2f} s, {_change(case, 'ttft_s')} / "
+        f"{_change(case, 'ttft_s', FIXED)} of stop-and-restart / fixed checkpoints"
+    )
+
+
 def _checkpoint_cost() -> str:
     result = kept("checkpoint_cost/results/checkpoint_cost.json")
     gaps = result["gap_ms"]
@@ -272,6 +283,17 @@ def _long_prompts() -> str:
     return f"recompute / host / ours, p50 of {len(found['ours'])} victims: {medians} s"
 
 
+def _table_3_in_place() -> str:
+    rows = kept(RAIDSERVE_IN_PLACE)["rows"]
+    weights, last = (
+        " / ".join(f"{row[key]:.3g}" for row in rows) for key in ("weights_s", "last_s")
+    )
+    return (
+        f"recompute / host / full / oracle: ranks compute again after {weights} s, the last of 56 "
+        f"streams has its next token after {last} s"
+    )
+
+
 def _preset(name: str) -> Callable[[], str]:
     def ours() -> str:
         trace = generate(replace(PRESETS[name].settings, requests=3000), seed=0)
@@ -295,6 +317,25 @@ def _cyclic() -> str:
         for layout in (uneven(units, stages), uneven(units, stages, rotate=True))
     )
     return f"{naive / cyclic - 1:+.0%} (fullest rank: {naive} cells of a page, {cyclic} cyclic)"
+
+
+def _hybrid_attention() -> str:
+    """KV heads that the busiest rank computes, over those of hybrid attention."""
+    found = []
+    for heads, ranks in ((4, 3), (8, 7)):
+        units = Units(1, (1,) * heads, (1,) * ranks, (1,) * ranks, 0)
+        stages = staged(1, [range(ranks)])
+        naive, even_out = (
+            speed.shares(layout, units).cells
+            for layout in (uneven(units, stages), hybrid(units, stages))
+        )
+        found.append(f"{naive / even_out:.2f} times at {heads} heads on {ranks} ranks")
+    return "attention of the busiest rank without: " + ", ".join(found)
+
+
+def _kill_pauses() -> str:
+    found = kept("kill_series/results/auto.json")["client_visible_gap_s"]
+    return f"pause of interrupted streams p50 {found['p50']:.2f} s, p99 {found['p99']:.2f} s"
 
 
 def _availability() -> str:
@@ -431,7 +472,12 @@ _VIRTUAL = (
     "virtual time, the clock of OPT-13B, ShareGPT's lengths cut to 1,024 and 256 tokens, a reload "
     "of 20 s"
 )
-_PIPELINES = "pipelines over nodes that share a stage are not built"
+_PIPELINES = (
+    "pipelines of which one serves with a node of another are not built: an instance that loses a "
+    "stage on another node ends, and its streams leave"
+)
+
+_CHECKOUT = "a checkout of DistServe, and a quiet machine"
 
 _LONG_PROMPTS = Exhibit(
     "Table 3: recovery latency",
@@ -485,6 +531,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             lambda: _hand_off(DISTSERVE_HAND_OFF),
             "hand_off_crossover",
             DISTSERVE_HAND_OFF,
+            needs=f"{_CHECKOUT} for 6 minutes",
         ),
         Exhibit(
             "Figure: goodput under skew",
@@ -504,6 +551,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             _distserve_skew,
             "load_skew",
             DISTSERVE_RATES,
+            needs=f"{_CHECKOUT} for 17 minutes",
         ),
         Exhibit(
             "Migrate or recompute, 10 to 100 Gbit/s",
@@ -523,6 +571,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             _distserve_crossover,
             "crossover",
             DISTSERVE_CROSSOVER,
+            needs=f"{_CHECKOUT} for 8 minutes",
         ),
         Exhibit(
             "O(1) decision",
@@ -625,14 +674,23 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         Exhibit(
             "Table 3 (B.1)",
             "windows 100.3 / 94.9 / 91.1 / 81.5 / 81.5 s",
-            How.MISSING,
-            f"its last two need draft models; {_DRAFT}. Its first three: table 2",
+            How.SIMULATED,
+            f"{_VIRTUAL}; its last two are with draft models, which are not built",
+            _at(("10x1",), _windows),
+            "lumen_simulated",
+            SIMULATED_TEN,
+            needs="25 minutes of CPU time",
         ),
         Exhibit(
             "Figures 10, 11 (B.2, B.3): rates, failures",
             "TTFT up to -42.7 %; 5 failures -63.6 / -33.9 %",
-            How.MISSING,
-            f"more instances than in figures 8 and 9 (hours of virtual time); {_DRAFT}",
+            How.SIMULATED,
+            f"{_VIRTUAL}; two of five rates and of five counts; changes of + scheduling, since "
+            f"{_DRAFT}",
+            _at(("10x1", "10x1:7.5", "10x5"), _against_both),
+            "lumen_simulated",
+            SIMULATED_TEN,
+            needs="25 minutes of CPU time",
         ),
         Exhibit(
             "Figure 12 (B.4): 25 % fail, 4 to 64 workers",
@@ -664,7 +722,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table 5 (B.6): depth of speculation",
             "acceptance 0.72 / 0.60 / 0.50",
             How.MISSING,
-            _DRAFT,
+            f"{_DRAFT}: no engine here verifies tokens that a smaller model has proposed",
         ),
         Exhibit(
             "Table 6 (B.7): alpha 0.25 to 4",
@@ -687,9 +745,10 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         Exhibit(
             "Figure 2: hybrid attention",
             "up to 2 times slower attention without",
-            How.MISSING,
-            "a GPU: ranks compute spread heads here, on processors, where attention is not bound "
-            "by a GPU's bandwidth",
+            How.COMPUTED,
+            "heads in place of time, which needs GPUs; the paper's 2 is two heads beside one, ours "
+            "counts the share of the spread head too",
+            _hybrid_attention,
         ),
         Exhibit(
             "Figure 3: load-aware routing and scheduling",
@@ -711,8 +770,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figures 6, 9: GCP trace",
             "1.28 / 1.71 times standard TP, 95 / 92 % of fault-scaled",
             How.SIMULATED,
-            "layouts and re-forming are ours, step times estimates from profiles; Mixtral's has "
-            "one degree only",
+            "layouts and re-forming are ours, step times estimates from profiles; ours fills all "
+            "memory with sequences, of which Mixtral's weights leave much less as GPUs go",
             _availability,
             "raidserve_throughput",
         ),
@@ -756,6 +815,17 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "rank_balance",
         ),
         _TABLE_3,
+        Exhibit(
+            "Table 3 in place: 70B, 56 requests of 16K, one of eight GPUs lost",
+            "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
+            How.SIMULATED,
+            "paced: the clock of a profile of vLLM, by which a prompt takes twice as long as by "
+            "the paper's 22 s, near the peak of seven H100; to the next token, a decode step "
+            "included; 120 ms for 7.5 GB are more than the 50 GB/s of the paper's arithmetic",
+            _table_3_in_place,
+            "raidserve_recovery",
+            RAIDSERVE_IN_PLACE,
+        ),
         Exhibit(
             "Figure 13: longest time between tokens",
             "P99 572 ms with host, 229 with all",
@@ -826,7 +896,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figures 4, 6: experts rebalanced",
             "436.61 to 562.32 tokens/s",
             How.MISSING,
-            "models with experts are not built",
+            "the engine has no model with experts (MoE), so that nothing is rebalanced",
         ),
     ),
     "KevlarFlow": (
@@ -834,7 +904,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figures 3, 4: baseline",
             "knees at 3 to 4 and 6 to 7 requests/s",
             How.MISSING,
-            _PIPELINES,
+            "of TensorRT-LLM alone, on 8 and 16 GPUs: nothing of kvrs is in it",
         ),
         Exhibit(
             "Table 1, figures 1, 5 to 7: three scenarios",
@@ -842,12 +912,23 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             How.MISSING,
             _PIPELINES,
         ),
-        Exhibit("Figure 8: recovery time", "35 / 30 / 29 s", How.MISSING, _PIPELINES),
+        Exhibit(
+            "Figure 8: recovery time",
+            "35 / 30 / 29 s",
+            How.PACED,
+            "no pipeline: decode instances of one process are killed, and streams go on at another "
+            "one that runs; the paper's is a node that joins another pipeline",
+            _kill_pauses,
+            "kill_series",
+        ),
         Exhibit(
             "Figure 9: overhead of replication",
             "2.3 / 2.8 % and 4.0 / 3.6 %",
-            How.MISSING,
-            _PIPELINES,
+            How.REAL,
+            "latency of requests there, CPU and tokens here; no pipeline: one instance sends its "
+            "KV to the agent of another node, and a CPU computes and copies on the same core",
+            _checkpoint_cost,
+            "checkpoint_cost",
         ),
     ),
 }

@@ -132,6 +132,7 @@ ALL = (
     _plain("supervision", 3),
     _plain("anchortp_plans", 1),
     _plain("cost_ladder", 3),
+    Experiment("cost_ladder", ("broken_word",), 5, "python -m experiments.cost_ladder.broken_word"),
     _plain("layout_speed", 1),
     _plain("prefill_shares", 1),
     _plain("raidserve_throughput", 5, AVAILABILITY),
@@ -146,10 +147,17 @@ ALL = (
         state_plane_memory_large="--part memory --model large",
         state_plane_gaps_tiny="--part gaps",
         state_plane_gaps_large="--part gaps --model large",
+        state_plane_attach_large="--part attach --model large",
         state_plane_kills="--part kills",
     ),
-    _plain("in_place", 45),
+    _plain("in_place", 10),
     _plain("rank_balance", 12),
+    Experiment(
+        "rank_balance",
+        ("rank_balance_degrees",),
+        4,
+        "python -m experiments.rank_balance.degrees",
+    ),
     *_kinds(
         "anchortp_recovery",
         10,
@@ -207,7 +215,16 @@ ALL = (
     Experiment("load_skew", ("rates",), 16, "python -m experiments.load_skew.rates"),
     _plain("lumen_recovery", 9),
     _plain("lumen_simulated", 25),
+    Experiment(
+        "lumen_simulated",
+        ("ten",),
+        25,
+        "python -m experiments.lumen_simulated.run --keep ten --cases 10x1 10x5 10x1:7.5 --seeds 1",
+    ),
     _plain("raidserve_recovery", 8, TRACE),
+    Experiment(
+        "raidserve_recovery", ("in_place",), 1, "python -m experiments.raidserve_recovery.in_place"
+    ),
     Experiment(
         "raidserve_recovery", ("computed",), 9, "python -m experiments.raidserve_recovery.computed"
     ),
@@ -277,6 +294,7 @@ ALL = (
     _plain("fuzz", 8),
     _plain("simulated_deaths", 10),
     _plain("placement_spread", 1),
+    _plain("event_log_hours", 3),
     *_kinds(
         "distserve_kill_series",
         5,
@@ -342,7 +360,7 @@ ALL = (
     ),
     *(
         Experiment("gpu", (name,), 5, f"python -m experiments.gpu.{name}", (GPU,))
-        for name in ("page_bandwidth", "tpot", "recovery")
+        for name in ("page_bandwidth", "tpot", "recovery", "holder")
     ),
     _plain("gossip_detection", 30),
     _plain("soak", 125),

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
+from experiments.conversation_trace.trace import DEFAULT_TRACE, is_there, sampled
 from experiments.record import Record
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.policy import PolicyName
@@ -174,11 +174,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if not arguments.trace.is_file():
-        print(
-            f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 "
-            f"conversation_trace.jsonl (--trace FILE)"
-        )
+    if not is_there(arguments.trace):
         return 0
     record = Record(arguments.seed)
     program = install(arguments.venv)

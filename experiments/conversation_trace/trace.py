@@ -28,3 +28,13 @@ def sampled(path: Path, requests: int, requests_per_s: float, seed: int) -> Trac
         scale(trace, MAX_INPUT_TOKENS, MAX_OUTPUT_TOKENS, longest_input_tokens=longest),
         requests_per_s,
     )
+
+
+def is_there(path: Path) -> bool:
+    """Without it nothing is run, which is said."""
+    if not path.is_file():
+        print(
+            f"skipped: no trace at {path}; it is Mooncake's FAST'25 conversation_trace.jsonl "
+            f"(--trace FILE)"
+        )
+    return path.is_file()

@@ -28,7 +28,7 @@ from kvrs.policy import options, rules
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.rules.base import Rule
 from kvrs.sim.cluster import SimCluster
-from kvrs.sim.process import require
+from kvrs.sim.process import Clock, require
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.streams import Arrival, SimJournal
 
@@ -48,7 +48,7 @@ NEAR, SHARE_BAR = 1.1, 0.95
 _PAGE_TOKENS = 16
 _AGENT_BYTES = 64 << 30
 _GATHER_S = {"late": 1.0, "fresh": 0.05}  # `backup.gather_s`.
-_STEP_S = 0.05
+STEP_S = 0.05
 _LONGEST_S = 120.0
 
 
@@ -131,7 +131,7 @@ def grid() -> list[Cell]:
     return [Cell(*values) for values in product(*axes)]
 
 
-def config_of(cell: Cell) -> Config:
+def config_of(cell: Cell, streams: int = STREAMS) -> Config:
     """Nodes with a prefill and a decode instance each."""
     longest = max(cell.context, LOAD_PROMPT_TOKENS) + 1000
     nodes = [
@@ -153,7 +153,7 @@ def config_of(cell: Cell) -> Config:
         }
     engine = {
         "page_size_tokens": _PAGE_TOKENS,
-        "pages": (STREAMS + cell.load) * longest // _PAGE_TOKENS,
+        "pages": (streams + cell.load) * longest // _PAGE_TOKENS,
         "max_model_len": longest,
         "max_running": 64,
     }
@@ -187,19 +187,12 @@ def play(cell: Cell, way: str, seed: int, *, loses: bool = True) -> Run:
         proxy.begin()
         names = [StreamId(f"s{n}") for n in range(STREAMS)]
         for n, name in enumerate(names):
-            clock.after(1.0 + n * _STEP_S, partial(proxy.arrive, name, _arrival(n, cell.context)))
+            clock.after(1.0 + n * STEP_S, partial(proxy.arrive, name, arrival(n, cell.context)))
 
-        def run_until(done: Callable[[], bool]) -> None:
-            until_s = clock.now_s
-            while not done():
-                until_s += _STEP_S  # The clock stands still where nothing happens.
-                require(until_s < _LONGEST_S, f"{cell} under {way} does not come to an end")
-                clock.run(until_s)
-
-        run_until(lambda: all(len(tokens_s[name]) >= LEAST_TOKENS for name in names))
+        run_until(clock, lambda: all(len(tokens_s[name]) >= LEAST_TOKENS for name in names))
         for n in range(cell.load):
-            proxy.arrive(StreamId(f"load{n}"), _arrival(STREAMS + n, LOAD_PROMPT_TOKENS))
-        clock.run(clock.now_s + _STEP_S)
+            proxy.arrive(StreamId(f"load{n}"), arrival(STREAMS + n, LOAD_PROMPT_TOKENS))
+        clock.run(clock.now_s + STEP_S)
         lost_s, had = clock.now_s, {name: len(tokens_s[name]) for name in names}
         victims = [name for name in names if proxy.streams[name].instance == HOME]
         lag_tokens = _lag_tokens(proxy, victims)
@@ -209,15 +202,24 @@ def play(cell: Cell, way: str, seed: int, *, loses: bool = True) -> Run:
         if loses:
             ranks.lose([0], memory_kept=cell.lost == "rank")
         run_until(
-            lambda: all(len(tokens_s[name]) > had[name] + LOOKAHEAD_TOKENS for name in victims)
+            clock,
+            lambda: all(len(tokens_s[name]) > had[name] + LOOKAHEAD_TOKENS for name in victims),
         )
     after_s = {name: tokens_s[name][had[name] :] for name in victims}
     return Run(lost_s, after_s, lag_tokens, proxy.recoveries)
 
 
-def _arrival(number: int, tokens: int) -> Arrival:
+def run_until(clock: Clock, done: Callable[[], bool]) -> None:
+    until_s = clock.now_s
+    while not done():
+        until_s += STEP_S  # The clock stands still where nothing happens.
+        require(until_s < _LONGEST_S, "a cell does not come to an end")
+        clock.run(until_s)
+
+
+def arrival(number: int, tokens: int, max_tokens: int = 900) -> Arrival:
     """No two prompts begin alike, and none ends before it has been looked at."""
-    return Arrival(1.0, tuple(range(number * 10_000, number * 10_000 + tokens)), 900)
+    return Arrival(1.0, tuple(range(number * 10_000, number * 10_000 + tokens)), max_tokens)
 
 
 def measure(cell: Cell, seed: int) -> Row:

@@ -300,11 +300,12 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=1500.0, help="no cell goes beyond")
+    parser.add_argument("--keep", default=NAME, metavar="RESULT", help="whose cells these are")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)
-    cells = Cells(options.out, NAME, NAME, {"reload_s": RELOAD_S})
+    cells = Cells(options.out, NAME, options.keep, {"reload_s": RELOAD_S})
     clean: dict[tuple[int, float, int], Run] = {}
     names = [f"{case}#{seed}" for seed in seeds for case in options.cases]
     cells.measure(names, options.limit_s, lambda name: cell(name, clean))

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib
 from rich.console import Console
 
-from experiments.conversation_trace.trace import DEFAULT_TRACE, sampled
+from experiments.conversation_trace.trace import DEFAULT_TRACE, is_there, sampled
 from experiments.record import Record
 from experiments.schemes import PACE, Scheme, run_scheme
 from kvrs.cluster.drill import Run
@@ -142,11 +142,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
-    if not arguments.trace.is_file():
-        print(
-            f"skipped: no trace at {arguments.trace}; it is Mooncake's FAST'25 "
-            f"conversation_trace.jsonl (--trace FILE)"
-        )
+    if not is_there(arguments.trace):
         return 0
     record, console = Record(arguments.seed), Console()
     trace = sampled(arguments.trace, arguments.requests, REQUESTS_PER_S, arguments.seed)

@@ -45,9 +45,12 @@ DEFAULT_TRACE = (
 )
 NODES = GPUS = 8
 GPU_BYTES = int(80e9 * 0.9)
+LIMITED = ", batches of at most 256"
 RECONFIGURING_S = 10.0  # Of every system, as in the paper.
 # Means of the paper's table 1 (OpenThoughts).
 INPUT_TOKENS, OUTPUT_TOKENS = 422, 7295
+# Sequences in a batch: as many as there is memory for, and as servers are usually set up.
+BATCHES = {"": 1 << 30, LIMITED: 256}
 RATES = LinkRates(host_bytes_per_s=50e9, peer_bytes_per_s=362.2e9)
 
 
@@ -67,11 +70,21 @@ def _degree(name: str, tp: int) -> Degree:
     return Degree(tp, catalog.decode_table(label), catalog.prefill_table(label))
 
 
-def _merged(shape: ModelShape) -> Units:
-    """One tile of every expert as one unit: all experts lie alike, and there are fewer to plan."""
+def _paired(shape: ModelShape) -> Units:
+    """Two layers as one, and two tiles: there are fewer to plan. Experts are not merged: with all
+    their tiles of a place as one unit the fullest of seven ranks would have a tenth more than its
+    share.
+    """
     units = shape.units()
-    tiles = len(units.mlp_bytes) // shape.experts
-    return replace(units, mlp_bytes=tuple(shape.experts * size for size in units.mlp_bytes[:tiles]))
+    tiles = units.mlp_bytes
+    return replace(
+        units,
+        layers=units.layers // 2,
+        attention_bytes=tuple(2 * size for size in units.attention_bytes),
+        mlp_bytes=tuple(
+            2 * (one + other) for one, other in zip(tiles[::2], tiles[1::2], strict=True)
+        ),
+    )
 
 
 def models() -> list[Model]:
@@ -88,7 +101,7 @@ def models() -> list[Model]:
         ),
         Model(
             "Mixtral-8x22B",
-            _merged(SHAPES["mistralai/Mixtral-8x22B-v0.1"]),
+            _paired(SHAPES["mistralai/Mixtral-8x22B-v0.1"]),
             Speed(_degree(mixtral, 8)),
             catalog.kv_geometry(f"{mixtral}-tp8").bytes_per_token,
             {8: 8},
@@ -98,18 +111,21 @@ def models() -> list[Model]:
     ]
 
 
-def tokens_per_s(model: Model, layout: Layout) -> float:
-    """Output tokens per second with as many sequences as the fullest rank has memory for."""
+def tokens_per_s(model: Model, layout: Layout, most: int) -> float:
+    """Output tokens per second with as many sequences as the fullest rank has memory for, and at
+    most so many.
+    """
     own = shares(layout, model.units)
     token_cell = model.token_bytes / (model.units.layers * len(model.units.attention_bytes))
     context = INPUT_TOKENS + OUTPUT_TOKENS / 2
-    batch = int(
+    room = int(
         min(
             (GPU_BYTES - layout.weight_bytes(rank, model.units))
             / (layout.cells_per_page(rank) * token_cell * context)
             for rank in layout.ranks
         )
     )
+    batch = min(room, most)
     if batch < 1:
         return 0.0
     step_s = model.speed.decode_s(own, batch, int(batch * context))
@@ -117,19 +133,19 @@ def tokens_per_s(model: Model, layout: Layout) -> float:
     return OUTPUT_TOKENS / a_request_s
 
 
-def static_rates(model: Model) -> dict[str, list[float]]:
+def static_rates(model: Model, most: int) -> dict[str, list[float]]:
     """Of each system that depends on the number of GPUs only: by that number."""
     layers = model.units.layers
-    whole = tokens_per_s(model, even(model.units, GPUS))
+    whole = tokens_per_s(model, even(model.units, GPUS), most)
 
     def non_uniform(left: int) -> float:
         if left < model.least:
             return 0.0
-        return tokens_per_s(model, uneven(model.units, staged(layers, [range(left)])))
+        return tokens_per_s(model, uneven(model.units, staged(layers, [range(left)])), most)
 
     def standard(left: int) -> float:
         used = model.standard.get(left, 0)
-        return tokens_per_s(model, even(model.units, used)) if used else 0.0
+        return tokens_per_s(model, even(model.units, used), most) if used else 0.0
 
     counts = range(GPUS + 1)
     return {
@@ -145,12 +161,13 @@ class Node:
     """One instance of ours: it re-forms at every loss and return."""
 
     model: Model
-    cache: dict[object, float]
+    cache: dict[object, list[float]]
     own: Reforming | None = None
     alive: list[int] = field(default_factory=lambda: list(range(GPUS)))
     next_rank: int = GPUS
     ready_s: list[float] = field(default_factory=list)  # Predicted, of each change.
-    per_s: float | None = None  # Tokens, until the next change; None: not computed yet.
+    # Tokens, for each of BATCHES, until the next change; None: not computed yet.
+    per_s: list[float] | None = None
 
     def __post_init__(self) -> None:
         self._begin()
@@ -182,18 +199,20 @@ class Node:
         else:
             self._drive(RankOffered(self.alive[-1], stage=0))
 
-    def rate(self) -> float:
+    def rates(self) -> list[float]:
         if self.per_s is None:
-            self.per_s = self._rate()
+            self.per_s = self._rates()
         return self.per_s
 
-    def _rate(self) -> float:
+    def _rates(self) -> list[float]:
         if self.own is None:
-            return 0.0
-        assert sorted(self.own.layout.ranks) == sorted(self.alive)
-        key = shares(self.own.layout, self.model.units), len(self.alive)
+            return [0.0] * len(BATCHES)
+        layout = self.own.layout
+        assert sorted(layout.ranks) == sorted(self.alive)
+        key = shares(layout, self.model.units), len(self.alive)
         if key not in self.cache:
-            self.cache[key] = tokens_per_s(self.model, self.own.layout)
+            found = [tokens_per_s(self.model, layout, most) for most in BATCHES.values()]
+            self.cache[key] = found
         return self.cache[key]
 
     def _drive(self, event: Event) -> None:
@@ -242,10 +261,14 @@ def simulate(model: Model, trace: list[tuple[float, int]], seed: int) -> dict[st
     re-forming (median).
     """
     draw = random.Random(seed)
-    static = static_rates(model)
-    cache: dict[object, float] = {}
+    static = {
+        f"{system}{limit}": rates
+        for limit, most in BATCHES.items()
+        for system, rates in static_rates(model, most).items()
+    }
+    cache: dict[object, list[float]] = {}
     nodes = [Node(model, cache) for _ in range(NODES)]
-    total = dict.fromkeys([*static, "ours"], 0.0)
+    total = dict.fromkeys([*static, *(f"ours{limit}" for limit in BATCHES)], 0.0)
     there = NODES * GPUS
     for (at_s, count), (until_s, _) in pairwise(trace):
         changed: set[int] = set()
@@ -266,17 +289,19 @@ def simulate(model: Model, trace: list[tuple[float, int]], seed: int) -> dict[st
             for system, rates in static.items():
                 stops = 0.0 if system.startswith("fault") else pause_s
                 total[system] += rates[len(node.alive)] * (lasting_s - stops)
-            total["ours"] += node.rate() * (lasting_s - pause_s)
+            for limit, rate in zip(BATCHES, node.rates(), strict=True):
+                total[f"ours{limit}"] += rate * (lasting_s - pause_s)
     seconds = trace[-1][0]
     found = {system: value / seconds for system, value in total.items()}
     return found | {"ready_s": statistics.median([s for node in nodes for s in node.ready_s])}
 
 
-def ratios(found: dict[str, float]) -> dict[str, float]:
+def ratios(found: dict[str, float], limit: str) -> dict[str, float]:
+    ours = found[f"ours{limit}"]
     return {
-        "of fault-scaled": found["ours"] / found["fault-scaled"],
-        "over standard": found["ours"] / found["standard"],
-        "over non-uniform": found["ours"] / found["non-uniform"],
+        "of fault-scaled": ours / found[f"fault-scaled{limit}"],
+        "over standard": ours / found[f"standard{limit}"],
+        "over non-uniform": ours / found[f"non-uniform{limit}"],
     }
 
 
@@ -295,13 +320,15 @@ def as_text(
         for system in ("fault-free", "fault-scaled", "ours", "non-uniform", "standard"):
             mean = statistics.fmean(each[system] for each in found)
             lines.append(f"  {system:18} {mean:12,.0f}")
-        lines.append(f"  {'ratio':18} {'ours':>9} {'least .. most':>16} {'RaidServe':>10}")
-        for name, published in model.published.items():
-            values = [ratios(each)[name] for each in found]
-            span = f"{min(values):.3f} .. {max(values):.3f}"
-            lines.append(
-                f"  {name:18} {statistics.fmean(values):9.3f} {span:>16} {published:10.2f}"
-            )
+        for limit in BATCHES:
+            ratio = f"ratio{limit}"
+            lines.append(f"  {ratio:30} {'ours':>9} {'least .. most':>16} {'RaidServe':>10}")
+            for name, published in model.published.items():
+                values = [ratios(each, limit)[name] for each in found]
+                span = f"{min(values):.3f} .. {max(values):.3f}"
+                lines.append(
+                    f"  {name:30} {statistics.fmean(values):9.3f} {span:>16} {published:10.2f}"
+                )
         ready_s = statistics.median(each["ready_s"] for each in found)
         lines.append(f"  weights on demand, predicted, median of all changes: {ready_s:.2f} s")
         lines.append(f"  tokens/s of one node by GPUs that are left, {model.least} to {GPUS}:")
@@ -333,9 +360,10 @@ def main() -> None:
             left: hybrid(model.units, staged(model.units.layers, [range(left)]))
             for left in range(model.least, GPUS + 1)
         }
-        rates[model.name] = static_rates(model) | {
+        most = BATCHES[""]
+        rates[model.name] = static_rates(model, most) | {
             "hybrid": [
-                tokens_per_s(model, layouts[left]) if left in layouts else 0.0
+                tokens_per_s(model, layouts[left], most) if left in layouts else 0.0
                 for left in range(GPUS + 1)
             ]
         }

@@ -155,16 +155,21 @@ def by_layer_s(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], f
     return found, error
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def read_options(description: str) -> tuple[argparse.Namespace, Sizes]:
+    """`seed` and `out`, and the sizes of the load."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--sequences", type=int, default=80)
     parser.add_argument("--steps", type=int, default=8, help="decode steps of all sequences")
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
+    return options, Sizes(options.sequences, options.context, options.steps)
+
+
+def main() -> None:
+    options, sizes = read_options(__doc__ or "")
     record = Record(options.seed)
-    sizes = Sizes(options.sequences, options.context, options.steps)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "random"
         write_random_llama(model, options.seed, layers=LAYERS, kv_heads=FULL)

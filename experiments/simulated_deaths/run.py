@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Record
+from kvrs.policy.model.actions import Reason
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.command import deaths_of, rows
 from kvrs.sim.scenarios import KINDS, contended, in_turn, poisoned, ranked, scenario, sick
@@ -27,8 +28,11 @@ def all_complete(outcome: Outcome) -> str:
 
 
 def each_kind_came(outcome: Outcome) -> str:
+    """Streams may be refused for a deadline: some settings that are loaded ask for that."""
     missing = set(KINDS) - {hit.death for hit in outcome.hits}
-    return all_complete(outcome) or (f"never came: {sorted(missing)}" if missing else "")
+    if not set(outcome.ended) <= {"complete", Reason.SLO.value}:
+        return f"streams ended {dict(outcome.ended)}"
+    return f"never came: {sorted(missing)}" if missing else ""
 
 
 def few_deaths(outcome: Outcome) -> str:
@@ -111,6 +115,7 @@ def as_text(
         deaths = sum(len(each.hits) for each in found)
         lines.append(f"{name:<14}{len(found):>8}{streams:>10,}{deaths:>8,}{len(wrong):>8}")
         lines += [f"  seed {seed}: {what}" for seed, what in wrong.items()]
+        lines += [f"  {count:,} refused, {why}" for why, count in _given_up(found).items()]
     lines += [
         "",
         "random worlds:",
@@ -124,6 +129,10 @@ def as_text(
         for name, (times, streams) in deaths_of([*outcomes, *others["in turn"][0]]).items()
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _given_up(found: Sequence[Outcome]) -> Counter[str]:
+    return sum((each.given_up for each in found), Counter[str]())
 
 
 def as_figures(
@@ -149,6 +158,7 @@ def as_figures(
             name: {
                 "worlds": len(found),
                 "ended": sum((each.ended for each in found), Counter[str]()),
+                "given_up": _given_up(found),
                 "wrong": {str(seed): what for seed, what in wrong.items()},
             }
             for name, (found, wrong) in others.items()

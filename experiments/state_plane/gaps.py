@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import threading
 import time
 import urllib.request
@@ -11,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
@@ -19,8 +20,20 @@ from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 
 ENGINE = InstanceId("e0")
-TOKENS, BEFORE = 160, 40
+TOKENS, BEFORE = 80, 20
 WAIT_S = 120.0
+# Tokens that are on their way at the kill arrive behind it.
+ON_THEIR_WAY = 3
+
+
+class Gap(NamedTuple):
+    """Of a stream with its instance killed, s: the pause that the kill makes, the longest one after
+    that, and the median time between two tokens before the kill.
+    """
+
+    at_kill_s: float
+    later_s: float
+    token_s: float
 
 
 def config_of(model: Path, *, anchored: bool, instances: int = 1) -> Config:
@@ -40,9 +53,9 @@ def config_of(model: Path, *, anchored: bool, instances: int = 1) -> Config:
     )
 
 
-def gaps(model: Path, kills: int, *, anchored: bool, spared: bool) -> list[float]:
-    """Seconds without a token around each kill; `spared`: the nursery and its spare live on."""
-    found: list[float] = []
+def gaps(model: Path, kills: int, *, anchored: bool, spared: bool) -> list[Gap]:
+    """One of each kill; `spared`: the nursery and its spare live on."""
+    found: list[Gap] = []
     with Cluster(config_of(model, anchored=anchored), lambda line: None) as cluster:
         first = _Stream(cluster, model.name)
         first.read()
@@ -60,7 +73,7 @@ def gaps(model: Path, kills: int, *, anchored: bool, spared: bool) -> list[float
             reading.join()
             if stream.ids != first.ids:
                 raise RuntimeError("a stream went on differently")
-            found.append(_around(stream.at_s, killed_s))
+            found.append(gap_of(stream.at_s, killed_s))
             cluster.wait_all_up(WAIT_S)
     return found
 
@@ -114,11 +127,17 @@ class _Stream:
                     self.at_s.append(time.monotonic())
 
 
-def _around(at_s: list[float], killed_s: float) -> float:
-    """From the kill to the first token behind the longest pause that ends after it."""
-    pauses = pairwise(at_s)
-    _, end_s = max((after - max(before, killed_s), after) for before, after in pauses)
-    return end_s - killed_s
+def gap_of(at_s: list[float], killed_s: float) -> Gap:
+    """Of tokens received at these times, in order."""
+    before = [at for at in at_s if at <= killed_s]
+    after = at_s[len(before) :]
+    pauses_s = [end - begin for begin, end in pairwise([killed_s, *after])]
+    at_kill = max(range(ON_THEIR_WAY), key=pauses_s.__getitem__)
+    return Gap(
+        after[at_kill] - killed_s,
+        max(pauses_s[at_kill + 1 :]),
+        statistics.median(end - begin for begin, end in pairwise(before)),
+    )
 
 
 def _settle(cluster: Cluster, *, anchored: bool) -> None:

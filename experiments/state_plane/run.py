@@ -1,5 +1,5 @@
-"""What memory that outlives engines is worth: the pause after a crash, the pages that are adopted,
-and the weights of several instances.
+"""What memory that outlives engines is worth: the pause after a crash, the time to attach, pages
+that are adopted, and the weights of several instances.
 """
 
 import argparse
@@ -11,11 +11,12 @@ from typing import Any
 
 from experiments.random_model import write_large
 from experiments.record import Record
-from experiments.state_plane import gaps, kills
+from experiments.state_plane import attach, gaps, kills
 from kvrs.engine.tiny import write_tiny_model
 
+RESTART = "restart, nothing kept"
 WAYS = {
-    "restart, nothing kept": {"anchored": False, "spared": True},
+    RESTART: {"anchored": False, "spared": True},
     "memory kept, a new process": {"anchored": True, "spared": False},
     "memory kept, a spare": {"anchored": True, "spared": True},
 }
@@ -28,13 +29,14 @@ INSTANCES = 4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--part", choices=["gaps", "kills", "memory"], default="gaps")
-    parser.add_argument("--model", choices=[*MODELS], default="tiny", help="of gaps and memory")
+    parser.add_argument("--part", choices=["gaps", "attach", "kills", "memory"], default="gaps")
+    parser.add_argument("--model", choices=[*MODELS], default="tiny", help="not of kills")
     parser.add_argument("--kills", type=int, default=None, help="of each way; 5, or 1,000 of pages")
+    parser.add_argument("--processes", type=int, default=15, help="that attach")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    record = Record(options.seed, timed=options.part == "gaps")
+    record = Record(options.seed, timed=options.part in ("gaps", "attach"))
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / options.model
         if options.part != "kills":
@@ -42,6 +44,8 @@ def main() -> None:
         match options.part:
             case "gaps":
                 figures = of_gaps(model, options.kills or 5)
+            case "attach":
+                figures = attach.run(model, options.processes)
             case "memory":
                 figures = gaps.memory(model, INSTANCES)
             case _:
@@ -50,7 +54,7 @@ def main() -> None:
     print(text)
     name = options.part if options.part == "kills" else f"{options.part}_{options.model}"
     void = record.keep(options.out, f"state_plane_{name}", figures, text)
-    wrong = figures.get("different", 0) or figures.get("unknown", 0)
+    wrong = any(figures.get(key, 0) for key in ("different", "unknown", "missed"))
     raise SystemExit(1 if void or wrong else 0)
 
 
@@ -59,16 +63,20 @@ def of_gaps(model: Path, count: int) -> dict[str, Any]:
     found = {}
     for name, way in WAYS.items():
         found[name] = gaps.gaps(model, count, **way)
-        print(name, [round(each, 3) for each in found[name]], flush=True)
-    medians = {name: statistics.median(each) for name, each in found.items()}
-    slowest = max(medians.values())
+        print(name, [round(each.at_kill_s, 3) for each in found[name]], flush=True)
+    medians = {
+        name: statistics.median(gap.at_kill_s for gap in each) for name, each in found.items()
+    }
+    restart_s = medians[RESTART]
     return {
         "rows": [
             {
                 "way": name,
                 "gap_s_p50": round(medians[name], 3),
-                "gap_s": [round(one, 3) for one in each],
-                "of_restart": round(medians[name] / slowest, 3),
+                "gap_s": [round(gap.at_kill_s, 3) for gap in each],
+                "of_restart": round(medians[name] / restart_s, 3),
+                "token_s_p50": round(statistics.median(gap.token_s for gap in each), 4),
+                "later_s": [round(gap.later_s, 3) for gap in each],
             }
             for name, each in found.items()
         ]
@@ -78,7 +86,8 @@ def of_gaps(model: Path, count: int) -> dict[str, Any]:
 def _gaps_as_text(figures: dict[str, Any]) -> str:
     return "".join(
         f"{row['way']}: {row['gap_s_p50']} s to the next token (p50 of {len(row['gap_s'])}, "
-        f"at most {max(row['gap_s'])} s)\n"
+        f"at most {max(row['gap_s'])} s), {row['of_restart']} of restart;\n"
+        f"    a token takes {row['token_s_p50']} s; later pauses at most {max(row['later_s'])} s\n"
         for row in figures["rows"]
     )
 
@@ -99,7 +108,12 @@ def _memory_as_text(figures: dict[str, Any]) -> str:
     )
 
 
-TEXTS = {"gaps": _gaps_as_text, "kills": _kills_as_text, "memory": _memory_as_text}
+TEXTS = {
+    "gaps": _gaps_as_text,
+    "attach": attach.as_text,
+    "kills": _kills_as_text,
+    "memory": _memory_as_text,
+}
 
 
 if __name__ == "__main__":
