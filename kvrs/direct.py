@@ -32,7 +32,8 @@ _MOST_GATHERED_BYTES = 16 << 20  # Of all connections.
 _MOST_BEHIND_BYTES = 64 << 10  # Of requests behind the one that is served.
 
 _REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
-_FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([ -~]*)")
+# To the end of its line: a value with a control character is for the full parser.
+_FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([ -~]*+)(?=\r\n|\Z)")
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
 _LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,9})\r\n")
 _AUTHORIZATION = re.compile(rb"\r\n[Aa]uthorization: ([!-~](?:[ -~]*[!-~])?)\r\n")
@@ -138,7 +139,7 @@ def _parse_head(head: bytes) -> _Head | None:
         return None
     if any(len(headers.getall(name, ())) != 1 for name in _UNIQUE):
         return None
-    connection = headers.get("Connection", "keep-alive").lower()
+    connection = ", ".join(headers.getall("Connection", ("keep-alive",))).lower()
     length = headers["Content-Length"]
     if connection not in ("keep-alive", "close") or _LENGTH.fullmatch(length) is None:
         return None

@@ -86,6 +86,8 @@ def test_a_head_that_is_taken_is_what_the_full_parser_makes_of_it(data: bytes) -
     [
         *("Transfer-Encoding: chunked", "Content-Encoding: gzip", "Expect: 100-continue"),
         *("Upgrade: h2c", "Connection: upgrade", "Content-Length: 3", "Host: y", " folded"),
+        *("Idempotency-Key: a\tb", "Authorization: Bearer a\0b", "A: b\x7f", "A: b\x0b "),
+        "Connection: keep-alive\r\nConnection: close",
     ],
 )
 def test_a_line_of_another_kind_of_request_is_for_the_full_parser(line: str) -> None:
@@ -191,15 +193,18 @@ def test_no_bytes_break_the_parser(data: bytes) -> None:
     assert head is None or data.startswith(b"POST ")
 
 
-def test_what_the_full_parser_refuses_is_not_taken() -> None:
-    """Obsolete line folding, for one."""
-    folded = b"POST /a HTTP/1.1\r\nHost: x\r\n y\r\nContent-Length: 2\r\n\r\n{}"
+@pytest.mark.parametrize(
+    "lines", ["Host: x\r\n y\r\nContent-Length: 2", "Host: x\r\nContent-Length: 2\x0b3"]
+)
+def test_what_the_full_parser_refuses_is_not_taken(lines: str) -> None:
+    """Obsolete line folding, and a length that goes on behind a control character."""
+    data = f"POST /a HTTP/1.1\r\n{lines}\r\n\r\n{{}}".encode()
     loop = asyncio.new_event_loop()
-    with suppress(HttpProcessingError):
-        HttpRequestParser(BaseProtocol(loop), loop, 1 << 16).feed_data(folded)
+    with pytest.raises(HttpProcessingError):
+        HttpRequestParser(BaseProtocol(loop), loop, 1 << 16).feed_data(data)
     loop.close()
 
-    assert parse_head(folded) is None
+    assert parse_head(data) is None
 
 
 @dataclass
