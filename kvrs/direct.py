@@ -252,8 +252,8 @@ class DirectConnection(asyncio.Protocol):
 
     __slots__ = (
         *("_abort", "_among", "_behind", "_full", "_gathered", "_gathering", "_idle_s"),
-        *("_idle_until_s", "_is_paused", "_needs_bytes", "_request", "_server", "_work"),
-        *("address", "room_changed", "transport"),
+        *("_idle_until_s", "_is_full", "_is_paused", "_needs_bytes", "_request", "_server"),
+        *("_work", "address", "room_changed", "transport"),
     )
 
     door = None  # Such clients prove nothing.
@@ -281,7 +281,8 @@ class DirectConnection(asyncio.Protocol):
         self._needs_bytes = 0
         self._gathering: asyncio.TimerHandle | None = None
         self._behind = b""  # What came while a request was served.
-        self._is_paused = False
+        self._is_paused = False  # Nothing is read.
+        self._is_full = False  # The client does not read as fast as is written to it.
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
         """As that of `HttpConnection`."""
@@ -314,7 +315,7 @@ class DirectConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport is None:  # Refused.
             return
-        if self._request is not None or self._behind:
+        if self._request is not None or self._behind or self._is_full:
             self._keep_for_later(data)
         else:
             self._take(data)
@@ -348,12 +349,16 @@ class DirectConnection(asyncio.Protocol):
             self._work = None
 
     def pause_writing(self) -> None:
+        self._is_full = True
         if self.room_changed is not None:
             self.room_changed(False)
 
     def resume_writing(self) -> None:
+        self._is_full = False
         if self.room_changed is not None:
             self.room_changed(True)
+        elif self._request is None:
+            self._read_on()
 
     # Without a request.
 
@@ -441,9 +446,15 @@ class DirectConnection(asyncio.Protocol):
             transport.close()
             return
         self._wait_for_request()
+        if not self._is_full:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """The client has room for the next response."""
         if self._is_paused:
+            assert self.transport is not None
             self._is_paused = False
-            transport.resume_reading()
+            self.transport.resume_reading()
         if self._behind:
             # Not within this call: as many may follow as fit into a read.
             asyncio.get_running_loop().call_soon(self._go_on)

@@ -1,6 +1,7 @@
 """Requests that are served without aiohttp's server, and those that go to it."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from kvrs.http import HttpPort
 pytestmark = pytest.mark.network
 
 PATH = "/v1/completions"
+MUCH_BYTES = 1 << 18
 
 
 def post(body: bytes = b"{}", path: str = PATH, **headers: str) -> bytes:
@@ -231,6 +233,8 @@ class Port:
             except asyncio.CancelledError:
                 self.ended.append("cancelled")
                 raise
+        if b"much" in request.body:
+            return web.Response(body=request.body.ljust(MUCH_BYTES))
         return web.Response(body=b"direct:" + request.body)
 
 
@@ -261,19 +265,24 @@ async def answers(port: int, *pieces: bytes, count: int = 1, pause_s: float = 0.
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(pause_s)
-        found = []
-        async with asyncio.timeout(10):
-            for _ in range(count):
-                head = await reader.readuntil(b"\r\n\r\n")
-                (length,) = (
-                    int(line.split(b":")[1])
-                    for line in head.split(b"\r\n")
-                    if line.lower().startswith(b"content-length:")
-                )
-                found.append(await reader.readexactly(length))
-        return found
+        return await bodies(reader, count)
     finally:
         writer.close()
+
+
+async def bodies(reader: asyncio.StreamReader, count: int) -> list[bytes]:
+    """Those of the next so many responses."""
+    found = []
+    async with asyncio.timeout(10):
+        for _ in range(count):
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = (
+                int(line.split(b":")[1])
+                for line in head.split(b"\r\n")
+                if line.lower().startswith(b"content-length:")
+            )
+            found.append(await reader.readexactly(length))
+    return found
 
 
 WHOLE = post(b'{"a": 1}')
@@ -353,6 +362,30 @@ async def test_a_request_that_comes_before_the_next_one_s_turn_is_behind_it() ->
         found = await answers(port.port, post(b"first") + post(b"second"), count=3)
 
     assert found == [b"direct:first", b"direct:second", b"direct:third"]
+
+
+async def test_a_client_that_does_not_read_is_not_answered_on() -> None:
+    """Its responses would fill the memory; once it reads, it gets them all, in order."""
+    asked = [b"much %d" % number for number in range(64)]
+    async with opened() as port:
+        loop = asyncio.get_running_loop()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", port.port))
+        await loop.sock_sendall(client, b"".join(map(post, asked)))
+        async with asyncio.timeout(10):
+            while not port.served:
+                await asyncio.sleep(0.01)
+        for _ in range(1000):  # Turns of the event loop, in each of which one could be served.
+            await asyncio.sleep(0)
+        served_unread = len(port.served)
+        reader, writer = await asyncio.open_connection(sock=client)
+        found = await bodies(reader, len(asked))
+        writer.close()
+
+    assert served_unread < len(asked)
+    assert [each.rstrip() for each in found] == asked
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:
