@@ -394,6 +394,7 @@ class DirectConnection(asyncio.Protocol):
         transport = self.transport
         assert transport is not None
         self._stop_gathering()
+        self._resume_reading()
         self._among.forget(self)
         self._server.forget(self)
         self.transport = None
@@ -451,10 +452,7 @@ class DirectConnection(asyncio.Protocol):
 
     def _read_on(self) -> None:
         """The client has room for the next response."""
-        if self._is_paused:
-            assert self.transport is not None
-            self._is_paused = False
-            self.transport.resume_reading()
+        self._resume_reading()
         if self._behind:
             # Not within this call: as many may follow as fit into a read.
             asyncio.get_running_loop().call_soon(self._go_on)
@@ -463,6 +461,12 @@ class DirectConnection(asyncio.Protocol):
         data, self._behind = self._behind, b""
         if self.transport is not None and data:
             self._take(data)
+
+    def _resume_reading(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            assert self.transport is not None
+            self.transport.resume_reading()
 
     def _keep_for_later(self, data: bytes) -> None:
         self._behind += data

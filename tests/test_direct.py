@@ -218,13 +218,10 @@ class Port:
     ended: list[str] = field(default_factory=list)
     http: HttpPort | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
+    then: bytes = field(default_factory=lambda: post(b"third"))  # What comes behind the first.
 
     async def serve(self, request: DirectRequest) -> web.Response:
         self.served.append(request)
-        if b"first" in request.body:
-            # It comes after the response to this one, and before the next one's turn.
-            loop = asyncio.get_running_loop()
-            loop.call_soon(request.protocol.data_received, post(b"third"))
         if b"bug" in request.body:
             raise ZeroDivisionError
         if b"wait" in request.body:
@@ -233,6 +230,11 @@ class Port:
             except asyncio.CancelledError:
                 self.ended.append("cancelled")
                 raise
+        if b"first" in request.body:
+            # It comes after the response to this one, and before the next one's turn, as TLS may
+            # have it.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(request.protocol.data_received, self.then)
         if b"much" in request.body:
             return web.Response(body=request.body.ljust(MUCH_BYTES))
         return web.Response(body=b"direct:" + request.body)
@@ -386,6 +388,29 @@ async def test_a_client_that_does_not_read_is_not_answered_on() -> None:
 
     assert served_unread < len(asked)
     assert [each.rstrip() for each in found] == asked
+
+
+async def test_a_connection_that_goes_to_the_full_server_is_read_on() -> None:
+    """Also where the bytes behind a request have stopped it from being read."""
+    large = post(bytes(100 << 10))
+    first, rest = large[: 80 << 10], large[80 << 10 :]
+    async with opened() as port:
+        port.then = rest
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(post(b"first, wait"))
+        async with asyncio.timeout(10):
+            while not port.served:
+                await asyncio.sleep(0.01)
+            writer.write(first)
+            while len(port.served[0].protocol._behind) < len(first):
+                await asyncio.sleep(0.01)
+        port.release.set()
+        found = await bodies(reader, 2)
+        writer.write(post(b"last", "/other"))
+        found += await bodies(reader, 1)
+        writer.close()
+
+    assert [each.rstrip(b"\0") for each in found] == [b"direct:first, wait", b"full:", b"full:last"]
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:
