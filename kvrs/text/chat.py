@@ -227,11 +227,23 @@ def _function(body: str) -> tuple[str, str] | None:
         return None
     match call.get("arguments", {}):
         case str() as arguments:
-            return call["name"], arguments
-        case dict() as arguments:
-            return call["name"], json.dumps(arguments, ensure_ascii=False)
+            pass
+        case dict() as given:
+            arguments = json.dumps(given, ensure_ascii=False)
+            if not _is_text(arguments):
+                arguments = json.dumps(given)  # Half a surrogate pair stays escaped.
         case _:
             return None
+    return (call["name"], arguments) if _is_text(call["name"] + arguments) else None
+
+
+def _is_text(decoded: str) -> bool:
+    """Whether it can be sent: JSON can name half a surrogate pair, which is no character."""
+    try:
+        decoded.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _call_id(stream: StreamId, index: int) -> str:

@@ -82,6 +82,17 @@ def calls_of(delta: TextDelta) -> list[tuple[str, str]]:
             "",
             [],
         ),
+        # Half a surrogate pair cannot be sent.
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "é\\ud800"}}</tool_call>',
+            "",
+            "",
+            [("f", '{"a": "\\u00e9\\ud800"}')],
+        ),
+        *(
+            (f"<tool_call>{call}</tool_call>", f"<tool_call>{call}</tool_call>", "", [])
+            for call in ('{"name": "\\ud800"}', '{"name": "f", "arguments": "\\udc00"}')
+        ),
         ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, "", []),
         ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', "", []),
         ("1 < 2 <tool", "1 < 2 <tool", "", []),
