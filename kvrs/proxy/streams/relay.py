@@ -334,10 +334,6 @@ class Relay:
     def _own_event(self, piece: Piece, received: ReceivedChoice | None = None) -> bytes:
         journal = self._journal
         assert journal.head is not None
-        self._append(piece.token_ids)
-        journal.finish_reason, journal.stop_reason = piece.finish_reason, piece.stop_reason
-        assert journal.text_sent is not None
-        journal.text_sent += len(piece.delta.text)
         choice = journal.parsed.endpoint.choice(piece.delta)
         choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
         if (
@@ -349,7 +345,13 @@ class Relay:
             choice.logprobs = _continued(received, piece)
         if journal.wants_ids:
             choice.token_ids = piece.token_ids
-        return journal.parsed.endpoint.event(journal.head, [choice])
+        event = journal.parsed.endpoint.event(journal.head, [choice])
+        # Only what the client gets is in the journal.
+        self._append(piece.token_ids)
+        journal.finish_reason, journal.stop_reason = piece.finish_reason, piece.stop_reason
+        assert journal.text_sent is not None
+        journal.text_sent += len(piece.delta.text)
+        return event
 
     def _take_usage(self, event: ReceivedChunk) -> bytes | None:
         """The proxy's own count: a decode instance does not know what prefill had cached."""

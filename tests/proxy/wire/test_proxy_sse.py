@@ -24,6 +24,7 @@ from kvrs.protocol.openai.chunks import (
 )
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.clients import SseClient, TakeToken
+from kvrs.proxy.streams.continuation import EngineText
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.requests import COMPLETIONS, read
@@ -396,6 +397,30 @@ def test_tokens_before_a_fault_in_the_same_chunk_reach_the_client() -> None:
 
     assert journal.output_ids.tolist() == [1]
     assert len(client.events) == 1
+
+
+def test_a_token_that_cannot_be_passed_on_is_not_in_the_journal() -> None:
+    """Else the next attempt would go on behind it, and the client never get its text."""
+    body = {"prompt": [1], "max_tokens": 10, "stream": True, "logprobs": 1}
+    parsed = read(COMPLETIONS, msgspec.json.encode(body))
+    journal, client = Journal(StreamId("1"), parsed, arrived_s=0.0, attempt=2), Collector()
+    journal.head, journal.output_ids, journal.text_sent = head_of(event("a", [1])), packed([1]), 1
+    copier = Relay(
+        journal,
+        client,
+        2,
+        clock=lambda: 0.0,
+        resumed=lambda: None,
+        delivered=Delivered(),
+        exact=False,
+        continuation=EngineText(journal),
+    )
+
+    with pytest.raises(UpstreamError, match="log probabilities"):
+        copier.feed(sse(event("b", [2], finish="stop")))
+
+    assert (journal.output_ids.tolist(), journal.text_sent, journal.finished) == ([1], 1, False)
+    assert client.events == []
 
 
 def test_an_empty_opening_of_a_later_attempt_is_not_passed_on() -> None:
