@@ -382,6 +382,8 @@ class Mirror:
                     (RecordRole.UNMIRRORED, None) if is_own else (RecordRole.MIRRORED, holder)
                 )
                 granted = record_from(answer.granted, self._clock(), role=role, peer=peer)
+                if (keyed := self.streams.get(key)) is not None:
+                    keyed.note_state()  # Of the events that it has beyond the mirror.
                 return merged(granted, self.book.records.get(key))
             if version.grants and (error := failures.refused(answer.refusal)) is not None:
                 self._count(str(answer.refusal))

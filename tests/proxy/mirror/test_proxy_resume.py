@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from kvrs.protocol.instance import Capability
+from kvrs.proxy.mirror import outbox, replication
+from kvrs.proxy.mirror.headers import ResumeRequest
 from tests.proxy.multi_proxy_cluster import (
     MultiProxyCluster,
     Reader,
@@ -45,6 +47,12 @@ def text_in(reader: Reader) -> str:
         for each in choices
         if each
     )
+
+
+def plain(instances: dict[str, Scripted]) -> None:
+    """Engines that take a history for a new prompt."""
+    for one in instances.values():
+        one.capabilities = [each for each in Capability if each is not Capability.EXACT_RESUME]
 
 
 def gate_at(group: MultiProxyCluster, position: int) -> asyncio.Event:
@@ -298,6 +306,33 @@ async def test_a_half_open_connection_is_superseded_at_the_same_proxy(
     assert (first.errors, second.done, text_in(second)) == (["superseded"], True, WANTED)
 
 
+async def test_what_a_proxy_has_beyond_the_mirror_is_found_with_its_state(
+    group: GroupBuilder, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Characters that were sent and a finish that is there: else they would be sent again."""
+    for module, name in ((replication, "_GATHER_S"), (replication, "_GATHER_EXACT_S")):
+        monkeypatch.setattr(module, name, 60.0)
+    monkeypatch.setattr(outbox, "_ACK_VALID_S", 60.0)
+    here = await group(prepare=plain, model=model)
+    gate_at(here, 4)
+    reader = here.reader()
+    reading = asyncio.create_task(reader.read(0))
+    while len(reader.events) < 4:
+        await asyncio.sleep(0.005)
+    key = record_key("k")
+    keyed, mirrored = here.mirror(0).streams[key], len(here.book(1).records[key].events)
+
+    asked = ResumeRequest((key,), keyed.record.header.digest)
+    found = await here.mirror(0).find(asked)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+    assert mirrored < 4
+    assert found is not None
+    assert len(found.events) == 4
+    assert found.state.text_sent == keyed.journal.text_sent == len(text_in(reader))
+
+
 async def test_kv_of_a_stream_is_kept_when_its_client_leaves(group: GroupBuilder) -> None:
     """A resume needs it: nothing is released, and leases that are not renewed expire."""
     here = await group(count=1, transfer={"lease_s": 0.3})
@@ -337,11 +372,6 @@ async def test_tokens_beyond_the_mirror_are_regenerated_and_dropped(group: Group
 
 async def test_a_resume_that_cannot_be_exact_is_an_error(group: GroupBuilder, model: str) -> None:
     """A plain engine draws other random numbers."""
-
-    def plain(instances: dict[str, Scripted]) -> None:
-        for one in instances.values():
-            one.capabilities = [each for each in Capability if each is not Capability.EXACT_RESUME]
-
     here = await group(prepare=plain, model=model)
     gate_at(here, 6)
     reader = here.reader(temperature=1, seed=3)
