@@ -215,9 +215,7 @@ class Pool:
             transport, greeter = await self._open(loop)
             if key is not None:
                 await _proved(transport, greeter, key)
-            opened = _Opening(transport)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await opened.preface
+            await _agreed(transport)
         except (OSError, UpstreamError) as error:
             log.info("no trunk", extra={"url": self._url, "cause": str(error)})
             return
@@ -364,6 +362,17 @@ async def _proved(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) 
     except ProofError as error:
         transport.abort()
         raise _unproven(str(error)) from None
+    except BaseException:
+        transport.abort()
+        raise
+
+
+async def _agreed(transport: asyncio.Transport) -> None:
+    """Raises OSError: the other end takes no trunk, or does not answer."""
+    try:
+        opened = _Opening(transport)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await opened.preface
     except BaseException:
         transport.abort()
         raise

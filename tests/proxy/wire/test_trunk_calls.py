@@ -199,6 +199,21 @@ async def test_calls_have_their_own_connections_where_no_trunk_opens(
     assert instance.own == 1
 
 
+async def test_a_trunk_that_is_not_answered_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the instance would keep a connection that counts and is never used."""
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.read()
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(pools, "CONNECT_TIMEOUT_S", 0.5)
+    async with serving(Instance(serve)), asyncio.timeout(5):
+        await closed.wait()
+
+
 @pytest.mark.parametrize(
     "lie",
     [
