@@ -35,7 +35,7 @@ def add_health(
         """Of the engine."""
         found: str | None = __version__
         if backend == VLLM:
-            of_each = (driver.backends[name].engine_version for name in instances.known)
+            of_each = (driver.backends[one.id].engine_version for one in instances.present())
             found = next(filter(None, of_each), None)
         if found is None:
             raise RequestError("the version is not known yet: no instance is up", status=503)

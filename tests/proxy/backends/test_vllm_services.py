@@ -114,6 +114,22 @@ async def test_an_address_comes_and_another_goes_without_a_lost_token(named: _Na
     assert named.shared.violations == []
 
 
+async def test_the_version_is_told_when_an_instance_has_gone(named: _Named) -> None:
+    """It is that of the others."""
+    named.names = {DECODE: {"127.0.0.2", "127.0.0.3"}}
+    await named.until_there(D2, D3)
+    named.names[PREFILL] = {"127.0.0.2"}
+    await named.until_there(D2, D3, P2)
+    await named.until_health(**{D2: "up", D3: "up", P2: "up"})
+    named.names[DECODE] = {"127.0.0.3"}
+    await named.until_there(D3, P2)
+
+    async with named.http.get(f"{named.url}/version") as answer:
+        told = answer.status, await answer.json()
+
+    assert told == (200, {"version": "0.32.0"})
+
+
 async def test_dns_that_fails_or_is_empty_changes_nothing(named: _Named) -> None:
     """Nor does an address that appears and is never up take the place of the last one that is."""
     named.names = {PREFILL: {"127.0.0.2"}, DECODE: {"127.0.0.2", "127.0.0.3"}}
