@@ -26,7 +26,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.proxy.backends.backend import RefusedError
+from kvrs.proxy.backends.backend import Backend, RefusedError
 from kvrs.proxy.backends.bodies import decode_call, prefill_call
 from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.streams.driver import Driver
@@ -153,7 +153,7 @@ class SelfTester:
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
         """Whether KV of a history really came from the one to the other."""
-        before = await self._driver.backends[target].kv_received()
+        before = await self._backend(target).kv_received()
         if before is None:
             return None
         journal = self._journal(target, seed=None, tokens=CUT + 1)
@@ -185,7 +185,7 @@ class SelfTester:
     async def _has_received(self, target: InstanceId, before: float) -> bool:
         until_s = self._clock() + _COUNTED_WITHIN_S
         while True:
-            after = await self._driver.backends[target].kv_received()
+            after = await self._backend(target).kv_received()
             if after is not None and after > before:
                 return True
             if self._clock() > until_s:
@@ -195,9 +195,16 @@ class SelfTester:
     async def _release(self, holder: InstanceId, journal: Journal) -> None:
         if self._control.instances.retains(holder):
             update = LeaseUpdate(1.0, release=[journal.stream])
-            await self._driver.backends[holder].leases(update)
+            await self._backend(holder).leases(update)
 
     # Calls.
+
+    def _backend(self, instance: InstanceId) -> Backend:
+        """Raises UpstreamError: the instance has been removed meanwhile."""
+        found = self._driver.backends.get(instance)
+        if found is None:
+            raise UpstreamError("removed")
+        return found
 
     def _info(self, instance: InstanceId) -> InstanceInfo:
         info = self._control.instances.known[instance].info
@@ -234,7 +241,7 @@ class SelfTester:
         journal.attempt += 1
         exact = self._control.instances.resumes_exactly(instance)
         call = prefill_call(journal, journal.attempt, (), exact=exact)
-        return (await self._driver.backends[instance].prefill(call)).transfer
+        return (await self._backend(instance).prefill(call)).transfer
 
     async def _stream(
         self,
@@ -248,7 +255,7 @@ class SelfTester:
         exact = self._control.instances.resumes_exactly(instance)
         call = decode_call(journal, journal.attempt, runs, (), transfer, exact=exact)
         events = EventReader()
-        await self._driver.backends[instance].decode(call, events)
+        await self._backend(instance).decode(call, events)
         for payload in events.payloads:
             if payload != b"[DONE]":
                 journal.output_ids.extend(_ids_of(payload))

@@ -10,7 +10,7 @@ from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault, Scripted
+from tests.proxy.scripted import Fault, Scripted, without_trunk
 from tests.proxy.scripted_model import Arithmetic, Sampler, expected_ids, text_of
 
 pytestmark = pytest.mark.network
@@ -130,6 +130,41 @@ async def test_an_instance_serves_while_it_is_tested(build: ProxyClusterBuilder)
     assert status == 200
     assert "".join(map(text_of, expected_ids(PROMPT, 6))).encode()[:3] in body
     assert recovery["option"] == "recompute"
+
+
+async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Services come and go; a bug of tests would end the proxy at the third time."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        without_trunk(instances)
+        script = instances["d1"].script
+        script.gate, script.gate_at = asyncio.Event(), 2
+
+    async def is_tested() -> bool:
+        return bool(system.instances["d1"].completions)
+
+    async def is_gone() -> bool:
+        return "d1" not in await system.health()
+
+    async def is_over() -> bool:
+        assert system.proxy._driver is not None
+        return not system.proxy._driver.control.self_tests._running
+
+    system = await build(proxy=ON, prepare=prepare, cluster_drain_s=0.0)
+    await system.until(is_tested)
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/instances/d1"
+    async with system.http.delete(url) as answer:
+        assert answer.status == 200
+    await system.until(is_gone)
+    assert system.script.gate is not None
+    system.script.gate.set()
+    found = await self_tests(system)
+    await system.until(is_over)
+
+    assert "d1" not in found
+    assert await system.count("kvrs_task_failures_total", task="self_tests") == 0
 
 
 async def test_only_kv_that_moves_is_fetched(build: ProxyClusterBuilder) -> None:
