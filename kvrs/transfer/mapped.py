@@ -11,6 +11,7 @@ import asyncio
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,9 @@ class _Copy:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             self._stopped = True
-            await asyncio.wait({work})
+            while not work.done():  # However often it is cancelled.
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({work})
             raise
 
     @property
