@@ -71,6 +71,9 @@ class Backend(Protocol):
     def engine_version(self) -> str | None:
         """As the process that was met last names it; None: it is kvrs, or none was met."""
 
+    def leave(self) -> None:
+        """It is removed: nothing is kept open to it once the calls that run have ended."""
+
     # Identity and load.
 
     async def info(self) -> InstanceInfo:

@@ -60,8 +60,12 @@ class OpenAiPeer(Peer):
 
     def __init__(self, links: EngineLinks, url: str) -> None:
         super().__init__(links.session, url)
+        self._links = links
         self._pool = links.pool(url)
         self._large = links.large
+
+    def leave(self) -> None:
+        self._links.drop(self._pool)
 
     async def prefill(self, call: Call) -> Prefilled:
         reader = WholeReader(_MAX_PREFILL_BYTES)

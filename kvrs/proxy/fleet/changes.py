@@ -86,7 +86,7 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
             for name in self._topology.gone(self._driver.clock()):
                 self._unwatch(name)
-                del self._links.backends[name]
+                self._links.backends.pop(name).leave()
                 self._metrics.remove_worker(name)
                 log.info("instance removed", extra={"instance": name})
 
@@ -197,6 +197,7 @@ class Fleet:
         if known.health is Health.UP:  # Since this was looked at.
             self._driver.instance_lost(known, "it is at another address", DeathCause.FAILED)
         links.engines.admit(instance_keys(links.secret, [instance]))
+        links.backends[instance.id].leave()
         links.backends[instance.id] = open_backend(config, links.engines, node, instance)
         self._watch(known)
 

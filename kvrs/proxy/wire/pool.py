@@ -81,6 +81,11 @@ class EngineLinks:
         self._pools.append(made := Pool(self._access, url))
         return made
 
+    def drop(self, pool: "Pool") -> None:
+        """Nothing more is asked there; calls that run go on to their end."""
+        self._pools.remove(pool)
+        pool.retire()
+
     async def close(self) -> None:
         for pool in self._pools:
             pool.close()
@@ -150,9 +155,8 @@ class Pool:
         if self._sweep is None:
             self._sweep = loop.call_later(KEPT_S, self._close_old)
 
-    def close(self) -> None:
-        if self._sweep is not None:
-            self._sweep.cancel()
+    def retire(self) -> None:
+        """Keep no connection that no call uses, and no trunk once the last call in it has ended."""
         if self._opening is not None:
             self._opening.cancel()
         for upstream in [*self._kept, *self._kept_there]:
@@ -160,6 +164,14 @@ class Pool:
         self._kept.clear()
         self._kept_there.clear()
         trunk, self._trunk = self._trunk, None  # Before it is lost: it is not opened again.
+        if trunk is not None:
+            trunk.retire()
+
+    def close(self) -> None:
+        trunk = self._trunk
+        self.retire()
+        if self._sweep is not None:
+            self._sweep.cancel()
         if trunk is not None:
             trunk.abort()
 

@@ -4,7 +4,7 @@ own whatever becomes of it.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from struct import pack, unpack
 
 import pytest
@@ -287,3 +287,34 @@ async def test_a_lost_trunk_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert third is not None
     assert instance.trunks == 3
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_instance_that_is_removed_has_no_trunk_once_its_calls_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that runs gets its whole answer, and no other trunk is opened."""
+    asked, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(PREFACE)
+        number = await next_call(reader)
+        asked.set()
+        await go_on.wait()
+        writer.write(entry(number, WHOLE))
+        with suppress(ConnectionError):
+            await reader.read()
+        ended.set()
+
+    instance = Instance(serve)
+    monkeypatch.setattr(pools, "KEPT_S", 0.05)
+    async with serving(instance) as backend, asyncio.timeout(5):
+        call = asyncio.create_task(called(backend))
+        await asked.wait()
+        backend.leave()
+        go_on.set()
+        answer = await call
+        await ended.wait()
+
+    assert answer == (BODY, None)
+    assert instance.trunks == 1
+    assert not backend._links._pools
