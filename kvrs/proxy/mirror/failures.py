@@ -59,6 +59,10 @@ def refused(refusal: Refusal | None) -> RequestError | None:
     return _error(*_REFUSALS[refusal]) if refusal in _REFUSALS else None
 
 
+def inexact() -> RequestError:
+    return _error(*_REFUSALS[Refusal.INEXACT])
+
+
 def unknown_stream() -> RequestError:
     return _error(404, "unknown_stream", "no proxy has a record of the stream")
 

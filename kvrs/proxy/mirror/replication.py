@@ -118,11 +118,14 @@ class Mirror:
         """Start to replicate a stream: a new one, or one whose record was found.
 
         Raises:
-            RequestError: there is no room for its record.
+            RequestError: there is no room for its record, or what its client has beyond the mirror
+                cannot be made again alike.
         """
         now_s = self._clock()
         if record is None:
             record = self._new_record(resume, journal, now_s)
+        elif resume.after > record.seq and journal.holds_text_back:
+            raise failures.inexact()
         self.supersede(record.key)
         record.touched_s = now_s
         if not self.book.own(record, now_s):
@@ -248,7 +251,9 @@ class Mirror:
         if is_urgent or outbox.waits(self._clock(), sync=keyed.sync):
             within_s = 0.0
         else:
-            within_s = _GATHER_S if keyed.journal.inexact else _GATHER_EXACT_S
+            journal = keyed.journal
+            is_exact = not (journal.inexact or journal.holds_text_back)
+            within_s = _GATHER_EXACT_S if is_exact else _GATHER_S
         self._pending[outbox.mirror].add(keyed, within_s)
 
     def _peer_lost(self, peer: str) -> None:

@@ -77,6 +77,14 @@ class Journal:
         return self.marks is not None and not self.finished
 
     @property
+    def holds_text_back(self) -> bool:
+        """Whether the engine holds back the last characters, in which a stop string may begin. One
+        that makes tokens again after others divides the text among its events in another way.
+        """
+        stops = self.parsed.request.stop_strings
+        return self.text_sent is not None and any(len(stop) > 1 for stop in stops)
+
+    @property
     def wants_ids(self) -> bool:
         return self.parsed.request.return_token_ids
 

@@ -385,6 +385,29 @@ async def test_a_resume_that_cannot_be_exact_is_an_error(group: GroupBuilder, mo
     assert reader.errors == ["inexact"]
 
 
+@pytest.mark.parametrize(("stop", "status"), [("#", 200), ("##", 409)])
+async def test_text_held_back_for_a_stop_string_is_not_lost(
+    group: GroupBuilder, model: str, stop: str, status: int
+) -> None:
+    """A plain engine that makes tokens again holds other characters back, so that text of dropped
+    events might be lost; for a single character none holds any back.
+    """
+    here = await group(prepare=plain, model=model)
+    gate, reader = gate_at(here, 6), here.reader(stop=[stop])
+    await reader.read(0, tokens=6)
+    await until_mirrored(here, 6)
+
+    await here.kill(0)
+    record = here.book(1).records[record_key("k")]
+    del record.events[2:]
+    text = "".join(map(text_of, expected_ids([1, 2, 3], 2)))
+    record.state = msgspec.structs.replace(record.state, text_sent=len(text))
+    gate.set()
+
+    assert await reader.read(1) == status
+    assert reader.errors == ([] if status == 200 else ["inexact"])
+
+
 async def test_with_sync_the_client_never_has_more_than_the_mirror(group: GroupBuilder) -> None:
     """No token is sent before a peer has it."""
     here = await group(proxy={"mirror": "sync"})
