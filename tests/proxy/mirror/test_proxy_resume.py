@@ -78,6 +78,7 @@ async def test_a_stream_is_resumed_at_another_proxy_after_a_kill(group: GroupBui
     here = await group()
     gate, reader = gate_at(here, 4), here.reader(stream_options={"include_usage": True})
     await reader.read(0, tokens=4)
+    await until_mirrored(here, 1)
 
     await here.kill(0)
     gate.set()
