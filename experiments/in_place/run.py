@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -39,6 +40,7 @@ from tests.ports import instance_client
 SECRET = b"a secret of the experiment, long enough"
 LEAST_RANKS = 2
 MOST_AMPLIFICATION = 1.05  # Bytes of KV fetched after losses, over those of the lost cells.
+_TELL_S = 10.0
 PHASES = ("plan", "move", "join", "probe")  # Of a re-forming.
 
 
@@ -106,20 +108,51 @@ async def serve(model: Path, ranks: int, options: argparse.Namespace) -> Passed:
         watch = CellsWatch(instance)
         choose, faults = random.Random(options.seed), Counter[str]()
         driver = asyncio.create_task(drive(instance, choose, faults)) if ranks > 1 else None
+        streams = [
+            asyncio.create_task(stream(client, at, at / options.rate))
+            for at in range(options.streams)
+        ]
+        done: dict[int, Reformed] = {}
+        telling = asyncio.create_task(tell(instance, streams, faults, done))
         try:
-            answers = await asyncio.gather(
-                *(stream(client, at, at / options.rate) for at in range(options.streams))
-            )
+            answers = await asyncio.gather(*streams)
         finally:
-            if driver is not None:
-                driver.cancel()
-                await asyncio.gather(driver, return_exceptions=True)
+            for task in (driver, telling):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
             watch.note()
-            done = instance.group.reformer.done if instance.group is not None else []
+            note(instance, done)
             await instance.close()
         if driver is not None and not driver.cancelled() and driver.exception() is not None:
             raise driver.exception() or AssertionError
-        return Passed(list(answers), done, faults, watch.found)
+        return Passed(list(answers), list(done.values()), faults, watch.found)
+
+
+async def tell(
+    instance: EngineInstance,
+    streams: list[asyncio.Task[Answer]],
+    faults: Counter[str],
+    done: dict[int, Reformed],
+) -> None:
+    """How far it is, now and then, and what has been done since."""
+    began_s = time.monotonic()
+    while True:
+        await asyncio.sleep(_TELL_S)
+        note(instance, done)
+        ended = sum(task.done() for task in streams)
+        print(
+            f"{time.monotonic() - began_s:.0f} s: {ended} of {len(streams)} streams, "
+            f"{faults.total() - faults['in mid-move']} faults, {len(done)} re-formings",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def note(instance: EngineInstance, done: dict[int, Reformed]) -> None:
+    """The instance keeps only the last hundred."""
+    if instance.group is not None:
+        done |= {each.number: each for each in instance.group.reformer.done}
 
 
 async def drive(instance: EngineInstance, choose: random.Random, faults: Counter[str]) -> None:
