@@ -262,6 +262,21 @@ class Reforming:
         after = self._possible(on_demand.survivors(self.layout, [rank]))
         return after if isinstance(after, str) else None
 
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Ranks whose word it goes on with; none that has to wait for one of the others first."""
+        if self.phase is ReformingPhase.JOINING:
+            return frozenset(self._unjoined)
+        if self.phase is not ReformingPhase.MOVING:
+            return frozenset()
+        assert self._doing is not None
+        return frozenset(
+            move.target
+            for move in self._doing.plan.moves
+            if move.unit in self._awaited[move.target]
+            and move.unit not in self._awaited.get(move.source, ())
+        )
+
     def choices(self) -> list[PossibleWay]:
         """The ways that are possible now, the cheapest first."""
         found = [*self._again(), *self._survivors()]

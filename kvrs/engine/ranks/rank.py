@@ -365,8 +365,9 @@ def _mapped(descriptor: int) -> mmap.mmap:
 def obey(pair: socket.socket) -> NoReturn:
     """Be a rank, in a process of its own."""
     try:
-        _Rank(pair).run()
+        rank = _Rank(pair)
+        rank.run()
     except BaseException:
         traceback.print_exc()
-    # At once, while the memory of its life is still mapped: its end is told by that.
+    # `rank` is there until now: its end is told by the memory of its life, while that is mapped.
     os._exit(0)

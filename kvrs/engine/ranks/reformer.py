@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty
 from typing import Protocol, assert_never
 
@@ -40,6 +40,7 @@ from kvrs.elastic.reforming import (
 from kvrs.elastic.speed import shares
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
+from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of
 from kvrs.engine.ranks.processes import RankProcesses, Told
 from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat
@@ -51,10 +52,13 @@ from kvrs.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
 
-# A lost rank is started again after so long; each time that it dies before it serves, twice as
-# long.
-_AGAIN_S = 0.5
-_AGAIN_MOST_S = 60.0
+# Ranks that are awaited in a re-forming hang if nothing is heard for so long, and as long again as
+# the whole of it was predicted to take. Each unit is a word of its own: what may be as silent is a
+# process that loads, a unit of a GB from a slow disk, or one of a large formation that is joined.
+_HUNG_S = 60.0
+# A rank that starts beside others that compute may take so many times as long as at the start:
+# nothing waits for it.
+_BESIDE_FACTOR = 8.0
 _MOST_STARTS = 3  # Of one rank within a re-forming that needs it.
 
 
@@ -78,21 +82,6 @@ class ReformedGroup(Protocol):
     def changed(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Missing:
-    """A rank of the full layout that does not compute."""
-
-    stage: int
-    due_s: float
-    wait_s: float = _AGAIN_S
-    spare: RankSeat | None = None  # Ready to join once it is loaded.
-
-    def put_off(self, now_s: float) -> None:
-        """Its next start, should the one before have been in vain."""
-        self.due_s = now_s + self.wait_s
-        self.wait_s = min(2 * self.wait_s, _AGAIN_MOST_S)
-
-
 class Reformer:
     def __init__(
         self,
@@ -105,7 +94,7 @@ class Reformer:
         self._settings = settings
         machine.costs = replace(
             machine.costs,
-            back_s=_AGAIN_S + machine.costs.back_s,
+            back_s=AGAIN_S + machine.costs.back_s,
             lookahead_tokens=lookahead_tokens,
             step_s=self._step_s,
         )
@@ -113,7 +102,8 @@ class Reformer:
         self.done: list[Reformed] = []
         self._begun: ReformingBegun | None = None
         self._formation: RankFormation | None = None
-        self._missing: dict[int, _Missing] = {}
+        load_most_s = _HUNG_S + _BESIDE_FACTOR * machine.costs.restart_s
+        self._missing = MissingRanks(group.processes, group.full, load_most_s)
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
         self._starts: dict[int, int] = {}  # In this re-forming.
         self._first_lost_s = 0.0
@@ -164,19 +154,19 @@ class Reformer:
                 continue
             try:
                 self._take(told)
-                self._start_missing()
+                self._look()
             except Exception as error:
                 log.exception("the ranks cannot go on")
                 self._end(f"cannot go on: {error}")
-        for missing in self._missing.values():
-            if missing.spare is not None:
-                missing.spare.close()
+        self._missing.close()
 
     def _patience_s(self) -> float | None:
-        if self._has_ended or self._machine.phase is not ReformingPhase.SERVING:
+        """Until `_look` has something to do."""
+        if self._has_ended:
             return None
-        due = [each.due_s for each in self._missing.values() if each.spare is None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        begun = self._begun
+        next_s = self._missing.next_s() if begun is None else begun.next_look_s
+        return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     def _take(self, told: Told | None) -> None:
         match told:
@@ -192,7 +182,7 @@ class Reformer:
                     is_done = told.leaves and told.rank in self._left
                     told.refused.set_result(None if is_done else carry_out(told.rank))
             case None:
-                pass  # A rank is due.
+                pass  # It is time to look.
 
     def _leave(self, rank: int) -> str | None:
         if not self._settings.enabled:
@@ -200,9 +190,7 @@ class Reformer:
         layout = self._group.layout if self.now is None else self.now.after
         if rank in self._group.full.ranks and rank not in layout.ranks:
             self._left.add(rank)
-            missing = self._missing.pop(rank, None)
-            if missing is not None and missing.spare is not None:
-                missing.spare.close()
+            self._missing.drop(rank)
             return None
         self._measure_room()
         if (reason := self._machine.why_it_stays(rank)) is None:
@@ -216,16 +204,15 @@ class Reformer:
             return f"rank: got {rank}; allowed: {left}"
         self._left.discard(rank)
         if rank not in self._group.layout.ranks:
-            stage = _stage_of(self._group.full, rank)
-            self._missing.setdefault(rank, _Missing(stage, time.monotonic()))
+            self._missing.add(rank, in_s=0.0)
         return None
 
     def _is_known(self, seat: RankSeat) -> bool:
-        missing = self._missing.get(seat.rank)
-        spare = None if missing is None else missing.spare
-        return seat is spare or self._processes.seats.get(seat.rank) is seat
+        return self._missing.has(seat) or self._processes.seats.get(seat.rank) is seat
 
     def _answered(self, seat: RankSeat, answer: Answer) -> None:
+        if self._begun is not None:
+            self._begun.heard()
         try:
             match answer:
                 case Loaded():
@@ -245,11 +232,8 @@ class Reformer:
     def _ended(self, seat: RankSeat) -> None:
         if not self._is_known(seat):
             return
-        missing = self._missing.get(seat.rank)
-        if missing is not None and missing.spare is seat:
-            missing.spare = None
-            missing.put_off(time.monotonic())
-            seat.close()
+        if self._missing.has(seat):
+            self._missing.end(seat)
             return
         if seat.rank in self._group.lost:
             return  # Told before, by another witness.
@@ -304,7 +288,7 @@ class Reformer:
         if self._begun is None:
             self._starts = {}
         began_s = now_s if action.way is Way.RESIZE else self._first_lost_s
-        self._begun = ReformingBegun(began_s, action)
+        self._begun = ReformingBegun(began_s, action, _HUNG_S + action.ready_s)
         _note(self._begun, "plan")
         self.now = ReformingNow(
             number=action.epoch,
@@ -346,16 +330,13 @@ class Reformer:
 
     def _seat(self, rank: int, action: CarryOut) -> bool:
         """A new process in a rank's seat: one that is ready, or else another one."""
-        missing = self._missing.get(rank)
-        if missing is not None and missing.spare is not None:
-            seat, missing.spare = missing.spare, None
-            missing.put_off(time.monotonic())  # Should it die before it serves.
-        else:
+        seat = self._missing.take(rank)
+        if seat is None:
             self._starts[rank] = self._starts.get(rank, 0) + 1
             if self._starts[rank] > _MOST_STARTS:
                 self._end(f"was started {_MOST_STARTS} times and has died each time", [rank])
                 return False
-            stage = _stage_of(self._group.full, rank)
+            stage = stage_of(self._group.full, rank)
             # At once: the others wait for it.
             seat = self._processes.start(rank, self._group.full, stage, proves_ahead=False)
         old = self._processes.seats.pop(rank, None)
@@ -372,6 +353,7 @@ class Reformer:
     def _probe(self, action: ProbeStep) -> None:
         assert self._formation is not None, "the ranks have joined"
         try:
+            # One that hangs in it is killed there, as in any batch.
             found = self._group.probe(self._formation)
         except RanksLostError:
             self._formation.end()  # The others wait in it for those that are gone.
@@ -385,7 +367,7 @@ class Reformer:
         seats = self._processes.seats
         self._processes.settle(action.layout)
         for rank in action.layout.ranks:
-            self._missing.pop(rank, None)
+            self._missing.drop(rank)
         self._note_cost(action)
         self._begun, self.now = None, None
         self._group.serve(self._formation)
@@ -393,11 +375,9 @@ class Reformer:
         for rank in [rank for rank in seats if rank not in action.layout.ranks]:
             seats.pop(rank).close()
             self._group.lost.pop(rank, None)
-        now_s = time.monotonic()
-        for stage, each in enumerate(self._group.full.stages):
-            for rank in each.ranks:
-                if rank not in action.layout.ranks and rank not in self._left:
-                    self._missing.setdefault(rank, _Missing(stage, now_s + _AGAIN_S))
+        for rank in self._group.full.ranks:
+            if rank not in action.layout.ranks and rank not in self._left:
+                self._missing.add(rank, in_s=AGAIN_S)
         self._group.changed()
         self._offer()
 
@@ -440,18 +420,17 @@ class Reformer:
 
     # Back to the full degree.
 
-    def _start_missing(self) -> None:
-        """Start ranks that are missing, once they are due and nothing else is under way."""
-        if self._machine.phase is not ReformingPhase.SERVING:
+    def _look(self) -> None:
+        """In the calm start ranks that are missing and due; else kill those that hang."""
+        begun = self._begun
+        if self._has_ended:
             return
-        now_s = time.monotonic()
-        for rank, missing in self._missing.items():
-            if missing.spare is None and missing.due_s <= now_s:
-                try:
-                    missing.spare = self._processes.start(rank, self._group.full, missing.stage)
-                except (KvrsError, OSError) as error:
-                    log.warning("a rank is not started", extra={"cause": str(error)})
-                    missing.put_off(now_s)
+        if begun is None:
+            self._missing.look()
+        elif begun.is_silent():
+            for rank in sorted(self._machine.awaited):
+                log.error("a rank hangs as the ranks re-form", extra={"rank": rank})
+                self._processes.seats[rank].kill()
 
     def _offer(self) -> None:
         """Let ranks leave that were told to, and then one that is ready join, where nothing else
@@ -459,7 +438,7 @@ class Reformer:
         """
         for rank in sorted(self._left.intersection(self._group.layout.ranks)):
             self._leave(rank)
-        for rank, missing in list(self._missing.items()):
+        for rank, missing in list(self._missing.ranks.items()):
             if self._machine.phase is not ReformingPhase.SERVING:
                 return
             if missing.spare is not None and missing.spare.is_loaded:
@@ -477,7 +456,3 @@ def cells_of(layout: Layout, rank: int, base: int) -> frozenset[Cell]:
     KV head, since a model may have fewer than ranks.
     """
     return frozenset(layout.cells(rank, base)) if rank in layout.ranks else frozenset()
-
-
-def _stage_of(layout: Layout, rank: int) -> int:
-    return next(at for at, stage in enumerate(layout.stages) if rank in stage.ranks)

@@ -35,6 +35,8 @@ class ScriptedSeat:
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, object] = {}
         self.is_loaded = self.is_closed = False
+        self.is_silent = False  # It hangs.
+        self.began_s = time.monotonic()
         self.process = SimpleNamespace(has_ended=False)
 
     def kill(self) -> None:
@@ -85,7 +87,8 @@ class ScriptedProcesses:
 
     def tell(self, told: Iterable[Answered]) -> None:
         for each in told:
-            if not each.seat.process.has_ended:
+            seat: Any = each.seat
+            if not (seat.process.has_ended or seat.is_silent):
                 self.told.put(each)
 
     # What a reformer calls.
@@ -204,7 +207,7 @@ class ScriptedGroup:
 
     def hurry(self, rank: int) -> None:
         """The rank is due now."""
-        self.reformer._missing[rank].due_s = 0.0
+        self.reformer._missing.ranks[rank].due_s = 0.0
         self.processes.told.put(None)
 
     def until_serving(self, *ranks: int) -> None:

@@ -24,6 +24,7 @@ from kvrs.elastic.plans import Move
 from kvrs.elastic.reforming import ReformingPhase, Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.ranks import reformer
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.reformed import Reformed
@@ -96,6 +97,19 @@ def when_moving(
         then()
 
     group.processes.fetch = hooked  # type: ignore[method-assign]
+
+
+def stop_when_moving(group: RankGroup) -> list[int]:
+    """Stop a rank before it is ordered to move anything; its process, once that is done."""
+    stopped: list[int] = []
+
+    def stop(moves: list[Move]) -> None:
+        pid = group.pids[moves[0].target]
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    when_moving(group, before=stop)
+    return stopped
 
 
 def damage(group: RankGroup, move: Move) -> None:
@@ -288,6 +302,22 @@ async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
     assert min(each["degree"] for each in reports) == 1
 
 
+async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended, and what it had is used as of any process that has died; streams have the tokens
+    of one process.
+    """
+    monkeypatch.setattr(reformer, "_HUNG_S", 3.0)
+    alone = await answers_of(tiny_model, {}, [])
+    done: list[Reformed] = []
+
+    through = await answers_of(tiny_model, {"tp": 3}, ["kill_and_stop"], done=done)
+
+    assert through == alone
+    assert (done[0].way, done[0].degree) == (Way.RESHARD, 1)
+
+
 async def test_a_device_without_cells_takes_nothing_from_streams(tiny_model: Path) -> None:
     """There are more ranks than KV heads: streams go on from where they were."""
     alone = await answers_of(tiny_model, {}, [])
@@ -352,6 +382,11 @@ async def answers_of(
                     await leave(client, instance.epoch, rank)
                 elif fault == "kill":
                     os.kill(pid, signal.SIGKILL)
+                elif fault == "kill_and_stop":
+                    hung = stop_when_moving(group)
+                    os.kill(pid, signal.SIGKILL)
+                    while not hung or Path(f"/proc/{hung[0]}").exists() or group.reforming:
+                        await asyncio.sleep(0.01)
                 else:
                     instance.lose_device(rank)
                 while group.pids.get(rank) == pid:

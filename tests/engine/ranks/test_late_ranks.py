@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrs.engine.ranks import group as groups
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
@@ -96,6 +97,57 @@ def test_a_rank_that_hangs_never_runs_again(tiny_model: Path) -> None:
         compute_again(group, worker)
     finally:
         group.close()
+
+
+def test_a_rank_that_hangs_in_the_probe_is_killed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in any batch: by the limit of those that are not predicted."""
+    group, worker = group_of(tiny_model, tp=3), Worker(tiny_model, SETTINGS)
+    monkeypatch.setattr(groups, "UNPREDICTED_S", 3.0)
+    pids, probe = group.pids, group.probe
+
+    def stopping(formation: RankFormation) -> torch.Tensor:
+        monkeypatch.setattr(group, "probe", probe)
+        os.kill(pids[1], signal.SIGSTOP)
+        return probe(formation)
+
+    try:
+        compute_again(group, worker)
+        monkeypatch.setattr(group, "probe", stopping)
+        os.kill(pids[2], signal.SIGKILL)
+        compute_again(group, worker)
+
+        assert not Path(f"/proc/{pids[1]}").exists()
+        assert group.pids[0] == pids[0]
+        assert group.reformer.done[0].degree == 1
+    finally:
+        group.close()
+
+
+def test_no_thread_is_left_of_ranks_that_have_ended(tiny_model: Path) -> None:
+    """Of each that computes there are two: one reads its answers, the other one awaits its end."""
+    before = set(threading.enumerate())
+
+    def of_ranks() -> int:
+        own = set(threading.enumerate()) - before
+        return sum(thread.name.startswith("rank-") for thread in own)
+
+    group = group_of(tiny_model, tp=2)
+    try:
+        for _ in range(3):
+            assert group.reformer.order(1, leaves=True).result() is None
+            until(lambda: group.layout.ranks == (0,) and of_ranks() == 2)
+            assert group.reformer.order(1, leaves=False).result() is None
+            until(lambda: group.layout.ranks == (0, 1) and group.reforming is None)
+        killed = group.pids[1]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: group.pids.get(1) not in (None, killed) and group.layout.ranks == (0, 1))
+        until(lambda: of_ranks() == 4)
+    finally:
+        group.close()  # With time for them to end by themselves.
+
+    assert of_ranks() == 0
 
 
 def test_what_a_late_rank_writes_is_of_its_own_formation(
