@@ -95,7 +95,7 @@ class ProbeEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoomMissing:
-    """There is no memory for what was to be moved, and nothing was."""
+    """There is no memory for what was to be moved, and nothing was; or none for the formation."""
 
     epoch: int
     reason: str
@@ -361,12 +361,15 @@ class Reforming:
         return [Serve(self.epoch, self.layout)]
 
     def _room_missing(self, event: RoomMissing) -> list[Action]:
-        if event.epoch != self.epoch or self.phase is not ReformingPhase.MOVING:
+        if event.epoch != self.epoch or self.phase is ReformingPhase.SERVING:
             return []
         assert self._doing is not None
-        if self._doing.way is not Way.RESIZE:
+        if self._doing.way is not Way.RESIZE or self._doing.plan.after is self.layout:
             return self._give_up(event.reason)
         # Nothing is lost: the ranks serve as before.
+        if self.phase is ReformingPhase.JOINING:
+            self.epoch += 1
+            return self._begin(self._choice(Way.RESIZE, self.layout, frozenset()))
         self.phase, self._doing, self._awaited = ReformingPhase.SERVING, None, {}
         return []
 

@@ -331,6 +331,34 @@ def test_without_room_for_a_change_the_ranks_serve_as_before() -> None:
     assert own.handle(RoomMissing(own.epoch, reason)) == [EndInstance(reason)]
 
 
+def test_without_room_for_a_formation_the_ranks_form_again_as_before() -> None:
+    """Where none was lost, and once; else the instance ends and says how much is missing."""
+    reason = "no room for 9 bytes of shared memory"
+    for event in (RankLeaving(2), RankOffered(7, stage=0)):
+        own = machine()
+        before = own.layout
+        for arrived in [each for began in own.handle(event) for each in answers(began)]:
+            own.handle(arrived)
+        assert own.phase is ReformingPhase.JOINING
+
+        again = own.handle(RoomMissing(own.epoch, reason))
+
+        assert [type(action) for action in again] == [CarryOut, Freeze, FormRanks]
+        assert again[-1] == FormRanks(own.epoch, before)
+        carry_through(own, again)
+        assert own.layout is before
+
+        for arrived in [each for began in own.handle(event) for each in answers(began)]:
+            own.handle(arrived)
+        own.handle(RoomMissing(own.epoch, reason))
+        assert own.handle(RoomMissing(own.epoch, reason)) == [EndInstance(reason)]
+
+    own = machine()
+    for arrived in [each for began in own.handle(LOST) for each in answers(began)]:
+        own.handle(arrived)
+    assert own.handle(RoomMissing(own.epoch, reason)) == [EndInstance(reason)]
+
+
 def test_bytes_of_a_dead_process_do_not_count_for_its_successor() -> None:
     own = machine(min_ranks=4, costs=replace(COSTS, replace_s=30.0))
     first = own.handle(LOST)

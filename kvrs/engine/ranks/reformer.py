@@ -38,6 +38,7 @@ from kvrs.elastic.reforming import (
     Way,
 )
 from kvrs.elastic.speed import shares
+from kvrs.elastic.units import Units
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of
@@ -59,6 +60,7 @@ _HUNG_S = 60.0
 # A rank that starts beside others that compute may take so many times as long as at the start:
 # nothing waits for it.
 _BESIDE_FACTOR = 8.0
+_ENDED = "the ranks do not compute any more; allowed: while they serve"
 _MOST_STARTS = 3  # Of one rank within a re-forming that needs it.
 
 
@@ -150,7 +152,7 @@ class Reformer:
                 told = None
             if self._is_stopping:
                 break
-            if self._has_ended:
+            if self._has_ended and not isinstance(told, RankOrdered):
                 continue
             try:
                 self._take(told)
@@ -180,7 +182,8 @@ class Reformer:
                     carry_out = self._leave if told.leaves else self._have_back
                     # Each of several proxies may order the same.
                     is_done = told.leaves and told.rank in self._left
-                    told.refused.set_result(None if is_done else carry_out(told.rank))
+                    refused = None if is_done or self._has_ended else carry_out(told.rank)
+                    told.refused.set_result(_ENDED if self._has_ended else refused)
             case None:
                 pass  # It is time to look.
 
@@ -192,7 +195,7 @@ class Reformer:
             self._left.add(rank)
             self._missing.drop(rank)
             return None
-        self._measure_room()
+        self._machine.room = _room_of(self._group.layout, self._machine.units)
         if (reason := self._machine.why_it_stays(rank)) is None:
             self._left.add(rank)
             self._handle(RankLeaving(rank))
@@ -213,21 +216,27 @@ class Reformer:
     def _answered(self, seat: RankSeat, answer: Answer) -> None:
         if self._begun is not None:
             self._begun.heard()
+        news: Event | None = None
         try:
             match answer:
                 case Loaded():
                     self._processes.loaded(seat, answer)
-                    self._offer()
                 case Fetched():
                     if self._processes.fetched(seat, answer):
-                        self._handle(UnitArrived(answer.epoch, seat.rank, answer.unit))
+                        news = UnitArrived(answer.epoch, seat.rank, answer.unit)
                 case Joined():
-                    self._handle(RankJoined(answer.epoch, seat.rank))
+                    news = RankJoined(answer.epoch, seat.rank)
                 case Refused():
                     log.error("a rank refuses", extra={"rank": seat.rank, "why": answer.faults})
         except KvrsError as error:
             log.error("a rank cannot be used", extra={"rank": seat.rank, "cause": str(error)})
             seat.kill()
+            return
+        # What comes of it is not the fault of that rank.
+        if news is not None:
+            self._handle(news)
+        elif isinstance(answer, Loaded):
+            self._offer()
 
     def _ended(self, seat: RankSeat) -> None:
         if not self._is_known(seat):
@@ -249,16 +258,9 @@ class Reformer:
         is_kept = seat.rank not in self._group.lost_devices
         if not is_kept:
             self._processes.lose_memory(seat.rank)
-        self._measure_room()
+        self._machine.room = _room_of(self._group.layout, self._machine.units)
         streams = (StreamAtRisk(0.0),) * self._group.streams
         self._handle(RanksLost(frozenset({seat.rank}), is_kept, streams))
-
-    def _measure_room(self) -> None:
-        """Each rank may take its part of what is free beside the most that one has now."""
-        machine, layout = self._machine, self._group.layout
-        most = max(layout.weight_bytes(rank, machine.units) for rank in layout.ranks)
-        each = free_bytes() // len(layout.ranks)
-        machine.room = Room(capacity_bytes=most + each, cell_bytes=0, pages=0)
 
     # What is done.
 
@@ -272,7 +274,7 @@ class Reformer:
                     self._begin(action)
                 case FormRanks():
                     _note(self._begun, "move")
-                    self._formation = self._group.form(action.epoch, action.layout)
+                    self._form(action)
                 case ProbeStep():
                     _note(self._begun, "join")
                     self._probe(action)
@@ -349,6 +351,15 @@ class Reformer:
             if kept:
                 self._processes.attach(rank, kept)
         return True
+
+    def _form(self, action: FormRanks) -> None:
+        try:
+            self._formation = self._group.form(action.epoch, action.layout)
+        except KvrsError as error:
+            log.error("the ranks cannot join", extra={"cause": str(error)})
+            # Those that were to leave stay, and are not let go again and again.
+            self._left.difference_update(self._group.layout.ranks)
+            self._handle(RoomMissing(action.epoch, str(error)))
 
     def _probe(self, action: ProbeStep) -> None:
         assert self._formation is not None, "the ranks have joined"
@@ -442,13 +453,20 @@ class Reformer:
             if self._machine.phase is not ReformingPhase.SERVING:
                 return
             if missing.spare is not None and missing.spare.is_loaded:
-                self._measure_room()
+                self._machine.room = _room_of(self._group.layout, self._machine.units)
                 self._handle(RankOffered(rank, missing.stage))
 
 
 def _note(begun: ReformingBegun | None, part: str) -> None:
     assert begun is not None, "a re-forming has begun"
     begun.note(part)
+
+
+def _room_of(layout: Layout, units: Units) -> Room:
+    """Each rank may take its part of what is free beside the most that one has now."""
+    most = max(layout.weight_bytes(rank, units) for rank in layout.ranks)
+    each = free_bytes() // len(layout.ranks)
+    return Room(capacity_bytes=most + each, cell_bytes=0, pages=0)
 
 
 def cells_of(layout: Layout, rank: int, base: int) -> frozenset[Cell]:

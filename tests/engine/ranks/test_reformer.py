@@ -15,7 +15,7 @@ from kvrs.engine.ranks import missing, reformed, reformer
 from kvrs.engine.ranks.reformed import ReformingBegun
 from kvrs.engine.ranks.seats import Answered
 from kvrs.errors import KvrsError
-from tests.engine.ranks.scripted_ranks import UNITS, ScriptedSeat, scripted
+from tests.engine.ranks.scripted_ranks import UNITS, ScriptedGroup, ScriptedSeat, scripted
 
 ALL = (0, 1, 2, 3)
 
@@ -31,6 +31,20 @@ def then(what: Callable[[], object]) -> Callable[[Any], None]:
         what()
 
     return hook
+
+
+def no_formation(group: ScriptedGroup, times: int) -> None:
+    """So many times there is no memory for one."""
+    form = group.form
+
+    def fail(epoch: int, layout: Layout) -> Any:
+        nonlocal times
+        times -= 1
+        if times >= 0:
+            raise KvrsError("no room for 9 bytes of shared memory")
+        return form(epoch, layout)
+
+    group.form = fail  # type: ignore[method-assign]
 
 
 def test_a_rank_that_is_lost_while_the_others_join_is_done_without_too() -> None:
@@ -151,6 +165,53 @@ def test_without_memory_for_a_rank_that_joins_the_others_serve_on() -> None:
 
         assert group.ended is None
         assert [each.way for each in group.done] == [Way.RESHARD, Way.RESIZE]
+
+
+def test_without_memory_for_a_formation_no_rank_is_blamed() -> None:
+    """After a loss the instance ends and says how much is missing."""
+    with scripted() as group:
+        no_formation(group, times=1)
+        group.lose(3)
+        group.until(lambda: group.ended is not None)
+
+        assert "no room for 9 bytes" in str(group.ended)
+        seats = group.processes.seats
+        assert [rank for rank in ALL if seats[rank].process.has_ended] == [3]
+        assert group.order(2, leaves=True) == (
+            "the ranks do not compute any more; allowed: while they serve"
+        )
+
+
+def test_without_memory_for_a_formation_of_more_the_others_serve_on() -> None:
+    with scripted() as group:
+        first = dict(group.processes.seats)
+        group.processes.hooks["load"] = then(lambda: no_formation(group, times=1))
+        group.lose(3)
+        group.until(lambda: len(group.done) >= 2)
+
+        assert [each.degree for each in group.done[:2]] == [3, 3]
+        group.until(lambda: group.reformer.now is None)
+        group.hurry(3)
+        group.until_serving(*ALL)
+        assert all(group.processes.seats[rank] is first[rank] for rank in (0, 1, 2))
+        assert group.processes.starts == {3: 2}
+        assert group.ended is None
+
+
+def test_without_memory_for_a_formation_of_fewer_a_rank_stays() -> None:
+    """And is not let go again before the next order."""
+    with scripted() as group:
+        no_formation(group, times=1)
+        assert group.order(3, leaves=True) is None
+        group.until(lambda: len(group.done) >= 1)
+        group.until_serving(*ALL)
+
+        assert group.order(9, leaves=True) == "rank: got 9; allowed: 0, 1, 2, 3"
+        assert group.machine.phase is ReformingPhase.SERVING
+        assert [each.degree for each in group.done] == [4]
+        assert group.order(3, leaves=True) is None
+        group.until_serving(0, 1, 2)
+        assert group.ended is None
 
 
 def test_with_fewer_ranks_than_the_least_it_waits_for_the_lost_ones() -> None:
