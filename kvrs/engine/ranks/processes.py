@@ -137,7 +137,10 @@ class RankProcesses:
         coming = self._coming.pop((seat.pid, answer.epoch, answer.unit), None)
         if coming is None:
             return False
+        before = seat.units.get(answer.unit)
         seat.units[answer.unit] = coming.at
+        if before is not None:  # It was ordered again before its first arrival was told.
+            self._replaced(seat.rank, answer.unit, before)
         if coming.is_there:
             self._lent[seat.rank, answer.unit] = coming.source
         self._pass_on(seat, answer, coming.at)
@@ -296,6 +299,14 @@ class RankProcesses:
             if (at := units.pop(unit, None)) is not None:
                 returned.append(at)
         _close_unused(returned, units.values())
+
+    def _replaced(self, rank: int, unit: Unit, before: UnitAt) -> None:
+        used = [at for seat in self.seats.values() for at in seat.units.values()]
+        used += [coming.at for coming in self._coming.values()]
+        if self._lent.pop((rank, unit), None) is None:
+            give_back([before], used)
+        else:
+            _close_unused([before], used)
 
     def attach(self, rank: int, units: dict[Unit, UnitAt]) -> None:
         """Give a new process the memory that an earlier one of its rank has left."""

@@ -178,7 +178,7 @@ class _Rank:
             case Join():
                 (file,) = self._descriptors()
                 assert self._loaded is not None, "weights are there first"
-                self._epoch = order.epoch
+                self._epoch = self._loaded.fetching = order.epoch
                 self._worker = self._loaded.worker(order, _mapped(file))
                 self._answer(Joined(order.epoch))
             case Compute():
@@ -248,7 +248,7 @@ class _Loaded:
         self._unit_blocks = UnitBlocks(self._config, self._weights)
         self._blocks: dict[Unit, UnitBlock] = {}
         self._proofs = Proofs()  # Of all formations: most shapes are those of the one before.
-        self.fetching = 0  # The epoch of the newest order.
+        self.fetching = 0  # The epoch of the newest order; what an older one was to bring is not.
         with torch.inference_mode():
             self._common = read_decoder(self._config, self._weights, positions, device, nothing)
             check_attention(self._config, settings.page_size_tokens, device)
@@ -325,7 +325,8 @@ class _Loaded:
         layout, stages = order.layout, range(*order.stages)
         share = Share.of(layout, self._rank)
         held = layout.held(self._rank)
-        self._blocks = {unit: block for unit, block in self._blocks.items() if unit in held}
+        # An older order may still bring a unit meanwhile, of which nothing is wanted any more.
+        self._blocks = {unit: self._blocks[unit] for unit in held if unit in self._blocks}
         areas = Areas.of(
             layout,
             stages,

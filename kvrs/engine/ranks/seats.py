@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from kvrs.elastic.units import Unit
@@ -128,19 +128,18 @@ class RankSeat:
         self.began_s = time.monotonic()
         self._sending = threading.Lock()
         self.lives = Shared.make("kvrs-life", Life.BYTES)
-        self._life = Life(self.lives.memory, 0)
-        self._life.prepare()
-        self._pair, theirs = socket.socketpair()
-        timeout = struct.pack("@ll", int(_ORDER_TIMEOUT_S), 0)
-        self._pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._answers = Receiver(self._pair, Answer)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.lives.close)
+            self._life = Life(self.lives.memory, 0)
+            self._life.prepare()
+            self._pair, theirs = socket.socketpair()
+            undo.enter_context(self._pair)
+            timeout = struct.pack("@ll", int(_ORDER_TIMEOUT_S), 0)
+            self._pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self._answers = Receiver(self._pair, Answer)
             with theirs:
                 self.process = nursery.adopt(theirs)
-        except BaseException:
-            self._pair.close()
-            self.lives.close()
-            raise
+            undo.pop_all()
         self._threads = [self._run(self._read)]
 
     @property
