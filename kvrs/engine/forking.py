@@ -67,6 +67,7 @@ class Nursery:
                     self._line.settimeout(_FORK_S)
                     if answer := self._line.recv(_MAX_MESSAGE_BYTES):
                         return AdoptedChild(int(answer))
+                self.close()  # What it may still answer would be taken for the next child.
         raise KvrsError("no process could be forked")
 
     def close(self) -> None:
@@ -123,10 +124,18 @@ class AdoptedChild:
 
     def wait(self, patience_s: float | None = None) -> bool:
         """Whether it has ended, at the latest after so long; None: it will."""
-        if not self.poll():
+        if self.poll():
+            return True
+        with self._one:
+            if self.has_ended:
+                return True
+            handle = os.dup(self._handle)  # Another thread may close it meanwhile.
+        try:
             ended = select.poll()
-            ended.register(self._handle, select.POLLIN)
+            ended.register(handle, select.POLLIN)
             ended.poll(None if patience_s is None else 1000 * patience_s)
+        finally:
+            os.close(handle)
         return self.poll()
 
     def kill(self) -> None:

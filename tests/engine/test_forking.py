@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrs.engine import forking
 from kvrs.engine.forking import AdoptedChild, Nursery
 
 pytestmark = pytest.mark.process
@@ -63,14 +65,7 @@ def test_a_child_is_killed_and_buried(nursery: Nursery) -> None:
 
 def test_a_nursery_that_has_ended_is_made_again_and_its_children_stay(nursery: Nursery) -> None:
     first, line = adopted(nursery)
-    (made,) = (
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit()
-        and int(entry.name) not in (first.pid, os.getpid())
-        and b"tests.engine.forked_echo\0" + str(os.getpid()).encode() in _command(entry)
-    )
-    os.kill(made, signal.SIGKILL)
+    os.kill(_nursery_beside(first), signal.SIGKILL)
 
     second, other = adopted(nursery)
 
@@ -80,6 +75,54 @@ def test_a_nursery_that_has_ended_is_made_again_and_its_children_stay(nursery: N
     for child in (first, second):
         assert child.wait()
         child.close()
+
+
+def test_a_nursery_that_hangs_is_made_again(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended: its late answer would be taken for that to the next request."""
+    monkeypatch.setattr(forking, "_FORK_S", 5.0)
+    first, line = adopted(nursery)
+    stopped = _nursery_beside(first)
+    os.kill(stopped, signal.SIGSTOP)
+
+    second, other = adopted(nursery)
+
+    with line, other:
+        assert not Path(f"/proc/{stopped}").exists()
+        assert int(other.recv(100)) == os.getpid()
+    for child in (first, second):
+        assert child.wait()
+        child.close()
+
+
+def test_a_child_may_be_buried_while_another_thread_waits_for_it(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment: what it waits with is not the handle that is given back."""
+    child, line = adopted(nursery)
+    poll = select.poll
+
+    def bury_first() -> "select.poll":
+        monkeypatch.setattr(select, "poll", poll)
+        child.close()
+        return poll()
+
+    monkeypatch.setattr(select, "poll", bury_first)
+
+    with line:
+        assert child.wait()
+
+
+def _nursery_beside(child: AdoptedChild) -> int:
+    (made,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and int(entry.name) not in (child.pid, os.getpid())
+        and b"tests.engine.forked_echo\0" + str(os.getpid()).encode() in _command(entry)
+    )
+    return made
 
 
 def _command(entry: Path) -> bytes:
