@@ -70,6 +70,12 @@ def files(directory: StoreDirectory) -> set[str]:
     return {name for name in directory.names() if name != SOCKET}
 
 
+def open_files(directory: StoreDirectory) -> list[str]:
+    """Of the directory, in this process."""
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return [link for link in links if link.startswith(f"{directory.path.resolve()}/memory-")]
+
+
 def test_memory_is_zero_at_first_and_found_again(directory: StoreDirectory) -> None:
     """By the next process of the instance, not by another instance."""
     with serving(directory):
@@ -198,8 +204,10 @@ def test_a_file_that_others_may_open_is_refused_by_name(directory: StoreDirector
         with memory(directory, 1):
             pass
         os.chmod(directory.path / "memory-e0-1.1", 0o644)
+        before = open_files(directory)
         with pytest.raises(AnchorError, match=r"memory-e0-1\.1 in .*others may use it"):
             client(directory).memory(E0, 2, KIND, SIZES)
+        assert open_files(directory) == before == []
 
 
 def test_the_next_agent_finds_memory_and_processes_again(directory: StoreDirectory) -> None:

@@ -135,9 +135,10 @@ class Regions:
     ) -> list[int] | None:
         names = sorted(names, key=lambda name: name.index)
         with ExitStack() as opened:
-            fds = [self._open(str(name), os.O_RDWR) for name in names]
-            for fd in fds:
-                opened.callback(os.close, fd)
+            fds = []
+            for name in names:
+                fds.append(self._open(str(name), os.O_RDWR))
+                opened.callback(os.close, fds[-1])
             header = read_header(os.pread(fds[0], HEADER_BYTES, 0))
             is_late = header is not None and header.epoch > epoch
             is_free = not is_late and _lock_all(fds)
