@@ -37,6 +37,7 @@ from kvrs.engine.ranks.wire import (
     Load,
     Loaded,
     Order,
+    Settle,
     UnitMove,
     UnitPlace,
 )
@@ -282,6 +283,7 @@ class RankProcesses:
         for rank, own in held.items():
             seat = self.seats[rank]
             seat.release([unit for unit in seat.units if unit not in own])
+            _order(seat, Settle(), [])
 
     def lose_memory(self, rank: int) -> None:
         """Of a rank that is lost with its device; what it had from others stays theirs."""

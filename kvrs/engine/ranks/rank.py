@@ -53,6 +53,7 @@ from kvrs.engine.ranks.wire import (
     RankGoneError,
     Receiver,
     Refused,
+    Settle,
     UnitMove,
     chunks_of,
     encode,
@@ -181,6 +182,9 @@ class _Rank:
                 self._epoch = self._loaded.fetching = order.epoch
                 self._worker = self._loaded.worker(order, _mapped(file))
                 self._answer(Joined(order.epoch))
+            case Settle():
+                assert self._loaded is not None, "weights are there first"
+                self._loaded.settle()
             case Compute():
                 self._compute(order)
             case _:
@@ -247,6 +251,7 @@ class _Loaded:
         self._weights = Weights(directory)
         self._unit_blocks = UnitBlocks(self._config, self._weights)
         self._blocks: dict[Unit, UnitBlock] = {}
+        self._held: frozenset[Unit] = frozenset()  # By the layout of the last formation.
         self._proofs = Proofs()  # Of all formations: most shapes are those of the one before.
         self.fetching = 0  # The epoch of the newest order; what an older one was to bring is not.
         with torch.inference_mode():
@@ -321,12 +326,15 @@ class _Loaded:
             block = self._unit_blocks.block(place.unit, memory, place.offset)
             self._blocks[place.unit] = block
 
+    def settle(self) -> None:
+        """Keep what the layout of the last formation gives this rank."""
+        # An older order may still bring a unit meanwhile, of which nothing is wanted any more.
+        self._blocks = {unit: self._blocks[unit] for unit in self._held if unit in self._blocks}
+
     def worker(self, order: Join, memory: mmap.mmap) -> ShareWorker:
         layout, stages = order.layout, range(*order.stages)
         share = Share.of(layout, self._rank)
-        held = layout.held(self._rank)
-        # An older order may still bring a unit meanwhile, of which nothing is wanted any more.
-        self._blocks = {unit: self._blocks[unit] for unit in held if unit in self._blocks}
+        self._held = layout.held(self._rank)
         areas = Areas.of(
             layout,
             stages,

@@ -78,6 +78,12 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     stages: tuple[int, int]  # [first, end): their cells and rows are in memory of this node.
 
 
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    """The last formation serves: what its layout does not give this rank is gone. Until then a
+    further loss may lead back to an earlier layout.
+    """
+
+
 class WireChunk(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Sequence[int]
     first_position: int
@@ -94,7 +100,7 @@ class Compute(msgspec.Struct, frozen=True, tag="compute"):
     chunks: list[WireChunk]
 
 
-Order = Load | FetchUnits | Attach | Join | Compute
+Order = Load | FetchUnits | Attach | Join | Settle | Compute
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

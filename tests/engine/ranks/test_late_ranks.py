@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrs.elastic.layouts import Layout
 from kvrs.engine.ranks import group as groups
+from kvrs.engine.ranks import reformer
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
@@ -121,6 +123,35 @@ def test_a_rank_that_hangs_in_the_probe_is_killed(
         assert not Path(f"/proc/{pids[1]}").exists()
         assert group.pids[0] == pids[0]
         assert group.reformer.done[0].degree == 1
+    finally:
+        group.close()
+
+
+def test_ranks_that_have_joined_in_vain_keep_what_they_had(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that comes back hangs as all join: the others serve as before, and have what that one
+    was to compute.
+    """
+    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
+    monkeypatch.setattr(reformer, "_HUNG_S", 3.0)
+    first, form = group.pids, group.form
+
+    def stopping(epoch: int, layout: Layout) -> RankFormation:
+        if len(layout.ranks) == 2:
+            monkeypatch.setattr(group, "form", form)
+            os.kill(group.pids[1], signal.SIGSTOP)
+        return form(epoch, layout)
+
+    try:
+        compute_again(group, worker)
+        monkeypatch.setattr(group, "form", stopping)
+        os.kill(first[1], signal.SIGKILL)
+        until(lambda: len(group.reformer.done) >= 2)
+        compute_again(group, worker)
+
+        assert [each.degree for each in group.reformer.done[:2]] == [1, 1]
+        assert group.pids[0] == first[0]
     finally:
         group.close()
 

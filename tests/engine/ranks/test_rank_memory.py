@@ -28,7 +28,16 @@ from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.processes import RankProcesses
 from kvrs.engine.ranks.rank import _Loaded, _Rank
 from kvrs.engine.ranks.seats import RankSeat, Shared, UnitAt
-from kvrs.engine.ranks.wire import Attach, Fetched, FetchUnits, Join, Load, UnitMove, UnitPlace
+from kvrs.engine.ranks.wire import (
+    Attach,
+    Fetched,
+    FetchUnits,
+    Join,
+    Load,
+    Settle,
+    UnitMove,
+    UnitPlace,
+)
 from kvrs.engine.worker import geometry_of
 
 pytestmark = pytest.mark.engine
@@ -116,7 +125,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_descriptor(
     assert len(descriptors("kvrs-life")) == before
 
 
-def test_a_unit_that_comes_late_disturbs_no_rank_that_joins(
+def test_a_unit_that_comes_late_disturbs_no_rank_that_settles(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Units are moved by a thread of its own, which may still be at one of an older order."""
@@ -172,7 +181,8 @@ def test_a_unit_that_comes_late_disturbs_no_rank_that_joins(
             rank = _Rank(theirs)
             rank._loaded, rank._orders.descriptors = loaded, [os.memfd_create("formation")]
             os.ftruncate(rank._orders.descriptors[0], areas.size_bytes)
-            rank._obey(Join(2, layout, (0, 1)))
+            for obeyed in (Join(2, layout, (0, 1)), Settle()):
+                rank._obey(obeyed)
         assert loaded._blocks.keys() - {late} == set(own)
         older = FetchUnits(1, [UnitMove(own[0], 0, 0, 0, 0)], {})
         assert list(loaded.fetch(older, [memory])) == [], "nothing more is moved for it"
