@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-_PATIENCE_S = 60.0
+_PATIENCE_S = 180.0
 
 
 class Page:
@@ -47,8 +47,10 @@ class Page:
             self.errors.append(json.dumps(params))
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of an expression of JavaScript."""
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """The value of an expression of JavaScript; of a promise what it is fulfilled with."""
+        found = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvrs.control import silence
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted_model import save_tokenizer
 
@@ -19,10 +20,26 @@ platform.processor()
 
 ProxyClusterBuilder = Callable[..., Awaitable[ProxyCluster]]
 
+_SHORTEST_SILENCE_S = silence.SHORTEST_SILENCE_S
+
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The event loop that the product runs the proxy on."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that wait at a gate are not to be taken for silent ones, however long a busy machine
+    takes for what happens meanwhile.
+    """
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
+
+
+@pytest.fixture
+def quick_suspicion(monkeypatch: pytest.MonkeyPatch, _patient: None) -> None:
+    """Silence is noticed as soon as in the product: for tests of what is silent, or only slow."""
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", _SHORTEST_SILENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ class Reader:
 
     async def read_all(self, proxy: int) -> None:
         """From one proxy to the next until all has come."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(5 * WITHIN_S):
             while not self.done:
                 await self.read(proxy % len(self.group.proxies))
                 proxy += 1

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.test_proxy_process import REQUEST, process
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
@@ -36,7 +36,7 @@ def is_whole(events: bytes) -> bool:
 
 
 async def until_running(system: ProxyCluster, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         while sum(one.running for one in system.instances.values()) < count:
             await asyncio.sleep(0.01)
 
@@ -88,7 +88,7 @@ async def test_a_lack_of_descriptors_is_a_wait(build: ProxyClusterBuilder, tmp_p
     """A connection that the proxy itself cannot make is no failure of the instance, nor is the
     silence meanwhile.
     """
-    system, gap_s = await build(), 0.5
+    system, gap_s = await build(), 1.5
     async with (
         process(system, tmp_path, token_gap_s=gap_s) as (proxy, url),
         aiohttp.ClientSession() as http,
@@ -101,7 +101,7 @@ async def test_a_lack_of_descriptors_is_a_wait(build: ProxyClusterBuilder, tmp_p
         resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE, (3, hard))
         asking = asyncio.create_task(whole(http, url))
         logged = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             while b"descriptor" not in logged and b"Too many open files" not in logged:
                 logged += await proxy.stderr.readline()
         await asyncio.sleep(3 * gap_s)

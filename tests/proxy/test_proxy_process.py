@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import SECRET
 from tests.sse import events_of
 
@@ -61,7 +61,7 @@ async def process_of(
     config: Path, python: Sequence[str] = (sys.executable,)
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     async with started_process(config, python) as started:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             assert started.stderr is not None
             while (
                 port := re.search(rb"proxy ready port=(\d+)", await started.stderr.readline())
@@ -121,7 +121,7 @@ async def until_logged(proxy: asyncio.subprocess.Process, words: bytes) -> bytes
     """The log up to the line with these words."""
     assert proxy.stderr is not None
     logged = b""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         while words not in logged:
             line = await proxy.stderr.readline()
             assert line, f"the proxy ended with {await proxy.wait()}"
@@ -200,7 +200,7 @@ async def test_a_signal_while_a_proxy_starts_does_not_end_it(
         started_process(config_of(system, tmp_path)) as proxy,
         aiohttp.ClientSession() as http,
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             while not is_importing(proxy.pid):
                 await asyncio.sleep(0.001)
         proxy.send_signal(number)

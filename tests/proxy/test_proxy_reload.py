@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from kvrs.config.file import Config, config_digest, load_config, parse_config
-from kvrs.control import silence
 from kvrs.errors import ConfigError
 from kvrs.policy.event_log import LogEntry, read, rerun
 from kvrs.policy.model.events import SettingsReloaded
@@ -23,12 +22,6 @@ from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 from tests.proxy.test_proxy_process import REQUEST, config_of, process_of, until_logged
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that wait at a gate are not to be taken for silent ones."""
-    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
 
 
 class ConfigFile:

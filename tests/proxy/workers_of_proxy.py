@@ -14,10 +14,8 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import SECRET
-
-_END_S = 30.0
 
 
 @dataclass
@@ -71,7 +69,7 @@ class WorkersOfProxy:
 
     async def until_up(self) -> None:
         """Wait until all workers are up, and know each other."""
-        async with asyncio.timeout(_END_S):
+        async with asyncio.timeout(WITHIN_S):
             while True:
                 row = await self.proxy_row()
                 states = {each["state"] for each in row["workers"]} | {*row["peers"].values()}
@@ -80,7 +78,7 @@ class WorkersOfProxy:
                 await asyncio.sleep(0.02)
 
     async def until_logged(self, words: bytes) -> bytes:
-        async with asyncio.timeout(_END_S):
+        async with asyncio.timeout(WITHIN_S):
             while not any(words in line for line in self.log):
                 assert self.process.returncode is None, b"".join(self.log)
                 await asyncio.sleep(0.01)

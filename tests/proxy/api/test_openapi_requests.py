@@ -24,6 +24,7 @@ from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET
 from tests.free_ports import free_ports
+from tests.proxy.proxy_cluster import WITHIN_S
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 
@@ -57,8 +58,8 @@ async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
         await proxy.start()
         stack.push_async_callback(proxy.close)
         ready = f"http://127.0.0.1:{proxy.port}/readyz"
-        async with asyncio.timeout(20):
-            while (await asyncio.to_thread(requests.get, ready, timeout=5)).status_code != 200:
+        async with asyncio.timeout(WITHIN_S):
+            while (await asyncio.to_thread(requests.get, ready, timeout=60)).status_code != 200:
                 await asyncio.sleep(0.02)
         yield proxy
 
@@ -90,7 +91,7 @@ def statuses(url: str, operation: Any, mode: schemathesis.GenerationMode) -> Cou
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case[Any]) -> None:
-        answer = case.call(base_url=url, timeout=30)
+        answer = case.call(base_url=url, timeout=60)
         found[answer.status_code] += 1
         case.validate_response(answer, excluded_checks=NOT_CHECKED)
 
@@ -132,13 +133,13 @@ async def test_other_methods_and_media_types_are_answered_as_documented(proxy: P
 
     def ask() -> None:
         for url in urls(proxy):
-            paths = requests.get(f"{url}/openapi.json", timeout=5).json()["paths"]
+            paths = requests.get(f"{url}/openapi.json", timeout=60).json()["paths"]
             for template, item in paths.items():
                 path = template.replace("{", "").replace("}", "")
                 for method in METHODS:
                     if method.lower() in item:
                         continue
-                    answer = requests.request(method, url + path, timeout=5)
+                    answer = requests.request(method, url + path, timeout=60)
                     assert answer.status_code == 405, (method, path)
                     allowed = set(answer.headers["Allow"].lower().split(","))
                     assert allowed - {"head"} == item.keys() - {"parameters"}, path
@@ -152,11 +153,11 @@ async def test_other_methods_and_media_types_are_answered_as_documented(proxy: P
                         b'{"prompt": "a", "max_tokens": 1}',
                     ):
                         headers = {"Content-Type": media_type}
-                        answer = requests.post(url + path, data=body, headers=headers, timeout=5)
+                        answer = requests.post(url + path, data=body, headers=headers, timeout=60)
                         assert answer.status_code < 500, (path, media_type, body)
                         if answer.status_code != 200:
                             _check_error(answer)
-            answer = requests.get(f"{url}/no/such/path", timeout=5)
+            answer = requests.get(f"{url}/no/such/path", timeout=60)
             assert answer.status_code == 404
             _check_error(answer)
 

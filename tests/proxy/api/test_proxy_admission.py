@@ -43,8 +43,14 @@ async def test_a_client_that_fills_the_queues_leaves_others_their_share(
     long = {"prompt": [1] * 3000, "max_tokens": 1}
 
     asked = [asyncio.create_task(system.ask(long)) for _ in range(40)]
-    done, waiting = await asyncio.wait(asked, timeout=2.0)
-    statuses = {task.result()[0] for task in done}
+
+    async def all_decided() -> bool:
+        refused = sum(task.done() for task in asked)
+        return refused + len(system.instances["p0"].completions) == len(asked)
+
+    await system.until(all_decided)
+    waiting = [task for task in asked if not task.done()]
+    statuses = {task.result()[0] for task in asked if task.done()}
     system.script.prefill_gate.set()
     served = [status for status, _ in await asyncio.gather(*waiting)]
 

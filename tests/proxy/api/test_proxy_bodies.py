@@ -14,14 +14,14 @@ import pytest
 
 from kvrs.proxy.wire.requests import ParsedRequest
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import Fault
 from tests.proxy.test_proxy_process import process
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
 KIB = 1 << 10
-SMALL = {"max_body_bytes": 100 * KIB, "body_budget_bytes": 400 * KIB}
+SMALL = {"max_body_bytes": 100 * KIB, "body_budget_bytes": 400 * KIB, "body_timeout_s": WITHIN_S}
 
 
 @asynccontextmanager
@@ -93,11 +93,10 @@ async def test_a_body_without_a_length_is_counted_as_it_arrives(build: ProxyClus
     async with unfinished(system.proxy.port, 2, 90 * KIB, None):
         await until_held(system, 180 * KIB)
 
-        async with (
-            unfinished(system.proxy.port, 1, 99 * KIB, None),
-            unfinished(system.proxy.port, 1, 90 * KIB, None) as (refused,),
-        ):
-            line = await refused.readline()
+        async with unfinished(system.proxy.port, 1, 99 * KIB, None):
+            await until_held(system, 279 * KIB)
+            async with unfinished(system.proxy.port, 1, 90 * KIB, None) as (refused,):
+                line = await refused.readline()
 
     assert line.startswith(b"HTTP/1.1 503 ")
     await until_held(system, 0)
@@ -127,7 +126,7 @@ async def test_memory_of_unfinished_bodies_is_bounded(
     async with (
         process(system, tmp_path, max_body_bytes=size, body_budget_bytes=budget) as (proxy, url),
         aiohttp.ClientSession() as http,
-        asyncio.timeout(20),
+        asyncio.timeout(WITHIN_S),
     ):
         port = int(url.split(":")[2].split("/")[0])
         async with http.post(url, json={"prompt": [1], "max_tokens": 1}) as answer:
@@ -157,7 +156,7 @@ async def test_an_open_request_is_kept_as_bytes(build: ProxyClusterBuilder, tmp_
     async with (
         process(system, tmp_path) as (proxy, url),
         aiohttp.ClientSession() as http,
-        asyncio.timeout(20),
+        asyncio.timeout(WITHIN_S),
     ):
         first = await http.post(url, data=BytesIO(body), headers=headers)
         await first.content.readuntil(b"\n\n")

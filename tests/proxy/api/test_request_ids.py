@@ -8,7 +8,7 @@ import pytest
 from multidict import CIMultiDict
 
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import Fault
 
 pytestmark = pytest.mark.network
@@ -182,7 +182,7 @@ async def test_lines_of_the_access_log_are_written_together_soon_after(
     caplog.set_level(logging.INFO, logger="kvrs.access")
 
     await asyncio.gather(*(system.ask(ASKED) for _ in range(5)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         while not [record for record in caplog.records if record.name == "kvrs.access"]:
             await asyncio.sleep(0.01)
     await system.proxy.close()

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scenarios import SCENARIOS
 from tests.proxy.scripted import Fault
 
@@ -194,7 +194,7 @@ async def test_a_failure_is_a_status_at_first_and_an_event_later(
         with pytest.raises(openai.BadRequestError):
             await client.responses.create(**asked("latin"), stream=stream)
     begun = await client.responses.create(**asked("latin"), background=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while (found := await client.responses.retrieve(begun.id)).status != "failed":
             await asyncio.sleep(0.01)
 

@@ -12,6 +12,7 @@ import termios
 import pytest
 
 from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import WITHIN_S
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 
@@ -65,7 +66,7 @@ async def test_it_follows_the_cluster_in_a_small_terminal_until_q(
         await system.proxy.close()
         await until(shown, b"asked again every second")
         os.write(controller, b"q")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             status = await running.wait()
     finally:
         asyncio.get_running_loop().remove_reader(controller)
@@ -88,6 +89,6 @@ def read(controller: int) -> bytes:
 
 
 async def until(shown: bytearray, words: bytes) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WITHIN_S):
         while words not in shown:
             await asyncio.sleep(0.02)

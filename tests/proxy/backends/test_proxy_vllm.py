@@ -77,7 +77,7 @@ async def test_every_death_at_every_place_gives_the_same_ids(
 
 
 async def test_200_with_nothing_and_silence_are_deaths_too(vllms: Builder) -> None:
-    system = await vllms(proxy={"token_gap_s": 0.2})
+    system = await vllms(proxy={"token_gap_s": 0.5})
 
     system.shared.faults = {0: Fault.EMPTY}
     assert await system.ids() == expected_ids(PROMPT, TOKENS)

@@ -10,7 +10,6 @@ import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.control import silence
 from kvrs.names import all_addresses
 from kvrs.proxy.fleet import services
 from kvrs.proxy.server import Proxy
@@ -67,8 +66,6 @@ class _Named(Vllms):
 @pytest.fixture
 async def named(vllm_model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[_Named]:
     """One prefill and two decode servers; the names have no address yet."""
-    # Streams that wait at a gate are not to be taken for silent ones.
-    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
     monkeypatch.setattr(services, "LOOK_UP_S", 0.05)
     async with AsyncExitStack() as stack:
         shared, servers = VllmScript(), dict[str, ScriptedVllm]()
@@ -209,7 +206,7 @@ async def test_all_workers_and_their_supervisor_look_names_up(
         workers = await stack.enter_async_context(
             open_workers(named, tmp_path, cluster=cluster, profiles=profiles)
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not {"prefill-127.0.0.1", "decode-127.0.0.1"} <= await _up(workers):
                 await asyncio.sleep(0.02)
         status, answer = await workers.admin("/kvrs/v1/instances/decode-127.0.0.1", "DELETE")

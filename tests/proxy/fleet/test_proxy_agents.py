@@ -200,7 +200,7 @@ async def test_reservations_are_renewed_and_given_back_at_once(build: ProxyClust
     """In batches, as at instances; but room in an agent is scarce, so an end is told without
     waiting for a renewal.
     """
-    system = await build(backup=REMOTE, transfer={"lease_s": 0.6})
+    system = await build(backup=REMOTE, transfer={"lease_s": 1.5})
     asked, rows = await held_open(system, count=4)
     streams = {row["id"] for row in rows}
     agents = system.agents.values()

@@ -8,22 +8,15 @@ import msgspec
 import pytest
 
 from kvrs.config.file import Config
-from kvrs.control import silence
 from kvrs.proxy import server
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.records import Record
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.multi_proxy_cluster import open_proxy_group
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 
 pytestmark = pytest.mark.network
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that wait at a gate are not to be taken for silent ones."""
-    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
 
 
 async def test_streams_leave_an_instance_that_drains(build: ProxyClusterBuilder) -> None:
@@ -67,18 +60,18 @@ async def test_the_only_one_of_its_kind_keeps_its_streams_until_another_one_come
 
 async def test_a_proxy_without_a_peer_does_not_hand_over_its_streams() -> None:
     """A stream with a key that cannot be resumed anywhere may run to its end like any other."""
-    async with open_proxy_group(2, proxy={"drain_s": 30.0}) as group:
+    async with open_proxy_group(2, proxy={"drain_s": WITHIN_S}) as group:
         gate = group.system.script.gate = asyncio.Event()
         group.system.script.gate_at = 3
         await group.kill(1)
         mirror = group.proxy(0)._mirror
         assert mirror is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while mirror.peers.live:
                 await asyncio.sleep(0.005)
         reader = group.reader()
         reading = asyncio.create_task(reader.read(0))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while len(reader.events) < 3:
                 await asyncio.sleep(0.005)
 

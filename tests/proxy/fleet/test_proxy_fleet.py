@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from kvrs.config.file import Config, load_config
-from kvrs.control import silence
 from kvrs.protocol.instance import Role
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import Scripted
 from tests.proxy.scripted_agent import ScriptedAgent
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
@@ -24,12 +23,6 @@ from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
 pytestmark = [pytest.mark.network, pytest.mark.process]
 
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams that wait at a gate are not to be taken for silent ones."""
-    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
 
 
 @asynccontextmanager
@@ -272,7 +265,7 @@ async def test_every_worker_has_the_instances_of_its_proxy(
 
 async def _until_all(proxy: WorkersOfProxy, wanted: set[str]) -> None:
     """Until all workers have these instances, all up."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WITHIN_S):
         while True:
             rows = (await proxy.state())["policy"]["workers"]
             names = [{row["id"] for row in each["instances"]} for each in rows]

@@ -99,6 +99,7 @@ async def links() -> AsyncIterator[Callable[..., Link]]:
         yield make
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 async def test_a_slow_link_costs_no_stream(
     build: ProxyClusterBuilder, links: Callable[..., Link]
 ) -> None:

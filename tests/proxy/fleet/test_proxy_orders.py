@@ -10,6 +10,7 @@ from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
 from tests.proxy.fleet.test_proxy_fleet import further
 from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scripted import SECRET
 
 pytestmark = pytest.mark.network
@@ -76,7 +77,7 @@ async def test_what_cannot_be_removed_yet_elsewhere_is_removed_later() -> None:
 
         assert await _change(group, 0, "DELETE", "instances/d0") == 200
         await _until_up(group, (0,), {"p0", "p1", "d1"})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             while not group.proxy(1).reloads.orders.shown():
                 await asyncio.sleep(0.005)
         kept = set(_instances(group, 1))
@@ -95,19 +96,19 @@ async def test_what_cannot_be_carried_out_keeps_nothing_else_from_it() -> None:
         drains.begin(InstanceId("d1"), 3600.0, driver.clock())  # Not by an order: here only.
 
         assert await _change(group, 0, "DELETE", "instances/d0") == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             while "d0" not in reloads.orders.aside:
                 await asyncio.sleep(0.005)
         reloaded = await group.proxy(1).reload()
         shown = await _state(group, 1)
         assert await _change(group, 0, "POST", "instances", row) == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             while "d9" not in _instances(group, 1):
                 await asyncio.sleep(0.005)
         meanwhile = {*_instances(group, 1)}
         drains.end(InstanceId("d1"), driver.clock())
         await _until_up(group, (0, 1), {"p0", "p1", "d1", "d9"})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             while reloads.orders.aside:
                 await asyncio.sleep(0.005)
 
@@ -143,7 +144,7 @@ def _instances(group: MultiProxyCluster, proxy: int) -> dict[InstanceId, Health]
 
 
 async def _until_up(group: MultiProxyCluster, proxies: tuple[int, ...], names: set[str]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         for proxy in proxies:
             while _instances(group, proxy) != dict.fromkeys(names, Health.UP):
                 await asyncio.sleep(0.005)
@@ -165,6 +166,6 @@ def _drained(group: MultiProxyCluster, proxy: int) -> list[Any]:
 async def _until_drained(
     group: MultiProxyCluster, proxies: tuple[int, ...], names: list[str]
 ) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         while any(_drained(group, proxy) != names for proxy in proxies):
             await asyncio.sleep(0.005)

@@ -276,8 +276,11 @@ async def test_a_transfer_that_breaks_gives_its_slot_back(build: ProxyClusterBui
     assert [target for target, _ in asked_of(system.agents["agent-n2"])] == ["d2"]
 
 
-async def test_a_proxy_that_ends_gives_its_slots_back(build: ProxyClusterBuilder) -> None:
+async def test_a_proxy_that_ends_gives_its_slots_back(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others need not wait for its lease to run out."""
+    monkeypatch.setattr(sender, "_CLOSE_TIMEOUT_S", 60.0)
     system, asked = await victims(build, 2)
     agent = system.agents["agent-n1"]
     await system.instances["d0"].kill()

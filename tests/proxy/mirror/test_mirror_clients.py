@@ -28,6 +28,7 @@ from kvrs.proxy.streams.live import Failed
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.requests import COMPLETIONS, read
+from tests.proxy.proxy_cluster import WITHIN_S
 
 S = StreamId("ab")
 
@@ -212,7 +213,7 @@ async def test_a_long_record_is_sent_to_its_client_in_pieces(after: int) -> None
     client = Client()
     keyed = keyed_stream(client, 5000, [], after)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await keyed.finish([])
     keyed.close()
 
@@ -225,7 +226,7 @@ async def test_an_internal_error_while_writing_ends_the_stream() -> None:
     stopped: list[Failed] = []
     keyed = keyed_stream(Client(ZeroDivisionError()), 3, stopped)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await keyed.finish([])
 
     assert [keyed.failure] == stopped

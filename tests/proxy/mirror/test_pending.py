@@ -1,10 +1,23 @@
-"""What goes to a peer when: no clock is asserted, but the order and the company."""
+"""What goes to a peer when: the order and the company, in virtual time."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from kvrs.proxy.mirror.pending import Pending
+from tests.virtual_time import run_virtually
+
+
+def virtually(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test, in virtual time."""
+
+    def run() -> None:
+        run_virtually(work())
+
+    run.__name__, run.__doc__ = work.__name__, work.__doc__
+    return run
 
 
 async def next_of(pending: Pending[str]) -> tuple[bool, list[str]]:
@@ -13,6 +26,7 @@ async def next_of(pending: Pending[str]) -> tuple[bool, list[str]]:
     return is_all, list(pending.take(urgent_only=not is_all))
 
 
+@virtually
 async def test_an_urgent_stream_goes_alone_and_the_others_when_the_first_is_due() -> None:
     """A client that waits for the mirror does not hurry what others have gathered; and what has
     gone does not go again.
@@ -34,6 +48,7 @@ async def test_an_urgent_stream_goes_alone_and_the_others_when_the_first_is_due(
             await pending.next()
 
 
+@virtually
 async def test_what_is_hurried_or_due_is_not_kept_waiting_by_what_is_urgent() -> None:
     """Where every stream is urgent, copies of records go too."""
     pending = Pending[str]()
@@ -44,6 +59,7 @@ async def test_what_is_hurried_or_due_is_not_kept_waiting_by_what_is_urgent() ->
     assert await next_of(pending) == (True, ["gathered", "urgent"])
 
 
+@virtually
 async def test_a_waiting_sender_notices_what_comes() -> None:
     """Whatever it has waited for before."""
     pending = Pending[str]()
@@ -60,6 +76,7 @@ async def test_a_waiting_sender_notices_what_comes() -> None:
     assert await waiting == (True, ["late", "soon"])
 
 
+@virtually
 async def test_a_lost_peer_gets_nothing() -> None:
     pending = Pending[str]()
     pending.add("a", 0.0)

@@ -15,6 +15,7 @@ from tests.proxy.multi_proxy_cluster import (
     open_proxy_group,
     record_key,
 )
+from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scripted_model import expected_ids, text_of
 from tests.proxy.test_proxy_process import process_of
 
@@ -65,7 +66,7 @@ async def _kill_repeatedly(
     """Kill and restart random proxies, each time after all streams have two copies."""
     for left in reversed(range(kills)):
         number = random.randrange(len(group.proxies))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             # Two simultaneous deaths would be more than two copies survive.
             while not all(_has_two_copies(group, reader) for reader in readers):
                 await asyncio.sleep(0.001)
@@ -128,12 +129,12 @@ async def test_a_stream_survives_sigkill_of_a_proxy_process(tmp_path: Path) -> N
         async with process_of(group.config_file(0, tmp_path)) as (started, _):
             await group.know_each_other()
             mirror = group.mirror(1)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN_S):
                 while not mirror.peers.live:
                     await asyncio.sleep(0.01)
             reader = group.reader()
             reading = asyncio.create_task(reader.read(0))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN_S):
                 while len(reader.events) < 4 or reader.last is None:
                     await asyncio.sleep(0.01)
 

@@ -12,6 +12,7 @@ from kvrs.proxy.mirror import replication
 from kvrs.proxy.mirror.peers import ProxyPeer
 from tests.proxy.mirror.test_proxy_kills import text_in
 from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group, record_key
+from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
@@ -26,7 +27,7 @@ async def group3() -> AsyncIterator[MultiProxyCluster]:
 
 
 async def until_copied(group: MultiProxyCluster, key: str = "k", copies: int = 2) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while (
             sum(
                 record_key(key) in group.book(n).records

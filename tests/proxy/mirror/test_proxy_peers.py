@@ -9,6 +9,7 @@ import pytest
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
 from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from tests.proxy.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 
@@ -77,6 +78,6 @@ def _mirror_of(group: MultiProxyCluster) -> str | None:
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         while not holds():
             await asyncio.sleep(0.005)

@@ -19,6 +19,7 @@ from tests.proxy.multi_proxy_cluster import (
     open_proxy_group,
     record_key,
 )
+from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scripted import Scripted
 from tests.proxy.scripted_model import expected_ids, text_of
 
@@ -63,7 +64,7 @@ def gate_at(group: MultiProxyCluster, position: int) -> asyncio.Event:
 
 async def until_mirrored(group: MultiProxyCluster, events: int) -> None:
     """Wait until the mirror, proxy 1, has so many events of the stream."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while (
             record_key("k") not in group.book(1).records
             or len(group.book(1).records[record_key("k")].events) < events
@@ -78,7 +79,7 @@ async def test_a_stream_is_resumed_at_another_proxy_after_a_kill(group: GroupBui
     here = await group()
     gate, reader = gate_at(here, 4), here.reader(stream_options={"include_usage": True})
     await reader.read(0, tokens=4)
-    await until_mirrored(here, 1)
+    await until_mirrored(here, 1)  # The head comes with the first event.
 
     await here.kill(0)
     gate.set()
@@ -275,7 +276,7 @@ async def test_a_client_of_a_superseded_stream_gets_an_error(
     second.last, second.events = first.last, list(first.events)
     going_on = asyncio.create_task(second.read(1))
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await reading
     gate.set()
     await going_on
@@ -296,12 +297,12 @@ async def test_a_half_open_connection_is_superseded_at_the_same_proxy(
     second = here.reader()
     second.last, second.events = first.last, list(first.events)
     going_on = asyncio.create_task(second.read(0))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await reading
         while not (await _state(here, 0))["streams"]:
             await asyncio.sleep(0.005)
     gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         await going_on
 
     assert (first.errors, second.done, text_in(second)) == (["superseded"], True, WANTED)
@@ -438,7 +439,7 @@ async def test_a_dead_mirror_is_replaced_and_gets_the_whole_record(group: GroupB
     await here.kill(int(first[-1]))
     other = 3 - int(first[-1])
     mirror = here.mirror(other)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         while (
             record_key("k") not in mirror.book.records
             or len(mirror.book.records[record_key("k")].events) < 4
@@ -456,7 +457,7 @@ async def test_a_draining_proxy_hands_its_streams_over(group: GroupBuilder) -> N
     """On SIGTERM keyed streams end with a code of their own and are resumed elsewhere; others run
     to their end.
     """
-    here = await group(proxy={"drain_s": 10.0})
+    here = await group(proxy={"drain_s": WITHIN_S})
     gate, reader = gate_at(here, 4), here.reader()
     reading = asyncio.create_task(reader.read(0))
     plain = asyncio.create_task(here.http.post(f"{here.url(0)}/v1/completions", json=reader.fields))
@@ -464,7 +465,7 @@ async def test_a_draining_proxy_hands_its_streams_over(group: GroupBuilder) -> N
         await asyncio.sleep(0.005)
 
     draining = asyncio.create_task(here.proxy(0).drain())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await reading
     ready = await here.http.get(f"{here.url(0)}/readyz")
     refused = await here.reader("other").read(0)

@@ -28,7 +28,7 @@ async def test_a_proxy_that_was_stopped_writes_nothing_more(
         group.system.script.gate_at = 4
         await group.proxy(0).close()
         group.proxies[0] = None
-        async with process_of(group.config_file(0, tmp_path)) as (stopped, _), asyncio.timeout(20):
+        async with process_of(group.config_file(0, tmp_path)) as (stopped, _), asyncio.timeout(120):
             old, new = group.reader(max_tokens=TOKENS), group.reader(max_tokens=TOKENS)
             reading = asyncio.create_task(old.read(0))
             while len(old.events) < 4:

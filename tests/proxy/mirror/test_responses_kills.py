@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scenarios import SCENARIOS
 
 pytestmark = pytest.mark.network
@@ -88,14 +89,14 @@ async def test_a_response_that_is_polled_is_finished_elsewhere(
     """A poll at another proxy does not take a running stream over; after a kill it does."""
     group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
     begun = await clients[0].responses.create(**REQUEST | {"input": "play emoji."})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while not (polled := await clients[1].responses.retrieve(begun.id)).output_text:
             await asyncio.sleep(0.01)
     streams = [len(group.mirror(proxy).streams) for proxy in range(3)]
 
     await group.kill(0)
     group.system.script.gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while (polled := await clients[1].responses.retrieve(begun.id)).status != "completed":
             await asyncio.sleep(0.01)
 
@@ -110,13 +111,15 @@ async def test_a_response_is_cancelled_and_deleted_from_another_proxy(
     """Its stream ends where it runs; a deleted one is gone from all of them."""
     group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
     cancelled, deleted = [await clients[0].responses.create(**REQUEST) for _ in range(2)]
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(WITHIN_S):
+        while sum(one.running for one in group.system.instances.values()) < 2:
+            await asyncio.sleep(0.01)
 
     stopped = await clients[1].responses.cancel(cancelled.id)
     await clients[2].responses.delete(deleted.id)
 
     assert stopped.status == "cancelled"
-    async with asyncio.timeout(10):  # The proxy that it ran at learns of it within a second.
+    async with asyncio.timeout(WITHIN_S):  # The proxy that it ran at learns of it within a second.
         while any(group.mirror(proxy).streams for proxy in range(3)):
             await asyncio.sleep(0.01)
     for each in clients:

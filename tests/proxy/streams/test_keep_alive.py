@@ -27,7 +27,7 @@ def keep_alives(system: ProxyCluster) -> KeepAlives:
 
 
 async def post(system: ProxyCluster) -> aiohttp.ClientResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await system.http.post(f"{system.url}/v1/completions", json=STREAMED)
 
 
@@ -77,9 +77,12 @@ async def test_an_error_keeps_its_status_until_a_comment_was_sent(
     build: ProxyClusterBuilder,
 ) -> None:
     """Afterwards it is an event, and nothing after it."""
-    policy = {"recovery": {"wait_s": 0.5}}
-    quick = await build(pairs=1, proxy={"keep_alive_s": 60.0}, policy=policy)
-    slow = await build(pairs=1, proxy={"keep_alive_s": 0.1}, policy=policy)
+    quick, slow = [
+        await build(
+            pairs=1, proxy={"keep_alive_s": keep_s}, policy={"recovery": {"wait_s": wait_s}}
+        )
+        for keep_s, wait_s in ((60.0, 0.5), (0.1, 3.0))
+    ]
     for system in (quick, slow):
         await system.instances["d0"].kill()
         await system.until_health(d0="down")

@@ -74,7 +74,7 @@ async def test_streams_wait_while_every_survivor_is_busy(
 ) -> None:
     """Busy answers count as no attempt, and the survivors are not overrun by tries."""
     system = await build(
-        pairs=3, policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.001, "wait_s": 10.0}}
+        pairs=3, policy={"recovery": {"max_attempts": 2, "retry_pause_s": 0.001, "wait_s": 60.0}}
     )
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
     asked = [asyncio.create_task(system.complete(**REQUEST, max_tokens=9)) for _ in range(12)]
@@ -133,7 +133,7 @@ async def test_retry_after_of_instances_is_honoured(build: ProxyClusterBuilder) 
 
 async def test_a_stream_that_flows_is_told_why_it_ends(build: ProxyClusterBuilder) -> None:
     """An error event, when every survivor has been busy for `recovery.wait_s`."""
-    system = await build(policy={"recovery": {"wait_s": 0.5}})
+    system = await build(policy={"recovery": {"wait_s": 2.0}})
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
     asked = asyncio.create_task(system.complete(**REQUEST, max_tokens=9))
     await system.until_streams_hold(3)

@@ -166,7 +166,7 @@ async def test_streams_that_break_before_their_instance_are_its_victims(
     """Under load their connections are read long before the watch's: still one event, of which none
     has used up two attempts.
     """
-    system = await build(pairs=3, policy={"recovery": {"gather_s": 1.0}})
+    system = await build(pairs=3, policy={"recovery": {"gather_s": 3.0}})
     asked = await held_open(system, count=9)
     on_it = {s["id"] for s in (await system.state())["streams"] if s["decode"] == "d0"}
 
@@ -212,7 +212,7 @@ async def test_without_any_decode_instance_streams_wait_and_then_fail(
     """All of them die; after `wait_s` each stream ends with an error event, and never looks
     complete.
     """
-    system = await build(policy={"recovery": {"wait_s": 0.3}})
+    system = await build(policy={"recovery": {"wait_s": 1.5}})
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
     asked = start(system, 4, stream=True)
     await system.until_streams_hold(3, count=4)
@@ -327,6 +327,7 @@ async def test_a_prefill_that_answers_nothing_is_done_again(build: ProxyClusterB
 # Silence.
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wakes(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +358,7 @@ async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wak
     assert hung.fences == [on_it]
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 async def test_an_idle_instance_that_hangs_is_noticed_too(build: ProxyClusterBuilder) -> None:
     """By its reports, which come at a pace of their own: nothing must be sent there to find out."""
     system = await build(proxy={"token_gap_s": 3600.0})
@@ -369,6 +371,7 @@ async def test_an_idle_instance_that_hangs_is_noticed_too(build: ProxyClusterBui
     assert system.instances["d1"].fences == [{}]
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 async def test_a_stream_that_hangs_alone_fails_alone(build: ProxyClusterBuilder) -> None:
     """The instance reports on: it is not taken for dead."""
     system = await build(proxy={"token_gap_s": 3600.0})
@@ -381,6 +384,7 @@ async def test_a_stream_that_hangs_alone_fails_alone(build: ProxyClusterBuilder)
     assert set((await system.health()).values()) == {"up"}
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 async def test_a_slow_instance_is_not_moved(build: ProxyClusterBuilder) -> None:
     """Ten times as slow is alive: a stream that crawls is left where it is."""
     system = await build(proxy={"token_gap_s": 3600.0})
@@ -394,6 +398,7 @@ async def test_a_slow_instance_is_not_moved(build: ProxyClusterBuilder) -> None:
     assert await recoveries(system) == []
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 @pytest.mark.parametrize(
     ("usual_s", "longest_s", "limit_s"),
     [(0.001, 10.0, 2.0), (0.2, 10.0, 4.0), (1.0, 10.0, 10.0), (0.001, 0.5, 0.5)],

@@ -38,8 +38,10 @@ async def test_streams_stay_in_their_attempt_while_their_instance_re_forms(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are silent for longer than a stream may be, and go on where they were."""
-    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 0.2)
-    system = await build(proxy={"token_gap_s": 0.4})
+    limits_s = [60.0]  # The last one applies: a busy machine may be slow until the test is there.
+    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 0.2)  # So often is looked.
+    monkeypatch.setattr(silence, "silent_after_s", lambda usual_s, longest_s: limits_s[-1])
+    system = await build(proxy={"token_gap_s": 60.0})
     d0 = system.instances["d0"]
     d0.full_degree = d0.degree = 2
     await system.instances["d1"].kill()
@@ -47,10 +49,13 @@ async def test_streams_stay_in_their_attempt_while_their_instance_re_forms(
     asked = await held_open(system, count=3)
     calls = len(d0.completions)
 
-    d0.reforming = report(1.2)
+    d0.reforming = report(30.0)
     await system.until(lambda: says(system, "d0", "reforming"))
     row = await row_of(system, "d0")
+    await system.until(lambda: stays_somewhere(system, count=3))
+    limits_s.append(0.2)
     await asyncio.sleep(1.0)
+    limits_s.pop()
     d0.reforming, d0.degree, d0.layout_number = None, 1, 1
     await system.until(lambda: says(system, "d0", "degraded"))
     release(system)
@@ -65,7 +70,7 @@ async def test_streams_stay_in_their_attempt_while_their_instance_re_forms(
     assert (row["degree"], row["full_degree"]) == (2, 2)
     ready_in_s = row["ready_in_s"]
     assert isinstance(ready_in_s, float)
-    assert 0 < ready_in_s <= 1.2
+    assert 0 < ready_in_s <= 30.0
 
 
 async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder) -> None:
@@ -207,8 +212,8 @@ async def all_at(system: ProxyCluster, name: str) -> bool:
     return {row["decode"] for row in (await system.state())["streams"]} == {name}
 
 
-async def stays_somewhere(system: ProxyCluster) -> bool:
-    return any(each["option"] == "in_place" for each in await recoveries(system))
+async def stays_somewhere(system: ProxyCluster, count: int = 1) -> bool:
+    return sum(each["option"] == "in_place" for each in await recoveries(system)) >= count
 
 
 async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterBuilder) -> None:

@@ -80,6 +80,7 @@ def test_names_and_help_follow_the_conventions() -> None:
     } <= rising
 
 
+@pytest.mark.usefixtures("quick_suspicion")
 async def test_a_death_is_counted_with_its_cause(build: ProxyClusterBuilder) -> None:
     """A worker that is back before the next scrape has died all the same."""
     system = await build()

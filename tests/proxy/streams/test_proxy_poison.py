@@ -74,7 +74,7 @@ async def test_streams_that_begin_beside_poison_are_not_charged(
 
     await system.until(all_decode)
     poison = asyncio.create_task(system.complete(**REQUEST, user="poison"))
-    await asyncio.sleep(0.2)
+    await wait_for(system, 1)
     system.script.gate.set()
 
     answers = await asyncio.gather(*asked)

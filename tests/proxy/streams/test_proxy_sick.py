@@ -45,7 +45,7 @@ async def test_one_sick_instance_of_three_fails_no_request(
     build: ProxyClusterBuilder, name: str, how: int | str
 ) -> None:
     """Others do the work, and the sick one gets only a probe now and then."""
-    system = await build(pairs=3, proxy={"token_gap_s": 0.3})
+    system = await build(pairs=3, proxy={"token_gap_s": 1.0 if how == "hang" else 10.0})
     sicken(system, name, how)
 
     answers = await ask_many(system, REQUESTS)

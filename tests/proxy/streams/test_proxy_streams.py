@@ -245,11 +245,11 @@ async def test_a_stream_in_a_long_queue_is_not_given_up(build: ProxyClusterBuild
     One that has a line and gets on with nothing hangs, and is given up.
     """
     system = await build(
-        pairs=1, proxy={"token_gap_s": 0.15}, policy={"recovery": {"max_attempts": 1}}
+        pairs=1, proxy={"token_gap_s": 0.5}, policy={"recovery": {"max_attempts": 1}}
     )
     decode = system.instances["d0"]
     decode.queued = 1
-    system.script.pause_s = 0.03
+    system.script.pause_s = 0.05
     busy = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=40, temperature=0))
     await system.until_streams_hold(2)
     system.script.faults[0] = Fault.HANG
@@ -265,7 +265,7 @@ async def test_a_stream_in_a_long_queue_is_not_given_up(build: ProxyClusterBuild
 
 async def test_a_silent_engine_is_given_up(build: ProxyClusterBuilder) -> None:
     """No token within `proxy.token_gap_s` is a failure, although the connection stands."""
-    system = await build(proxy={"token_gap_s": 0.2})
+    system = await build(proxy={"token_gap_s": 0.5})
     undisturbed = await stream(system)
     system.script.faults = {3: Fault.HANG}
 
@@ -276,7 +276,7 @@ async def test_a_silent_engine_is_given_up(build: ProxyClusterBuilder) -> None:
 @pytest.mark.parametrize("fault", [Fault.RESET, Fault.UNAVAILABLE, Fault.HANG])
 async def test_a_failed_prefill_is_done_again(build: ProxyClusterBuilder, fault: Fault) -> None:
     """Before the first token the client only waits a little longer."""
-    system = await build(proxy={"token_gap_s": 0.2})
+    system = await build(proxy={"token_gap_s": 0.5})
     system.script.prefill_faults = [fault]
 
     body = await stream(system)

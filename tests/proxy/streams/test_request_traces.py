@@ -72,7 +72,7 @@ async def engines(directory: Path) -> AsyncIterator[Proxy]:
         proxy = Proxy(config, SECRET)
         await proxy.start()
         stack.push_async_callback(proxy.close)
-        async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(180), aiohttp.ClientSession() as http:
             while True:
                 async with http.get(f"http://127.0.0.1:{proxy.port}/readyz") as answer:
                     if answer.status == 200:

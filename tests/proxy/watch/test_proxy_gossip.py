@@ -155,7 +155,7 @@ async def test_a_stream_leaves_a_failing_gpu_before_it_dies() -> None:
     """The answer goes on elsewhere while the instance still runs, and its client cannot tell. The
     old attempt ends at once: what the policy decides by must not change while it gathers.
     """
-    async with cluster(policy={"recovery": {"gather_s": 1.0}}) as (system, _, n0, n1):
+    async with cluster(policy={"recovery": {"gather_s": 3.0}}) as (system, _, n0, n1):
         gate = system.script.gate = asyncio.Event()
         system.script.gate_at = 5
         asking = asyncio.create_task(

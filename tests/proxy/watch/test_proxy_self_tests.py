@@ -76,7 +76,7 @@ async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
     calls = {name: len(each.completions) for name, each in system.instances.items()}
 
     system.instances["d0"].cut_watch()
-    await system.until_health(d0="down")
+    await system.until(lambda: _fenced(system, "d0"))  # It is down for a moment only.
     await system.until_health(d0="up")
     await self_tests(system)
     cut = len(system.instances["d0"].completions)
@@ -89,6 +89,10 @@ async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
     assert max(calls.values()) <= 8
     assert cut == calls["d0"]
     assert len(system.instances["d0"].completions) > cut
+
+
+async def _fenced(system: ProxyCluster, name: str) -> bool:
+    return bool(system.instances[name].fences)
 
 
 async def test_a_wait_for_all_can_be_for_their_tests_too(build: ProxyClusterBuilder) -> None:

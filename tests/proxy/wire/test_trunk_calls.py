@@ -18,7 +18,7 @@ from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
 from kvrs.trunk import PREFACE, TrunkConnection
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.cuts import ask, cases
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import without_trunk
 
 pytestmark = pytest.mark.network
@@ -137,7 +137,7 @@ async def called(backend: PdBackend, prompt: str = "x") -> tuple[bytes, str | No
     """What came of a call, and how it failed."""
     reader = Gathering()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WITHIN_S):
             await backend.decode(Call("/v1/completions", {"prompt": prompt}), reader)
     except UpstreamError as error:
         return reader.data, str(error)
@@ -155,8 +155,11 @@ def entry(number: int, data: bytes) -> bytes:
     return pack(">II", number, len(data)) + data
 
 
-async def test_a_trunk_cut_at_any_byte_fails_its_calls_only() -> None:
+async def test_a_trunk_cut_at_any_byte_fails_its_calls_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What came before stays delivered, and later calls have connections of their own."""
+    monkeypatch.setattr(pools, "_TRUNK_PAUSE_S", 3600.0)  # It is not opened again meanwhile.
     answer = entry(1, ANSWER[:60]) + entry(1, WHOLE[60:])
 
     async def cut(at: int) -> None:
@@ -210,7 +213,7 @@ async def test_a_trunk_that_is_not_answered_is_closed(monkeypatch: pytest.Monkey
             closed.set()
 
     monkeypatch.setattr(pools, "CONNECT_TIMEOUT_S", 0.5)
-    async with serving(Instance(serve)), asyncio.timeout(5):
+    async with serving(Instance(serve)), asyncio.timeout(WITHIN_S):
         await closed.wait()
 
 
@@ -269,7 +272,7 @@ async def test_a_lost_trunk_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> 
 
     instance = Instance(serve)
     monkeypatch.setattr(pools, "_TRUNK_PAUSE_S", 0.01)
-    async with serving(instance) as backend, asyncio.timeout(5):
+    async with serving(instance) as backend, asyncio.timeout(WITHIN_S):
         first = backend._pool._trunk
         instance.writers[-1].transport.abort()
         while (second := backend._pool._trunk) in (None, first):
@@ -281,12 +284,12 @@ async def test_a_lost_trunk_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.sleep(0.005)
         await backend._pool.use_trunk()
         third = backend._pool._trunk
-    for _ in range(20):
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(WITHIN_S):
+        while asyncio.all_tasks() != {asyncio.current_task()}:
+            await asyncio.sleep(0.005)
 
     assert third is not None
     assert instance.trunks == 3
-    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_an_instance_that_is_removed_has_no_trunk_once_its_calls_have_ended(
@@ -307,7 +310,7 @@ async def test_an_instance_that_is_removed_has_no_trunk_once_its_calls_have_ende
 
     instance = Instance(serve)
     monkeypatch.setattr(pools, "KEPT_S", 0.05)
-    async with serving(instance) as backend, asyncio.timeout(5):
+    async with serving(instance) as backend, asyncio.timeout(WITHIN_S):
         call = asyncio.create_task(called(backend))
         await asked.wait()
         backend.leave()

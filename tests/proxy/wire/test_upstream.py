@@ -12,6 +12,7 @@ from kvrs.errors import UpstreamError
 from kvrs.protocol.secrets import Door, door_key
 from kvrs.protocol.token_ids import decode, encode, packed
 from kvrs.proving import address_of
+from kvrs.proxy.backends import pd
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
@@ -24,6 +25,7 @@ from kvrs.proxy.backends.peer import (
 from kvrs.proxy.wire import pool as pools
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
+from tests.proxy.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 
@@ -101,7 +103,7 @@ async def serving(instance: Instance) -> AsyncIterator[PdBackend]:
 
 
 async def until_closed(instance: Instance, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         while instance.closed < count:
             await asyncio.sleep(0.005)
 
@@ -276,8 +278,11 @@ async def test_leaving_a_call_ends_the_request_in_the_engine(leaves: str) -> Non
             assert outcome is None
 
 
-async def test_a_response_is_read_to_its_end_behind_the_stream() -> None:
+async def test_a_response_is_read_to_its_end_behind_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its connection is used again, though its reader needed no more."""
+    monkeypatch.setattr(pd, "_END_TIMEOUT_S", WITHIN_S)
     instance = Instance([HEAD + CHUNK, WHOLE], holds=True)
 
     async with serving(instance) as backend:
@@ -334,7 +339,7 @@ async def test_a_pause_ends_with_its_response() -> None:
         paused, second = Gathering(), Gathering()
         paused.pauses = True
         await backend.decode(call(), paused)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WITHIN_S):
             await backend.decode(call(), second)
 
     assert second.data == b"abc"

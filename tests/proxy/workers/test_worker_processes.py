@@ -16,7 +16,7 @@ import pytest
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import RankInfo
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import SECRET
 from tests.proxy.workers_of_proxy import WorkersOfProxy, document_of, open_workers
 
@@ -48,7 +48,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def until_gone(*pids: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while any(map(is_alive, pids)):
             await asyncio.sleep(0.01)
 
@@ -61,7 +61,7 @@ async def refusal(config: Path) -> tuple[int, bytes]:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WITHIN_S):
             _, output = await process.communicate()
     finally:
         if process.returncode is None:
@@ -304,7 +304,7 @@ async def test_a_reload_reaches_all_workers(
         if by_signal:
             proxy.process.send_signal(signal.SIGHUP)
             await proxy.until_logged(b"kvrs.proxy.reload reloaded applied=policy.name")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN_S):
                 while (await proxy.proxy_row())["policy"] != "always_recompute":
                     await asyncio.sleep(0.01)
         else:

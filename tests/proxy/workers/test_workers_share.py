@@ -13,6 +13,7 @@ import pytest
 
 from kvrs.config.tenants import key_hash
 from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scripted_model import expected_ids, text_of
 from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
 from tests.sse import events_of
@@ -23,6 +24,9 @@ REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 
 PROMPT = list(range(40))
 STREAM = REQUEST | {"stream": True}
 KEY = {"Authorization": "Bearer key-of-a"}
+# A stream of this pace may be silent for twenty times as long, while it waits at a gate.
+PACE_S = 0.5
+PATIENT = {"token_gap_s": 60.0}
 
 
 def key_file(directory: Path, **limits: Any) -> str:
@@ -61,7 +65,7 @@ async def resume(proxy: WorkersOfProxy, headers: dict[str, str]) -> aiohttp.Clie
 
 async def until_holds(proxy: WorkersOfProxy, stream: str, tokens: int) -> int:
     """The worker of a stream, once it has so many tokens."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while True:
             for row in (await proxy.state())["streams"]:
                 if row["id"] == stream and row["output_tokens"] >= tokens:
@@ -156,7 +160,7 @@ async def test_a_tenants_streams_are_limited_over_all_workers(
             system.script.gate.set()
             for each in begun:
                 await each.read()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN_S):
                 while (await proxy.proxy_row())["tenants"][0]["open_streams"]:
                     await asyncio.sleep(0.01)
         assert row["refused"] == 24
@@ -212,14 +216,14 @@ async def test_bytes_that_are_open_are_limited_over_all_workers(
             _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
             writer.write(head)
             writers.append(writer)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while (await proxy.proxy_row())["tenants"][0]["open_bytes"] < 64 << 10:
                 await asyncio.sleep(0.01)
 
         status, body = await proxy.ask(REQUEST, KEY)
         for writer in writers:
             writer.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while (await proxy.proxy_row())["tenants"][0]["open_bytes"]:
                 await asyncio.sleep(0.01)
         after, _ = await proxy.ask(REQUEST, KEY)
@@ -233,12 +237,13 @@ async def test_streams_of_all_workers_are_spread_evenly_over_instances(
 ) -> None:
     """Each counts what the others have sent; by itself each would begin with the same instance."""
     system = await build()
-    async with open_workers(system, tmp_path, workers=3) as proxy:
+    async with open_workers(system, tmp_path, workers=3, proxy=PATIENT) as proxy:
         system.script.gate, system.script.gate_at = asyncio.Event(), 2
+        system.script.pause_s = PACE_S
         begun = []
         for count in range(1, 13):
             begun.append(await begin(proxy))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WITHIN_S):
                 while {
                     sum(row["decode_streams"] for row in each["instances"])
                     for each in (await proxy.state())["policy"]["workers"]
@@ -247,6 +252,7 @@ async def test_streams_of_all_workers_are_spread_evenly_over_instances(
             running = [system.instances[name].running for name in ("d0", "d1")]
             assert max(running) - min(running) <= 1, running
         workers = {row["worker"] for row in (await proxy.state())["streams"]}
+        system.script.pause_s = 0.0
         system.script.gate.set()
         for each in begun:
             await each.read()
@@ -261,21 +267,23 @@ async def test_targets_have_no_more_transfers_than_slots_over_all_workers(
     system = await build()
     target = system.instances["d1"]
     policy = {"name": "always_migrate", "slots_max": 4}
-    async with open_workers(system, tmp_path, workers=2, policy=policy) as proxy:
+    async with open_workers(system, tmp_path, 2, policy=policy, proxy=PATIENT) as proxy:
         await target.kill()
         await until_health(proxy, "d1", "down")
         system.script.gate, system.script.gate_at = asyncio.Event(), 3
+        system.script.pause_s = PACE_S
         asked = [asyncio.create_task(proxy.ask(REQUEST | {"prompt": PROMPT})) for _ in range(16)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while sum(row["output_tokens"] >= 3 for row in (await proxy.state())["streams"]) < 16:
                 await asyncio.sleep(0.01)
+        system.script.pause_s = 0.0
         victims = [row["worker"] for row in (await proxy.state())["streams"]]
         await target.restart()
         await until_health(proxy, "d1", "up")
 
         await system.instances["d0"].kill()
         most = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while (slots := (await proxy.state())["slots"].get("d1", {})).get("held", 0) < min(
                 4, sum(min(2, victims.count(worker)) for worker in (0, 1))
             ):
@@ -301,7 +309,7 @@ async def test_targets_have_no_more_transfers_than_slots_over_all_workers(
 
 async def until_health(proxy: WorkersOfProxy, name: str, health: str) -> None:
     """As all workers see it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while True:
             rows = {row["id"]: row for row in (await proxy.state())["instances"]}
             if rows[name]["health"] == health and "health_by_worker" not in rows[name]:
