@@ -90,7 +90,7 @@ class EngineProcess:
         process, self.process = self.process, None
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
-        _, output = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=60)
         return process.returncode, output
 
     def client(self) -> aiohttp.ClientSession:
@@ -124,7 +124,7 @@ async def attached(
 ) -> AsyncIterator[tuple[EngineInstance, aiohttp.ClientSession]]:
     """Instance e0 in this process, with a client."""
     instance = instance_of(config, start)
-    async with asyncio.timeout(60), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(180), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
         try:
             yield instance, client

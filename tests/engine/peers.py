@@ -29,7 +29,7 @@ SMALL = {
     "page_size_tokens": P,
     "max_model_len": 256,
 }  # Quick to start: an engine measures itself.
-PATIENCE_S = 30.0  # A bug may leave a stream without an answer; no test shall wait for it for ever.
+PATIENCE_S = 60.0  # A bug may leave a stream without an answer; no test shall wait for it for ever.
 
 
 class PeerEngine:
@@ -90,7 +90,7 @@ class PeerEngine:
         self.computed += [
             range(one.first_position, one.first_position + len(one.token_ids)) for one in chunks
         ]
-        assert self.may_compute.wait(30)
+        assert self.may_compute.wait(PATIENCE_S)
         return self._execute(chunks)
 
     async def until(self, what: Callable[[], bool]) -> None:

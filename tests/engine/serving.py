@@ -29,7 +29,7 @@ async def serving(
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
     # A bug that ends the engine's loop leaves requests without an answer; no test shall wait for it
     # for ever.
-    async with asyncio.timeout(60), instance_client(make_app(instance), SECRET) as client:
+    async with asyncio.timeout(180), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
         try:
             yield instance, client

@@ -96,7 +96,7 @@ async def read_ids(
 async def begin_streams(engine: EngineProcess, count: int) -> dict[StreamId, list[int]]:
     """Both streams, with so many tokens each, when they go on and the process is killed."""
     hold = asyncio.Barrier(len(PROMPTS) + 1)
-    async with engine.client() as client, asyncio.timeout(60):
+    async with engine.client() as client, asyncio.timeout(180):
         reading = [
             asyncio.create_task(
                 read_ids(client, completion(stream, prompt, MAX_TOKENS), count, hold)
@@ -173,7 +173,7 @@ async def test_a_process_that_was_replaced_while_it_was_stopped_ends(
             engine.process.send_signal(signal.SIGCONT)
             with contextlib.suppress(aiohttp.ClientError):
                 assert await read_ids(client, completion("s2", PROMPTS[S], MAX_TOKENS), 1) == []
-        assert engine.process.wait(30) == 1
+        assert engine.process.wait(60) == 1
         _, output = engine.end()
         assert "a later process has attached this instance's memory" in output
 

@@ -54,6 +54,7 @@ class Agents:
         self.received: list[Tag] = []
         self.offers = 0
         self.stalled = 0
+        self.page_s = 0.0  # For which it takes a page.
         self.stall: asyncio.Future[None] | None = None
         self.on_store: Callable[[], None] = lambda: None
 
@@ -90,7 +91,7 @@ class Agents:
             return HeldPages(StoreCode.OK, len(held))
         del held[stored.first_page :]
         for tag, page in zip(stored.tags, stored.pages, strict=True):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.page_s)
             self.bytes[tag] = bytes(page)
             self.received.append(tag)
             held.append(tag)
@@ -230,7 +231,7 @@ def run_of(
 
 
 async def eventually(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not what():
             await asyncio.sleep(0.001)
 
@@ -462,10 +463,13 @@ class TestHandOff:
     the agent.
     """
 
-    async def test_the_prompt_is_sent_once_though_both_are_at_it(self) -> None:
-        world = World(
-            staging_pages=1
-        )  # Prefill takes many rounds, in which decode looks again and again.
+    async def test_the_prompt_is_sent_once_though_both_are_at_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Prefill takes many rounds, in which decode looks again and again, each time after several.
+        world = World(staging_pages=1)
+        world.agents.page_s = 0.01
+        monkeypatch.setattr(backlog, "LOOK_AGAIN_S", 0.1)
         decode = Checkpointer(
             world.pages,
             world.pool,

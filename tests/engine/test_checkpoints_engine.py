@@ -186,7 +186,7 @@ async def prefill_and_decode(
 
 
 async def eventually(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not what():
             await asyncio.sleep(0.002)
 
@@ -211,7 +211,7 @@ async def test_prefill_and_decode_together_keep_whole_streams_at_the_agent(
 ) -> None:
     """Bit for bit what decode has, whole while the streams go on, and no page is sent twice."""
     streams = {f"s{seed}": prompt_of(seed, 70 + 37 * seed) for seed in range(4)}
-    async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
+    async with asyncio.timeout(180), agent(tmp_path / "store") as (store, port):
         config = cluster(tiny_model, port)
         async with (
             engine(config, "p0") as (prefill, to_prefill),
@@ -261,7 +261,7 @@ async def test_an_engine_of_the_agents_node_copies_pages_out_of_its_memory(
     """And goes on exactly; an engine of another node is sent the same pages."""
     ids = prompt_of(8, 200)
     directory = store_directory(str(tmp_path), SECRET, AGENTS_NODE)
-    async with asyncio.timeout(60), agent(directory) as (store, port):
+    async with asyncio.timeout(180), agent(directory) as (store, port):
         config = cluster(tiny_model, port, backup={"directory": str(tmp_path)})
         async with engine(config, "d0") as (_, to_decode):
             answer = asyncio.create_task(ask(to_decode, "s", ids, 60))
@@ -289,7 +289,7 @@ async def test_a_stream_that_is_longer_than_was_guessed_is_kept_whole(
     """
     ids = prompt_of(6, 100)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(180),
         agent(tmp_path / "store") as (store, port),
         engine(cluster(tiny_model, port), "d0") as (decode, client),
     ):
@@ -318,7 +318,7 @@ async def test_decode_goes_on_whatever_the_agent_does(
     """Same tokens, all of them, while nothing is taken; and the pool is as small as it can be."""
     ids = prompt_of(1, 100)
     expected = await tokens_without(tiny_model, ids, 60)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         with stalling_server() as stalling:
             async with agent(tmp_path / "store", capacity_bytes=1 << 16) as (store, small):
                 port = {"dead": 1, "stalled": stalling, "full": small}[how]
@@ -352,7 +352,7 @@ async def test_an_agent_that_comes_up_late_gets_everything(
     """
     ids, port = prompt_of(2, 100), free_ports(1)[0]
     config = cluster(tiny_model, port)
-    async with asyncio.timeout(60), engine(config, "d0") as (decode, client):
+    async with asyncio.timeout(180), engine(config, "d0") as (decode, client):
         answer = asyncio.create_task(ask(client, "s", ids, 400))
         await eventually(lambda: decode.checkpointer.lag_pages > 6)
         assert decode.checkpointer.unprotected == 1
@@ -370,7 +370,7 @@ async def test_an_agent_that_is_replaced_gets_everything_again(
     """The new one has nothing, and must get new offers."""
     ids, port = prompt_of(3, 100), free_ports(1)[0]
     config = cluster(tiny_model, port)
-    async with asyncio.timeout(60), engine(config, "d0") as (_, client):
+    async with asyncio.timeout(180), engine(config, "d0") as (_, client):
         answer = asyncio.create_task(ask(client, "s", ids, 400))
         async with agent(tmp_path / "first", port) as (store, _):
             await eventually(lambda: store.held(StreamId("s")) > 7)
@@ -384,7 +384,7 @@ async def test_a_page_that_is_damaged_on_its_way_is_sent_again(
 ) -> None:
     """The agent's checksum finds it; it never becomes visible."""
     ids = prompt_of(4, 100)
-    async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
+    async with asyncio.timeout(180), agent(tmp_path / "store") as (store, port):
         config = cluster(tiny_model, port)
         async with engine(config, "d0") as (decode, client):
             decode.links.faults.corrupt(2)
@@ -410,7 +410,7 @@ async def test_an_older_attempt_is_shut_out_by_its_successor(
     taken.
     """
     ids = prompt_of(5, 64)
-    async with asyncio.timeout(60), agent(tmp_path / "store") as (store, port):
+    async with asyncio.timeout(180), agent(tmp_path / "store") as (store, port):
         config = cluster(tiny_model, port)
         async with engine(config, "d0") as (old, to_old), engine(config, "p1") as (_, to_new):
             first = asyncio.create_task(ask(to_old, "s", ids, 300))
@@ -442,7 +442,7 @@ async def test_what_no_frame_can_carry_is_refused(
     would the next one.
     """
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(180),
         agent(tmp_path / "store") as (_, port),
         engine(cluster(tiny_model, port), "d0") as (_, client),
     ):

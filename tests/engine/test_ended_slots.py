@@ -117,7 +117,7 @@ async def test_a_stream_that_flows_goes_on(world: World) -> None:
     target = world.target
     target.may_pull.set()
     run = await target.begin(world.fetching())
-    first = await asyncio.wait_for(run.outputs.get(), 30)
+    first = await asyncio.wait_for(run.outputs.get(), 60)
 
     world.end_transfers(s=(0, 3))
 

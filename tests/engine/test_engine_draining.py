@@ -100,7 +100,7 @@ async def told(model: Path, drain_s: float = 60.0) -> AsyncIterator[Told]:
         serve(config, InstanceId("e0"), 1, SECRET, stop, ready.set, at_once)
     )
     key = door_key(SECRET, Door.INSTANCE, "e0")
-    async with asyncio.timeout(60), client_of(f"http://127.0.0.1:{ports[0]}", key) as http:
+    async with asyncio.timeout(180), client_of(f"http://127.0.0.1:{ports[0]}", key) as http:
         await ready.wait()
         try:
             yield Told(http, ended, stop, at_once)

@@ -33,7 +33,7 @@ async def test_an_engine_learns_of_further_instances_at_sighup(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             assert await process.stdout.readline() == b"ready\n"
             path.write_text("cluster: {nodes: 3}")
             process.send_signal(signal.SIGHUP)

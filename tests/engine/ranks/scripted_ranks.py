@@ -27,7 +27,7 @@ from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded
 from kvrs.errors import KvrsError, RanksLostError
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class ScriptedSeat:
@@ -206,9 +206,10 @@ class ScriptedGroup:
                 self._news.wait(0.005)
 
     def hurry(self, rank: int) -> None:
-        """The rank is due now."""
-        self.reformer._missing.ranks[rank].due_s = 0.0
-        self.processes.told.put(None)
+        """The rank is due now, unless it is back by itself."""
+        if (missing := self.reformer._missing.ranks.get(rank)) is not None:
+            missing.due_s = 0.0
+            self.processes.told.put(None)
 
     def until_serving(self, *ranks: int) -> None:
         self.until(lambda: self.layout.ranks == ranks and self.reformer.now is None)

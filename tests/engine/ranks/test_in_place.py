@@ -37,7 +37,12 @@ from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 from tests.engine.serving import SECRET
 from tests.ports import instance_client
 
-pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.usefixtures("patient"),
+]
 
 TOKENS = [(11 * at * at + 5) % 500 for at in range(90)]
 LIST: dict[str, Any] = {
@@ -173,7 +178,7 @@ def test_a_rank_that_is_lost_in_the_probe_leaves_no_other_waiting(
         try:
             compute(group, expected)
             kill(group, 3)
-            pool.submit(compute, group, expected).result(60)
+            pool.submit(compute, group, expected).result(120)
 
             assert {0: first[0], 2: first[2]}.items() <= group.pids.items()
             assert group.reformer.done[0].degree == 2

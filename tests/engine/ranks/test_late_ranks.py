@@ -19,7 +19,13 @@ from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
-from tests.engine.ranks.test_rank_group import SETTINGS, chunks, compute_again, group_of
+from tests.engine.ranks.test_rank_group import (
+    SETTINGS,
+    chunks,
+    compute_again,
+    group_of,
+    soon_given_up,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.process]
 
@@ -40,7 +46,7 @@ def until(holds: Callable[[], object]) -> None:
 @contextmanager
 def stopped_in_a_batch(group: RankGroup, rank: int) -> Iterator[threading.Thread]:
     """A rank stands still and the others wait for it, in a batch that a thread computes, until it
-    is lost.
+    is lost; which it may be already, where this thread is late.
     """
     lines = formation_of(group).memory.lines
 
@@ -51,7 +57,12 @@ def stopped_in_a_batch(group: RankGroup, rank: int) -> Iterator[threading.Thread
     computing = threading.Thread(target=compute)
     os.kill(group.pids[rank], signal.SIGSTOP)
     computing.start()
-    until(lambda: all(lines[other].awaits.value for other in lines if other != rank))
+    until(
+        lambda: (
+            all(lines[other].awaits.value for other in lines if other != rank)
+            or not computing.is_alive()
+        )
+    )
     yield computing
     computing.join()
 
@@ -82,13 +93,12 @@ def test_a_rank_that_hangs_never_runs_again(tiny_model: Path) -> None:
     written to pages and to sums is written nowhere.
     """
     group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
-    group.predict = lambda chunks: 0.01
     lost = group.pids[1]
     try:
         compute_again(group, worker)
         old = formation_of(group).memory.lines[1]
         summed = old.summed.value
-        with stopped_in_a_batch(group, 1):
+        with soon_given_up(group), stopped_in_a_batch(group, 1):
             pass
         with suppress(ProcessLookupError):
             os.kill(lost, signal.SIGCONT)
@@ -190,7 +200,6 @@ def test_what_a_late_rank_writes_is_of_its_own_formation(
     is that a rank is dead before others go on.
     """
     group, worker = group_of(tiny_model, tp=3), Worker(tiny_model, SETTINGS)
-    group.predict = lambda chunks: 0.01
     (bare,) = (rank for rank in group.layout.ranks if not group.layout.cells(rank, 0))
     late = group.processes.seats[bare]
     try:
@@ -200,7 +209,7 @@ def test_what_a_late_rank_writes_is_of_its_own_formation(
         with monkeypatch.context() as unkillable:
             unkillable.setattr(late.process, "kill", lambda: None)
             unkillable.setattr(late.process, "wait", lambda patience_s=None: True)
-            with stopped_in_a_batch(group, bare):
+            with soon_given_up(group), stopped_in_a_batch(group, bare):
                 pass
             group.processes.told.put(Ended(late))
             group.wait_serving()

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks import remote
 from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.link import (
     PagesDone,
@@ -244,7 +245,7 @@ def test_a_host_with_ranks_that_are_only_slow_is_waited_for(
     """It says that they compute, as often as their time is over."""
     config = config_of(tiny_model)
     rows = first_stage.execute([chunks()[0]], None, LIMIT_S)
-    with slow_host(config, pause_s=1.0):
+    with patch.object(remote, "_ON_THE_WAY_S", 2.0), slow_host(config, pause_s=3.0):
         second = connected(config)
         try:
             late = second.execute([chunks()[0]], rows, 0.1)

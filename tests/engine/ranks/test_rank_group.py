@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -165,6 +166,18 @@ def compute_again(group: RankGroup, worker: Worker) -> None:
                 break
 
 
+@contextmanager
+def soon_given_up(group: RankGroup) -> Iterator[None]:
+    """A rank that hangs in a batch is lost after some seconds; a busy machine has longer for other
+    batches.
+    """
+    group.predict = lambda chunks: 0.4
+    try:
+        yield
+    finally:
+        group.predict = None
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, stopped: bool) -> None:
     """One that is killed at once; one that hangs when a batch takes too long, and it is killed
@@ -172,18 +185,19 @@ def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, sto
     what the lost one had where it lies, with nothing read, and give it to the new one.
     """
     group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
-    group.predict = lambda chunks: 0.01
     survivor, lost = group.pids[0], group.pids[1]
     half = group.unit_bytes[1]
     try:
         compute_again(group, worker)
         os.kill(lost, signal.SIGSTOP if stopped else signal.SIGKILL)
-        with pytest.raises(RanksLostError):
+        with soon_given_up(group), pytest.raises(RanksLostError):
             compute_on(group, chunks()[0])
         group.wait_serving()
         while Path(f"/proc/{lost}").exists():  # Its memory is freed while the others compute.
             time.sleep(0.01)
-        assert group.pids == {0: survivor}
+        pids = group.pids
+        assert pids[0] == survivor
+        assert lost not in pids.values()
         compute_again(group, worker)
         while len(group.layout.ranks) < 2:
             compute_again(group, worker)

@@ -151,7 +151,7 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
     said anything yet of the stream that began again; an agent that is lost then is done without.
     Two ranks have a head each; three have both spread, and the streams' base says by which layers.
     """
-    async with asyncio.timeout(60), AsyncExitStack() as agents:
+    async with asyncio.timeout(180), AsyncExitStack() as agents:
         _, port = await agents.enter_async_context(agent(tmp_path / "store"))
         async with losing(tiny_model, port, ranks) as (engine, client):
             core = engine.instance.core

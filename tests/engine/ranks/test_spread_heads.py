@@ -29,7 +29,12 @@ from kvrs.scheduling.shares import Waiting
 from tests.engine.ranks.test_in_place import answers_of, kill, when_moving
 from tests.engine.ranks.test_rank_group import SETTINGS
 
-pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.usefixtures("patient"),
+]
 
 KV_HEADS = 5
 BASES = (0, 1, 2, 5)
