@@ -15,7 +15,7 @@ from tests.ports import client_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
-SAMPLED = {"prompt": "ka lo mi " * 20, "max_tokens": 150, "temperature": 1.0, "ignore_eos": True}
+SAMPLED = {"prompt": "ka lo mi " * 20, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ class Watched:
 
     async def decoding(self) -> str:
         """The decode instance of the one stream that has tokens."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 rows = (await self.state())["streams"]
                 if rows and rows[0]["output_tokens"] > 20:
@@ -131,6 +131,6 @@ async def test_a_stopped_process_is_a_loss(processes: Processes) -> None:
 
         assert text == expected
         assert await watched.recoveries() == [stopped]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await watched.epochs())[stopped] != ("up", before[stopped][1] + 1):
                 await asyncio.sleep(0.05)

@@ -13,7 +13,7 @@ from tests.cluster import launches
 
 pytestmark = [pytest.mark.xdist_group("clusters")]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Played:

@@ -33,7 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-END_S = 30.0
+END_S = 60.0
 
 
 class Spawned:

@@ -15,7 +15,7 @@ from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import NodeId
-from tests.cluster.test_ranks_up import complete, greedy, row_of
+from tests.cluster.test_ranks_up import LONG, complete, greedy, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -108,12 +108,12 @@ async def test_streams_of_a_lost_stage_go_elsewhere(cluster: Cluster, victim: st
     """Greedy and seeded, from the instance that has lost it to the other one; then it is there
     again, with other processes on both nodes.
     """
-    expected = {seed: complete(cluster, seed) for seed in (None, 7)}
+    expected = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     before = await until(cluster, "d0", lambda row: True)
     lost = before["ranks"][1]["pid"]
     already = len(cluster.state()["recoveries"])
     with ThreadPoolExecutor(STREAMS) as clients:
-        answers = clients.map(lambda seed: complete(cluster, seed), SEEDS)
+        answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
         await until(cluster, "d0", lambda row: row["load"]["running"] > 0)
         os.kill(lost if victim == "rank" else parent_of(lost), signal.SIGKILL)
         got = list(answers)

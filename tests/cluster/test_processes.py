@@ -121,7 +121,7 @@ def test_an_instance_with_workers_loses_them_and_not_its_server(
 
     hit(open_processes(row))
 
-    assert [process.wait(10) for process in workers] == [-signal.SIGKILL] * 3
+    assert [process.wait(60) for process in workers] == [-signal.SIGKILL] * 3
 
 
 def test_only_so_many_workers_are_hit(
@@ -132,7 +132,7 @@ def test_only_so_many_workers_are_hit(
 
     hit(open_processes(row, workers=1))
 
-    assert workers[0].wait(10) == -signal.SIGKILL
+    assert workers[0].wait(60) == -signal.SIGKILL
     assert [process.poll() for process in workers[1:]] == [None, None]
     with pytest.raises(FaultError, match="has 3 worker processes"):
         open_processes(row, workers=4)

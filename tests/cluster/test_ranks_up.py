@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group(
 
 PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(50)]
 TOKENS = 120
+LONG = 400  # Of streams that are not to end before a fault hits them.
 STREAMS = 4
 
 
@@ -52,9 +53,9 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-def complete(cluster: Cluster, seed: int | None = None) -> list[int]:
+def complete(cluster: Cluster, seed: int | None = None, tokens: int = TOKENS) -> list[int]:
     """Greedy without a seed."""
-    body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+    body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
     body |= {"return_token_ids": True, "temperature": 0.0 if seed is None else 0.9}
     body |= {} if seed is None else {"seed": seed}
     request = urllib.request.Request(
@@ -85,13 +86,13 @@ def row_of(cluster: Cluster, name: str) -> dict[str, Any]:
 def order(cluster: Cluster, method: str, path: str) -> None:
     """An operator's, at the admin port."""
     request = urllib.request.Request(f"{cluster.admin_url}/kvrs/v1/{path}", method=method)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=100) as answer:
         assert answer.status == 200
 
 
 async def until_whole(cluster: Cluster, after: dict[str, Any]) -> dict[str, Any]:
     """The row of an instance that has all its ranks again, others than it had before."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             row = row_of(cluster, after["id"])
             if row["state"] == "full" and row["ranks"] != after["ranks"]:
@@ -103,7 +104,7 @@ async def carry_out(cluster: Cluster, fault: Fault) -> None:
     async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
         await check_faults([fault], port)
         schedule = FaultSchedule([fault], 0, Random)
-        async with asyncio.timeout(60):  # It waits for ever where the streams have ended.
+        async with asyncio.timeout(120):  # It waits for ever where the streams have ended.
             await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))
 
 
@@ -140,10 +141,10 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
     stays the process that it is, and the lost one is started again beside it.
     """
     order(cluster, "DELETE", "instances/d1")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while InstanceId("d1") in rows_of(cluster.state()):
             await asyncio.sleep(0.05)
-    expected = {seed: complete(cluster, seed) for seed in (None, 7)}
+    expected = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     victim = row_of(cluster, "d0")
     (fault,) = parse_faults(
         [
@@ -156,7 +157,7 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
     )
     with ThreadPoolExecutor(2 * STREAMS) as clients:
         seeds = [None, 7] * STREAMS
-        answers = clients.map(lambda seed: complete(cluster, seed), seeds)
+        answers = clients.map(lambda seed: complete(cluster, seed, LONG), seeds)
         await carry_out(cluster, fault)
         got = list(answers)
     recovered = cluster.state()["recoveries"]
@@ -182,7 +183,7 @@ async def test_a_rank_leaves_by_order_while_its_instance_streams(cluster: Cluste
         seeds = [None, 7] * (STREAMS // 2)
         answers = clients.map(lambda seed: complete(cluster, seed), seeds)
         order(cluster, "POST", f"leave/d0/{last}")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while (after := row_of(cluster, "d0"))["state"] != "degraded" or len(
                 after["ranks"]
             ) > 1:

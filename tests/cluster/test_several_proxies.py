@@ -27,7 +27,7 @@ from tests.cluster.launches import END_S, Launch, until
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 REQUESTS = 6
-TOKENS = 120
+TOKENS = 240  # Some seconds: all streams flow at a time.
 
 
 @pytest.fixture(scope="module")

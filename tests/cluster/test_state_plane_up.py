@@ -85,6 +85,11 @@ def spares(cluster: Cluster, nursery: int) -> list[int]:
     return [pid for pid in found if pid != pid_of(cluster)]
 
 
+def spare_of(cluster: Cluster, nursery: int) -> int:
+    """Its only one, once it has one."""
+    return until(lambda: found if len(found := spares(cluster, nursery)) == 1 else None)[0]
+
+
 def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = False) -> list[int]:
     """The ids of a stream in the middle of which these signals are sent."""
     stream = Stream(cluster)
@@ -105,21 +110,18 @@ def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster) -> None:
     expected = Stream(cluster).read()
     first = pid_of(cluster)
     nursery = nursery_of(first)
-    until(lambda: len(spares(cluster, nursery)) == 1)
-    (spare,) = spares(cluster, nursery)
+    spare = spare_of(cluster, nursery)
 
     assert go_on(cluster, (first, signal.SIGKILL)) == expected
     assert pid_of(cluster) == spare
     (recovery,) = cluster.state()["recoveries"]
     assert recovery["option"] == "reuse"
 
-    until(lambda: len(spares(cluster, nursery)) == 1)
-    (second,) = spares(cluster, nursery)
+    second = spare_of(cluster, nursery)
     assert go_on(cluster, (second, signal.SIGKILL), (spare, signal.SIGKILL)) == expected
     assert nursery_of(pid_of(cluster)) == nursery
 
-    until(lambda: len(spares(cluster, nursery)) == 1)
-    (third,) = spares(cluster, nursery)
+    third = spare_of(cluster, nursery)
     fourth = (nursery, signal.SIGKILL), (pid_of(cluster), signal.SIGKILL)
     assert go_on(cluster, *fourth) == expected
     assert pid_of(cluster) == third

@@ -83,7 +83,7 @@ class Relay:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(10), "the relay does not start"
+        assert self._ready.wait(60), "the relay does not start"
         self._network.redirect(self._host, self._protocol, self._port, self._port + _SHIFT)
         return self
 

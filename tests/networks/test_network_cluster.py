@@ -31,7 +31,7 @@ def test_networks_of_a_killed_test_are_removed_by_the_next_one(possible: None) -
     """Namespaces and the processes in them; those of running tests stay."""
     with Network("n0") as network:
         killed = subprocess.Popen([sys.executable, "-c", LEFT], stdout=subprocess.PIPE, text=True)
-        output, _ = killed.communicate(timeout=30)
+        output, _ = killed.communicate(timeout=60)
         left = _namespaces_of(killed.pid)
 
         sweep()
@@ -54,7 +54,7 @@ def test_a_blocked_direction_is_blocked_in_one_direction_and_healed(possible: No
             with network.at(name) as address:
                 sockets[name] = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
                 sockets[name].bind((address, 7))
-                sockets[name].settimeout(0.3)
+                sockets[name].settimeout(2.0)
 
         def arrives(source: str, target: str) -> bool:
             sockets[source].sendto(b"?", (network.addresses[target], 7))
