@@ -123,7 +123,7 @@ def test_the_raw_relay_makes_two_calls_and_cuts_the_ids(programs: Programs, tmp_
         request = {"model": "bench", "prompt": "a b c", "max_tokens": 3, "stream": True}
         url = f"http://127.0.0.1:{running.port}/v1/completions"
         posted = urllib.request.Request(url, json.dumps(request).encode())
-        with urllib.request.urlopen(posted, timeout=10) as answer:
+        with urllib.request.urlopen(posted, timeout=60) as answer:
             body = answer.read()
         engines.order("kill p0")
         broken = one_stream(programs, running.port)

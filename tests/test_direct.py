@@ -307,9 +307,10 @@ CHUNKED = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\
     ],
 )
 async def test_what_is_unusual_goes_to_the_full_server(
-    pieces: tuple[bytes, ...], answer: bytes
+    pieces: tuple[bytes, ...], answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is served there, with all that has come of it."""
+    monkeypatch.setattr(direct, "_GATHERING_S", 60.0)
     async with opened() as port:
         expects = b"Expect" in pieces[0]
         if expects:  # It is told to go on, and that is no response.

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.network, pytest.mark.process]
 KEY = door_key(b"a secret of the tests, long enough", Door.INSTANCE, "e0")
 STALL_S = 1.0  # Until a heartbeat says so.
 STALL_ENDS = threading.Event()
+LEAST_BEATS = 5
 
 
 async def _stall(request: web.Request) -> web.Response:
@@ -86,7 +87,8 @@ async def _read(port: int, query: str, tls: Certificates | None = None) -> bytes
             raw = first
             try:
                 async with asyncio.timeout(60):
-                    while max(_beats(raw)) < STALL_S:
+                    # Also on a machine that is too busy for one each 50 ms.
+                    while max(_beats(raw)) < STALL_S or len(_beats(raw)) <= LEAST_BEATS:
                         raw += await response.content.readline()
             finally:
                 STALL_ENDS.set()
@@ -94,7 +96,7 @@ async def _read(port: int, query: str, tls: Certificates | None = None) -> bytes
             assert response.connection is not None
             assert response.connection.transport is not None
             connection = response.connection.transport.get_extra_info("socket")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while connection.fileno() != -1:  # Over TLS the server takes part in the end.
                 await asyncio.sleep(0.02)
         return raw
@@ -106,7 +108,7 @@ async def test_heartbeats_go_on_while_the_event_loop_stalls(port: HttpPort) -> N
     """And say for how long it has."""
     ages_s = _beats(await _read(port.port, "?watch=0.05"))
 
-    assert len(ages_s) > 5
+    assert len(ages_s) > LEAST_BEATS
     assert ages_s[0] < STALL_S / 2
 
 
@@ -130,7 +132,7 @@ def test_heartbeats_over_tls_go_on_while_the_event_loop_stalls(
         async with serving(tls) as (port, app):
             for _ in range(2):
                 raws.append(await _read(port.port, "?watch=0.05", tls))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while http.watches(app):
                     await asyncio.sleep(0.05)
             left = sum(_is_of(port.port, number) for number in os.listdir("/proc/self/fd"))
@@ -140,7 +142,7 @@ def test_heartbeats_over_tls_go_on_while_the_event_loop_stalls(
     assert left == 1  # It listens.
     for raw in raws:
         ages_s = _beats(raw)
-        assert len(ages_s) > 5
+        assert len(ages_s) > LEAST_BEATS
         assert ages_s[0] < STALL_S / 2
 
 

@@ -64,7 +64,7 @@ async def running(
     """The agent of a node in this event loop, with its clean end."""
     stop, ready = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(serve(config, node, secret, stop, ready.set, older))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -107,7 +107,7 @@ class AgentProcess:
         assert self.process is not None
         process, self.process = self.process, None
         process.send_signal(number)
-        _, output = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=60)
         return process.returncode, output
 
 

@@ -91,7 +91,7 @@ async def test_holdings_are_reported_and_leases_released(tmp_path: Path) -> None
 async def test_leases_that_are_not_renewed_expire(tmp_path: Path) -> None:
     """A dead proxy releases nothing; watchers get a report."""
     written = document(tmp_path)
-    written["transfer"] = {"lease_s": 0.3}
+    written["transfer"] = {"lease_s": 1.5}
     config = parse_config(written)
     async with running(config), session(config) as client, Engine(config) as engine:
         await engine.offer("s", 4)

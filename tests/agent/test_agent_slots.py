@@ -124,7 +124,7 @@ async def test_transfers_of_a_dead_owner_are_fenced(tmp_path: Path) -> None:
     async with running(config), session(config) as client, instance(port, failures=1) as requests:
         update = SlotUpdate("a", 0.2, acquire=[asked("s"), asked("t", 1, owner_epoch=7)])
         await ask(client, "/kvrs/v1/slots", SlotAnswer, update)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             fence = await requests.get()
         report = await ask(client, "/kvrs/v1/holdings", AgentReport)
 

@@ -67,6 +67,6 @@ async def gathering() -> AsyncIterator[Gathering]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for a condition; the limit fails a test that waits in vain."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.005)

@@ -198,7 +198,7 @@ async def test_a_stream_that_never_ends_is_given_up() -> None:
         await asyncio.sleep(30)
 
     async with serving(script) as url:
-        [record] = await replay(url, [REQUEST], timeout_s=0.2)
+        [record] = await replay(url, [REQUEST], timeout_s=2.0)
 
     assert (kind(record), record.token_ids) == (ErrorKind.TIMEOUT, [1])
 
@@ -215,9 +215,9 @@ async def test_a_slow_server_does_not_hold_back_later_requests() -> None:
         await everyone.wait()
         await response.write(event(1, finish="length") + DONE)
 
-    requests = [ReplayRequest(0.02 * i, (i,), 1) for i in (4, 2, 0, 3, 1)]
+    requests = [ReplayRequest(0.1 * i, (i,), 1) for i in (4, 2, 0, 3, 1)]
     async with serving(script) as url:
-        records = await replay(url, requests, timeout_s=20)
+        records = await replay(url, requests, timeout_s=60)
 
     assert all(record.completed for record in records)
     assert arrived == [0, 1, 2, 3, 4]

@@ -47,6 +47,7 @@ class Server:
         self.says_ids = True
         self.spoiled: set[int] = set()  # Requests, counted from the first, that get a wrong token.
         self.seen = 0
+        self.answers: int | None = None  # So many; later requests wait for ever. None: all.
         self.busy = False
         self.max_model_len: int | None = None
         self.longest = 0  # Tokens of prompt and output of one request.
@@ -59,6 +60,8 @@ class Server:
         self.longest = max(self.longest, len(body.get("prompt") or ()) + body["max_tokens"])
         prompt = json.dumps(body.get("prompt") or body.get("messages"))
         number, self.seen = self.seen, self.seen + 1
+        if self.answers is not None and number >= self.answers:
+            await asyncio.Event().wait()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for position in range(body["max_tokens"]):
@@ -506,11 +509,12 @@ def test_lengths_that_were_chosen_are_kept_and_questioned(
     )
 
 
-def interrupted(options: ReplayOptions, server: Server, ended: int) -> None:
-    """A replay that gets SIGINT once the server has had so many requests."""
+def interrupted(options: ReplayOptions, server: Server, answers: int) -> None:
+    """A replay that gets SIGINT when the server has had one request more than it answers."""
+    server.answers = answers
 
     def watch() -> None:
-        while server.seen < ended:
+        while server.seen <= answers:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -43,7 +43,7 @@ async def sending(given: TraceSettings) -> AsyncIterator[SpanSender]:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0.01)
 

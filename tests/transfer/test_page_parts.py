@@ -178,4 +178,4 @@ def cells_of(part: PagePart, page: memoryview) -> dict[tuple[int, int], bytes]:
 
 async def pulled(store: StoringAgent, part: PagePart, into: list[memoryview]) -> PullResult:
     request = PullRequest(tags(A, 0, len(into)), part=part)
-    return await asyncio.wait_for(store.puller.pull(store.peer, request, into, None), 20)
+    return await asyncio.wait_for(store.puller.pull(store.peer, request, into, None), 60)

@@ -339,7 +339,7 @@ async def test_an_answer_out_of_turn_is_an_error(reply: tuple[AnswerHeader, byte
 
 async def test_a_cut_link_carries_no_checkpoints() -> None:
     """Neither an offer nor a page, until the sender gives up; other links are not meant."""
-    async with agent_store(settings=TransferSettings(stall_timeout_s=0.2)) as h:
+    async with agent_store(settings=TransferSettings(stall_timeout_s=0.8)) as h:
         await h.offer(A)
         h.links.faults.hold(N0, 0, asyncio.get_running_loop().time() + 60)
         before = await h.pusher.store(h.peer, [range_of(A, 0, 1)])
@@ -448,7 +448,7 @@ async def test_a_store_that_breaks_off_ends_every_run(cut_at: int) -> None:
 
 async def test_a_sender_that_falls_silent_in_a_store_is_given_up() -> None:
     """Its slots are wanted by others."""
-    async with agent_store(agent_settings=TransferSettings(stall_timeout_s=0.2)) as h:
+    async with agent_store(agent_settings=TransferSettings(stall_timeout_s=0.6)) as h:
         assert await send_raw(h, STORE, *PAGES, cut_at=-1, ends=False) == b""
 
         assert (h.sink.arriving, len(h.sink.visible)) == (0, 3)

@@ -92,7 +92,7 @@ async def test_damaged_pages_do_not_count_and_the_memory_they_came_from_is_whole
 
 async def test_a_cut_link_is_silent_and_the_puller_gives_up() -> None:
     """The puller gets neither an answer nor an end, until its stall timeout."""
-    async with pair(puller_s=0.2) as ends:
+    async with pair(puller_s=1.0) as ends:
         ends.server.faults.hold(N1, 0, asyncio.get_running_loop().time() + 60)
 
         result = await ends.pull(2)

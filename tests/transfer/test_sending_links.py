@@ -137,7 +137,7 @@ async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_keeps_its_ag
     """
     async with agent_store(
         settings=TransferSettings(stall_timeout_s=0.2),
-        agent_settings=TransferSettings(stall_timeout_s=0.8),
+        agent_settings=TransferSettings(stall_timeout_s=2.0),
     ) as h:
         # Slow until the first pages are there, so that the others are on their way when the
         # hand-off begins.
@@ -146,7 +146,7 @@ async def test_without_a_limit_a_checkpoint_waits_for_a_handoff_and_keeps_its_ag
         await until(lambda: len(h.sink.visible) >= 3)
         with stream_to_nowhere() as stream, h.links.to(N1).sending(stream, HANDOFF):
             h.links.faults.clear()
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(2.6)
             meanwhile = (storing.done(), len(h.sink.visible))
 
         assert await storing == [HeldPages(StoreCode.OK, 100)]
