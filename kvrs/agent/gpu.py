@@ -15,7 +15,7 @@ import importlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,14 +94,7 @@ class GpuSensor:
         self._nvml = nvml
         self._unsupported = {getattr(nvml, f"NVML_ERROR_{name}") for name in _UNSUPPORTED}
         self._gone = {getattr(nvml, f"NVML_ERROR_{name}") for name in _GONE}
-        self._resets = {
-            getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what
-            for name, what in _RESETS.items()
-        }
-        self._drains = {
-            getattr(nvml, f"NVML_GPU_RECOVERY_ACTION_{name}"): what
-            for name, what in _DRAINS.items()
-        }
+        self._resets, self._drains = _actions(nvml, _RESETS), _actions(nvml, _DRAINS)
         self._slowdowns = {
             getattr(nvml, f"nvmlClocksThrottleReason{name}"): what
             for name, what in _SLOWDOWNS.items()
@@ -283,6 +276,12 @@ class GpuSensor:
             if error.value in self._unsupported:
                 return None
             raise
+
+
+def _actions(nvml: Any, names: Mapping[str, str]) -> dict[int | None, str]:
+    """Recovery actions by number. Releases of nvidia-ml-py before 13.615 lack the newest."""
+    known = {f"NVML_GPU_RECOVERY_ACTION_{name}": what for name, what in names.items()}
+    return {getattr(nvml, name): what for name, what in known.items() if hasattr(nvml, name)}
 
 
 class GpuMonitor:
