@@ -1,12 +1,13 @@
 """Requests of each kind that vLLM's own tests send to its OpenAI API, in words of the test model,
 and how two answers to one request are compared: status, the names and types of all fields, and what
-is said.
+is said; of two refusals, the field that they name.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -324,6 +325,12 @@ _OF_CHAT: dict[str, dict[str, Any]] = {
 CASES = [*_cases()]
 
 
+class Refusal(NamedTuple):
+    field: str  # Empty: none is named.
+    code: str  # Of OpenAI's; vLLM has the status there, which is none.
+    message: str
+
+
 @dataclass(frozen=True)
 class Answer:
     status: int
@@ -358,6 +365,16 @@ class Answer:
         return found
 
     @property
+    def refusal(self) -> "Refusal":
+        error = next(event["error"] for event in self.events if "error" in event)
+        code = error.get("code")
+        return Refusal(
+            _root(error.get("param") or ""),
+            code if isinstance(code, str) else "",
+            error["message"],
+        )
+
+    @property
     def usage(self) -> tuple[int, int] | None:
         """Tokens of prompt and output."""
         usages = [event["usage"] for event in self.events if event.get("usage")]
@@ -390,6 +407,26 @@ def missing(alone: Any, behind: Any, where: str = "") -> list[str]:
     if alone in (None, behind) or (alone, behind) in (("int", "float"), ("float", "int")):
         return []
     return [f"{where}: {alone}, and here {behind}"]
+
+
+def refused_otherwise(alone: Answer, behind: Answer) -> list[str]:
+    """Why a refusal is not that of the server alone. It names the same field, or has the same code;
+    where the server has no field in `param`, it names one of its message, or none.
+    """
+    if alone.status == 200:
+        return []
+    due, found = alone.refusal, behind.refusal
+    if due.field:
+        is_same = found.field == due.field
+    else:
+        is_same = not found.field or bool(re.search(rf"\b{re.escape(found.field)}\b", due.message))
+    is_same |= bool(due.code) and found.code == due.code
+    return [] if is_same else [f"{due}, and here {found}"]
+
+
+def _root(field: str) -> str:
+    """Of `messages[0].content`, `messages`."""
+    return re.split(r"[.\[]", field, maxsplit=1)[0]
 
 
 # Which process did the work, and what it says of itself.

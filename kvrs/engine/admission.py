@@ -121,6 +121,7 @@ class Admission:
                 f"the prompt has {len(text)} characters, which are more than "
                 f"{self._instance.max_model_len} tokens",
                 param=name,
+                code=TOO_LONG,
             )
         try:
             text.encode()

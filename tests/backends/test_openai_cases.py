@@ -12,7 +12,16 @@ import pytest
 from experiments.processes import Processes
 from kvrs.config.file import parse_config
 from kvrs.protocol.secrets import Door, door_key
-from tests.openai_cases import CASES, CHAT, MESSAGES, SCHEMA, Case, ask, missing
+from tests.openai_cases import (
+    CASES,
+    CHAT,
+    MESSAGES,
+    SCHEMA,
+    Case,
+    ask,
+    missing,
+    refused_otherwise,
+)
 from tests.ports import client_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -53,8 +62,8 @@ async def engine(processes: Processes) -> AsyncIterator[aiohttp.ClientSession]:
 async def test_an_answer_behind_a_proxy_is_that_of_the_engine(
     processes: Processes, engine: aiohttp.ClientSession, case: Case
 ) -> None:
-    """Status, fields with their types, texts and usage; of prompts and choices that the proxy makes
-    streams of, each.
+    """Status, fields with their types, texts and usage; of a refusal the field; of prompts and
+    choices that the proxy makes streams of, each.
     """
     proxy = processes.config.proxy
     async with aiohttp.ClientSession() as http:
@@ -68,6 +77,7 @@ async def test_an_answer_behind_a_proxy_is_that_of_the_engine(
 
     assert behind.status == alone.status, (alone.events, behind.events)
     assert missing(alone.shape, behind.shape) == []
+    assert refused_otherwise(alone, behind) == []
     assert (behind.said, behind.usage) == (alone.said, alone.usage)
 
 

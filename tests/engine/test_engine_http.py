@@ -210,13 +210,17 @@ async def test_no_history_has_more_pages_than_a_frame_has_tags(
         assert too_long.status == 400
 
 
-@pytest.mark.parametrize("tokens", [64, 60])
+@pytest.mark.parametrize(
+    "prompt",
+    [[5] * 64, [5] * 60, "ka " * 60, "ka " * 10_000],
+    ids=["prompt", "output", "text", "long-text"],
+)
 async def test_what_exceeds_the_context_is_refused_with_the_code_that_clients_know(
-    tiny_model: Path, tokens: int
+    tiny_model: Path, prompt: list[int] | str
 ) -> None:
-    """Of the prompt alone, and with the output that is asked for."""
+    """Of the prompt alone, and with the output that is asked for; a text too long to be counted."""
     async with serving(tiny_model, pages=4) as (_, client):
-        asked = {"prompt": [5] * tokens, "max_tokens": 8, "kvrs": KVRS | {"prompt_tokens": tokens}}
+        asked = {"prompt": prompt, "max_tokens": 8}
         answer = await client.post(COMPLETIONS, json=asked)
         error = (await answer.json())["error"]
 

@@ -16,6 +16,7 @@ from tests.openai_cases import (
     Answer,
     ask,
     missing,
+    refused_otherwise,
 )
 from tests.vllm.test_vllm_proxy import open_front
 
@@ -50,8 +51,8 @@ BESIDE: list[tuple[str, dict[str, Any] | None]] = [
 
 
 async def test_answers_behind_kvrs_are_those_of_vllm_alone(vllm_servers: VllmServers) -> None:
-    """Status, fields with their types, texts and usage. What kvrs refuses by decision it refuses by
-    the name of the field.
+    """Status, fields with their types, texts and usage; of a refusal the field. What kvrs refuses
+    by decision it refuses by the name of the field.
     """
     faults: dict[str, object] = {}
     async with open_front(vllm_servers, vllm_servers.config) as front:
@@ -100,7 +101,7 @@ async def test_other_paths_are_answered_as_by_vllm_alone(vllm_servers: VllmServe
 def differences(alone: Answer, behind: Answer) -> list[object]:
     if behind.status != alone.status:
         return [(alone.status, alone.events), (behind.status, behind.events)]
-    found: list[object] = [*missing(alone.shape, behind.shape)]
+    found: list[object] = [*missing(alone.shape, behind.shape), *refused_otherwise(alone, behind)]
     if not behind.is_whole:
         found.append("no last event")
     if (behind.said, behind.usage) != (alone.said, alone.usage):
