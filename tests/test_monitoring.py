@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsAgentDied": {
         'kvrs_agent_deaths_total{cause="silent", agent="agent-n0"}': "0x10 1x20",
     },
+    "KvrsRankDied": {f"kvrs_worker_rank_deaths_total{{{WORKER}}}": "0x10 1x20"},
     "KvrsProxyRestarted": {f"process_start_time_seconds{{{JOB}}}": "100x10 260x20"},
     "KvrsProxyWorkerRestarted": {
         'kvrs_proxy_worker_restarts_total{proxy_worker="1"}': "0x10 1x20",

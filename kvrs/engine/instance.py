@@ -250,6 +250,8 @@ class EngineInstance(ServedInstance):
             return {}
         layout = self.ranks.layout
         facts = {"layout_number": layout.number, "full_degree": len(self.ranks.full.ranks)}
+        if self.group is not None:
+            facts["rank_deaths"] = self.group.reformer.deaths
         if self.group is None or (now := self.group.reforming) is None:
             return facts | {"degree": len(layout.ranks)}
         decode, prefill = self.group.reformer.factors(now.after)

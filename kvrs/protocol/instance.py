@@ -187,6 +187,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     layout_number: Natural = 0  # Of its ranks; rises with every change.
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
     full_degree: Natural = 0  # Ranks that it was configured with.
+    rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -150,6 +150,7 @@ class Scripted(ScriptedServer):
     layout_number: int = 0
     degree: int = 0
     full_degree: int = 0
+    rank_deaths: int = 0
     ranks: list[RankInfo] = field(default_factory=list)
     rank_orders: list[RankRequest] = field(default_factory=list)
     aborted: int = 0
@@ -238,6 +239,7 @@ class Scripted(ScriptedServer):
             layout_number=self.layout_number,
             degree=self.degree,
             full_degree=self.full_degree,
+            rank_deaths=self.rank_deaths,
         )
 
     async def _leases(self, request: web.Request) -> web.Response:

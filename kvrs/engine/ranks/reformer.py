@@ -100,6 +100,7 @@ class Reformer:
             lookahead_tokens=lookahead_tokens,
             step_s=self._step_s,
         )
+        self.deaths = 0  # Of ranks that computed.
         self.now: ReformingNow | None = None
         self.done: list[Reformed] = []
         self._begun: ReformingBegun | None = None
@@ -249,6 +250,7 @@ class Reformer:
         seat.kill()
         now_s = time.monotonic()
         self._group.lost[seat.rank] = now_s
+        self.deaths += 1
         if self._begun is None or self._begun.action.way is Way.RESIZE:
             self._first_lost_s = now_s
         if not self._settings.enabled:

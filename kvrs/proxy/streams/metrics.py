@@ -260,6 +260,14 @@ class LoadMetrics:
             gauge("kvrs_worker_degree", "Ranks that compute, of a worker that has several."),
             gauge("kvrs_worker_full_degree", "Ranks that a worker of several was configured with."),
         )
+        self._rank_deaths = Total(
+            Counter(
+                "kvrs_worker_rank_deaths",
+                "Ranks that a worker of several has lost, and goes on without.",
+                ["worker"],
+                registry=registry,
+            )
+        )
         self._kv = Total(
             Counter(
                 "kvrs_worker_kv_bytes",
@@ -303,6 +311,8 @@ class LoadMetrics:
                     gauge.labels(*labels).set(values[at])
         if load is None:
             return
+        if load.full_degree:
+            self._rank_deaths.follow(load.rank_deaths, known.id)
         for kind in KV_KINDS:
             self._kv.follow(load.kv_bytes.get(kind, 0), known.id, kind)
 

@@ -29,6 +29,7 @@ class _Sum(Enum):
 _HOW = {
     # Of one thing, as each worker sees it.
     "kvrs_worker_deaths": _Sum.LARGEST,
+    "kvrs_worker_rank_deaths": _Sum.LARGEST,
     "kvrs_agent_deaths": _Sum.LARGEST,
     "kvrs_damaged_pages": _Sum.LARGEST,
     "kvrs_fleet_orders_aside": _Sum.LARGEST,

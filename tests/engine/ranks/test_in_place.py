@@ -305,6 +305,7 @@ async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
     assert {each["epoch"] for each in reports} == {1}
     assert reports[0]["degree"] == reports[0]["full_degree"] == 3
     assert min(each["degree"] for each in reports) == 1
+    assert {each["rank_deaths"] for each in reports} == {0, 1, 2}
 
 
 async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(

@@ -74,15 +74,15 @@ async def test_streams_stay_in_their_attempt_while_their_instance_re_forms(
 
 
 async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder) -> None:
-    """A lost rank leaves at once; what an instance does not tell is asked again."""
+    """A lost rank leaves at once, and is counted; what an instance does not tell is asked again."""
     system = await build()
     d0 = system.instances["d0"]
     d0.full_degree = d0.degree = 2
     d0.ranks = [RankInfo(rank, 0, 100 + rank, NodeId("n0"), 4, [rank]) for rank in range(2)]
     await system.until(lambda: shows_ranks(system, 100, 101))
-    before = await degrees(system)
+    before, counted = await degrees(system), [await rank_deaths(system)]
 
-    d0.ranks, d0.reforming = d0.ranks[:1], report(60.0)
+    d0.ranks, d0.reforming, d0.rank_deaths = d0.ranks[:1], report(60.0), 1
     await system.until(lambda: shows_ranks(system, 100))
     d0.deaf = True
     d0.reforming, d0.degree, d0.layout_number = None, 1, 1
@@ -94,7 +94,13 @@ async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder
 
     assert (await system.health())["d0"] == "up"
     assert (before, await degrees(system)) == ((2, 2), (1, 2))
-    assert 'kvrs_worker_degree{role="decode",worker="d1"}' not in await system.metrics()
+    assert [*counted, await rank_deaths(system)] == [0, 1]
+    of_one_process = (
+        'kvrs_worker_degree{role="decode",worker="d1"}',
+        'rank_deaths_total{worker="d1"}',
+    )
+    shown = await system.metrics()
+    assert not any(name in shown for name in of_one_process)
 
 
 async def degrees(system: ProxyCluster) -> tuple[float, float]:
@@ -102,6 +108,10 @@ async def degrees(system: ProxyCluster) -> tuple[float, float]:
     names = "kvrs_worker_degree", "kvrs_worker_full_degree"
     present, full = [await system.count(name, worker="d0") for name in names]
     return present, full
+
+
+async def rank_deaths(system: ProxyCluster) -> float:
+    return await system.count("kvrs_worker_rank_deaths_total", worker="d0")
 
 
 async def order(system: ProxyCluster, method: str, path: str) -> tuple[int, Any]:
