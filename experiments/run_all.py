@@ -181,6 +181,7 @@ ALL = (
         "taskset -c 1 python -m experiments.page_transfer.run",
         (TASKSET,),
     ),
+    _plain("page_tls", 1, OPENSSL),
     _plain("replay_client", 1),
     _plain("healthy_path", 2),
     Experiment(
@@ -247,6 +248,7 @@ ALL = (
         "python -m experiments.conversation_trace.aiperf",
         (TRACE, PACKAGES),
     ),
+    _plain("first_steps", 6, PACKAGES),
     *_kinds("cuts", 1, scripted="", real="--real"),
     _plain("all_deaths", 10),
     _plain("two_proxies", 3),
