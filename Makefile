@@ -6,18 +6,16 @@ BIN := .venv/bin
 
 install: .venv/.installed
 
-# Without an NVIDIA GPU the CPU build of torch comes first, from where pip looks, else from PyTorch's
-# own index: it satisfies the pin, and the CUDA packages of the public index (GBs) stay away.
+# Without an NVIDIA GPU the CPU build of torch comes first, where the index in use has it: it satisfies
+# the pin, and the CUDA packages of the public index (GBs) stay away.
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)+cpu
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .venv/.demo: pyproject.toml constraints.txt
 	@echo "Setting up .venv (a few minutes the first time) ..."
 	$(PYTHON) -m venv .venv
-	@test -e /dev/nvidiactl || $(BIN)/python -m pip install --no-deps $(TORCH) \
-		|| $(BIN)/python -m pip install --no-deps --retries 1 --timeout 10 --index-url $(TORCH_INDEX) $(TORCH) \
-		|| echo "No CPU build of torch was found: the index decides which one comes."
+	@test -e /dev/nvidiactl || $(BIN)/python -m pip install --disable-pip-version-check --no-deps $(TORCH) \
+		|| echo "No CPU build of torch in this index: PIP_EXTRA_INDEX_URL can name PyTorch's."
 	$(PIP_INSTALL) --editable '.[engine,report]'
 	@touch $@
 
