@@ -9,12 +9,10 @@ silence between two of its tokens.
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,27 +20,17 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from experiments.cost_ladder.run import (
-    HOME,
-    LEAST_TOKENS,
-    LOAD_PROMPT_TOKENS,
-    STEP_S,
-    Cell,
-    arrival,
-    grid,
-    run_until,
-)
-from experiments.cost_ladder.run import config_of as config_of_cell
+from experiments.cost_ladder.run import HOME, LONGEST_S, STEP_S, Cell, grid, loaded
 from experiments.record import Record
+from experiments.virtual_time import run_until, token_times
 from kvrs.control.effects import Effect
 from kvrs.ids import StreamId
 from kvrs.policy.model.actions import Recovered
 from kvrs.policy.model.estimates import Option
 from kvrs.report.metrics import percentile
 from kvrs.sim.calls import token_at
-from kvrs.sim.cluster import SimCluster
 from kvrs.sim.proxy import SimProxy
-from kvrs.sim.streams import SimJournal, SimStream
+from kvrs.sim.streams import SimStream
 
 STREAMS = 24
 TOKENS = 240  # Of each stream.
@@ -81,45 +69,26 @@ class Played:
 
 
 @contextmanager
-def _noting(
-    tokens_s: dict[StreamId, list[float]], recovered: list[tuple[float, Recovered]]
-) -> Iterator[None]:
-    """When clients get tokens, and what is decided when."""
-    append, perform = SimJournal.append, SimProxy._perform
-
-    def noted(journal: SimJournal, token: int, now_s: float) -> None:
-        tokens_s[journal.stream].append(now_s)
-        append(journal, token, now_s)
+def _noting(recovered: list[tuple[float, Recovered]]) -> Iterator[None]:
+    """What is decided when."""
+    perform = SimProxy._perform
 
     def performed(proxy: SimProxy, effect: Effect) -> None:
         if isinstance(effect, Recovered):
             recovered.append((proxy.now_s, effect))
         perform(proxy, effect)
 
-    with patch.object(SimJournal, "append", noted), patch.object(SimProxy, "_perform", performed):
+    with patch.object(SimProxy, "_perform", performed):
         yield
 
 
 def play(cell: Cell, factor: float, seed: int) -> Played:
     """Raises AssertionError where an invariant of the simulator is violated."""
-    tokens_s: defaultdict[StreamId, list[float]] = defaultdict(list)
     recovered: list[tuple[float, Recovered]] = []
     draw = Random(seed)
-    with _noting(tokens_s, recovered):
-        config = config_of_cell(cell, STREAMS)
-        cluster = SimCluster(config, seed=seed, proxies=1, stay_away=0.0, keep_log=False)
+    with token_times() as tokens_s, _noting(recovered):
+        cluster, names = loaded(cell, seed, tokens_s, STREAMS, TOKENS)
         clock, proxy = cluster.clock, cluster.serving[0]
-        for holder in (*cluster.engines.values(), *cluster.agents.values()):
-            holder.start()
-        proxy.begin()
-        names = [StreamId(f"s{n}") for n in range(STREAMS)]
-        for n, name in enumerate(names):
-            asked = arrival(n, cell.context, TOKENS)
-            clock.after(1.0 + n * STEP_S, partial(proxy.arrive, name, asked))
-        run_until(clock, lambda: all(len(tokens_s[name]) >= LEAST_TOKENS for name in names))
-        for n in range(cell.load):
-            asked = arrival(STREAMS + n, LOAD_PROMPT_TOKENS, TOKENS)
-            proxy.arrive(StreamId(f"load{n}"), asked)
         clock.run(clock.now_s + draw.uniform(0.0, STEP_S))
         lost_s = clock.now_s
         hit = {
@@ -132,7 +101,12 @@ def play(cell: Cell, factor: float, seed: int) -> Played:
         assert ranks is not None
         ranks.late_factor = factor
         ranks.lose([draw.choice(ranks.running)], memory_kept=cell.lost == "rank")
-        run_until(clock, lambda: all(stream.outcome for stream in proxy.streams.values()))
+        run_until(
+            clock,
+            lambda: all(stream.outcome for stream in proxy.streams.values()),
+            STEP_S,
+            LONGEST_S,
+        )
     announced, left = _decided(recovered, hit)
     counts = [_wrong(stream) for stream in proxy.streams.values()]
     lost, repeated, different = (sum(each) for each in zip(*counts, strict=True))

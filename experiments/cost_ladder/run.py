@@ -8,8 +8,8 @@ bar is missed.
 
 import argparse
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from experiments.record import Record
+from experiments.virtual_time import run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.ids import InstanceId, StreamId
@@ -28,9 +29,8 @@ from kvrs.policy import options, rules
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.rules.base import Rule
 from kvrs.sim.cluster import SimCluster
-from kvrs.sim.process import Clock, require
 from kvrs.sim.proxy import SimProxy
-from kvrs.sim.streams import Arrival, SimJournal
+from kvrs.sim.streams import Arrival
 
 CONTEXTS = (500, 2000)
 BACKUPS = ("none", "late", "fresh")
@@ -42,14 +42,15 @@ LOSSES = ("rank", "device")
 NODES, STREAMS = 3, 12
 HOME = InstanceId("d0")
 LOOKAHEAD_TOKENS = 32  # As many as `policy.lookahead_tokens`.
-LEAST_TOKENS = 8  # Of every stream, before the loss.
-LOAD_PROMPT_TOKENS = 2000
+_MAX_TOKENS = 900  # None ends before it has been looked at.
+_LEAST_TOKENS = 8  # Of every stream, before the loss.
+_LOAD_PROMPT_TOKENS = 2000
 NEAR, SHARE_BAR = 1.1, 0.95
 _PAGE_TOKENS = 16
 _AGENT_BYTES = 64 << 30
 _GATHER_S = {"late": 1.0, "fresh": 0.05}  # `backup.gather_s`.
 STEP_S = 0.05
-_LONGEST_S = 120.0
+LONGEST_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,9 @@ def grid() -> list[Cell]:
     return [Cell(*values) for values in product(*axes)]
 
 
-def config_of(cell: Cell, streams: int = STREAMS) -> Config:
+def config_of(cell: Cell, streams: int) -> Config:
     """Nodes with a prefill and a decode instance each."""
-    longest = max(cell.context, LOAD_PROMPT_TOKENS) + 1000
+    longest = max(cell.context, _LOAD_PROMPT_TOKENS) + 1000
     nodes = [
         {
             "id": f"n{n}",
@@ -171,27 +172,10 @@ def play(cell: Cell, way: str, seed: int, *, loses: bool = True) -> Run:
     """Until every stream has some tokens, then the loss, and on until the look-ahead's tokens have
     come. Raises AssertionError where an invariant of the simulator is violated.
     """
-    tokens_s: defaultdict[StreamId, list[float]] = defaultdict(list)
-    append = SimJournal.append
-
-    def noted(journal: SimJournal, token: int, now_s: float) -> None:
-        tokens_s[journal.stream].append(now_s)
-        append(journal, token, now_s)
-
     rule = patch.dict(rules.BY_NAME, {PolicyName.AUTO: WAYS[way]})
-    with patch.object(SimJournal, "append", noted), rule:
-        cluster = SimCluster(config_of(cell), seed=seed, proxies=1, stay_away=0.0, keep_log=False)
+    with token_times() as tokens_s, rule:
+        cluster, names = loaded(cell, seed, tokens_s, STREAMS, _MAX_TOKENS)
         clock, proxy = cluster.clock, cluster.serving[0]
-        for holder in (*cluster.engines.values(), *cluster.agents.values()):
-            holder.start()
-        proxy.begin()
-        names = [StreamId(f"s{n}") for n in range(STREAMS)]
-        for n, name in enumerate(names):
-            clock.after(1.0 + n * STEP_S, partial(proxy.arrive, name, arrival(n, cell.context)))
-
-        run_until(clock, lambda: all(len(tokens_s[name]) >= LEAST_TOKENS for name in names))
-        for n in range(cell.load):
-            proxy.arrive(StreamId(f"load{n}"), arrival(STREAMS + n, LOAD_PROMPT_TOKENS))
         clock.run(clock.now_s + STEP_S)
         lost_s, had = clock.now_s, {name: len(tokens_s[name]) for name in names}
         victims = [name for name in names if proxy.streams[name].instance == HOME]
@@ -204,21 +188,45 @@ def play(cell: Cell, way: str, seed: int, *, loses: bool = True) -> Run:
         run_until(
             clock,
             lambda: all(len(tokens_s[name]) > had[name] + LOOKAHEAD_TOKENS for name in victims),
+            STEP_S,
+            LONGEST_S,
         )
     after_s = {name: tokens_s[name][had[name] :] for name in victims}
     return Run(lost_s, after_s, lag_tokens, proxy.recoveries)
 
 
-def run_until(clock: Clock, done: Callable[[], bool]) -> None:
-    until_s = clock.now_s
-    while not done():
-        until_s += STEP_S  # The clock stands still where nothing happens.
-        require(until_s < _LONGEST_S, "a cell does not come to an end")
-        clock.run(until_s)
+def loaded(
+    cell: Cell,
+    seed: int,
+    tokens_s: Mapping[StreamId, Sequence[float]],
+    streams: int,
+    max_tokens: int,
+) -> tuple[SimCluster, list[StreamId]]:
+    """A cluster of which every stream has some tokens, and at which the cell's requests have just
+    arrived.
+    """
+    config = config_of(cell, streams)
+    cluster = SimCluster(config, seed=seed, proxies=1, stay_away=0.0, keep_log=False)
+    clock, proxy = cluster.clock, cluster.serving[0]
+    cluster.begin()
+    names = [StreamId(f"s{n}") for n in range(streams)]
+    for n, name in enumerate(names):
+        asked = _arrival(n, cell.context, max_tokens)
+        clock.after(1.0 + n * STEP_S, partial(proxy.arrive, name, asked))
+    run_until(
+        clock,
+        lambda: all(len(tokens_s.get(name, ())) >= _LEAST_TOKENS for name in names),
+        STEP_S,
+        LONGEST_S,
+    )
+    for n in range(cell.load):
+        asked = _arrival(streams + n, _LOAD_PROMPT_TOKENS, max_tokens)
+        proxy.arrive(StreamId(f"load{n}"), asked)
+    return cluster, names
 
 
-def arrival(number: int, tokens: int, max_tokens: int = 900) -> Arrival:
-    """No two prompts begin alike, and none ends before it has been looked at."""
+def _arrival(number: int, tokens: int, max_tokens: int) -> Arrival:
+    """No two prompts begin alike."""
     return Arrival(1.0, tuple(range(number * 10_000, number * 10_000 + tokens)), max_tokens)
 
 

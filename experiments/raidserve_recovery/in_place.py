@@ -11,8 +11,7 @@ a ratio of the paper is missed.
 import argparse
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from experiments.record import Record
+from experiments.virtual_time import run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import hybrid, staged
@@ -37,9 +37,9 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy import staying
 from kvrs.policy.model.estimates import Option
 from kvrs.sim.cluster import SimCluster
-from kvrs.sim.process import Clock, require
+from kvrs.sim.process import require
 from kvrs.sim.rank_model import RankModel
-from kvrs.sim.streams import Arrival, SimJournal
+from kvrs.sim.streams import Arrival
 
 NAME = "in_place"
 PROFILE, MODEL = "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B"
@@ -141,22 +141,13 @@ def config_of(way: str) -> Config:
 
 def play(way: str, seed: int) -> Row:
     """Raises AssertionError where an invariant of the simulator is violated."""
-    tokens_s: defaultdict[StreamId, list[float]] = defaultdict(list)
-    append = SimJournal.append
-
-    def noted(journal: SimJournal, token: int, now_s: float) -> None:
-        tokens_s[journal.stream].append(now_s)
-        append(journal, token, now_s)
-
     model = RankModel(units(), rates_of(way), join_s(), _NEVER_S, _NEVER_S)
-    with patch.object(SimJournal, "append", noted), _PATIENT:
+    with token_times() as tokens_s, _PATIENT:
         cluster = SimCluster(
             config_of(way), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
         )
         clock, proxy = cluster.clock, cluster.serving[0]
-        for holder in (*cluster.engines.values(), *cluster.agents.values()):
-            holder.start()
-        proxy.begin()
+        cluster.begin()
         names = [StreamId(f"s{n}") for n in range(REQUESTS)]
         for n, name in enumerate(names):
             prompt = tuple(range(n * 100_000, n * 100_000 + CONTEXT_TOKENS))
@@ -170,7 +161,7 @@ def play(way: str, seed: int) -> Row:
                 len(tokens_s[name]) >= _LEAST_TOKENS for name in names
             )
 
-        _run_until(clock, is_settled, _STEP_S)
+        run_until(clock, is_settled, _STEP_S, _LONGEST_S)
         clock.run(clock.now_s + Random(seed).uniform(0.0, _STEP_S))
         lost_s, had = clock.now_s, {name: len(tokens_s[name]) for name in names}
         require(all(proxy.streams[name].outcome == "" for name in names), f"{way}: streams ended")
@@ -178,10 +169,13 @@ def play(way: str, seed: int) -> Row:
         ranks = engine.ranks
         assert ranks is not None
         ranks.lose([RANKS - 1], memory_kept=way == "oracle")
-        _run_until(clock, lambda: ranks.serves, _FINE_S)
+        run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
         weights_s = clock.now_s - lost_s
-        _run_until(
-            clock, lambda: all(len(tokens_s[name]) > had[name] + 1 for name in names), _FINE_S
+        run_until(
+            clock,
+            lambda: all(len(tokens_s[name]) > had[name] + 1 for name in names),
+            _FINE_S,
+            _LONGEST_S,
         )
     # A token of the batch under way may have been on its way to the client.
     pauses_s = [
@@ -192,14 +186,6 @@ def play(way: str, seed: int) -> Row:
     # Of a short pause the proxy may hear when it is over.
     require(set(taken) <= {Option.IN_PLACE.value}, f"{way}: {taken}")
     return Row(way, weights_s, min(pauses_s), median(pauses_s), max(pauses_s))
-
-
-def _run_until(clock: Clock, done: Callable[[], bool], step_s: float) -> None:
-    until_s = begun_s = clock.now_s
-    while not done():
-        until_s += step_s  # The clock stands still where nothing happens.
-        require(until_s < begun_s + _LONGEST_S, "it does not come to an end")
-        clock.run(until_s)
 
 
 def ladder_s() -> dict[str, float]:

@@ -224,6 +224,11 @@ SimulateTrace = Annotated[
     Path | None,
     typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV; without it, generated"),
 ]
+SimulatedStreams = Annotated[int, typer.Option(min=1, help="How many streams")]
+SimulatedRate = Annotated[float, typer.Option(help="Requests per second")]
+SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
+RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths of all kinds")]
+FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed")]
 Policies = Annotated[
     list[PolicyName] | None,

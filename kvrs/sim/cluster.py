@@ -124,6 +124,13 @@ class SimCluster:
         self.outcome = Outcome()
         self.log: list[str] = []  # What happened to which process, for people and for comparison.
 
+    def begin(self) -> None:
+        """Start all instances, agents and proxies."""
+        for holder in (*self.engines.values(), *self.agents.values()):
+            holder.start()
+        for proxy in self.serving:
+            proxy.begin()
+
     @property
     def config(self) -> Config:
         return self._site.config

@@ -73,10 +73,7 @@ class World:
         Raises:
             InvariantError, AssertionError: something happened that must not.
         """
-        for holder in (*self.cluster.engines.values(), *self.cluster.agents.values()):
-            holder.start()
-        for proxy in self.cluster.serving:
-            proxy.begin()
+        self.cluster.begin()
         for number, asked in enumerate(self._arrivals):
             self.cluster.clock.after(asked.at_s, partial(self._arrive, number, asked))
         for death in self._others:

@@ -1,0 +1,35 @@
+"""Common parts of experiments on a simulated cluster: when clients get their tokens, and running
+until something has happened.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from kvrs.ids import StreamId
+from kvrs.sim.process import Clock, require
+from kvrs.sim.streams import SimJournal
+
+
+@contextmanager
+def token_times() -> Iterator[defaultdict[StreamId, list[float]]]:
+    """By stream: when each of its tokens comes, of all simulations within."""
+    tokens_s: defaultdict[StreamId, list[float]] = defaultdict(list)
+    append = SimJournal.append
+
+    def noted(journal: SimJournal, token: int, now_s: float) -> None:
+        tokens_s[journal.stream].append(now_s)
+        append(journal, token, now_s)
+
+    with patch.object(SimJournal, "append", noted):
+        yield tokens_s
+
+
+def run_until(clock: Clock, done: Callable[[], bool], step_s: float, longest_s: float) -> None:
+    """In steps, at the ends of which `done` is asked."""
+    until_s = begun_s = clock.now_s
+    while not done():
+        until_s += step_s  # The clock stands still where nothing happens.
+        require(until_s < begun_s + longest_s, "it does not come to an end")
+        clock.run(until_s)
