@@ -22,6 +22,7 @@ HIT_AT_LEAST = 8
 # A killed instance is back after about five seconds; then the load needs a moment to fill it again.
 KILL_GAP_S = (6.0, 10.0)
 PAUSE_BARS_S = {"p50": 0.2, "p99": 0.35}  # Of `auto`, as its clients see it.
+LONGEST = 8  # So many pauses are shown with what they consist of.
 
 
 def summary(run: Run, report: Report) -> dict[str, Any]:
@@ -42,6 +43,50 @@ def summary(run: Run, report: Report) -> dict[str, Any]:
         "tfs_s": [fault["tfs_s"] for fault in report["faults"]],
     }
     return {key: report[key] for key in keys} | hit_figures(run) | rest
+
+
+def longest(report: Report, count: int = LONGEST) -> list[dict[str, Any]]:
+    """The longest pauses and their parts: from the last token to the decision, the prediction with
+    its own parts, and how much later than predicted the next token came.
+    """
+    rows = [
+        row
+        for row in report["recovery_rows"]
+        if row["pause_s"] is not None and row["real_s"] is not None
+    ]
+    rows.sort(key=lambda row: float(row["pause_s"]), reverse=True)
+    found = []
+    for row in rows[:count]:
+        chosen = next(each for each in row["estimates"] if each["option"] == row["option"])
+        found.append(
+            {
+                "at_s": row["at_s"],
+                "option": row["option"],
+                "pause_s": row["pause_s"],
+                "undecided_s": row["pause_s"] - row["real_s"],
+                "predicted_s": row["predicted_s"],
+                "later_s": row["real_s"] - row["predicted_s"],
+                **{part: chosen[part] for part in ("queue_s", "transfer_s", "compute_s")},
+            }
+        )
+    return found
+
+
+def longest_words(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "the longest pauses, ms: until the decision, as predicted (queue + transfer + compute), "
+        "later than that"
+    ]
+    for row in rows:
+        parts = " + ".join(
+            f"{row[part] * 1e3:.0f}" for part in ("queue_s", "transfer_s", "compute_s")
+        )
+        lines.append(
+            f"  {row['pause_s'] * 1e3:4.0f} at {row['at_s']:5.2f} s, {row['option']}: "
+            f"{row['undecided_s'] * 1e3:.0f}, {row['predicted_s'] * 1e3:.0f} ({parts}), "
+            f"{row['later_s'] * 1e3:+.0f}"
+        )
+    return "\n".join(lines)
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
@@ -80,9 +125,10 @@ def main() -> int:
     report = build_report(
         faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
     )
-    figures = settings | summary(faulted, report)
+    figures = settings | summary(faulted, report) | {"longest_pauses": longest(report)}
     lines = [f"MISSED: {each}" for each in missed(figures)] or ["PASSED"]
-    text = as_text(report, hit_words(figures), "\n".join(lines))
+    parts = longest_words(figures["longest_pauses"])
+    text = as_text(report, hit_words(figures), parts, "\n".join(lines))
     print(text, end="")
     record.keep(arguments.out, arguments.policy.value, figures, text)
     return 0 if lines == ["PASSED"] else 1
