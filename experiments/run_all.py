@@ -230,6 +230,7 @@ ALL = (
         "raidserve_recovery", ("computed",), 9, "python -m experiments.raidserve_recovery.computed"
     ),
     Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
+    Experiment("kill_series", ("one_kill",), 4, "python -m experiments.kill_series.one_kill"),
     *_kinds(
         "kill_series",
         3,
