@@ -36,7 +36,7 @@ USAGE = {"include_usage": True}
 
 @dataclass(frozen=True)
 class Case:
-    """`refused`: the field for which kvrs alone refuses it, by decision."""
+    """`refused`: the field for which kvrs alone refuses it, by decision, or names it otherwise."""
 
     name: str
     path: str
@@ -52,7 +52,8 @@ def _cases() -> Iterator[Case]:
             yield Case(f"{kind}-{name}", path, body, _REFUSED.get(name, ""))
     for path, cases in ((COMPLETIONS, _OF_TEXT), (CHAT, _OF_CHAT)):
         for name, body in cases.items():
-            yield Case(name, path, {"max_tokens": 8, "temperature": 0} | body)
+            body = {"max_tokens": 8, "temperature": 0} | body
+            yield Case(name, path, body, _REFUSED.get(name, ""))
 
 
 _OF_BOTH: dict[str, dict[str, Any]] = {
@@ -158,8 +159,13 @@ _OF_BOTH: dict[str, dict[str, Any]] = {
     "prompt-probabilities-stream": {"prompt_logprobs": 1, "stream": True},
     "old-constraint": {"guided_choice": ["ka", "lo"]},
 }
-# By which field a kind of request is refused here alone.
+# By which field a kind of request is refused here alone; or by vLLM without one, or by another one
+# than was sent.
 _REFUSED = {
+    "no-messages": "messages",
+    "chat-too-many": "top_logprobs",
+    "chat-too-many-stream": "top_logprobs",
+    "chat-all-probabilities": "top_logprobs",
     "later": "priority",
     "request-id": "request_id",
     "further-arguments": "vllm_xargs",
@@ -425,8 +431,8 @@ def refused_otherwise(alone: Answer, behind: Answer) -> list[str]:
 
 
 def _root(field: str) -> str:
-    """Of `messages[0].content`, `messages`."""
-    return re.split(r"[.\[]", field, maxsplit=1)[0]
+    """Of `messages[0].content`, and of vLLM's `body.messages.0.content`, `messages`."""
+    return re.split(r"[.\[]", field.removeprefix("body."), maxsplit=1)[0]
 
 
 # Which process did the work, and what it says of itself.

@@ -19,6 +19,7 @@ def refusal(
     [
         pytest.param(refusal("top_p"), refusal("top_p", "other words"), True, id="same"),
         pytest.param(refusal("messages"), refusal("messages[0].role"), True, id="a-part-of-it"),
+        pytest.param(refusal("body.messages.0.role"), refusal("messages[0]"), True, id="by-place"),
         pytest.param(refusal("top_p"), refusal("top_k"), False, id="another"),
         pytest.param(refusal("top_p"), refusal(None), False, id="none-here"),
         pytest.param(refusal(None, "top_p must be"), refusal("top_p"), True, id="by-its-message"),

@@ -39,6 +39,12 @@ from tests.proxy.scripted_server import ScriptedServer, abort
 PAGE = 16
 _ENGINES = itertools.count(1)
 _STARTS = itertools.count(1_700_000_000)
+REFUSED = {
+    "message": "Token id 600 is out of vocabulary",
+    "type": "BadRequestError",
+    "param": "prompt",
+    "code": 400,
+}
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
@@ -341,10 +347,11 @@ def _event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -
     return sse(msgspec.json.encode(event if usage is None else event | {"usage": usage}))
 
 
-def _error(message: str, code: int = 500, kind: str = "InternalServerError") -> bytes:
+def _error(message: str) -> bytes:
+    kind = "InternalServerError"
     return sse(
         msgspec.json.encode(
-            {"error": {"message": message, "type": kind, "param": None, "code": code}}
+            {"error": {"message": message, "type": kind, "param": None, "code": 500}}
         )
     )
 
@@ -359,9 +366,7 @@ async def _break(
         case Fault.ERROR:
             await response.write(_error(ENGINE_DEAD) + DONE)
         case Fault.GARBAGE:
-            await response.write(
-                _error("Token id 600 is out of vocabulary", 400, "BadRequestError") + DONE
-            )
+            await response.write(sse(msgspec.json.encode({"error": REFUSED})) + DONE)
         case Fault.HANG:
             await asyncio.sleep(60)
         case _:

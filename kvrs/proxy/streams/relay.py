@@ -7,6 +7,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+import msgspec
+
 from kvrs.control.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
@@ -14,7 +16,6 @@ from kvrs.protocol.openai.chunks import (
     Choice,
     ReceivedChoice,
     ReceivedChunk,
-    error_body,
     error_kind,
 )
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
@@ -410,8 +411,8 @@ def _continued(received: ReceivedChoice, piece: Piece) -> Any:
 
 def _raise_error_event(error: Any) -> None:
     match error:
-        case {"message": str(message), "code": int(code)} if is_the_clients_fault(code):
+        case {"message": str(), "code": int(code)} if is_the_clients_fault(code):
             # vLLM sends it when it finds the fault after the status.
-            raise RefusedError(code, error_body(message))
+            raise RefusedError(code, msgspec.json.encode({"error": error}))
         case _:
             raise ErrorEventError(error)
