@@ -154,12 +154,16 @@ class RankGroup(StageRanks):
         """
         assert chunks, "a batch has at least one chunk"
         with self._computing:
-            formation, self.streams = self._formation, len(chunks)
-            if formation is None:
+            formation, self.streams, losses = self._formation, len(chunks), self.pool.losses
+            if formation is None or not self.pool.is_whole:
                 raise RanksLostError(sorted(self.lost), "has died")
             limit_s = limit_s_of(self.predict, chunks)
             try:
-                return formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
+                logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
+                # A rank that was killed may have read its cells when these were gone.
+                if losses != self.pool.losses:
+                    raise RanksLostError(sorted(self.lost), "has lost cells meanwhile")
+                return logits
             except RanksLostError:
                 formation.end()
                 self._formation = None

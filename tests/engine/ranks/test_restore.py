@@ -56,6 +56,8 @@ class LosingRanks(ThreadRanks):
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         losses = self.pool.losses
+        if not self.pool.is_whole:
+            raise RanksLostError([], "has lost cells before")
         if self.steps is not None:
             self.steps -= 1
             if self.steps < 0:
