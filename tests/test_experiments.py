@@ -237,7 +237,7 @@ def test_a_run_ends_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     """With all that it has started; its output is kept. One that ends by itself tells its exit
     status.
     """
-    monkeypatch.setattr(run_all, "_LEAST_LIMIT_S", 2.0)
+    monkeypatch.setattr(run_all, "_LEAST_LIMIT_S", 10.0)
     log = tmp_path / "log"
     hangs = "sh -c 'trap \"echo interrupted; exit\" INT; sleep 60 & echo $!; wait'"
     fails = f"{sys.executable} -c 'print(2); raise SystemExit(3)'"
