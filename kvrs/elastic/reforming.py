@@ -264,7 +264,7 @@ class Reforming:
 
     @property
     def awaited(self) -> frozenset[int]:
-        """Ranks whose word it goes on with; none that has to wait for one of the others first."""
+        """Ranks that must report before it goes on; none that waits for another of them first."""
         if self.phase is ReformingPhase.JOINING:
             return frozenset(self._unjoined)
         if self.phase is not ReformingPhase.MOVING:

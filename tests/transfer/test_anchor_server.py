@@ -287,13 +287,19 @@ def test_an_agent_that_is_slow_to_close_its_copies_refuses_no_commit(
         assert files(directory) == {f"weights-{KIND}"}
 
 
+def begun(directory: StoreDirectory) -> tuple[int, int]:
+    """Descriptors to read and to write weights that are new."""
+    to_read, to_write = client(directory).weights(KIND, 8192)
+    assert to_write is not None
+    return to_read, to_write
+
+
 def test_weights_that_a_process_can_still_write_are_not_committed(
     directory: StoreDirectory,
 ) -> None:
     """A map counts, also when its descriptor is closed."""
     with serving(directory):
-        to_read, to_write = client(directory).weights(KIND, 8192)
-        assert to_write is not None
+        to_read, to_write = begun(directory)
         mapped = mmap.mmap(to_write, 8192)
         os.close(to_write)
         with pytest.raises(AnchorError, match="can still write these weights"):
@@ -306,8 +312,7 @@ def test_weights_that_a_process_can_still_write_are_not_committed(
 def test_weights_that_are_written_wait_for_their_commit(directory: StoreDirectory) -> None:
     """Another process that asks meanwhile does not begin them again."""
     with serving(directory):
-        to_read, to_write = client(directory).weights(KIND, 8192)
-        assert to_write is not None
+        to_read, to_write = begun(directory)
         os.pwrite(to_write, b"weights", 0)
         os.close(to_write)
         with ThreadPoolExecutor(1) as pool:
@@ -315,8 +320,8 @@ def test_weights_that_are_written_wait_for_their_commit(directory: StoreDirector
             with pytest.raises(TimeoutError):
                 other.result(0.2)
             client(directory).commit(KIND)
-            fd, to_write = other.result(30)
-        assert to_write is None
+            fd, second = other.result(30)
+        assert second is None
         assert os.pread(fd, 7, 0) == os.pread(to_read, 7, 0) == b"weights"
         os.close(fd)
         os.close(to_read)
@@ -325,13 +330,11 @@ def test_weights_that_are_written_wait_for_their_commit(directory: StoreDirector
 def test_a_writer_that_dies_makes_room_for_the_next(directory: StoreDirectory) -> None:
     """Half of the weights are never read."""
     with serving(directory):
-        to_read, to_write = client(directory).weights(KIND, 8192)
-        assert to_write is not None
+        to_read, to_write = begun(directory)
         os.pwrite(to_write, b"half", 0)
         os.close(to_write)
         os.close(to_read)
-        to_read, to_write = client(directory).weights(KIND, 8192)
-        assert to_write is not None
+        to_read, to_write = begun(directory)
         assert os.pread(to_read, 4, 0) == bytes(4)
         os.close(to_write)
         os.close(to_read)

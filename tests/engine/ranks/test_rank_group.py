@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kvrs.engine import instance as instances
 from kvrs.engine.instance import LoadedModel
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.wire import Loaded
@@ -64,6 +66,26 @@ def chunks() -> list[Chunk]:
 def compute_on(group: RankGroup, chunk: Chunk) -> None:
     while True:
         group.execute([chunk])
+
+
+def test_a_batch_is_given_up_if_cells_are_lost_meanwhile(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although all ranks have computed it: one may have read its cells when they were gone."""
+    group = group_of(tiny_model, tp=2)
+    try:
+        compute = RankFormation.execute
+
+        def losing(formation: RankFormation, *batch: Any) -> torch.Tensor:
+            logits = compute(formation, *batch)
+            group.pool.lose({0: [(0, 0)]})
+            return logits
+
+        monkeypatch.setattr(RankFormation, "execute", losing)
+        with pytest.raises(RanksLostError, match="has lost cells meanwhile"):
+            group.execute(chunks()[:1])
+    finally:
+        group.close()
 
 
 def test_two_ranks_have_the_bytes_of_one_process(tiny_model: Path, pair: RankGroup) -> None:
