@@ -137,7 +137,7 @@ class Staying:
         lasts_s = now_s - promise.since_s
         cause = f"{home.instance.id} was to go on with it, and has not for {lasts_s:.3g} s"
         self._leave(stream, home, cause, now_s)
-        self._starter.place_all([stream], now_s)
+        self._starter.gather([stream], now_s)
 
     def _decide(self, home: Member, streams: Sequence[Stream], now_s: float) -> None:
         """One after another, so that each is weighed with what was booked for those before it."""

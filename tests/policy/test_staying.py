@@ -164,6 +164,22 @@ def test_an_instance_that_breaks_its_word_is_left() -> None:
     assert harness.policy.snapshot()["corrections"]["in_place"] > 1
 
 
+def test_streams_that_leave_at_their_alarms_are_one_event() -> None:
+    """All have left the books before any is placed, and each is charged what the others wait."""
+    names = [f"s{n}" for n in range(4)]
+    harness = two_pairs(*names, gather_s=0.01)
+    promised = of(harness.handle(reforming("d0", 0.02), at_s=1.0), Stay)
+    until_s = max(stay.until_s for stay in promised)
+
+    left = ring(harness, until_s)
+    placed = ring(harness, until_s + 0.01)
+
+    assert [halt.stream for halt in of(left, Halt)] == names == [stay.stream for stay in promised]
+    assert of(left, Start) == []
+    assert [start.stream for start in of(placed, Start)] == names
+    assert [recovered.others for recovered in of(placed, Recovered)] == [3.0] * 4
+
+
 @pytest.mark.parametrize("updates", [1, 40])
 def test_later_predictions_extend_a_promise_only_so_far(updates: int) -> None:
     """An instance that always needs a little longer cannot hold a stream for ever."""
