@@ -91,15 +91,15 @@ class Exchange:
 
     def _reconnect(self) -> None:
         """Send a digest to a node that is not among the peers: a dead one may be alive behind a
-        partition that has healed.
+        partition that has healed, and a seed that has left may be back without knowing this node.
         """
-        lost = [
-            node
-            for node in self._seeds
-            if node not in self._members.table and node != self._detector.me.id
-        ]
+        table = self._members.table
+        lost = [node for node in self._seeds if node not in table]
         lost += [
-            member.id for member in self._members.table.values() if member.status is Status.DEAD
+            member.id
+            for member in table.values()
+            if member.status is Status.DEAD
+            or (member.status is Status.LEFT and member.id in self._seeds)
         ]
         if lost:
             self._send_digest(lost[int(self._random() * len(lost))], MAX_PACKET_BYTES)

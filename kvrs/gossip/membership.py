@@ -100,7 +100,7 @@ class Membership:
             self.id, address, self._epoch, self._settings, draw, self._clock(), seeds
         )
         self._execute(self._gossip.tick(self._clock()))
-        work = names.run(self._is_unheard, self._settings.reconnect_interval_s)
+        work = names.run(self._is_lost, self._settings.reconnect_interval_s)
         self._look_ups = asyncio.create_task(work)
         return bound
 
@@ -185,13 +185,15 @@ class Membership:
         assert self._gossip is not None, "not started, or closed"
         return self._gossip
 
-    def _is_unheard(self, seed: NodeId) -> bool:
-        return seed not in self._running.members
+    def _is_lost(self, seed: NodeId) -> bool:
+        """Whether it was never heard of, is dead or has left: its name may have another address."""
+        member = self._running.members.get(seed)
+        return member is None or not member.reachable
 
     def _address_of(self, node: NodeId) -> Address | None:
         if self._gossip is None or (address := self._gossip.address_of(node)) is None:
             return None
-        if self._names is not None and self._is_unheard(node):
+        if self._names is not None and self._is_lost(node):
             return self._names.address_of(node) or parse_address(address)
         return parse_address(address)
 

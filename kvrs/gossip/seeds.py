@@ -1,9 +1,10 @@
 """Members that the configuration names by a host name: looked up beside the event loop, never for a
 packet.
 
-A running member publishes a numeric address, which counts from then on. So only seeds from which
-nothing was heard yet are looked up, again and again, because a name can get another address before
-its process is up (a pod of a headless service). Names in packets are never looked up.
+A running member publishes a numeric address, which counts as long as it runs. So only seeds that
+are no members, or are dead or have left, are looked up, again and again, because a name can get
+another address before its process is up (a pod of a headless service). Names in packets are never
+looked up.
 """
 
 import asyncio

@@ -26,7 +26,12 @@ class Gathering:
         self._members: list[Membership] = []
 
     async def add(
-        self, name: str, ring: tuple[bytes, ...] = RING, epoch: int | None = None, port: int = 0
+        self,
+        name: str,
+        ring: tuple[bytes, ...] = RING,
+        epoch: int | None = None,
+        port: int = 0,
+        host: str = HOST,
     ) -> Membership:
         me = NodeId(name)
         received = self.received[me] = []
@@ -34,9 +39,9 @@ class Gathering:
             me, GossipSettings.model_validate(QUICK), ring, received.append, epoch=epoch
         )
         bound = await member.start(
-            HOST, port, {node: where for node, where in self.seeds.items() if node != me}
+            host, port, {node: where for node, where in self.seeds.items() if node != me}
         )
-        self.seeds[me] = f"{HOST}:{bound}"
+        self.seeds[me] = f"{host}:{bound}"
         self._members.append(member)
         return member
 

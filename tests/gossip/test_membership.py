@@ -74,6 +74,28 @@ async def test_deaths_departures_and_returns_are_distinguished() -> None:
         system._members.remove(three)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_the_only_agent_is_a_member_again_after_a_restart(*, leaves: bool) -> None:
+    """A proxy on any free port is no seed of the agent, so the proxy has to contact it."""
+    async with gathering() as system:
+        agent = await system.add(A)
+        port, proxy = system.port_of(agent), await system.add(B)
+        await until(lambda: A in statuses(proxy) and B in statuses(agent))
+        if leaves:
+            system._members.remove(agent)
+            await agent.close()
+        else:
+            await system.kill(agent)
+        gone = Status.LEFT if leaves else Status.DEAD
+        await until(lambda: statuses(proxy)[A] is gone)
+
+        del system.seeds[B]
+        again = await system.add(A, port=port)
+        await until(
+            lambda: statuses(proxy)[A] is Status.ALIVE and statuses(again).get(B) is Status.ALIVE
+        )
+
+
 async def test_a_clock_that_was_set_back_keeps_no_node_out() -> None:
     """The epoch of a process is the wall clock at its start: a process with too low an epoch gets
     the higher one as an answer, and exceeds it.
@@ -169,7 +191,9 @@ def test_a_tick_that_is_overdue_can_be_timed_again() -> None:
 async def test_a_named_seed_that_gets_another_address_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A pod of a headless service has an address of its own after each start."""
+    """A pod of a headless service has an address of its own after each start, also if it was a
+    member before, and knows no other one.
+    """
     asked: list[str] = []
     answers = {"gone.peers": "127.0.0.9"}
 
@@ -190,7 +214,18 @@ async def test_a_named_seed_that_gets_another_address_is_found(
         await until(lambda: statuses(two).get(A) is Status.ALIVE)
         found = len(asked)
         await until(lambda: asked.count("gone.peers") > 3)
+        while_up = asked[found:].count("n1.peers")
+
+        port, of_the_first = system.port_of(one), two.members[A].address
+        await system.kill(one)
+        await until(lambda: two.is_dead(A))
+        answers["n1.peers"] = "127.0.0.8"
+        system.seeds = {}
+        again = await system.add(A, port=port, host="127.0.0.8")
+        await until(lambda: statuses(two)[A] is Status.ALIVE)
+        of_the_second = again.members[A].address
 
     assert not before
-    # Of a member no name is looked up any more, only of seeds from which nothing was heard.
-    assert asked[found:].count("n1.peers") == 0
+    assert (of_the_first, of_the_second) == (f"127.0.0.1:{port}", f"127.0.0.8:{port}")
+    # Of a member that is up no name is looked up.
+    assert while_up == 0
