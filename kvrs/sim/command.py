@@ -35,6 +35,7 @@ from kvrs.traces.mooncake import at_rate, clip, replay_requests, scale, window
 
 VOCAB_SIZE = 50_000
 FIRST_ORDINARY_TOKEN = 4
+LONGEST_TRACE_S = 1e6  # Reports of instances alone would take the simulator hours beyond it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,14 @@ def _arrivals(options: SimulateOptions, config: Config, seed: int) -> list[Arriv
     else:
         trace = window(load_trace(options.trace), options.requests)
     trace = at_rate(clip(trace, longest // 2, longest // 2), options.rate)
+    lasts_s = trace.requests[-1].arrival_s
+    if not lasts_s <= LONGEST_TRACE_S:
+        raise ConfigError(
+            [
+                f"--rate: got {options.rate}, by which the last request arrives after "
+                f"{lasts_s:.3g} s; allowed: at most {LONGEST_TRACE_S:g} s"
+            ]
+        )
     requests = replay_requests(trace, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
     return [
         Arrival(request.arrival_s, request.prompt_ids, request.max_tokens, is_keyed=True)

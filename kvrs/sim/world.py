@@ -29,8 +29,9 @@ from kvrs.sim.proxy import SimProxy
 from kvrs.sim.streams import Arrival
 
 LOOK_S = 0.01  # How often the faults that are left look whether their time has come.
-STEPS_MAX = 5_000_000
-LONGEST_S = 3600.0  # Nothing that is not stuck takes that long behind the last arrival.
+STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
+# Nothing that is not stuck takes that long behind the last arrival and the longest waits.
+LONGEST_S = 3600.0
 
 
 class World:
@@ -66,6 +67,8 @@ class World:
         )
         self._sent = 0
         self._unread = 0  # Of them, by a proxy that is frozen.
+        self._second_s = 0.0  # When the virtual second began that is under way,
+        self._steps_before = 0  # and the steps until then.
 
     def run(self) -> Outcome:
         """Until every stream has ended and everything is at rest.
@@ -80,7 +83,9 @@ class World:
             self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
         self.cluster.clock.after(LOOK_S, self._strike)
         last_s = max((asked.at_s for asked in self._arrivals), default=0.0)
-        self.cluster.clock.run(last_s + LONGEST_S, self._is_over)
+        policy = self.cluster.config.policy
+        waits_s = policy.recovery.wait_s + policy.admission.wait_s
+        self.cluster.clock.run(last_s + waits_s + LONGEST_S, self._is_over)
         open_ = [
             live.id
             for proxy in self.cluster.proxies
@@ -114,7 +119,10 @@ class World:
         proxy.arrive(StreamId(f"s{number}"), asked)
 
     def _is_over(self) -> bool:
-        assert self.cluster.clock.steps < STEPS_MAX, "the world does not come to rest"
+        clock = self.cluster.clock
+        if clock.now_s >= self._second_s + 1.0:
+            self._second_s, self._steps_before = clock.now_s, clock.steps
+        assert clock.steps - self._steps_before < STEPS_MAX, "the world does not come to rest"
         return (
             self._sent == len(self._arrivals)
             and not self._unread

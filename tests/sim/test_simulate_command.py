@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from kvrs.config.file import load_config
 from kvrs.errors import ConfigError
 from kvrs.policy.ledger import Ledger
+from kvrs.sim import world
 from kvrs.sim.command import SimulateOptions, run_simulation
+from kvrs.sim.process import Clock
+from kvrs.sim.streams import Arrival
 
 CONFIG = """
 cluster:
@@ -105,6 +109,44 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     """One line, before anything runs."""
     with pytest.raises(ConfigError, match=r"^--rate: got .*; allowed: above 0$"):
         run_simulation(SimulateOptions(rate=rate, requests=5))
+
+
+@pytest.mark.parametrize("rate", [1e-300, 1e-7])
+def test_a_rate_that_would_never_end_is_refused(rate: float) -> None:
+    """Virtual time passes quickly, and not that quickly."""
+    with pytest.raises(ConfigError, match=r"^--rate: got .* arrives after .* at most 1e\+06 s$"):
+        run_simulation(SimulateOptions(rate=rate, requests=5))
+
+
+def test_the_bound_of_a_world_that_is_stuck_counts_each_second(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long runs are no violation; what goes round at one moment is."""
+    monkeypatch.setattr(world, "STEPS_MAX", 2000)
+
+    assert run_simulation(SimulateOptions(config=config, requests=5, rate=0.05)) == 0
+
+    def go_round(clock: Clock) -> None:
+        clock.after(0.0, lambda: go_round(clock))
+
+    stuck = world.World(load_config(config, {}), [Arrival(100.0, (4,), 1)], [], seed=0)
+    stuck.cluster.clock.after(1.0, lambda: go_round(stuck.cluster.clock))
+    with pytest.raises(AssertionError, match="does not come to rest"):
+        stuck.run()
+
+
+def test_streams_may_wait_as_long_as_the_configuration_lets_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wait that ends by its own limit is none for ever."""
+    waits = tmp_path / "waits.yaml"
+    nodes = "nodes: [{id: n0, instances: [{id: p0, role: prefill}, {id: d0, role: decode}]}]"
+    waits.write_text(f"cluster: {{{nodes}}}\npolicy: {{recovery: {{wait_s: 3600}}}}\n")
+    stop = "{{when: {{at_s: 1}}, what: stop, whom: {{id: {}}}, for_s: 3600}}"
+    file = faults(tmp_path, f"[{stop.format('p0')}, {stop.format('d0')}]")
+
+    assert run_simulation(SimulateOptions(config=waits, fault=file, requests=10)) == 0
+    assert "All invariants held in 1 of 1 runs." in capsys.readouterr().out
 
 
 def test_broken_law_is_named_with_its_seed(
