@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
-from kvrs.config.settings import Host, Settings, netloc
+from kvrs.config.settings import NAME, Host, Settings, netloc
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
@@ -45,8 +45,8 @@ class StageHostSettings(Settings):
 
 
 class InstanceSettings(Settings):
-    id: InstanceId = Field(min_length=1, max_length=64)
-    """Its name, unique in the cluster."""
+    id: InstanceId = Field(min_length=1, max_length=64, pattern=NAME)
+    """Its name, unique in the cluster: letters, digits and `._-`."""
     role: Role = Field(strict=False)
     """prefill, decode or both."""
     host: Host = "127.0.0.1"
@@ -136,8 +136,8 @@ class InstanceSettings(Settings):
 
 
 class NodeSettings(Settings):
-    id: NodeId = Field(min_length=1, max_length=64)
-    """Its name, unique in the cluster."""
+    id: NodeId = Field(min_length=1, max_length=64, pattern=NAME)
+    """Its name, unique in the cluster: letters, digits and `._-`."""
     instances: list[InstanceSettings] = Field(default=[])
     """The engines on this node: at least one, or a stage of another node's (`stage_hosts`)."""
     agent: AgentSettings = AgentSettings()
@@ -154,7 +154,9 @@ class NodeSettings(Settings):
 
 
 class ServiceSettings(Settings):
-    id: str = Field(min_length=1, max_length=24)  # With an address after it an instance's id.
+    id: str = Field(
+        min_length=1, max_length=24, pattern=NAME
+    )  # With an address after it an instance's id.
     """Its name, unique in the cluster: the instance at 10.0.0.7 is `ID-10.0.0.7`."""
     host: Host
     """A name that DNS answers with the address of each instance."""

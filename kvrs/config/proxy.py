@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrs.config.settings import Host, Settings
+from kvrs.config.settings import NAME, Host, Settings
 from kvrs.config.tls import TlsSettings
 
 MOST_WORKERS = 16
@@ -55,7 +55,7 @@ def are_workers_of_one(one: str, other: str) -> bool:
 
 
 class PeerSettings(Settings):
-    id: str = Field(min_length=1, max_length=MOST_ID)
+    id: str = Field(min_length=1, max_length=MOST_ID, pattern=NAME)
     """Its `proxy.id`."""
     host: Host = "127.0.0.1"
     """Where its `proxy.peer_port` is reached: an address, or a name, which is resolved for each new
@@ -83,8 +83,8 @@ class PeerSettings(Settings):
 
 
 class ProxySettings(Settings):
-    id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID)
-    """Its name among proxies, nodes and agents."""
+    id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID, pattern=NAME)
+    """Its name among proxies, nodes and agents: letters, digits and `._-`."""
     host: Host = "127.0.0.1"
     """Of the clients' port; beyond loopback see docs/security.md. Each other port has a host of its
     own.

@@ -30,6 +30,9 @@ HOST_OF_PORT = {
 }
 
 
+# Of the name of a process or node, which is also a part of paths and of file names.
+NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _LONGEST_NAME = 253
 

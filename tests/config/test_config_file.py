@@ -86,6 +86,22 @@ def test_unknown_keys_deep_in_a_list_name_what_is_allowed_there() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["a/b", "../up", ".hidden", "two words", "line\n", ":memory", "-v"]
+)
+def test_a_name_that_is_no_part_of_a_path_is_refused(name: str) -> None:
+    """They are in the paths of orders and in the names of log files."""
+    nodes = [{"id": name, "instances": [{"id": name, "role": "both"}]}]
+
+    faults = faults_of({"proxy": {"id": name}, "cluster": {"nodes": nodes}})
+
+    assert [fault.partition(": ")[0] for fault in faults] == [
+        "proxy.id",
+        "cluster.nodes.0.id",
+        "cluster.nodes.0.instances.0.id",
+    ]
+
+
 def test_ids_ports_and_roles_are_checked_across_sections() -> None:
     """What no single value shows: doubles, and a cluster that could never serve."""
     nodes = [

@@ -125,12 +125,12 @@ def test_a_fault_names_the_variable_that_it_is_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "port", "name"),
     [
-        ("proxy:\n  port: ${PORT}\n  id: a-${ID}-b", 9000, "a-7-b"),
-        ("proxy:\n  port: ${NONE:-9000}\n  id: '${ID}'", 9000, "7"),
-        ("proxy:\n  port: ${EMPTY:-9000}\n  id: a${EMPTY}", 9000, "a"),
-        ("proxy:\n  port: 9000\n  id: $${ID}", 9000, "${ID}"),
-        ("proxy: {port: 9000, id: '${ID} $ID'}", 9000, "7 $ID"),
-        ("proxy:\n  port: &p 9000\n  id: ${NONE:-}x", 9000, "x"),
+        ("proxy:\n  port: ${PORT}\n  event_log: a-${ID}-b", 9000, "a-7-b"),
+        ("proxy:\n  port: ${NONE:-9000}\n  event_log: '${ID}'", 9000, "7"),
+        ("proxy:\n  port: ${EMPTY:-9000}\n  event_log: a${EMPTY}", 9000, "a"),
+        ("proxy:\n  port: 9000\n  event_log: $${ID}", 9000, "${ID}"),
+        ("proxy: {port: 9000, event_log: '${ID} $ID'}", 9000, "7 $ID"),
+        ("proxy:\n  port: &p 9000\n  event_log: ${NONE:-}x", 9000, "x"),
     ],
 )
 def test_variables_in_files_are_replaced(tmp_path: Path, text: str, port: int, name: str) -> None:
@@ -140,7 +140,7 @@ def test_variables_in_files_are_replaced(tmp_path: Path, text: str, port: int, n
 
     proxy = load_config(path, {"PORT": "9000", "ID": "7", "EMPTY": ""}).proxy
 
-    assert (proxy.port, proxy.id) == (port, name)
+    assert (proxy.port, proxy.event_log) == (port, name)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_a_variable_that_cannot_be_replaced_is_a_fault(
 def test_the_value_of_a_variable_cannot_add_keys(tmp_path: Path) -> None:
     """It is put in after the YAML is parsed."""
     path = tmp_path / "kvrs.yaml"
-    path.write_text("proxy:\n  id: ${ID}")
+    path.write_text("proxy:\n  event_log: ${ID}")
 
-    assert load_config(path, {"ID": "a\n  port: 1"}).proxy.id == "a\n  port: 1"
+    assert load_config(path, {"ID": "a\n  port: 1"}).proxy.event_log == "a\n  port: 1"
 
 
 def test_braces_without_quotes_in_a_flow_mapping_are_explained(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_braces_without_quotes_in_a_flow_mapping_are_explained(tmp_path: Path) -
 def test_files_that_kvrs_wrote_are_read_literally(tmp_path: Path) -> None:
     """The launcher's files are resolved: what looks like a variable there is text."""
     path = tmp_path / "kvrs.yaml"
-    config = with_variables(KVRS_PROXY__ID="'${ID} $${ID}'")
+    config = with_variables(KVRS_PROXY__EVENT_LOG="'${ID} $${ID}'")
     path.write_text(dump_config(config))
 
     assert load_config(path) == config
