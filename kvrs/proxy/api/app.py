@@ -459,6 +459,8 @@ class ClientApi:
 
     async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
         """Run a stream until its client has all of it."""
+        if keyed.failure is not None:  # It was cancelled, or went elsewhere, before it began here.
+            return keyed.failure
         outcome: Outcome = Complete()
         if not journal.finished and not keyed.record.state.complete:
             client = keyed if echo is None else ChoiceClient(keyed, Merger(), 0, journal, echo)

@@ -183,12 +183,16 @@ async def test_max_output_tokens_leave_an_incomplete_response(client: openai.Asy
     assert response.usage.output_tokens == 3
 
 
+REFUSALS = (b'{"error": {"message": "no", "code": "bad"}}', b'{"error": {"message": "no"}}')
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=["with a code", "without"])
 async def test_a_failure_is_a_status_at_first_and_an_event_later(
-    system: ProxyCluster, client: openai.AsyncOpenAI
+    system: ProxyCluster, client: openai.AsyncOpenAI, refusal: bytes
 ) -> None:
     """In the background it is the status of the response."""
     for instance in system.instances.values():
-        instance.refusal = (400, b'{"error": {"message": "no", "code": "bad"}}')
+        instance.refusal = (400, refusal)
 
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError):

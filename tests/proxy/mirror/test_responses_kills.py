@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from kvrs.protocol.mirror import BatchAnswer, Update
+from kvrs.proxy.mirror.peers import ProxyPeer
 from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
 from tests.proxy.proxy_cluster import WITHIN_S
 from tests.proxy.scenarios import SCENARIOS
@@ -126,6 +128,36 @@ async def test_a_response_is_cancelled_and_deleted_from_another_proxy(
         assert await each.responses.retrieve(cancelled.id) == stopped
         with pytest.raises(openai.NotFoundError):
             await each.responses.retrieve(deleted.id)
+
+
+async def test_a_response_is_cancelled_before_its_record_is_mirrored(
+    group: MultiProxyCluster,
+    clients: list[openai.AsyncOpenAI],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy that has just taken it over does not begin to produce what nothing reads."""
+    mirror, answers = ProxyPeer.mirror, asyncio.Event()
+
+    async def mirror_late(self: ProxyPeer, updates: list[Update]) -> BatchAnswer:
+        await answers.wait()
+        return await mirror(self, updates)
+
+    group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
+    begun = await clients[0].responses.create(**REQUEST | {"input": "play emoji."})
+    async with asyncio.timeout(WITHIN_S):
+        while not (await clients[1].responses.retrieve(begun.id)).output_text:
+            await asyncio.sleep(0.01)
+    monkeypatch.setattr(ProxyPeer, "mirror", mirror_late)
+    await group.kill(0)
+    polling = asyncio.create_task(clients[1].responses.retrieve(begun.id))
+    async with asyncio.timeout(WITHIN_S):
+        while not group.mirror(1).streams:
+            await asyncio.sleep(0.001)
+        stopped = await clients[1].responses.cancel(begun.id)
+    answers.set()
+    await polling
+
+    assert stopped.status == "cancelled"
 
 
 def _plain(event: dict[str, Any]) -> dict[str, Any]:
