@@ -23,7 +23,10 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.engine,
     pytest.mark.xdist_group("clusters"),
-    pytest.mark.skipif(not shutil.which("curl"), reason="not installed: curl"),
+    *(
+        pytest.mark.skipif(not shutil.which(tool), reason=f"not installed: {tool}")
+        for tool in ("curl", "openssl")
+    ),
 ]
 
 
@@ -62,4 +65,5 @@ def test_the_commands_of_the_quick_start_run(tmp_path: Path) -> None:
     assert "slots_max: 16  # KVRS_POLICY__SLOTS_MAX" in shown
     report = json.loads((tmp_path / "out" / "kill" / "report.json").read_text())
     assert (report["exact"], report["completed"], len(report["faults"])) == (True, 20, 1)
+    assert report["settings"]["caches_at_the_start"] == "empty"
     assert (tmp_path / "out" / "kill" / "report.html").exists()

@@ -304,9 +304,9 @@ async def _run_all(
                     target, requests, [], options.seed, console, f"oracle{label}", stop
                 )
             if stop.is_set():
-                part = _report(options, run, None, _part(run, requests))
+                part = _report(options, requests, run, None, _part(run, requests))
                 return reports or ([part] if run.records else []), True
-            reports.append(_report(options, run, clean))
+            reports.append(_report(options, requests, run, clean))
             if number + 1 < options.repeat:
                 await _all_up(port)
         return reports, False
@@ -356,7 +356,11 @@ async def _all_up(port: AdminPort | None) -> None:
 
 
 def _report(
-    options: ReplayOptions, run: Run, clean: Run | None, interrupted: str | None = None
+    options: ReplayOptions,
+    requests: list[ReplayRequest],
+    run: Run,
+    clean: Run | None,
+    interrupted: str | None = None,
 ) -> Report:
     caches = "empty" if run.cold else "as they were found"
     settings = {
@@ -370,6 +374,10 @@ def _report(
         "length_scale": options.length_scale,
         "max_input": options.max_input,
         "max_output": options.max_output,
+        # As they are sent, also where a preset was scaled to the server.
+        "requests": len(requests),
+        "longest_prompt_tokens": max((len(each.prompt_ids) for each in requests), default=None),
+        "longest_output_tokens": max((each.max_tokens for each in requests), default=None),
         "api": options.dialect.api.value,
         "model": options.dialect.model,
         "temperature": options.temperature,

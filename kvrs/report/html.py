@@ -15,10 +15,10 @@ from kvrs.report.compare import NOTE, comparison_rows
 from kvrs.report.report import Report
 from kvrs.report.style import CSS
 from kvrs.report.table import (
+    doubt_lines,
     errors_by_kind,
     fault_label,
     interval_rows,
-    late_sentence,
     measure_words,
     milliseconds,
     never_due_lines,
@@ -142,8 +142,7 @@ def _headline(report: Report) -> str:
         if faults
         else "No fault was carried out."
     )
-    late = late_sentence(report)
-    lines = [*never_due_lines(report), *([late] if late else [])]
+    lines = [*never_due_lines(report), *doubt_lines(report)]
     warning = "".join(f"<p class=warning>{escape(line)}</p>" for line in lines)
     # Several runs have many reasons: these become a list below a short headline.
     reasons = report["reasons"] if len(report["reasons"]) > 1 else []

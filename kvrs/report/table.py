@@ -19,14 +19,14 @@ def terminal_table(report: Report) -> RenderableType:
     """Verdict and origin, then one row per quantity with and without the fault. Data are shown as
     text, never as markup.
     """
-    late = late_sentence(report)
+    doubts = doubt_lines(report)
     notes = [Text(line, style="red") for line in (*error_lines(report), *never_due_lines(report))]
     several = [_intervals(report)] if len(report["repeats"]) > 1 else []
     return Group(
         _verdict(report),
         Text(origin_sentence(report), style="dim"),
         *notes,
-        *([Text(late, style="yellow")] if late else []),
+        *(Text(line, style="yellow") for line in doubts),
         _quantities(report),
         *several,
     )
@@ -71,6 +71,21 @@ def verdict_sentence(report: Report) -> str:
         )
         return f"{'Not whole' if report['reasons'] else 'Whole'}: {whole}. Nothing was compared."
     return f"Not exact: {'; '.join(report['reasons'])}."
+
+
+def doubt_lines(report: Report) -> list[str]:
+    """Warnings of figures that mean less than they seem to."""
+    late, warm = late_sentence(report), None
+    if (
+        report["exact"] is not None
+        and report["settings"].get("caches_at_the_start") == "as they were found"
+    ):
+        warm = (
+            "The second run found the prefix caches as the first had left them, so that its TTFT "
+            "and goodput differ by more than the faults; with the cluster's secret both begin with "
+            "empty ones."
+        )
+    return [line for line in (late, warm) if line]
 
 
 def late_sentence(report: Report) -> str | None:

@@ -147,8 +147,12 @@ def report_of(out: Path) -> Any:
     return json.loads((out / "report.json").read_text())
 
 
-def test_a_replay_with_oracle_writes_an_exact_report(tmp_path: Path) -> None:
-    """The same requests again, compared token by token; both files are there."""
+def test_a_replay_with_oracle_writes_an_exact_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same requests again, compared token by token; both files are there, and both say that
+    the second run had the first one's prefixes.
+    """
     with serving(Server()) as url:
         assert run_replay(small(url, tmp_path), no_faults, no_check)
 
@@ -160,7 +164,10 @@ def test_a_replay_with_oracle_writes_an_exact_report(tmp_path: Path) -> None:
         12,
     )
     assert report["settings"]["caches_at_the_start"] == "as they were found"
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page
+    for shown in (capsys.readouterr().out, page):
+        assert "The second run found the prefix caches" in " ".join(shown.split())
 
 
 def test_one_wrong_token_fails_the_command(tmp_path: Path) -> None:
@@ -487,6 +494,10 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
         assert run_replay(replace(options, url=url), no_faults, no_check)
 
     assert 64 < server.longest <= 256
+    settings = report_of(tmp_path)["settings"]
+    assert settings["requests"] == 12
+    longest = settings["longest_prompt_tokens"] + settings["longest_output_tokens"]
+    assert server.longest <= longest <= 256
     shown = " ".join(capsys.readouterr().out.split())
     assert "the server takes 256 tokens, 12 of 12 requests are longer: blocks of 512" in shown
     assert re.search(
