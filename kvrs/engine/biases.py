@@ -51,9 +51,14 @@ class Biases:
             for beginning, end in self._words
             if last_ids[len(last_ids) - len(beginning) :] == beginning
         ]
-        rest = row.clone()
-        rest[ends] = -torch.inf
-        return rest if bool(torch.isfinite(rest).any()) else row
+        return without(ends, row)
+
+
+def without(token_ids: Iterable[int], row: Tensor) -> Tensor:
+    """Logits `[vocab]` with those tokens impossible; as they are where no token would be left."""
+    rest = row.clone()
+    rest[list(token_ids)] = -torch.inf
+    return rest if bool(torch.isfinite(rest).any()) else row
 
 
 def tokenised_words(words: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -4,11 +4,10 @@ import asyncio
 import secrets
 from dataclasses import dataclass, field
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvrs.engine.biases import Biases, tokenised_words
+from kvrs.engine.biases import Biases, tokenised_words, without
 from kvrs.engine.grammars import Grammar
 from kvrs.engine.penalties import Penalties
 from kvrs.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
@@ -119,8 +118,7 @@ class GenerationRun:
         if self.penalties is not None:
             row = self.penalties.apply(row)
         if self.produced_tokens < self.min_tokens and self.end_token_ids:
-            row = row.clone()
-            row[list(self.end_token_ids)] = -torch.inf
+            row = without(self.end_token_ids, row)
         if self.grammar is not None:
             row = self.grammar.apply(row, logits)
         token_id = sample(row, self.params, position=len(self.sequence.token_ids))

@@ -1,4 +1,6 @@
-"""The tokens that end a stream: those of the configuration that the model can produce."""
+"""The tokens that end a stream: those of the configuration that the model can produce, and those
+that a client names.
+"""
 
 import json
 from pathlib import Path
@@ -24,3 +26,22 @@ async def test_an_end_token_beyond_the_vocabulary_harms_no_request(tmp_path: Pat
 
         assert instance.worker.eos_token_ids == {2}
         assert answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_min_tokens_yield_where_no_token_would_be_left(
+    tiny_model: Path, temperature: float
+) -> None:
+    """All that is allowed may be end tokens; a stream must go on with some token, and the engine
+    with the others.
+    """
+    async with serving(tiny_model) as (instance, client):
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "min_tokens": 4, "temperature": temperature}
+        fields = {"allowed_token_ids": [9], "stop_token_ids": [9], "return_token_ids": True}
+        answer = await (await client.post("/v1/completions", json=body | fields)).json()
+        other = await client.post("/v1/completions", json=body)
+
+        (choice,) = answer["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([9], "stop")
+        assert other.status == 200
+        assert instance.failed() is None
