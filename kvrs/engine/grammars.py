@@ -21,6 +21,9 @@ from kvrs.protocol.openai.requests import decode_as
 _PARAM = "response_format"
 _ANY_OBJECT = {"type": "object"}
 _SHOWN_CHARACTERS = 300  # Of what is wrong with a schema.
+# llguidance follows references by recursion. Twice as many levels overflow a stack of 8 MB, which
+# ends the process.
+_MOST_LEVELS = 2000
 
 
 class _JsonSchema(msgspec.Struct):
@@ -100,6 +103,12 @@ class Grammars:
             if asked.json_schema is None:
                 raise RequestError("json_schema is missing", param=f"{_PARAM}.json_schema")
             schema = asked.json_schema.schema
+        if (levels := _levels(schema)) > _MOST_LEVELS:
+            raise RequestError(
+                f"different $ref, and one, times its depth are {levels}; allowed: at most "
+                f"{_MOST_LEVELS}",
+                param=f"{_PARAM}.json_schema.schema",
+            )
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         with self._lock:
             matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
@@ -109,3 +118,20 @@ class Grammars:
                 f"the schema is not supported: {cause}", param=f"{_PARAM}.json_schema.schema"
             )
         return Grammar(matcher)
+
+
+def _levels(schema: dict[str, Any]) -> int:
+    """How deep a schema can be at most where its references are followed, each once."""
+    references, depth, level = set(), 0, list[Any]([schema])
+    while level:
+        depth += 1
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += value.values()
+                if isinstance(reference := value.get("$ref"), str):
+                    references.add(reference)
+            elif isinstance(value, list):
+                below += value
+        level = below
+    return depth * (len(references) + 1)

@@ -149,6 +149,31 @@ async def test_a_prompt_that_opens_its_reasoning_has_no_json_mode(tiny_model: Pa
         assert "<think>" in (await answer.json())["error"]["message"]
 
 
+def _chain(links: int) -> dict[str, Any]:
+    """A schema of which each reference leads to another one."""
+    parts: dict[str, Any] = {
+        f"{number}": {"properties": {"a": {"$ref": f"#/$defs/{number + 1}"}}}
+        for number in range(links)
+    }
+    return {"$ref": "#/$defs/0", "$defs": parts | {f"{links}": {"type": "null"}}}
+
+
+def test_a_long_chain_of_references_is_refused(tiny_model: Path) -> None:
+    """It is followed by recursion: the stack would end, and the process with it."""
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grammars = Grammars(tokenizer, VOCAB, frozenset({END_ID}))
+
+    def format_of(links: int) -> msgspec.Raw:
+        schema = {"name": "chain", "schema": _chain(links)}
+        return msgspec.Raw(msgspec.json.encode({"type": "json_schema", "json_schema": schema}))
+
+    with pytest.raises(RequestError, match=r"\$ref"):
+        grammars.grammar(format_of(2000))
+    whole = grammars.grammar(format_of(200))
+    assert whole is not None
+    assert whole.take(tokenizer.encode("{", add_special_tokens=False).ids[0])
+
+
 def test_a_grammar_built_from_the_history_allows_the_same(tiny_model: Path) -> None:
     """At every position, so that a recovery samples the same tokens."""
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
