@@ -295,6 +295,20 @@ def test_pages_being_read_count_once_for_who_reserves_them() -> None:
     book.check()
 
 
+def test_pages_being_read_count_for_who_cannot_have_them_yet() -> None:
+    """The pages before them are those of an earlier attempt, which are being read as well."""
+    book = filled(4, S, tags(1, 2))
+    book.offer(CheckpointClaim(T, 0, 1), 2, tags(2, 2), until_s=1.0)
+    store(book, CheckpointClaim(T, 0, 1), 0, tags(2, 2))
+    book.expire(1.0)
+    assert len(book.match(tags(1, 2)) + book.match(tags(2, 2))) == 4
+
+    answer = book.offer(CheckpointClaim(S, 0, 2), 3, tags(2, 2), until_s=10.0)
+
+    assert answer == HeldPages(FULL, 0)
+    book.check()
+
+
 def test_an_attempt_that_went_another_way_replaces_the_pages_from_there() -> None:
     """Its client never saw what the dead instance had sampled beyond; until a reader is done with
     it, it stays.

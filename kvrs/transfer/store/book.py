@@ -53,6 +53,16 @@ class _Reservation:
             index += 1
         return index
 
+    def agreed(self, first: int, tags: Sequence[Tag]) -> int:
+        """The index below which it can have a writer's tags from index `first` on."""
+        for index, (own, tag) in enumerate(zip(self.tags[first:], tags, strict=False), first):
+            if own != tag:
+                # Dropped pages that are being read would not be free: their room cannot be used
+                # yet.
+                is_read = any(slot is not None and slot.pins for slot in self.slots[index:])
+                return index if is_read else _ALL_PAGES
+        return _ALL_PAGES
+
     def hand_to(self, claim: CheckpointClaim) -> None:
         """Let that claim be the writer from now on."""
         if self.claim != _order(claim):
@@ -136,8 +146,10 @@ class CheckpointBook:
         if self._is_fenced(claim, reservation):
             return HeldPages(StoreCode.FENCED, self.held(claim.stream))
         more = need - (0 if reservation is None else reservation.need)
-        # Pages that are being read count once, as reserved.
-        strays = self._slots.strays - sum(self._slots.is_stray(tag) for tag in set(tags[:need]))
+        # Pages that are being read count once, as reserved, where the reservation will have them.
+        agreed = _ALL_PAGES if reservation is None else reservation.agreed(0, tags)
+        own = set(tags[: min(need, agreed)])
+        strays = self._slots.strays - sum(self._slots.is_stray(tag) for tag in own)
         full = more > 0 and self.reserved_slots + more + strays > self.capacity_slots
         if reservation is None:
             if full:
@@ -283,12 +295,11 @@ class CheckpointBook:
         """Take over the writer's tags from index `first` on. Returns the index below which the
         reservation has them.
         """
+        agreed = reservation.agreed(first, tags)
         for index, tag in enumerate(tags[: max(0, reservation.need - first)], first):
+            if index == agreed:
+                return agreed
             if index < len(reservation.tags) and reservation.tags[index] != tag:
-                # Dropped pages that are being read would not be free: their room cannot be used
-                # yet.
-                if any(slot is not None and slot.pins for slot in reservation.slots[index:]):
-                    return index
                 self._forget_from(reservation, index)
             if index == len(reservation.tags):
                 reservation.tags.append(tag)
