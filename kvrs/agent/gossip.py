@@ -21,6 +21,7 @@ from kvrs.errors import GossipError
 from kvrs.gossip.facts import HolderFact
 from kvrs.gossip.membership import Membership
 from kvrs.http import naming_port
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.protocol.secrets import DoorKey
 from kvrs.proving import Address, ProvingConnector, instance_keys
@@ -42,6 +43,7 @@ class NodeGossip:
         self._secret = ring[0]
         self._keys: dict[Address, DoorKey] = {}
         self._publisher = RecordPublisher()
+        self._instances: dict[InstanceId, InstanceSettings] = {}
         self._group: asyncio.TaskGroup | None = None
         self._http: aiohttp.ClientSession | None = None
         self.membership = Membership(agent.node.id, config.gossip, ring)
@@ -73,13 +75,14 @@ class NodeGossip:
             self._group.create_task(self._publish())
 
     def learn(self) -> None:
-        """Watch the agent's instances that are new."""
+        """Watch the agent's instances that are new; others may have come back elsewhere."""
         self._keys.update(instance_keys(self._secret, self._agent.node.instances))
+        self._instances.update({each.id: each for each in self._agent.node.instances})
         if self._group is None or self._http is None:
             return
         for instance in self._agent.node.instances:
             if self._publisher.add(instance.id):
-                self._group.create_task(self._watch(self._http, instance))
+                self._group.create_task(self._watch(self._http, instance.id))
 
     async def close(self) -> None:
         await self.membership.close()
@@ -105,11 +108,11 @@ class NodeGossip:
                     log.warning("fact not published", extra={"fact": name, "cause": str(error)})
                 self._failed = True
 
-    async def _watch(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:
+    async def _watch(self, http: aiohttp.ClientSession, instance: InstanceId) -> None:
         """Follow the reports of one instance, and reconnect whenever the connection ends."""
         while True:
             try:
-                await self._read_reports(http, instance)
+                await self._read_reports(http, self._instances[instance])
                 cause = "its connection closed"
             except (
                 aiohttp.ClientError,
@@ -119,7 +122,7 @@ class NodeGossip:
                 ValueError,
             ) as error:
                 cause = f"connection lost: {error or type(error).__name__}"
-            self._publisher.on_lost(instance.id, cause, time.monotonic())
+            self._publisher.on_lost(instance, cause, time.monotonic())
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_reports(self, http: aiohttp.ClientSession, instance: InstanceSettings) -> None:

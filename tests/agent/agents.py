@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,11 +59,15 @@ def document(base: Path, capacity_pages: int = 64, **cluster: Any) -> dict[str, 
 
 @asynccontextmanager
 async def running(
-    config: Config, secret: bytes = SECRET, node: NodeId = N0, older: Sequence[bytes] = ()
+    config: Config,
+    secret: bytes = SECRET,
+    node: NodeId = N0,
+    older: Sequence[bytes] = (),
+    read: Callable[[], Config] | None = None,
 ) -> AsyncIterator[None]:
     """The agent of a node in this event loop, with its clean end."""
     stop, ready = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(serve(config, node, secret, stop, ready.set, older))
+    task = asyncio.create_task(serve(config, node, secret, stop, ready.set, older, read))
     async with asyncio.timeout(60):
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """Gossip of an agent with a scripted instance on its node."""
 
 import asyncio
+import signal
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -72,6 +73,30 @@ async def test_an_agent_publishes_the_load_and_deaths_of_its_instances(tmp_path:
     assert isinstance(died, FailureFact)
     assert (died.epoch, left) == (1, False)
     assert "connection" in died.cause
+
+
+async def test_an_instance_that_comes_back_elsewhere_is_watched_there(tmp_path: Path) -> None:
+    """A reload names its new address."""
+    olds, news = (
+        Scripted("e0", "n0", script=Script(), created=created, secret=SECRET) for created in (1, 2)
+    )
+    await olds.start()
+    await news.start()
+    async with gathering() as members:
+        other = await members.add("n1", ring=(SECRET,))
+        written = with_gossip(tmp_path, olds.port)
+        written["proxy"] = {"id": "n1", "gossip_port": members.port_of(other)}
+        config = parse_config(written)
+        facts = other.facts
+        async with running(config, read=lambda: parse_config(written)):
+            await until(lambda: (N0, "e0") in facts.instances)
+            await olds.kill()
+            await until(lambda: (N0, "e0") in facts.failures)
+            written["cluster"]["nodes"][0]["instances"][0]["port"] = news.port
+            signal.raise_signal(signal.SIGHUP)
+            await until(lambda: (N0, "e0") in facts.instances and not facts.failures)
+    await olds.close()
+    await news.close()
 
 
 async def test_an_agent_serves_while_nvml_is_blocked(
