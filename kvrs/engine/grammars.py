@@ -81,9 +81,12 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        # A large one takes a second.
+        # A large one takes a second. Tokenizers may have tokens that the weights do not have.
+        tokens = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         return LLTokenizer(
-            self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            self._tokenizer.to_str(),
+            n_vocab=max(self._vocab_size, tokens),
+            eos_token=self._eos_token_ids,
         )
 
     def grammar(self, response_format: msgspec.Raw) -> Grammar | None:

@@ -198,6 +198,23 @@ def test_a_grammar_built_from_the_history_allows_the_same(tiny_model: Path) -> N
     jsonschema.validate(json.loads(tokenizer.decode(history)), SCHEMA)
 
 
+@pytest.mark.parametrize("vocab_size", [VOCAB - 12, VOCAB + 88])
+def test_weights_may_have_another_vocabulary_than_the_tokenizer(
+    tiny_model: Path, vocab_size: int
+) -> None:
+    """Fine-tuned checkpoints lack logits of added tokens; others have more for their alignment."""
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grammar = Grammars(tokenizer, vocab_size, frozenset({END_ID})).grammar(
+        msgspec.Raw(b'{"type":"json_object"}')
+    )
+    assert grammar is not None
+    row = torch.zeros(vocab_size)
+
+    allowed = torch.isfinite(grammar.apply(row, row)).nonzero().flatten().tolist()
+
+    assert allowed == tokenizer.encode("{", add_special_tokens=False).ids
+
+
 def test_a_model_without_an_end_token_has_no_json_mode(tiny_model: Path) -> None:
     """Nothing could end the output."""
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
