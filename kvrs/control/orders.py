@@ -70,7 +70,10 @@ class DrainOrders:
         self._held.pop(instance, None)
 
     def shown(self, now_s: float) -> list[StandingOrder]:
-        """For other proxies: with the time that is left, since clocks differ."""
+        """For other proxies: with the time that is left, since clocks differ.
+
+        None about an instance that is being removed here: another proxy may have added it again.
+        """
         return [
             StandingOrder(
                 instance,
@@ -79,4 +82,5 @@ class DrainOrders:
                 None if held.moves_at_s is None else max(0.0, held.moves_at_s - now_s),
             )
             for instance, held in self._held.items()
+            if not self._drains.leaves(instance)
         ]

@@ -6,10 +6,14 @@ import pytest
 
 from kvrs.control.core import Control
 from kvrs.errors import RequestError
+from kvrs.ids import NodeId
+from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import StandingOrder
 from kvrs.proxy.fleet.orders import DrainOrder, obey
 from kvrs.sim.streams import SimStream
 from tests.control.test_core import D0, P0, Driver
+
+N0 = NodeId("n0")
 
 
 def moves_in_s(control: Control[SimStream], now_s: float = 0.0) -> float | None:
@@ -73,6 +77,24 @@ def test_an_order_is_forgotten_with_its_instance() -> None:
 
     assert not heard
     assert [order.instance for order in here.orders.shown(1.0)] == [P0]
+
+
+def test_an_instance_that_is_added_again_is_not_drained() -> None:
+    """By a proxy that is still removing the one before, which was drained by an order."""
+    here, there = Driver().control, Driver().control
+    there.orders.give(D0, 10.0, 0.0, wall_s=1.0)
+    here.orders.take(there.orders.shown(0.0), 0.0)
+    for control in (here, there):
+        control.drains.leave(D0, 30.0, 1.0)
+
+    here.instances.remove(here.instances.known[D0])
+    here.orders.forget(D0)
+    here.drains.forget(D0)
+    here.instances.add(D0, N0, Role.DECODE)
+    heard = here.orders.take(there.orders.shown(2.0), 2.0)
+
+    assert not heard
+    assert moves_in_s(here) is None
 
 
 def test_the_drain_of_an_instance_that_is_removed_does_not_end() -> None:
