@@ -12,7 +12,7 @@ from typing import IO
 from kvrs.cluster.keeper import Keeper, Make, Spawner, forked, nursery_of
 from kvrs.cluster.processes import Kind, Process, Progress
 from kvrs.cluster.run_directory import RunDirectory
-from kvrs.config.file import Config, dump_config
+from kvrs.config.file import Config
 from kvrs.engine.forking import Nursery
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
@@ -102,10 +102,7 @@ class Keepers:
 
     def learn(self, config: Config) -> None:
         """Have all processes read this configuration."""
-        path = self._run.config_path()
-        scratch = path.with_suffix(".new")
-        scratch.write_text(dump_config(config))
-        scratch.replace(path)  # A process that starts reads the one or the other.
+        self._run.write_config(config)
         for keeper in self._keepers.values():
             keeper.learn()
 

@@ -40,7 +40,6 @@ from kvrs.config.file import (
     ENV_NAME,
     Config,
     SecuritySettings,
-    dump_config,
     read_admin_tokens,
     read_secret,
 )
@@ -75,6 +74,7 @@ class Cluster:
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Nodes = ()  # As the proxies had it last.
+    _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
         self, config: Config, progress: Progress, proxies: int = 1, ray: str | None = None
@@ -249,7 +249,9 @@ class Cluster:
         return time.monotonic() - started_s
 
     def down(self) -> dict[str, str]:
-        """The health of every process that is not up in the state of some proxy."""
+        """The health of every process that is not up in the state of some proxy, but for instances
+        and agents that were removed there.
+        """
         down: dict[str, str] = {}
         for number, proxy in enumerate(self.proxies):
             try:
@@ -258,10 +260,8 @@ class Cluster:
                 down[proxy.settings.id] = "down"
                 continue
             rows = rows_of(state)
-            health = {
-                name: rows[name]["health"] if name in rows else "unknown"
-                for name in members_of(self.config)
-            }
+            own = members_of(self.config)
+            health = {name: rows[name]["health"] for name in own if name in rows}
             health |= state["proxies"][0]["peers"]
             down |= {name: each for name, each in health.items() if each != "up"}
         return down
@@ -359,34 +359,35 @@ class Cluster:
         Raises:
             LaunchError: Ray does not answer any more.
         """
+        is_news = self._untold is not None
         if self._remote is not None and (config := self._remote.look(self.config)) is not None:
-            self.config = config
-            self._write_files()
+            self.config, is_news = config, True
             self._behind = {*range(len(self.proxies))}
+        for proxy in self.proxies:
+            with contextlib.suppress(AdminError):
+                nodes = proxy.admin.nodes()
+                is_news = is_news or nodes != self._fleet
+                self._fleet = nodes
+                break
+        if is_news:
+            try:
+                self._write_files()
+                self._untold = None
+            # A port of a process of ours, which was removed; or a disk is full.
+            except (ConfigError, OSError) as error:
+                if self._untold != str(error):
+                    self._progress(f"instances are not told of others: {error}")
+                self._untold = str(error)
         for number in [*self._behind]:
             with contextlib.suppress(AdminError):  # It may not know yet that they were lost.
                 self.proxies[number].admin.reload()
                 self._behind.discard(number)
-        for proxy in self.proxies:
-            try:
-                nodes = proxy.admin.nodes()
-            except AdminError:
-                continue
-            if nodes != self._fleet:
-                self._fleet = nodes
-                try:
-                    self._write_files()
-                except ConfigError as error:  # A port of a process of ours, which was removed.
-                    self._progress(f"instances are not told of others: {error}")
-            return
 
     def _write_files(self) -> None:
         config = with_added(self.config, self._fleet)
         self.keepers.learn(config)
         for settings in self._proxy_settings:
-            self._run.config_path(settings.id).write_text(
-                dump_config(config.model_copy(update={"proxy": settings}))
-            )
+            self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
 
     def _start_proxies(self) -> None:
         for settings in self._proxy_settings:

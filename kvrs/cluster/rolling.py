@@ -4,6 +4,7 @@ stream.
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
@@ -21,7 +22,7 @@ class RestartError(KvrsError):
 
 class RollingRestart:
     """`run` restarts proxies, then instances, then agents. Each has to be up in the state of every
-    proxy before the next one.
+    proxy before the next one. Those that were removed at the proxies are left as they are.
     """
 
     def __init__(
@@ -75,17 +76,21 @@ class RollingRestart:
             former.update(
                 {number: self._pids(number, process) for number in range(len(cluster.proxies))}
             )
-            return all(former.values())
+            return all(former.values()) or self._is_removed(process)
 
         if not self._until(is_known, process.label, self._start_s):
             return False
+        if not all(former.values()):
+            self._say(f"{process.label} was removed, and is not restarted")
+            return True
         cluster.end(process.name)
 
         def is_new() -> bool:
             if fault := cluster.keepers.fault(process.name):
                 raise RestartError(f"{process.label}: {fault}")
             found = {number: self._pids(number, process) for number in former}
-            return all(found[number] and not former[number] & found[number] for number in former)
+            is_other = all(found[each] and not former[each] & found[each] for each in former)
+            return is_other or self._is_removed(process)
 
         start_s = process.start_timeout_s
         within_s = start_s + cluster.config.cluster.drain_s
@@ -93,11 +98,19 @@ class RollingRestart:
 
     def _pids(self, proxy: int, process: Process) -> set[int]:
         """The process ids of a process in the state of a proxy, under all of its names."""
+        return {row["pid"] for row in self._rows(proxy, process) or ()} - {None}
+
+    def _is_removed(self, process: Process) -> bool:
+        """Whether an operator has had all proxies remove it."""
+        return all(self._rows(each, process) == [] for each in range(len(self._cluster.proxies)))
+
+    def _rows(self, proxy: int, process: Process) -> list[dict[str, Any]] | None:
+        """None: the proxy does not answer."""
         try:
             rows = rows_of(self._cluster.state(proxy))
         except AdminError:
-            return set()
-        return {rows[name]["pid"] for name in self._names(process) if name in rows} - {None}
+            return None
+        return [rows[name] for name in self._names(process) if name in rows]
 
     def _names(self, process: Process) -> list[InstanceId]:
         if process.kind is not Kind.SERVER:

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from kvrs.config.file import Config, dump_config
+
 # Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
 _LONGEST = 40
 _TAIL_LINES = 20
@@ -31,6 +33,17 @@ class RunDirectory:
     def config_path(self, proxy: str = "config") -> Path:
         """Of the configuration of a proxy; without one, of all other processes."""
         return self.path / f"{proxy}.yaml"
+
+    def write_config(self, config: Config, proxy: str = "config") -> None:
+        """A process that starts reads the one before or this one, whole.
+
+        Raises:
+            OSError: it cannot be written; the one before stays.
+        """
+        path = self.config_path(proxy)
+        scratch = path.with_suffix(".new")
+        scratch.write_text(dump_config(config))
+        scratch.replace(path)
 
     def open_log(self, name: str) -> IO[str]:
         return self._log(name).open("a", buffering=1)

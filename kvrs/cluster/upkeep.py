@@ -60,7 +60,7 @@ class Upkeep:
     def _restart_all(self, cluster: Cluster) -> None:
         try:
             cluster.renew(self._read_config())
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             self._say(f"nothing is restarted: {error}")
             return
         self._say("restarting all processes, one at a time")

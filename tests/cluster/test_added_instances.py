@@ -55,6 +55,30 @@ def ask(method: str, url: str, body: Any = None) -> Any:
 until = partial(launches.until, within_s=WAIT_S)
 
 
+def test_a_file_that_cannot_be_written_ends_no_cluster(up: Launch) -> None:
+    """As on a disk that is full: processes are told of a new instance once there is room."""
+    _, admin = up.urls
+    port, page_port = free_ports(2)
+    added = {"id": "d1", "role": "decode", "port": port, "page_port": page_port}
+    for name in ("config", "proxy-0"):
+        (up.run_directory / f"{name}.new").mkdir()
+
+    ask("POST", f"{admin}/kvrs/v1/instances", {"node": "n0", **added})
+    up.wait_for_output("instances are not told of others: [Errno", WAIT_S)
+    before = (up.run_directory / "config.yaml").read_text()
+    (up.run_directory / "config.new").rmdir()
+    up.wait_for_output("proxy-0.new", WAIT_S)
+    of_proxy = yaml.safe_load((up.run_directory / "proxy-0.yaml").read_text())
+    (up.run_directory / "proxy-0.new").rmdir()
+    until(lambda: "id: d1" in (up.run_directory / "proxy-0.yaml").read_text())
+
+    assert "id: d1" not in before
+    assert of_proxy["proxy"]["id"] == "proxy-0"
+    assert up.output.count("not told") == 2
+    assert "id: d1" in (up.run_directory / "config.yaml").read_text()
+    assert up.process.poll() is None
+
+
 def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
     up: Launch, tmp_path: Path
 ) -> None:
