@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import kvrs
 import kvrs.cli.options as opt
 from kvrs.cli import app, config_app
+from kvrs.errors import ConfigError
 from kvrs.load.command import ReplayOptions
 from kvrs.logs import LEVEL_ENV_NAME, log_to
 from tests import certificates
@@ -133,3 +134,17 @@ def test_replay_takes_secret_and_certificates_from_the_configuration(
         b"the secret of the option",
     ]
     assert all(each.tls is not None for each in given)
+
+
+def test_an_agent_of_no_node_names_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a secret, which it would need next."""
+    monkeypatch.delenv("KVRS_SECRET", raising=False)
+    config = tmp_path / "kvrs.yaml"
+    config.write_text("")
+
+    ran = CliRunner().invoke(app, ["agent", "--config", str(config), "--node", "n7"])
+
+    assert isinstance(ran.exception, ConfigError)
+    assert ran.exception.faults == ["node 'n7' is not in cluster.nodes; allowed: n0, n1"]

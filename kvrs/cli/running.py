@@ -213,11 +213,12 @@ def agent(
 ) -> None:
     """Run the agent of one node; it keeps checkpoints of KV in host memory."""
     from kvrs.agent.__main__ import run_agent
+    from kvrs.agent.node import node_of
 
     read = partial(load_config, config, os.environ)
     settings = read()
-    known = {each.id: each.agent for each in settings.cluster.nodes}
-    if (given := known.get(NodeId(node))) is not None and not (given.port and given.page_port):
+    given = node_of(settings, NodeId(node)).agent
+    if not (given.port and given.page_port):
         raise ConfigError(
             [
                 f"agent of node {node}: its port or page_port is 0; allowed: the ports "

@@ -100,6 +100,8 @@ def _check(options: ProfileOptions) -> None:
     if not wrong:
         try:
             options.out.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.out.parent):
+                pass  # A file can be made there; the measurement would be lost.
         except OSError as error:
             wrong.append(f"--out: {options.out.parent}: {error.strerror}")
     if wrong:

@@ -127,7 +127,12 @@ def verdict(comparisons: Sequence[AgainstBest]) -> str:
     ]
     alike = [each.policy.value for each in others if each.policy.value not in shown]
     if others[0].is_worse(WAITED) is None:
-        return f"{best.policy.value} did best; one seed has no interval (--seeds)."
+        first = [
+            each.policy.value
+            for each in comparisons
+            if not any(difference.mean for difference in each.differences.values())
+        ]
+        return f"{', '.join(first)} did best; one seed has no interval (--seeds)."
     parts = []
     if shown:
         parts.append(f"{best.policy.value} is better than {', '.join(shown)}")

@@ -67,3 +67,10 @@ def test_lengths_beyond_the_models_positions_are_refused(tmp_path: Path) -> None
     """New and cached tokens together are positions."""
     with pytest.raises(ConfigError, match="allowed: at most 4096"):
         run_profile(ProfileOptions(out=tmp_path / "mine.json", longest_tokens=5000, repeats=1))
+
+
+@pytest.mark.parametrize("place", ["/proc/mine.json", "/proc/mine/mine.json"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_measurement(place: str) -> None:
+    """It takes minutes, and its result would be lost."""
+    with pytest.raises(ConfigError, match=r"^--out: /proc"):
+        run_profile(ProfileOptions(out=Path(place), longest_tokens=16, repeats=1))

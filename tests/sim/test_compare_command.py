@@ -63,6 +63,13 @@ def test_one_seed_has_no_interval() -> None:
     assert "one seed has no interval" in verdict(compare({AUTO: runs(1.0), ROM: runs(2.0)}))
 
 
+def test_equal_policies_are_both_best() -> None:
+    """Of a single seed, too, none is better than an equal one."""
+    policies = {ROM: runs(1.0), AUTO: runs(1.0), PolicyName.ALWAYS_RESTORE: runs(2.0)}
+
+    assert verdict(compare(policies)).startswith("rom, auto did best;")
+
+
 def test_seeds_that_violated_an_invariant_are_no_pairs() -> None:
     """The others are compared."""
     rom = runs(3.0, 4.0, 5.0)
