@@ -321,7 +321,7 @@ def decode(body: bytes, what: type[T]) -> T:
     """Raises RequestError."""
     try:
         return msgspec.json.decode(body, type=what)
-    except msgspec.DecodeError as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise RequestError(str(fault)) from None
 
 

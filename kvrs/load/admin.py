@@ -135,7 +135,7 @@ class AdminClient:
             found = msgspec.json.decode(body)
             for key in keys:
                 found[key]
-        except (msgspec.DecodeError, TypeError, KeyError):
+        except (msgspec.DecodeError, ValueError, RecursionError, TypeError, KeyError):
             cause = f"not the {what} of a kvrs proxy; it begins {body[:_SHOWN_BYTES]!r}"
             raise AdminError(self.url + path, cause, status=HTTPStatus.OK) from None
         return found

@@ -110,6 +110,8 @@ async def test_leases_that_are_not_renewed_expire(tmp_path: Path) -> None:
     [
         ("GET", "/kvrs/v1/holdings?watch=soon", b"", 400),
         ("POST", "/kvrs/v1/leases", b"{", 400),
+        ("POST", "/kvrs/v1/leases", b'{"lease_s":1,"renew":["\xff"]}', 400),
+        pytest.param("POST", "/kvrs/v1/slots", b'{"other":' + b"[" * 100_000, 400, id="nested"),
         ("POST", "/kvrs/v1/leases", b'{"lease_s":-1}', 400),
         ("POST", "/kvrs/v1/faults", b'{"type":"none"}', 401),
         ("GET", "/healthz", b"", 200),

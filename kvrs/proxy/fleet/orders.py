@@ -15,6 +15,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
 from kvrs.protocol.mirror import FleetOrder, Hello
 from kvrs.proxy.backends.backend import Backend
+from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.reload import nodes_of
 
 
@@ -128,7 +129,7 @@ def with_instance(config: Config, body: bytes) -> tuple[InstanceId, Nodes]:
     """
     try:
         asked, fields = msgspec.json.decode(body, type=_NewInstance), msgspec.json.decode(body)
-    except msgspec.DecodeError as fault:
+    except UNREADABLE as fault:
         raise RequestError(
             f"{fault}; allowed: the keys of an instance (id, role, host, port, ...) and its node"
         ) from None

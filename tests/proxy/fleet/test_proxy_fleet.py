@@ -136,6 +136,22 @@ async def test_a_change_that_cannot_be_made_changes_nothing(
     assert (await system.ask(REQUEST))[0] == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b'{"node":"\xff"}', b'{"node":"n1","id":"d1","x":' + b"[" * 100_000],
+    ids=["no UTF-8", "nested"],
+)
+async def test_a_body_that_is_no_json_is_refused(build: ProxyClusterBuilder, body: bytes) -> None:
+    """Text that is not UTF-8, and what is nested too deeply, as any other."""
+    system = await build(pairs=1)
+    url = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/instances"
+
+    async with system.http.post(url, data=body) as answer:
+        status, says = answer.status, await answer.text()
+
+    assert (status, "allowed: the keys of an instance" in says) == (400, True), says
+
+
 async def test_the_last_instance_of_a_role_that_is_up_is_not_removed(
     build: ProxyClusterBuilder,
 ) -> None:
