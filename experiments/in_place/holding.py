@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,11 @@ from kvrs.engine.instance import EngineInstance
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.sequences import Pull, SequencePhase
+from kvrs.scheduling.sources import PullSource
 from kvrs.transfer.links import SendingLinks
-from kvrs.transfer.peers import PAGES_SOCKET, Identity
+from kvrs.transfer.peers import PAGES_SOCKET, Identity, PullResult
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
@@ -50,9 +53,7 @@ async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
 
 @dataclass(slots=True)
 class FetchedCells:
-    """Of the time from one loss of cells to the next: what was fetched, beside what was lost of the
-    pages that it was fetched for.
-    """
+    """What was fetched after losses, beside the cells that were lost of these pages."""
 
     losses: int = 0
     pages: int = 0
@@ -62,30 +63,41 @@ class FetchedCells:
 
 
 class CellsWatch:
-    """Notes the cells that an instance loses, and what it fetches then."""
+    """Notes which cells of each page an instance of ranks loses, and what it fetches then."""
 
     def __init__(self, instance: EngineInstance) -> None:
         self.found = FetchedCells()
-        self._instance = instance
-        self._cells = 0  # Of a page, that were lost last.
-        self._seen = 0, 0
-        self._lose_cells = instance.core.lose_cells
-        instance.core.lose_cells = self._lost  # type: ignore[method-assign]
-
-    def _lost(self, cells: Mapping[int, frozenset[Cell]]) -> None:
-        self.note()
-        self.found.losses += 1
-        self._cells = max(map(len, cells.values()))
-        self._lose_cells(cells)
+        self._instance, self._pages = instance, instance.pages
+        # Of each page, since it was whole here.
+        self._lost: dict[Tag, frozenset[Cell]] = {}
+        self._bases: dict[Tag, int] = {}
+        self._fetch, self._lose = instance.core._fetcher.fetch, instance.pages.lose
+        instance.core._fetcher.fetch = self._fetching  # type: ignore[method-assign]
+        instance.pages.lose = self._losing  # type: ignore[method-assign]
 
     def note(self) -> None:
-        """Count what came since the last loss."""
-        instance = self._instance
-        fetched_bytes = instance.port.puller.pulled_bytes[TrafficClass.RECOVERY]
-        pages, geometry = instance.core.fetched_pages - self._seen[0], instance.worker.geometry
-        self.found.pages += pages
-        self.found.fetched_bytes += fetched_bytes - self._seen[1]
-        self.found.whole_bytes += pages * geometry.page_bytes
-        cell_bytes = geometry.page_bytes // geometry.page_cells
-        self.found.lost_bytes += pages * self._cells * cell_bytes
-        self._seen = instance.core.fetched_pages, fetched_bytes
+        """Count what has come so far."""
+        pulled = self._instance.port.puller.pulled_bytes
+        self.found.fetched_bytes = pulled[TrafficClass.RECOVERY]
+        if self._instance.group is not None:
+            self.found.losses = self._instance.group.pool.losses
+
+    def _losing(self, gone: Callable[[int], frozenset[Cell]]) -> None:
+        of_base = {base: gone(page) for page, base in enumerate(self._pages.bases)}
+        for tag, page in self._pages._page_by_tag.items():
+            self._lost[tag], self._bases[tag] = frozenset(), self._pages.bases[page]
+        for tag, before in self._lost.items():
+            self._lost[tag] = before | of_base.get(self._bases[tag], frozenset())
+        self._lose(gone)
+
+    async def _fetching(self, pull: Pull, source: PullSource, wanted: range) -> PullResult:
+        result = await self._fetch(pull, source, wanted)
+        if pull.sequence.phase is SequencePhase.FINISHED:
+            return result  # Its pages are those of the sequence that began again.
+        geometry = self._instance.worker.geometry
+        for index in wanted[: result.full_pages]:
+            lost = self._lost.pop(pull.sequence.tags[index], frozenset())
+            self.found.pages += 1
+            self.found.whole_bytes += geometry.page_bytes
+            self.found.lost_bytes += geometry.page_bytes // geometry.page_cells * len(lost)
+        return result

@@ -7,6 +7,7 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from kvrs.engine.anchored import AnchoredPool
@@ -76,7 +77,9 @@ class EngineCore(RunCore):
         self._admission_wait = AdmissionWaitEstimator()
         self._fetcher = fetcher
         self._wake = asyncio.Event()
-        self._pulls: set[asyncio.Task[None]] = set()
+        self._pulls: dict[Sequence, asyncio.Task[None]] = {}
+        # Of sequences that began again: what was on its way to their pages then.
+        self._coming: dict[Sequence, asyncio.Task[None]] = {}
         self._timed: dict[Sequence, RunTimes] = {}  # Of traced runs before their first token.
         self.fetched_pages = 0  # From other instances and agents, since the start.
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
@@ -181,7 +184,7 @@ class EngineCore(RunCore):
                 await asyncio.sleep(0)
             raise self._bug
         finally:
-            for task in self._pulls:
+            for task in self._pulls.values():
                 task.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -204,6 +207,9 @@ class EngineCore(RunCore):
                 if count
             )
             run.sequence, run.reported_pages = old.again([one.pages for one in run.sources]), 0
+            coming = self._pulls.get(old) or self._coming.pop(old, None)
+            if coming is not None:
+                self._coming[run.sequence] = coming
             del self._runs[old]
             self._runs[run.sequence] = run
             if (times := self._timed.pop(old, None)) is not None:
@@ -310,6 +316,7 @@ class EngineCore(RunCore):
         self, run: GenerationRun, output: StepOutput | None, retain_until_s: float | None = None
     ) -> None:
         self.scheduler.finish(run.sequence, retain_until_s)
+        self._coming.pop(run.sequence, None)
         if self._timed:
             self._timed.pop(run.sequence, None)
         if self._anchored is not None:
@@ -320,14 +327,15 @@ class EngineCore(RunCore):
         if (times := self._timed.get(pull.sequence)) is not None:
             times.fetch_s = self._clock()
         # A sequence that was aborted before its admission is not admitted, so there is a run.
+        sequence = pull.sequence
         task = asyncio.get_running_loop().create_task(
-            self._pull(pull, list(self._runs[pull.sequence].sources))
+            self._pull(pull, list(self._runs[sequence].sources))
         )
-        self._pulls.add(task)
-        task.add_done_callback(self._pull_ended)
+        self._pulls[sequence] = task
+        task.add_done_callback(partial(self._pull_ended, sequence))
 
-    def _pull_ended(self, task: asyncio.Task[None]) -> None:
-        self._pulls.discard(task)
+    def _pull_ended(self, sequence: Sequence, task: asyncio.Task[None]) -> None:
+        del self._pulls[sequence]
         if not task.cancelled() and (bug := task.exception()) is not None:
             # Without this its stream would wait for ever.
             self.fail(bug)
@@ -337,6 +345,14 @@ class EngineCore(RunCore):
         not arrive is computed here, in the same attempt.
         """
         sequence = pull.sequence
+        if (coming := self._coming.pop(sequence, None)) is not None:
+            # What comes with it is not fetched once more.
+            await asyncio.wait({coming})
+            if sequence.phase is not SequencePhase.FINISHED:
+                own = sequence.pages
+                sequence.gone = {
+                    index: self.pages.damaged.gone(own[index]) for index in sequence.gone
+                }
         arrived, tail = range(pull.first_page, pull.first_page), False
         step = next_source(sources, pull, arrived.stop)
         while step is not None and sequence.phase is not SequencePhase.FINISHED:
@@ -363,6 +379,7 @@ class EngineCore(RunCore):
     ) -> None:
         if more_from is None and (times := self._timed.get(sequence)) is not None:
             times.fetched_s = self._clock()
-        self.fetched_pages += len(arrived) + tail
+        if sequence.phase is not SequencePhase.FINISHED:
+            self.fetched_pages += len(arrived) + tail
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()

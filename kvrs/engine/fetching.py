@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 
 from kvrs.engine.ranks.cells import WholePages
 from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.ids import InstanceId
 from kvrs.protocol.parts import PagePart, rectangles
-from kvrs.scheduling.sequences import Pull
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import Pull, SequencePhase
 from kvrs.scheduling.sources import PullSource, alike
 from kvrs.transfer.peers import Peer, PullRequest, PullResult
 from kvrs.transfer.puller import PagePuller
@@ -17,9 +19,13 @@ class PageFetcher:
     """Pulls the pages of one source into the pages that a sequence owns."""
 
     def __init__(
-        self, pool: PagePool, puller: PagePuller, registry: Mapping[InstanceId, Peer]
+        self,
+        pool: PagePool,
+        pages: PageManager,
+        puller: PagePuller,
+        registry: Mapping[InstanceId, Peer],
     ) -> None:
-        self._pool = pool
+        self._pool, self._pages = pool, pages
         self._puller = puller
         self._registry = registry
 
@@ -30,15 +36,21 @@ class PageFetcher:
         Raises:
             TransferError: the pool is gone, or full. Errors of a peer stand in the result.
         """
+        size, sequence = self._pool.geometry, pull.sequence
+        result = PullResult(0, tail=False, bytes=0, seconds=0.0, gone=False, error=None)
         pages, received_bytes, seconds = 0, 0, 0.0
-        for span, gone in alike(wanted, pull.sequence.gone):
-            size = self._pool.geometry
-            parts: list[PagePart | None] = [
-                PagePart(size.layers, size.kv_heads, part) for part in rectangles(gone)
-            ]
+        for span, gone in alike(wanted, sequence.gone):
+            if not span and not self._has_tail(pull, source, wanted):
+                break
+            parts: list[PagePart | None] = [None]
+            if gone is not None:
+                parts = [PagePart(size.layers, size.kv_heads, part) for part in rectangles(gone)]
             arrived = span
-            for part in parts or [None]:
-                result = await self._fetch(pull, source, arrived, wanted, part)
+            for part in parts:
+                if sequence.phase is SequencePhase.FINISHED:
+                    arrived = arrived[:0]
+                    break
+                result = await self._fetch(pull, source, arrived, part)
                 arrived = arrived[: result.full_pages]
                 received_bytes, seconds = received_bytes + result.bytes, seconds + result.seconds
             pages += len(arrived)
@@ -46,12 +58,17 @@ class PageFetcher:
                 break
         return replace(result, full_pages=pages, bytes=received_bytes, seconds=seconds)
 
+    def _has_tail(self, pull: Pull, source: PullSource, span: range) -> bool:
+        """Whether the partial page behind these is asked for."""
+        return source.handoff is not None and span.stop == pull.tail_index
+
     async def _fetch(
-        self, pull: Pull, source: PullSource, span: range, wanted: range, part: PagePart | None
+        self, pull: Pull, source: PullSource, span: range, part: PagePart | None
     ) -> PullResult:
         """One request."""
         sequence = pull.sequence
-        has_tail = source.handoff is not None and span.stop == wanted.stop == pull.tail_index
+        # Of a partial page nothing is here.
+        has_tail = part is None and self._has_tail(pull, source, span)
         pages = [sequence.pages[index] for index in span]
         tail_page = sequence.pages[span.stop] if has_tail else None
         request = PullRequest(
@@ -71,6 +88,10 @@ class PageFetcher:
                 expected_epoch=source.epoch,
             )
             await staged.restore(result.full_pages + result.tail)
+            if part is not None:
+                cells = frozenset(product(part.part.layers, part.part.heads))
+                for page in pages[: result.full_pages]:
+                    self._pages.damaged.brought(page, cells)
         finally:
             staged.free()
         return result

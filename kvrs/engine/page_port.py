@@ -149,7 +149,7 @@ class PagePort:
             clock=time.monotonic,
             released=released,
         )
-        return PageFetcher(pool, self.puller, self.registry), self.checkpointer
+        return PageFetcher(pool, pages, self.puller, self.registry), self.checkpointer
 
     def learn(self, config: Config) -> None:
         """Fetch from further instances and agents, and send checkpoints to further agents, which

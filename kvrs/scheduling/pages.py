@@ -13,6 +13,7 @@ from typing import Protocol
 from kvrs.ids import StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
+from kvrs.scheduling.damaged_pages import DamagedPages
 
 # A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is
 # being sent the page); soft pins are leases. Hard pins cannot be taken away, soft pins can.
@@ -29,7 +30,7 @@ from kvrs.protocol.tags import Tag
 #   cached        allocate (its tag is forgotten)        hard-pinned
 #   cached        match, pin                             hard-pinned
 #   cached        lose                                   damaged
-#   damaged       mend (its tag is forgotten)            hard-pinned
+#   damaged       mend                                   hard-pinned
 #   soft-pinned   match, pin                             hard-pinned
 #   hard-pinned   last reference gone, leased            soft-pinned
 #   hard-pinned   last reference gone, else tagged       cached
@@ -37,8 +38,9 @@ from kvrs.protocol.tags import Tag
 #   soft-pinned   last lease ends, or gives the page up  cached if tagged, else free
 #
 # A soft-pinned page without a tag is the partial last page of a hand-off, found by its lease only.
-# A damaged page lacks cells: it is found by `mend` only. A page may lose cells while it is
-# hard-pinned; it is damaged once it is released.
+# A damaged page lacks cells: it is found by `mend` only, until it is registered again or spoiled.
+# It may be hard-pinned. One owner at a time mends it; those that had it before may only read it, or
+# write what its tag names.
 
 # Lease on the pages of streams that are moved away from a draining instance: their next attempts
 # fetch them at once, or not at all.
@@ -126,8 +128,7 @@ class PageManager:
         # both.
         self.bases = [0] * pages
         self._page_by_tag: dict[Tag, int] = {}
-        self._damaged_by_tag: dict[Tag, int] = {}
-        self._gone: dict[int, frozenset[Cell]] = {}  # What damaged pages lack.
+        self.damaged = DamagedPages(self._tags)
         self._free = list(range(pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
         self._hard_pinned = 0
@@ -179,7 +180,9 @@ class PageManager:
         beside one of another base.
         """
         assert self._references[page] > 0, f"page {page} is registered without a hard pin"
-        assert page not in self._gone, f"page {page} lacks cells"
+        if page in self.damaged:
+            assert self.damaged.is_mended(page), f"page {page} lacks cells"
+            self.damaged.spoil(page)
         found = self._page_by_tag.setdefault(tag, page)
         if self.bases[found] != self.bases[page]:
             return page
@@ -302,30 +305,26 @@ class PageManager:
             del self._page_by_tag[tag]
             if self._records is not None:
                 self._records.clear(page)
-            before = self._damaged_by_tag.get(tag)
+            before = self.damaged.by_tag.get(tag)
             if before is not None:  # It was computed or pulled anew since, into another page.
-                self._tags[before] = None
-                del self._gone[before]
+                self.damaged.spoil(before)
                 if before in self._cached:
                     del self._cached[before]
                     self._free.append(before)
-            self._damaged_by_tag[tag] = page
-        for page in self._damaged_by_tag.values():
-            self._gone[page] = self._gone.get(page, frozenset()) | gone(page)
+            self.damaged.by_tag[tag] = page
+        self.damaged.lose(gone)
 
     def mend(self, tag: Tag, base: int = 0) -> tuple[int, frozenset[Cell]] | None:
-        """The damaged page of that tag and base, with a hard pin and found by none any more, and
-        the cells that it lacks; None: there is none, or it has an owner still.
+        """The damaged page of that tag and base, with a hard pin, and the cells that it lacks;
+        None: there is none, or another owner mends it.
         """
-        page = self._damaged_by_tag.get(tag)
-        if page is None or self._references[page] or self.bases[page] != base:
+        page = self.damaged.by_tag.get(tag)
+        if page is None or self.bases[page] != base:
             return None
-        del self._damaged_by_tag[tag]
-        self._tags[page] = None
-        del self._cached[page]
-        self._references[page] = 1
-        self._hard_pinned += 1
-        return page, self._gone.pop(page)
+        if self.damaged.is_mended(page) and self._references[page]:
+            return None
+        self.pin(page)
+        return page, self.damaged.mend(page)
 
     # Transitions.
 
@@ -348,12 +347,11 @@ class PageManager:
 
     def _evict_cached(self) -> int:
         page, _ = self._cached.popitem(last=False)
+        self.damaged.spoil(page)
         tag = self._tags[page]
-        assert tag is not None
-        self._tags[page] = None
-        if self._gone.pop(page, None) is not None:
-            del self._damaged_by_tag[tag]
+        if tag is None:
             return page
+        self._tags[page] = None
         del self._page_by_tag[tag]
         if self._records is not None:
             self._records.clear(page)
@@ -388,10 +386,10 @@ class PageManager:
             assert (page in self._cached) == (unpinned and tag is not None), (
                 f"page {page}: cache list is wrong"
             )
-            by_tag = self._damaged_by_tag if page in self._gone else self._page_by_tag
+            by_tag = self.damaged.by_tag if page in self.damaged else self._page_by_tag
             assert tag is None or by_tag[tag] == page, f"page {page}: tag is wrong"
-        assert len(self._page_by_tag) + len(self._damaged_by_tag) == sum(
+        assert len(self._page_by_tag) + len(self.damaged) == sum(
             1 for tag in self._tags if tag is not None
         ), "a tag leads nowhere"
-        assert sorted(self._damaged_by_tag.values()) == sorted(self._gone)
+        self.damaged.check()
         self._ends.check()

@@ -49,3 +49,14 @@ def register(pages: PageManager, sequence: Sequence, indexes: Iterable[int]) -> 
             pages.pin(found)
             pages.release([page])
             sequence.pages[index] = found
+
+
+def spoil(pages: PageManager, sequence: Sequence, tokens: int) -> None:
+    """The next tokens of a sequence are computed, so what was left of pages in which they are, and
+    has not come whole, is not there any more.
+    """
+    size = pages.page_size_tokens
+    first, end = sequence.computed_tokens, sequence.computed_tokens + tokens
+    for index in range(first // size, pages_for(end, size)):
+        if sequence.gone.pop(index, None) is not None:
+            pages.damaged.spoil(sequence.pages[index])

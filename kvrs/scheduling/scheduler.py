@@ -37,7 +37,7 @@ from kvrs.config.batch import BatchSettings
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.fair_queue import FairQueue, order
 from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.reservation import register, reserve
+from kvrs.scheduling.reservation import register, reserve, spoil
 from kvrs.scheduling.sequences import (
     Chunk,
     Pull,
@@ -282,6 +282,8 @@ class BatchScheduler:
         for sequence, tokens in zip(prefilling, shares, strict=False):
             if tokens:
                 batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
+                if sequence.gone:
+                    spoil(self._pages, sequence, tokens)
         self._in_flight = frozenset(sequence for sequence, _ in batch)
         return batch
 

@@ -58,7 +58,7 @@ class Sequence:
     virtual_finish: int = field(default=0, init=False)
     # `pages[i]` holds the i-th page of `token_ids`.
     pages: list[int] = field(default_factory=list, init=False)
-    # What pages lack that were here before cells were lost, by index, until a pull has brought it.
+    # What pages lack that were here before cells were lost, by index, as its pull begins.
     gone: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False)
     # Of all full pages of `token_ids`, computed or not.
     tags: list[Tag] = field(default_factory=list, init=False)

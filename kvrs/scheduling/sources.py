@@ -40,10 +40,13 @@ def next_source(
 
 def alike(
     wanted: range, gone: Mapping[int, frozenset[Cell]]
-) -> Iterator[tuple[range, frozenset[Cell]]]:
-    """Pages in a row that lack the same cells; none: they are to be fetched whole."""
-    if not wanted:
-        yield wanted, frozenset()  # Only a partial page is wanted.
-    for cells, group in groupby(wanted, key=lambda index: gone.get(index, frozenset())):
+) -> Iterator[tuple[range, frozenset[Cell] | None]]:
+    """Pages in a row that lack the same cells; None: they are to be fetched whole. At the end no
+    page, where a partial one behind them has to be asked for alone.
+    """
+    cells = frozenset[Cell]()
+    for cells, group in groupby(wanted, key=gone.get):
         indexes = list(group)
         yield range(indexes[0], indexes[-1] + 1), cells
+    if cells is not None:
+        yield range(wanted.stop, wanted.stop), None

@@ -401,10 +401,11 @@ class _Pulling:
         if not is_first:
             self._pulled(arrived, more_from=wanted.start)
         span, gone = next(alike(wanted, pull.sequence.gone))
-        if span != wanted:
-            self._sources.insert(0, source)  # Has more, that other cells are missing of.
+        if span != wanted or (gone is not None and source.handoff is not None):
+            # Has more, that other cells are missing of, or of which nothing is here.
+            self._sources.insert(0, source)
         wanted = span
-        has_tail = source.handoff is not None and wanted.stop == pull.tail_index
+        has_tail = gone is None and source.handoff is not None and wanted.stop == pull.tail_index
         tags = tuple(pull.sequence.tags[wanted.start : wanted.stop])
         asked = PageRequest(
             tags,
@@ -430,7 +431,7 @@ class _Pulling:
             self._site, engine, engine.meter, self._site.holders[source.instance], asked, page, done
         )
 
-    def _share_of(self, gone: frozenset[Cell]) -> float:
+    def _share_of(self, gone: frozenset[Cell] | None) -> float:
         """Of a page, that is asked for where these cells are gone."""
         ranks = self._engine.ranks
         return 1.0 if ranks is None or not gone else len(gone) / ranks.page_cells

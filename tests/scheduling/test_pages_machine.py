@@ -36,6 +36,7 @@ class Model:
     leases: dict[StreamId, ModelLease] = field(default_factory=dict)
     # Tag and missing cells.
     damaged: dict[int, tuple[Tag, frozenset[tuple[int, int]]]] = field(default_factory=dict)
+    mended: set[int] = field(default_factory=set)  # Of them, since the last loss.
 
     def leased(self, page: int) -> bool:
         return any(page in lease.pages for lease in self.leases.values())
@@ -256,20 +257,48 @@ class PagesMachine(RuleBasedStateMachine):
         self.model.damaged = {
             page: (tag, before | gone(page)) for page, (tag, before) in self.model.damaged.items()
         }
+        self.model.mended.clear()
 
     @rule(family=st.sampled_from(FAMILIES), index=st.integers(0, 5))
     def mend(self, family: list[Tag], index: int) -> None:
         known = [
             (page, gone)
             for page, (tag, gone) in self.model.damaged.items()
-            if tag == family[index] and page not in self.model.pins
+            if tag == family[index] and not (page in self.model.mended and page in self.model.pins)
         ]
 
         assert self.pages.mend(family[index]) == (known[0] if known else None)
         for page, _ in known:
-            del self.model.damaged[page]
-            self.model.pins[page] = 1
+            self.model.mended.add(page)
+            self.model.pins[page] = self.model.pins.get(page, 0) + 1
             self.owned.append([page])
+
+    @precondition(lambda self: self.model.damaged)
+    @rule(data=st.data(), cells=st.frozensets(st.tuples(st.just(0), st.integers(0, 2))))
+    def bring(self, data: st.DataObject, cells: frozenset[tuple[int, int]]) -> None:
+        page = data.draw(st.sampled_from(sorted(self.model.damaged)))
+
+        self.pages.damaged.brought(page, cells)
+
+        tag, gone = self.model.damaged[page]
+        self.model.damaged[page] = tag, gone - cells
+        assert self.pages.damaged.gone(page) == gone - cells
+
+    @precondition(lambda self: self.model.damaged)
+    @rule(data=st.data(), arrives=st.booleans())
+    def end_mending(self, data: st.DataObject, arrives: bool) -> None:
+        """It has come whole, or is about to be computed."""
+        page = data.draw(st.sampled_from(sorted(self.model.damaged)))
+        if page not in self.model.mended or page not in self.model.pins:
+            return
+        tag, _ = self.model.damaged.pop(page)
+        if not arrives:
+            self.pages.damaged.spoil(page)
+            return
+        known = [other for other, other_tag in self.model.tags.items() if other_tag == tag]
+        assert self.pages.register(page, tag) == (known[0] if known else page)
+        if not known:
+            self.model.tags[page] = tag
 
     def _unique_end(self, lasts_s: int) -> float:
         # Which of two leases with the same end shrinks first is not specified.

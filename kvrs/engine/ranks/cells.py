@@ -137,12 +137,7 @@ class WholePages:
         self.is_whole = True
 
     def stage(self, pages: Sequence[int], part: Part | None = None) -> "GatheredPages":
-        """As `PagePool.stage`; with `part` these cells of each page.
-
-        Raises:
-            TransferError: cells are lost, and not all books know it.
-        """
-        self.check(self.losses)
+        """As `PagePool.stage`; with `part` these cells of each page."""
         cells = None if part is None else self._rows(product(part.layers, part.heads))
         return GatheredPages(self, pages, cells)
 
@@ -163,7 +158,8 @@ class WholePages:
         """No book has pages any more that were there when cells were lost."""
         self.is_whole = True
 
-    def check(self, losses: int) -> None:
+    def check(self, losses: int | None) -> None:
+        """Raises TransferError: cells have been lost since there were so many losses."""
         if not self.is_whole or losses != self.losses:
             raise TransferError("cells of these pages are lost")
 
@@ -175,7 +171,8 @@ class GatheredPages:
 
     def __init__(self, pool: WholePages, pages: Sequence[int], cells: Tensor | None) -> None:
         """`cells`: rows of the memory; None: all."""
-        self._pool, self._losses = pool, pool.losses
+        # None: cells are lost, and not all books know it.
+        self._pool, self._losses = pool, pool.losses if pool.is_whole else None
         self._pages = torch.tensor(pages, dtype=torch.int64)
         self._cells = slice(None) if cells is None else cells[:, None]
         count = pool.memory.shape[0] if cells is None else len(cells)
@@ -185,14 +182,17 @@ class GatheredPages:
         self.views = [page.numpy().data for page in self.buffer]
 
     async def save(self) -> None:
+        self._pool.check(self._losses)
         await self._carry(self._gather, len(self._pages))
         # After the copy: what was lost while it was made is not in it.
         self._pool.check(self._losses)
 
     async def restore(self, count: int) -> None:
-        self._pool.check(self._losses)
+        # What has come was lost in no process here: only what was written before a loss is gone.
+        losses = self._pool.losses
         await self._carry(lambda: self._scatter(count), count)
-        self._pool.check(self._losses)
+        if losses != self._pool.losses:
+            raise TransferError("cells of these pages were lost as they were written")
 
     def free(self) -> None:
         """The views stay valid for their holders, as any memory does."""

@@ -1,0 +1,64 @@
+"""Full pages of which cells are gone."""
+
+from collections.abc import Callable
+
+from kvrs.protocol.parts import Cell
+from kvrs.protocol.tags import Tag
+
+
+class DamagedPages:
+    """What is left of pages, by their tags; part of the page manager."""
+
+    def __init__(self, tags: list[Tag | None]) -> None:
+        """`tags`: of all pages."""
+        self.by_tag: dict[Tag, int] = {}
+        self._tags = tags
+        self._gone: dict[int, frozenset[Cell]] = {}
+        # Those that went to an owner since the last loss.
+        self._mended: set[int] = set()
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._gone
+
+    def __len__(self) -> int:
+        return len(self._gone)
+
+    def lose(self, gone: Callable[[int], frozenset[Cell]]) -> None:
+        """Of all in `by_tag`."""
+        for page in self.by_tag.values():
+            self._gone[page] = self._gone.get(page, frozenset()) | gone(page)
+        self._mended.clear()
+
+    def is_mended(self, page: int) -> bool:
+        """Whether it went to an owner since the last loss."""
+        return page in self._mended
+
+    def mend(self, page: int) -> frozenset[Cell]:
+        """It goes to an owner; returns what it lacks."""
+        self._mended.add(page)
+        return self._gone[page]
+
+    def gone(self, page: int) -> frozenset[Cell]:
+        """What a damaged page lacks."""
+        return self._gone[page]
+
+    def brought(self, page: int, cells: frozenset[Cell]) -> None:
+        """These cells of a page were written, after the last time that it lost any."""
+        if (gone := self._gone.get(page)) is not None:
+            self._gone[page] = gone - cells
+
+    def spoil(self, page: int) -> None:
+        """Nothing is left of a page, if it was damaged: it is about to be written from its start,
+        or is whole.
+        """
+        if self._gone.pop(page, None) is None:
+            return
+        tag = self._tags[page]
+        assert tag is not None, "a damaged page has a tag"
+        del self.by_tag[tag]
+        self._tags[page] = None
+        self._mended.discard(page)
+
+    def check(self) -> None:
+        assert sorted(self.by_tag.values()) == sorted(self._gone)
+        assert self._mended <= self._gone.keys()
