@@ -20,7 +20,7 @@ from kvrs.protocol.openai.requests import decode_as
 
 _PARAM = "response_format"
 _ANY_OBJECT = {"type": "object"}
-_SHOWN_CHARACTERS = 300  # Of what is wrong with a schema.
+_SHOWN_CHARACTERS = 300  # Of what is wrong with a schema, or with its output.
 # llguidance follows references by recursion. Twice as many levels overflow a stack of 8 MB, which
 # ends the process.
 _MOST_LEVELS = 2000
@@ -50,7 +50,7 @@ class Grammar:
     @property
     def failure(self) -> str:
         """Why it can say no more; empty while it can."""
-        return self._matcher.get_error()
+        return self._matcher.get_error()[:_SHOWN_CHARACTERS]
 
     def apply(self, row: Tensor, logits: Tensor) -> Tensor:
         """Logits `[vocab]` without the tokens that the grammar forbids; those of the model, where

@@ -138,6 +138,9 @@ class GenerationRun:
             else (OutputToken(token_id, sampled.logprobs, self.text.characters),)
         )
         if token_id in self.end_token_ids:
+            # A grammar that can say no more allows the end alone.
+            if self.grammar is not None and self.grammar.failure:
+                self.failure = f"response_format: {self.grammar.failure}"
             delta = self.text.finish()
             return StepOutput([token_id], delta, self._stop(), self._named(token_id), tokens)
         if self.grammar is not None and not self.grammar.take(token_id):

@@ -120,6 +120,23 @@ async def test_a_format_that_cannot_be_followed_is_refused(
 
 
 @pytest.mark.network
+async def test_a_grammar_that_fails_is_no_end(tiny_model: Path) -> None:
+    """The beginning of an answer is not passed off as a whole one."""
+    # No JSON follows it, which is found as the first token is sampled. So is in the middle of an
+    # answer that a pattern has too many states.
+    schema = {"name": "a", "schema": {"$ref": "#"}}
+    body = {"prompt": "kalo", "response_format": {"type": "json_schema", "json_schema": schema}}
+    async with serving(tiny_model) as (instance, client):
+        answer = await client.post(COMPLETIONS, json=body | {"max_tokens": 9})
+        other = await client.post(COMPLETIONS, json={"prompt": "kalo", "max_tokens": 2})
+
+        assert answer.status == 500
+        assert (await answer.json())["error"]["message"].startswith("response_format: ")
+        assert other.status == 200
+        assert instance.failed() is None
+
+
+@pytest.mark.network
 async def test_a_history_that_is_no_such_json_is_refused(tiny_model: Path) -> None:
     """It is not what an engine with the same request has written."""
     kvrs = {"stream": "s", "attempt": 2, "prompt_tokens": 2}
