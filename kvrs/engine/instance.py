@@ -255,7 +255,7 @@ class EngineInstance(ServedInstance):
         if self.group is None or (now := self.group.reforming) is None:
             return facts | {"degree": len(layout.ranks)}
         decode, prefill = self.group.reformer.factors(now.after)
-        page_s = self.prefill.extra(0, self.pages.page_size_tokens) * prefill
+        page_s = self.prefill.page_s(self.pages.page_size_tokens) * prefill
         report = ReformingReport(
             number=now.number,
             way=now.way,

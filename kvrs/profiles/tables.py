@@ -166,6 +166,10 @@ class PrefillTable:
         index = tokens // step
         return self._levelled[index] + (tokens - index * step) * self._slopes[index]
 
+    def page_s(self, page_size_tokens: int) -> float:
+        """Time of one page among many, which share steps: without the overhead of its own."""
+        return (self.seconds_for(100 * page_size_tokens) - self.step_overhead_s) / 100
+
     def extra(self, prefix: int, new: int) -> float:
         """Prefill time of `new` tokens behind a computed `prefix`.
 

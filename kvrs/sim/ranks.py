@@ -254,8 +254,7 @@ class SimRanks:
 
     def _page_s(self) -> float:
         """Of computing one page again."""
-        table, tokens = self._site.prefill, 100 * self._size
-        return (table.seconds_for(tokens) - table.step_overhead_s) / 100
+        return self._site.prefill.page_s(self._size)
 
     def _changed(self) -> None:
         """Report at once."""

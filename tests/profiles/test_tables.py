@@ -36,6 +36,13 @@ def test_points_at_any_distances_become_a_table_through_all_of_them() -> None:
     assert table.seconds_for(1536) == pytest.approx(0.09)
 
 
+def test_a_page_among_many_takes_no_step_of_its_own() -> None:
+    """10 ms for each step, and 1 ms for each token."""
+    table = PrefillTable("test", "made up", 1000, [0.01, 1.01, 2.01])
+
+    assert table.page_s(16) == pytest.approx(0.016)
+
+
 def test_only_lengths_within_the_measurements_are_covered() -> None:
     """What no measurement stands behind is marked."""
     table = PrefillTable.from_points("t", "s", SEED_POINTS)

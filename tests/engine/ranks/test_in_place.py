@@ -19,6 +19,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.elastic.plans import Move
 from kvrs.elastic.reforming import ReformingPhase, Way
@@ -32,6 +33,7 @@ from kvrs.engine.routes import make_app
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
+from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.sequences import Chunk
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 from tests.engine.serving import SECRET
@@ -290,9 +292,10 @@ async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
     alone = await answers_of(tiny_model, {}, [])
     reports: list[dict[str, Any]] = []
     left: list[Reformed] = []
+    tables: list[PrefillTable] = []
 
     faults = ["leave", "kill", "lose_device"]
-    through = await answers_of(tiny_model, {"tp": 3}, faults, reports, left)
+    through = await answers_of(tiny_model, {"tp": 3}, faults, reports, left, tables=tables)
 
     assert through == alone
     assert (left[0].way, left[0].degree, left[0].paused) == (Way.RESIZE, 2, False)
@@ -302,6 +305,10 @@ async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
     assert {each["way"] for each in reforming} >= {"reshard"}
     assert all(each["lost"] for each in reforming if each["way"] == "reshard")
     assert any(each["missing_pages"] for each in reforming)
+    page_s = tables[0].page_s(EngineSettings().page_size_tokens)
+    assert all(
+        each["page_s"] == pytest.approx(page_s * each["prefill_factor"]) for each in reforming
+    )
     assert {each["epoch"] for each in reports} == {1}
     assert reports[0]["degree"] == reports[0]["full_degree"] == 3
     assert min(each["degree"] for each in reports) == 1
@@ -360,8 +367,9 @@ async def answers_of(
     lost: list[int] | None = None,
     fields: Mapping[str, Any] = MappingProxyType({}),
     elastic: Mapping[str, Any] = MappingProxyType({}),
+    tables: list[PrefillTable] | None = None,
 ) -> list[list[int]]:
-    """`lost`: of how many streams cells were lost."""
+    """`lost`: of how many streams cells were lost; `tables`: of the instance's prefill."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
     config = parse_config(
         {
@@ -401,6 +409,8 @@ async def answers_of(
                 done += instance.group.reformer.done
             if lost is not None:
                 lost.append(len(instance.core.missing_pages))
+            if tables is not None:
+                tables.append(instance.prefill)
             return list(await asyncio.gather(*tasks))
         finally:
             watching.cancel()
