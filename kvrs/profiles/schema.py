@@ -139,10 +139,15 @@ def faults(profile: Profile) -> Iterator[str]:
     """Checks beyond types, one line per fault: path, value, allowed values."""
     yield from _prefill_faults(profile.prefill)
     match profile.decode:
-        case DecodeFit(small_ms=small, large_ms=large):
-            for name, fit in (("small_ms", small), ("large_ms", large)):
-                if not all(map(isfinite, fit)):
-                    yield f"$.decode.{name}: got {fit}; allowed: finite numbers"
+        case DecodeFit(small_ms=small, large_ms=large, large_from_batch=first):
+            for name, fit, least in (("small_ms", small, 1), ("large_ms", large, max(1, first))):
+                a, b, c = fit
+                # A sequence more is a token of context more at least.
+                if not all(map(isfinite, fit)) or min(b, b + c, a + (b + c) * least) < 0:
+                    yield (
+                        f"$.decode.{name}: got {fit}; allowed: a time that is not negative and "
+                        f"never falls"
+                    )
         case DecodeRows(batches=batches, contexts=contexts, rows=rows):
             for name, axis in (("batches", batches), ("contexts", contexts)):
                 if len(axis) < 2 or sorted(set(axis)) != axis:

@@ -42,6 +42,8 @@ GOOD: dict[str, Any] = {
     },
 }
 
+FIT = {"type": "fit", "large_from_batch": 64, "small_ms": [1, 0, 0.1], "large_ms": [-5, 0, 0.1]}
+
 
 def write(path: Path, **changes: Any) -> str:
     path.write_bytes(msgspec.json.encode(GOOD | changes))
@@ -67,6 +69,13 @@ def test_a_decode_grid_answers_between_its_points(tmp_path: Path) -> None:
     assert table.seconds_for(4, 800) == 0.04
     assert table.seconds_for(2, 300) == pytest.approx(0.015 + (0.03 - 0.015) / 3)
     assert table.seconds_for(8, 1600) == pytest.approx(0.04 + (0.04 - 0.02) / 3 * 4)
+
+
+def test_a_fit_may_begin_below_zero_where_it_is_not_asked(tmp_path: Path) -> None:
+    """Large batches have a fit of their own."""
+    table = catalog.decode_table(write(tmp_path / "mine.json", decode=FIT))
+
+    assert table.seconds_for(64, 64) == pytest.approx(0.0014)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +106,11 @@ def test_a_decode_grid_answers_between_its_points(tmp_path: Path) -> None:
             "$.prefill.rows[1]: got 1 numbers; allowed: 2",
         ),
         ({"decode": GOOD["decode"] | {"batches": [4, 1]}}, "$.decode.batches"),
+        (
+            {"decode": FIT | {"small_ms": [1, 0.1, -0.2]}},
+            "$.decode.small_ms: got (1.0, 0.1, -0.2); allowed: a time that is not negative",
+        ),
+        ({"decode": FIT | {"large_ms": [-9, 0, 0.1]}}, "$.decode.large_ms: got (-9.0, 0.0, 0.1)"),
         (
             {"decode": GOOD["decode"] | {"rows": [[0.1, 0.2]]}},
             "$.decode.rows: got 1 rows; allowed: 2",
