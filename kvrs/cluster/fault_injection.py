@@ -471,7 +471,8 @@ def _named(row: Mapping[str, Any]) -> str:
 def _is_of_this_machine(host: str) -> bool:
     # Only an address of this machine can be bound.
     try:
-        with socket.create_server((host, 0)):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family):
             return True
     except OSError:
         return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from kvrs.cluster.fault_injection import (
     check_faults,
     inject_faults,
     members_of,
+    open_process,
     unknown_victims,
     views,
 )
@@ -238,6 +240,20 @@ async def test_a_process_of_another_machine_is_refused(victim: Victim) -> None:
         await hit(victim, fault("kill"), host="192.0.2.1")
 
     assert victim.process.poll() is None
+
+
+def test_a_process_at_an_ipv6_address_is_of_this_machine() -> None:
+    """The socket that tries the address is of its family."""
+    try:
+        listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 loopback on this machine")
+    with listening:
+        url = f"http://[::1]:{listening.getsockname()[1]}"
+
+        handle = open_process(row("d0", "n0", url, os.getpid()))
+
+    os.close(handle)
 
 
 async def test_a_node_is_hit_with_its_agent() -> None:
