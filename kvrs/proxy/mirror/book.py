@@ -38,6 +38,8 @@ from kvrs.proxy.mirror.roles import (
 
 # An unfinished stream is not evicted within this time of its last message.
 _EVICT_AFTER_S = 5.0
+# Updates and copies of a record that a client has deleted may be on their way for so long.
+_DROPPED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class RecordBook:
         self.records: dict[str, Record] = {}
         self.size_bytes = 0
         self._held: dict[str, _Held] = {}  # By tenant.
+        # Keys of records that were deleted, and when: at most as many as records.
+        self._dropped: dict[str, float] = {}
 
     # Streams that run here.
 
@@ -128,6 +132,8 @@ class RecordBook:
         Raises:
             RequestError: a copy that is not the whole record.
         """
+        if update.key in self._dropped:
+            return Received(UpdateAck(AckStatus.SUPERSEDED))
         message, record = message_of(update), self.records.get(update.key)
         if record is None:
             step = STEP_WITHOUT_RECORD[message]
@@ -229,6 +235,9 @@ class RecordBook:
     # Room.
 
     def expire(self, now_s: float) -> None:
+        self._dropped = {
+            key: at_s for key, at_s in self._dropped.items() if at_s + _DROPPED_S > now_s
+        }
         for record in list(self.records.values()):
             if record.touched_s + self._keep_s < now_s and not record.role.is_owner:
                 self._drop(record.key)
@@ -236,8 +245,13 @@ class RecordBook:
             self._keep_share(tenant, now_s)
         self._make_room(None, now_s)
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, dropped_s: float | None = None) -> None:
+        """`dropped_s`: its client has deleted it at this time, so that no peer brings it back."""
         self._drop(key)
+        if dropped_s is not None:
+            self._dropped[key] = dropped_s
+            if len(self._dropped) > self._most_records:
+                del self._dropped[next(iter(self._dropped))]
 
     def _has_room(self, more_records: int, more_bytes: int) -> bool:
         return (

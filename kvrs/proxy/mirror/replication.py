@@ -93,7 +93,7 @@ class Mirror:
         me = Hello(settings.id, name)
         self.peers = Peers(me, peers, self._peer_lost, self._peer_up, orders)
         self._sync = settings.mirror is MirrorMode.SYNC
-        self._clock = clock
+        self.clock = clock
         self._texts = texts
         self._kept = kept
         self._stop = stop
@@ -121,7 +121,7 @@ class Mirror:
             RequestError: there is no room for its record, or what its client has beyond the mirror
                 cannot be made again alike.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         if record is None:
             record = self._new_record(resume, journal, now_s)
         elif resume.after > record.seq and journal.holds_text_back:
@@ -141,7 +141,7 @@ class Mirror:
             self.book,
             resume.after,
             sync=self._sync or sync,
-            clock=self._clock,
+            clock=self.clock,
             texts=self._texts,
             changed=self._changed,
             kept=lambda: self._kept(stream),
@@ -173,7 +173,7 @@ class Mirror:
         if self.streams.get(record.key) is not keyed:
             return
         del self.streams[record.key]
-        self.book.end(record, self._clock())
+        self.book.end(record, self.clock())
         if not record.state.complete:
             keyed.release()
         if not keyed.outbox.settled:
@@ -208,7 +208,7 @@ class Mirror:
     @property
     def uncopied(self) -> int:
         """Number of records of streams that do not run here, and that no live peer has."""
-        return len(self.book.sole(self.peers.live_ids, self._clock()))
+        return len(self.book.sole(self.peers.live_ids, self.clock()))
 
     def supersede(self, key: str) -> None:
         if (keyed := self.streams.pop(key, None)) is not None:
@@ -219,7 +219,7 @@ class Mirror:
     # Messages of peers.
 
     def take(self, update: Update, sender: str) -> UpdateAck:
-        received = self.book.receive(update, sender, self._clock())
+        received = self.book.receive(update, sender, self.clock())
         if received.stops_local_stream:
             self.supersede(update.key)
         return received.ack
@@ -227,7 +227,7 @@ class Mirror:
     def grant(self, claim: Claim) -> ClaimAnswer:
         if (keyed := self.streams.get(claim.key)) is not None:
             keyed.note_state()
-        answer = self.book.claim(claim, self._clock())
+        answer = self.book.claim(claim, self.clock())
         if answer.granted is not None and not answer.granted.state.complete:
             self.supersede(claim.key)
         return answer
@@ -248,7 +248,7 @@ class Mirror:
         if outbox.mirror is None:
             return
         is_urgent = state.released or state.complete
-        if is_urgent or outbox.waits(self._clock(), sync=keyed.sync):
+        if is_urgent or outbox.waits(self.clock(), sync=keyed.sync):
             within_s = 0.0
         else:
             journal = keyed.journal
@@ -277,7 +277,7 @@ class Mirror:
         self._re_replicate()
 
     def _re_replicate(self) -> None:
-        for target in self._copies.plan(self.peers.live_ids, self.peers.mirrors, self._clock()):
+        for target in self._copies.plan(self.peers.live_ids, self.peers.mirrors, self.clock()):
             self._pending[target].hurry()
 
     # Sending.
@@ -296,9 +296,9 @@ class Mirror:
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            self.book.expire(self._clock())
+            self.book.expire(self.clock())
             self._copies.expire()
-            _touch(self.streams.values(), self._clock())
+            _touch(self.streams.values(), self.clock())
 
     async def _send_updates(self, peer: ProxyPeer) -> None:
         pending = self._pending[peer.id]
@@ -331,7 +331,7 @@ class Mirror:
         return batch
 
     def _outgoing(self, peer: str, *, urgent_only: bool) -> Iterator[_Outgoing]:
-        now_s = self._clock()
+        now_s = self.clock()
         for keyed in self._pending[peer].take(urgent_only=urgent_only):
             if (
                 keyed.outbox.mirror == peer
@@ -386,7 +386,7 @@ class Mirror:
                 role, peer = (
                     (RecordRole.UNMIRRORED, None) if is_own else (RecordRole.MIRRORED, holder)
                 )
-                granted = record_from(answer.granted, self._clock(), role=role, peer=peer)
+                granted = record_from(answer.granted, self.clock(), role=role, peer=peer)
                 if (keyed := self.streams.get(key)) is not None:
                     keyed.note_state()  # Of the events that it has beyond the mirror.
                 return merged(granted, self.book.records.get(key))

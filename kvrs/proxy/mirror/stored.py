@@ -30,7 +30,7 @@ def drop_own(mirror: Mirror, key: str) -> LookupAnswer:
     """Forget the record here, and end its stream if it runs here; the version that there was."""
     found = LookupAnswer(mirror.book.version(key))
     mirror.supersede(key)
-    mirror.book.forget(key)
+    mirror.book.forget(key, dropped_s=mirror.clock())
     return found
 
 

@@ -14,7 +14,7 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.proxy.mirror.book import Received, RecordBook
+from kvrs.proxy.mirror.book import _DROPPED_S, Received, RecordBook
 from kvrs.proxy.mirror.copies import CopyQueue
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import CLAIM_S, Record
@@ -177,3 +177,19 @@ def test_a_copy_of_the_same_owner_does_not_stop_its_stream() -> None:
 
         assert received == Received(UpdateAck(AckStatus.STORED, 1))
         assert msgspec.structs.asdict(book.records["k"].update(0.0))["owner_epoch"] == 0
+
+
+def test_a_deleted_record_is_refused_while_anything_of_it_may_be_on_its_way() -> None:
+    """Of no more records than the book may have; then its key may be used again."""
+    book, kept = RecordBook(most_records=2), record(events=1)
+    for key in ("another", "a third", "k"):
+        book.forget(key, dropped_s=0.0)
+
+    book.expire(_DROPPED_S - 1.0)
+    for sent in (kept.update(0.0), kept.copy(0.0)):
+        assert book.receive(sent, "p", 0.0).ack.status is AckStatus.SUPERSEDED
+    assert len(book._dropped) == 2
+    book.expire(_DROPPED_S)
+
+    assert not book._dropped
+    assert book.receive(kept.update(0.0), "p", 0.0).ack.status is AckStatus.STORED

@@ -160,6 +160,34 @@ async def test_a_response_is_cancelled_before_its_record_is_mirrored(
     assert stopped.status == "cancelled"
 
 
+async def test_a_deleted_response_does_not_come_back_from_what_was_on_its_way(
+    group: MultiProxyCluster,
+    clients: list[openai.AsyncOpenAI],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its record reaches the mirror after the order to drop it."""
+    mirror, answers, sent = ProxyPeer.mirror, asyncio.Event(), list[str]()
+
+    async def mirror_late(self: ProxyPeer, updates: list[Update]) -> BatchAnswer:
+        await answers.wait()
+        answer = await mirror(self, updates)
+        sent.extend(update.key for update in updates if update.header is not None)
+        return answer
+
+    group.system.script.gate, group.system.script.gate_at = asyncio.Event(), 5
+    monkeypatch.setattr(ProxyPeer, "mirror", mirror_late)
+    deleted = await clients[0].responses.create(**REQUEST)
+    await clients[1].responses.delete(deleted.id)
+    answers.set()
+    async with asyncio.timeout(WITHIN_S):
+        while not sent:
+            await asyncio.sleep(0.01)
+
+    for each in clients:
+        with pytest.raises(openai.NotFoundError):
+            await each.responses.retrieve(deleted.id)
+
+
 def _plain(event: dict[str, Any]) -> dict[str, Any]:
     """Without what differs between two responses: ids, and the time of creation."""
 
