@@ -3,9 +3,11 @@ KV cells, and their start.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 
 import torch
 
@@ -18,7 +20,7 @@ from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
 from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.futex import check_futexes
-from kvrs.engine.ranks.processes import RankProcesses
+from kvrs.engine.ranks.processes import RankProcesses, Told
 from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs.engine.worker import geometry_of
@@ -30,6 +32,10 @@ from kvrs.scheduling.sequences import Chunk
 _HANG_FACTOR = 8.0
 _HANG_S = 1.0
 UNPREDICTED_S = 60.0
+# Ranks that start hang if nothing is heard for so long, and so many times as long as it had taken
+# until the last answer: they have alike to do.
+_SILENT_S = 60.0
+_SILENT_FACTOR = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class StageRanks:
                 ]
             )
         self.settings, self.layout, self.stages = settings, layout, stages
+        self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
         geometry = of_layers(geometry_of(self._config, settings), self.layers)
@@ -85,22 +92,23 @@ class StageRanks:
         """Start the processes and wait until all can compute.
 
         Raises:
-            ConfigError, KvrsError: a rank cannot be used, or has ended.
+            ConfigError, KvrsError: a rank cannot be used, has ended, or hangs.
         """
         began_s, processes, layout = time.monotonic(), self.processes, self.layout
+        self._began_s = self._heard_s = began_s
         for stage in self.stages:
             for rank in layout.stages[stage].ranks:
                 processes.seats[rank] = processes.start(rank, layout, stage)
-        self._collect(len(processes.seats))
+        self._collect([*processes.seats])
         loaded_s = time.monotonic()
         units = self._config.units_of_ranks
         whole = plan(layout, layout, units, layout.ranks, in_pieces=False)
         moves = [move for move in whole.moves if move.target in processes.seats]
         processes.fetch(1, moves)
-        self._collect(len(moves))
+        self._collect(move.target for move in moves)
         fetched_s = time.monotonic()
         formation = self.form(1, layout)
-        self._collect(len(processes.seats))
+        self._collect([*processes.seats])
         return formation, StartTimes(began_s, loaded_s, fetched_s)
 
     def form(self, epoch: int, layout: Layout) -> RankFormation:
@@ -119,13 +127,15 @@ class StageRanks:
         self.processes.close(patience_s)
         self._cells.close()
 
-    def _collect(self, count: int) -> None:
-        """So many answers."""
-        for _ in range(count):
-            told = self.processes.told.get()
+    def _collect(self, ranks: Iterable[int]) -> None:
+        """An answer of each."""
+        awaited = Counter(ranks)
+        while awaited.total():
+            told = self._next_told(awaited)
             if isinstance(told, Ended):
                 raise RanksLostError([told.seat.rank], "did not start")
             assert isinstance(told, Answered)
+            awaited[told.seat.rank] -= 1
             match told.answer:
                 case Refused(faults=faults):
                     raise ConfigError(faults)
@@ -135,6 +145,20 @@ class StageRanks:
                     self.processes.fetched(told.seat, fetched)
                 case Joined():
                     pass
+
+    def _next_told(self, awaited: Counter[int]) -> Told | None:
+        """Raises RanksLostError: those hang. None is heard as long as all load."""
+        took_s = self._heard_s - self._began_s
+        limit_s = _SILENT_S + _SILENT_FACTOR * took_s if took_s else None
+        try:
+            told = self.processes.told.get(timeout=limit_s)
+        except Empty:
+            hanging = sorted(+awaited)
+            raise RanksLostError(
+                hanging, f"said nothing for {limit_s:.0f} s as it started"
+            ) from None
+        self._heard_s = time.monotonic()
+        return told
 
 
 def base_beside(layout: Layout, others: Iterable[tuple[int, int]]) -> int:

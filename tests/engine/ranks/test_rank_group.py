@@ -23,8 +23,11 @@ from kvrs.engine import instance as instances
 from kvrs.engine.instance import LoadedModel
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.ranks import stages
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.ranks.processes import RankProcesses
+from kvrs.engine.ranks.seats import RankSeat
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.wire import Loaded
 from kvrs.engine.worker import Worker
@@ -86,6 +89,31 @@ def test_a_batch_is_given_up_if_cells_are_lost_meanwhile(
             group.execute(chunks()[:1])
     finally:
         group.close()
+
+
+def test_a_rank_that_hangs_at_the_start_is_named_and_ends_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance does not start, and leaves no process."""
+    monkeypatch.setattr(stages, "_SILENT_S", 1.0)
+    monkeypatch.setattr(stages, "_SILENT_FACTOR", 0.0)
+    pids: list[int] = []
+    start = RankProcesses.start
+
+    def stopping(processes: RankProcesses, rank: int, *order: Any) -> RankSeat:
+        seat = start(processes, rank, *order)
+        pids.append(seat.pid)
+        if rank == 1:
+            os.kill(seat.pid, signal.SIGSTOP)
+        return seat
+
+    monkeypatch.setattr(RankProcesses, "start", stopping)
+
+    with pytest.raises(RanksLostError, match="rank 1 said nothing for 1 s as it started"):
+        group_of(tiny_model, tp=2)
+
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_two_ranks_have_the_bytes_of_one_process(tiny_model: Path, pair: RankGroup) -> None:
