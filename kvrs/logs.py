@@ -101,6 +101,9 @@ def log_to(stream: TextIO, level: str = "info", *, as_json: bool = False, **fact
     asked = os.environ.get(LEVEL_ENV_NAME, "").lower()
     level = asked if asked in LEVELS else level
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if asked and asked not in LEVELS:
+        facts_of_it = {"variable": LEVEL_ENV_NAME, "got": asked, "allowed": ", ".join(LEVELS)}
+        logging.getLogger(__name__).warning("unknown log level", extra=facts_of_it)
 
 
 def old_parts(path: Path) -> dict[int, Path]:

@@ -112,6 +112,18 @@ def test_the_level_of_the_environment_comes_first(
     assert ("hello" in stream.getvalue()) is shown
 
 
+def test_a_level_that_does_not_exist_is_named(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[..., io.StringIO]
+) -> None:
+    """The process starts all the same, at the level of the file."""
+    monkeypatch.setenv(LEVEL_ENV_NAME, "verbose")
+
+    shown = begin("info").getvalue()
+
+    assert "unknown log level variable=KVRS_LOG_LEVEL got=verbose" in shown
+    assert "allowed='debug, info, warning, error'" in shown
+
+
 def test_levels_of_the_file_and_of_the_environment_are_the_same() -> None:
     """One of them without a level of the other would be taken for a mistake."""
     assert tuple(LogLevel) == LEVELS

@@ -75,6 +75,8 @@ def lines_of(path: Path) -> tuple[list[str], list[str]]:
         for number, found in sorted(old_parts(before).items(), reverse=True)
         if numbered is None or number < int(numbered[2])
     ]
+    begin: list[str] = []  # Of the older parts, the newest first.
+    own_lines = len(lines)
     for file in older:
         if not isinstance(header, Header) or header.part == 1:
             break
@@ -86,7 +88,11 @@ def lines_of(path: Path) -> tuple[list[str], list[str]]:
         if not isinstance(earlier, Header) or earlier.part != header.part - 1:
             break
         lines, header = [*part, *lines], earlier
-        notes = [f"begins with {file.name}, {len(part):,} lines", *more, *notes]
+        begin.append(file.name)
+        notes = [*more, *notes]
+    if begin:
+        files = begin[0] if len(begin) == 1 else f"{begin[-1]} to {begin[0]}"
+        notes = [f"begins with {files}, {len(lines) - own_lines:,} lines", *notes]
     return lines, notes
 
 

@@ -294,6 +294,22 @@ def test_a_log_that_goes_on_is_read_with_the_file_before_it(tmp_path: Path) -> N
     assert "run again: the policy asks for the same" in both[1]
 
 
+def test_many_older_files_are_named_in_one_line(tmp_path: Path) -> None:
+    """A log may have hundreds."""
+    lines = incident()
+    headers = [lines[0].replace('"part": 1', f'"part": {part}') for part in (1, 2, 3)]
+    path = written(tmp_path / "events.jsonl", [headers[2], *lines[12:]])
+    for number, part in ((1, [headers[0], *lines[1:8]]), (2, [headers[1], *lines[8:12]])):
+        text = "".join(f"{line}\n" for line in part)
+        (tmp_path / f"events.jsonl.{number}.gz").write_bytes(gzip.compress(text.encode()))
+
+    ok, text = shown_log(path)
+
+    assert ok
+    assert text.startswith("begins with events.jsonl.1.gz to events.jsonl.2.gz, 13 lines\n")
+    assert "run again: the policy asks for the same" in text
+
+
 def test_what_a_killed_proxy_left_of_its_last_line_is_left_out(tmp_path: Path) -> None:
     """It was writing when it died."""
     path = tmp_path / "events.jsonl"
