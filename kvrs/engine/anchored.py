@@ -38,6 +38,8 @@ from kvrs.transfer.store.directory import store_directory
 
 log = logging.getLogger(__name__)
 
+_MOST_NOTED = 128  # Points of a prefill table: of published ones a ledger's note cannot hold all.
+
 
 class TakenOverError(KvrsError):
     """A later process has this instance: this one must not serve any more."""
@@ -74,7 +76,9 @@ class AnchoredPool:
             pages.release(found)
 
     def note_prefill(self, table: PrefillTable) -> None:
-        note = MeasuredPrefill(table.label, table.step_tokens, list(table.seconds))
+        every = -(-len(table.seconds) // _MOST_NOTED)
+        points = list(table.seconds[::every])
+        note = MeasuredPrefill(table.label, every * table.step_tokens, points)
         self.ledger.write_note(msgspec.json.encode(note))
 
     def kept_now(self, pages: PageManager) -> dict[StreamId, int]:
