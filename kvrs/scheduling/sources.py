@@ -44,7 +44,7 @@ def alike(
     """Pages in a row that lack the same cells; None: they are to be fetched whole. At the end no
     page, where a partial one behind them has to be asked for alone.
     """
-    cells = frozenset[Cell]()
+    cells: frozenset[Cell] | None = frozenset()
     for cells, group in groupby(wanted, key=gone.get):
         indexes = list(group)
         yield range(indexes[0], indexes[-1] + 1), cells
