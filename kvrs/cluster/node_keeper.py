@@ -41,11 +41,11 @@ class NodeKeeper:
             return str(error)
 
     def _start(self, config: Config, starts: int, secret_mark: str) -> str | None:
-        if mark_of(read_secret(config.security, os.environ)) != secret_mark:
-            return "the secret there is another one; allowed: the same at all machines"
         own, directories = own_segments(config, self._run.path)
         # Beyond this process, which Ray ends with all its children.
         self._guard = start_guard(self._run.path, *directories, apart=True)
+        if mark_of(read_secret(config.security, os.environ)) != secret_mark:
+            return "the secret there is another one; allowed: the same at all machines"
         make_segments(directories)
         self._segments = next(iter(directories), None)
         if config.cluster.model is None:
@@ -90,6 +90,7 @@ class NodeKeeper:
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.close()
+        self._guard.wait()  # Of the shell that has started it.
         give_up_s = time.monotonic() + PATIENCE_S
         while self._run.path.exists() and time.monotonic() < give_up_s:
             time.sleep(0.05)
