@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from experiments import evidence
@@ -410,6 +411,8 @@ def run(experiment: Experiment, log: Path) -> str:
             stdout=output,
             stderr=output,
             start_new_session=True,
+            # A shell that started this in the background has it ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             while process.poll() is None:
