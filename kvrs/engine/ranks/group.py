@@ -195,10 +195,11 @@ class RankGroup(StageRanks):
         Returns the cells of a page by its base, of bases with any: a model may have fewer KV heads
         than ranks.
         """
-        self.lost_devices.add(rank)
-        self.processes.seats[rank].kill()
+        # Before the kill: the survivors may have their layout a moment after it.
         by_base = {base: cells_of(self.layout, rank, base) for base in {0, *bases}}
         cells = {base: own for base, own in by_base.items() if own}
+        self.lost_devices.add(rank)
+        self.processes.seats[rank].kill()
         if cells:
             self.pool.lose(cells, bases)
         return cells

@@ -292,9 +292,12 @@ async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path)
         group.lose_device(1)
         with pytest.raises(TransferError):
             await staged.save()
+        staged = group.pool.stage([chunks()[0].pages[0]])
         with pytest.raises(TransferError):
-            group.pool.stage([chunks()[0].pages[0]])
+            await staged.save()
         group.mended()
+        with pytest.raises(TransferError):
+            await staged.save()
         again = group.pool.stage([chunks()[0].pages[0]])
         await again.save()
         cells = torch.frombuffer(again.views[0], dtype=torch.float32).view(4, 2, -1)
