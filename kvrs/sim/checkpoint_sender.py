@@ -52,6 +52,7 @@ class CheckpointSender:
     def _round(self, agent: SimAgent, number: int) -> None:
         """Ask about what has not been asked, then send one batch."""
         engine, backlog, now_s = self._engine, self._engine.backlog, self._engine.clock.now_s
+        engine.pages.expire(now_s)
         for delivery in backlog.endings(agent.id):
             if not engine.pages.retained_tokens(delivery.claim.stream):
                 backlog.drop(delivery)

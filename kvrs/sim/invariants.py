@@ -66,6 +66,12 @@ class Grants:
         self._granted: dict[SlotAsked, tuple[str, int]] = {}  # To which proxy, by which process.
 
     def granted(self, proxy: str, asked: SlotAsked, process: int) -> None:
+        # One at most of a stream: the agent fences what its new attempt replaces.
+        self._granted = {
+            each: granted
+            for each, granted in self._granted.items()
+            if (each.stream, each.target) != (asked.stream, asked.target)
+        }
         self._granted[asked] = proxy, process
         used = sum(
             each.target == asked.target and other == process

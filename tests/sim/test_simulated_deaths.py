@@ -4,6 +4,7 @@ more of them.
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import get_args
 
@@ -30,6 +31,7 @@ from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
 from kvrs.sim.scenarios import contended, in_turn, scenario, sick
+from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
 
 SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "160"))
@@ -54,6 +56,14 @@ def test_invariants_hold_under_every_death(block: int) -> None:
             broken[seed] = repr(error)
 
     assert not broken
+
+
+@pytest.mark.parametrize(("make", "seed"), [(scenario, 2764), (contended, 26)])
+def test_rare_worlds_hold_the_invariants(make: Callable[[int], World], seed: int) -> None:
+    """A new owner's transfer replaces one that is not fenced yet; a prefill instance without work
+    goes on with checkpoints of streams that have ended.
+    """
+    make(seed).run()
 
 
 def test_generated_worlds_cover_every_death_event_and_action() -> None:
