@@ -1,13 +1,15 @@
 """`kvrs up` as a process of its own, for tests of how clusters start, run and end."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvrs.cluster.guard import members
 
@@ -23,6 +25,15 @@ def until(holds: Callable[[], Found | None], within_s: float = END_S) -> Found:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     return found
+
+
+def ask(method: str, url: str, body: Any = None) -> Any:
+    """The answer of an admin port."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=2 * END_S) as answer:
+        return json.load(answer)
 
 
 class Launch:

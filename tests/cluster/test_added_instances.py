@@ -1,11 +1,9 @@
 """An instance that is added to a running cluster, and streams that leave it."""
 
-import json
 import os
 import secrets
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +16,7 @@ import yaml
 from kvrs.cluster.fleet import with_added
 from kvrs.config.file import ENV_NAME, parse_config
 from tests.cluster import launches
-from tests.cluster.launches import Launch
+from tests.cluster.launches import Launch, ask
 from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -42,14 +40,6 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     yield launch
     launch.process.terminate()
     launch.process.wait(WAIT_S)
-
-
-def ask(method: str, url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        return json.load(answer)
 
 
 until = partial(launches.until, within_s=WAIT_S)

@@ -22,7 +22,7 @@ import yaml
 from experiments.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.guard import members
 from kvrs.demo import PACE
-from tests.cluster.launches import END_S, Launch, until
+from tests.cluster.launches import END_S, Launch, ask, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -194,14 +194,6 @@ async def test_a_removed_instance_holds_no_rolling_restart_up(started: Launch) -
     assert [name for name in after if before[name] == after[name]] == []
     assert "instance b1 was removed, and is not restarted" in started.output
     assert pids(started)["b1"] == before["b1"]
-
-
-def ask(method: str, url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=END_S) as answer:
-        return json.load(answer)
 
 
 async def until_all(launch: Launch, holds: Callable[[set[str]], bool]) -> None:

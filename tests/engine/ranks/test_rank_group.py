@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from kvrs.engine.ranks import stages
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.processes import RankProcesses
+from kvrs.engine.ranks.reformer import cells_of
 from kvrs.engine.ranks.seats import RankSeat
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.wire import Loaded
@@ -35,6 +37,7 @@ from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.scheduling.sequences import Chunk
+from tests.cluster.launches import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.process]
 
@@ -279,6 +282,28 @@ def test_without_elastic_a_lost_rank_is_the_end(tiny_model: Path) -> None:
         assert lost.value.ranks in ((1,), ())
         assert list(group.lost) == [1]
         assert [each.ranks for each in ended] == [(1,)]
+    finally:
+        group.close()
+
+
+def test_a_lost_device_had_the_cells_of_the_layout_before(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the survivors have theirs before its cells are dropped."""
+    group = group_of(tiny_model, tp=2)
+    kill = RankSeat.kill
+
+    def kill_and_reform(seat: RankSeat) -> None:
+        kill(seat)
+        if threading.current_thread() is threading.main_thread():  # The ranks re-form in another.
+            until(lambda: not cells_of(group.layout, 1, base=0))
+
+    try:
+        expected = cells_of(group.layout, 1, base=0)
+        assert expected
+        with monkeypatch.context() as patched:
+            patched.setattr(RankSeat, "kill", kill_and_reform)
+            assert group.lose_device(1) == {0: expected}
     finally:
         group.close()
 
