@@ -90,6 +90,21 @@ def test_memory_is_zero_at_first_and_found_again(directory: StoreDirectory) -> N
             assert is_new
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["memory-e0-5.", "memory-e0-.5", os.fsdecode(b"memory-\xff-5.0")],
+    ids=["no index", "no generation", "not UTF-8"],
+)
+def test_a_stray_file_with_such_a_name_is_no_memory(directory: StoreDirectory, name: str) -> None:
+    os.close(directory.open(name, os.O_RDWR | os.O_CREAT))
+    with serving(directory, orphan_s=0.0) as server:
+        with memory(directory, 1) as (is_new, _):
+            assert is_new
+        server.end_orphans(0.0)
+        server.end_orphans(1.0)
+    assert files(directory) == {name}
+
+
 def test_descriptors_are_not_inherited(directory: StoreDirectory) -> None:
     with serving(directory), memory(directory, 1) as (_, fds):
         assert not any(os.get_inheritable(fd) for fd in fds)

@@ -48,9 +48,9 @@ class MemoryName:
 
     @classmethod
     def parse(cls, name: str) -> "MemoryName | None":
-        stem, dot, index = name.removeprefix(_MEMORY).rpartition(".")
-        instance, dash, generation = stem.rpartition("-")
-        if not dot or not dash or not (index + generation).isdecimal():
+        stem, _, index = name.removeprefix(_MEMORY).rpartition(".")
+        instance, _, generation = stem.rpartition("-")
+        if not (name.isascii() and generation.isdecimal() and index.isdecimal()):
             return None
         found = cls(InstanceId(unquote(instance)), int(generation), int(index))
         return found if str(found) == name else None
