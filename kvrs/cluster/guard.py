@@ -2,15 +2,17 @@
 
 `python -m kvrs.cluster.guard RUN_DIRECTORY [SHARED_MEMORY]` reads its standard input until the
 launcher's end of the pipe is closed, by a clean exit or by SIGKILL alike. The run directory is
-private to one run and every process of the run has a log file in it open; so a process belongs to
-the run if it has a file of that directory open, whatever its name and parent. Both directories are
-removed: killed agents have left their segments in the second one.
+private to one run and every process of the run writes a log file in it; so a process belongs to the
+run if it has a file of that directory open for writing, whatever its name and parent. Those that
+only read one (`tail -f`), and editors, which write hidden files beside it, do not. Both directories
+are removed: killed agents have left their segments in the second one.
 """
 
 import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -24,22 +26,25 @@ PATIENCE_S = 20.0
 
 
 def members(run_directory: Path) -> Iterator[int]:
-    """Process ids with a file of `run_directory` open, without the guard itself and a waiting
-    launcher.
+    """Ids of processes that write a file of `run_directory`, without the guard itself and a
+    waiting launcher.
     """
     prefix = str(run_directory.resolve()) + "/"
     spared = {os.getpid(), os.getppid()}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in spared and _holds(entry, prefix):
+        if entry.name.isdigit() and int(entry.name) not in spared and _writes(entry, prefix):
             yield int(entry.name)
 
 
-def _holds(process: Path, prefix: str) -> bool:
+def _writes(process: Path, prefix: str) -> bool:
     # A process may end during the scan, or belong to another user.
     with contextlib.suppress(OSError):
-        return any(
-            os.readlink(link).startswith(prefix) for link in process.joinpath("fd").iterdir()
-        )
+        for link in process.joinpath("fd").iterdir():
+            path = os.readlink(link)
+            # The mode of the link is that of the open file. Swap files of editors are hidden.
+            if path.startswith(prefix) and not os.path.basename(path).startswith("."):
+                if link.lstat().st_mode & stat.S_IWUSR:
+                    return True
     return False
 
 
@@ -60,11 +65,11 @@ def sweep(run_directory: Path, *others: Path) -> None:
     quiet = 0
     give_up_s = time.monotonic() + PATIENCE_S
     while quiet < QUIET_LOOKS and time.monotonic() < give_up_s:
-        found = list(members(run_directory))
-        for pid in found:
+        quiet += 1
+        for pid in members(run_directory):
+            quiet = 0
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        quiet = 0 if found else quiet + 1
         time.sleep(LOOK_INTERVAL_S)
     for directory in (*others, run_directory):
         shutil.rmtree(directory, ignore_errors=True)

@@ -15,7 +15,7 @@ _TAIL_LINES = 20
 
 
 class RunDirectory:
-    """Log files in it stay open in each process of the run, which marks them for the guard."""
+    """Each process of the run writes a log file in it, which marks them for the guard."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="kvrs-"))

@@ -40,11 +40,40 @@ def holder(run_directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_process_with_a_file_of_the_run_open_belongs_to_it(
+def test_a_process_that_writes_a_file_of_the_run_belongs_to_it(
     run_directory: Path, holder: subprocess.Popen[str]
 ) -> None:
     """Names, parents and groups of processes change; open files do not."""
     assert list(members(run_directory)) == [holder.pid]
+
+
+def test_an_operator_who_looks_at_a_log_keeps_the_processes_that_show_it(
+    run_directory: Path, holder: subprocess.Popen[str]
+) -> None:
+    """`tail -f` and pagers have a log of the run open to read it; an editor writes a hidden file
+    beside it.
+    """
+    tail = ["tail", "-c", "+1", "-f", str(run_directory / "x.log")]
+    editor = [sys.executable, "-c", HOLD_A_FILE, str(run_directory / ".x.log.swp")]
+    (run_directory / "x.log").write_text("shown\n")
+    with (
+        subprocess.Popen(tail, stdout=subprocess.PIPE, text=True) as reader,
+        subprocess.Popen(editor, stdout=subprocess.PIPE, text=True) as other,
+    ):
+        try:
+            assert reader.stdout is not None and other.stdout is not None
+            assert (reader.stdout.readline(), other.stdout.readline()) == ("shown\n", "held\n")
+            guard = start_guard(run_directory)
+            assert guard.stdin is not None
+
+            guard.stdin.close()
+
+            assert guard.wait(30) == 0
+            assert holder.wait(30) != 0
+            assert (reader.poll(), other.poll()) == (None, None)
+        finally:
+            reader.kill()
+            other.kill()
 
 
 def test_a_launcher_that_vanishes_takes_its_processes_along(
