@@ -42,9 +42,9 @@ def _writes(process: Path, prefix: str) -> bool:
         for link in process.joinpath("fd").iterdir():
             path = os.readlink(link)
             # The mode of the link is that of the open file. Swap files of editors are hidden.
-            if path.startswith(prefix) and not os.path.basename(path).startswith("."):
-                if link.lstat().st_mode & stat.S_IWUSR:
-                    return True
+            is_hidden = os.path.basename(path).startswith(".")
+            if path.startswith(prefix) and not is_hidden and link.lstat().st_mode & stat.S_IWUSR:
+                return True
     return False
 
 

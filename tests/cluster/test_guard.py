@@ -61,7 +61,8 @@ def test_an_operator_who_looks_at_a_log_keeps_the_processes_that_show_it(
         subprocess.Popen(editor, stdout=subprocess.PIPE, text=True) as other,
     ):
         try:
-            assert reader.stdout is not None and other.stdout is not None
+            assert reader.stdout is not None
+            assert other.stdout is not None
             assert (reader.stdout.readline(), other.stdout.readline()) == ("shown\n", "held\n")
             guard = start_guard(run_directory)
             assert guard.stdin is not None
