@@ -25,6 +25,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.sse import (
+    CHOICES,
     PROMPT_TOKEN_IDS,
     TOKEN_IDS,
     EventSplitter,
@@ -153,7 +154,8 @@ class Relay:
         if self._template is None or self.is_complete or not self._splitter.is_between_events:
             return None
         if self._path is None:
-            has_head = self._head_bytes <= len(self._template.before)
+            # Its head may have another length than that of the first event.
+            has_head = self._template.before.startswith(CHOICES, self._head_bytes)
             if not has_head or not (self._client.direct or self._client.take_token):
                 return None
             self._path = TokenPath(

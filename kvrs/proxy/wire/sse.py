@@ -26,7 +26,7 @@ PROMPT_TOKEN_IDS = b',"prompt_token_ids":['
 # its quotes are escaped.
 _INDEX = re.compile(rb'(?<=[{,]"index":)0')
 _UNFINISHED = b',"finish_reason":null'
-_CHOICES = b',"choices":['
+CHOICES = b',"choices":['
 _TEXT = re.compile(rb'[{,]"(?:text|content)":"')
 _ZERO = ord("0")
 _IDS = msgspec.json.Decoder(list[TokenId])
@@ -64,7 +64,18 @@ class EventSplitter:
         self._rest = parts.pop()
         if len(self._rest) > self._max_event_bytes:
             raise UpstreamError(f"sent an event of more than {self._max_event_bytes} bytes")
-        return [part[5:].strip() for part in parts if part.startswith(b"data:")]
+        payloads = (_payload(part) for part in parts)
+        return [payload for payload in payloads if payload is not None]
+
+
+def _payload(part: bytes) -> bytes | None:
+    """What an event says; None: it is a comment, or empty."""
+    if b"\n" not in part:
+        return part[5:].strip() if part.startswith(b"data:") else None
+    # Beside its data it has a name, an id or a comment, or blank lines before it.
+    lines = [line[5:].strip() for line in part.split(b"\n") if line.startswith(b"data:")]
+    # A line's end within JSON is white space.
+    return b" ".join(lines) if lines else None
 
 
 def next_token_ids(data: bytes) -> list[int] | None:
@@ -156,7 +167,7 @@ def prompt_ids_of(data: bytes) -> "array[int]":
 
 def head_of(data: bytes) -> bytes:
     """The part of an event before its choices: id, time of creation, model."""
-    at = data.find(_CHOICES)
+    at = data.find(CHOICES)
     if at < 0:
         raise UpstreamError("sent an event without choices")
     return data[:at]

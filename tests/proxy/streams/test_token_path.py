@@ -252,6 +252,26 @@ FRAMES = [
 ]
 
 
+@pytest.mark.parametrize("name", ["b", "name", "a longer name"])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_head_of_another_length_than_the_first_event_s_is_cut_where_it_ends(
+    name: str, is_later: bool
+) -> None:
+    """The form of a stream's events is learnt from later ones than the first."""
+
+    def journal() -> Journal:
+        made = journal_of(is_chat=False)
+        if is_later:
+            made.output_ids.append(5)
+            made.head = head_of(event("", None, name="first", is_chat=False))
+        return made
+
+    first = chunk(sse(event("a", [7], name="name", is_chat=False)))
+    later = chunk(sse(event("b", [8], name=name, is_chat=False)))
+
+    check_both_ways(journal, [first, later, later, later])
+
+
 @pytest.mark.parametrize("wants_ids", [False, True])
 @pytest.mark.parametrize(
     "unusual",

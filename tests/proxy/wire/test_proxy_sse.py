@@ -205,14 +205,19 @@ def test_a_choice_is_numbered_and_nothing_else(text: str, index: int, position: 
     texts=st.lists(TEXTS, max_size=5),
     cuts=st.lists(st.integers(0, 400), max_size=10),
     newline=st.sampled_from([b"\n", b"\r\n"]),
+    beside=st.lists(
+        st.sampled_from([b"", b"\n", b"event: x\n", b"id: 1\n", b": c\n", b"\n\n"]), min_size=5
+    ),
 )
 def test_events_are_whole_wherever_chunks_end(
-    texts: list[str], cuts: list[int], newline: bytes
+    texts: list[str], cuts: list[int], newline: bytes, beside: list[bytes]
 ) -> None:
-    """TCP promises no boundaries."""
+    """TCP promises no boundaries; and an event may have more lines than its data, and blank ones
+    before it.
+    """
     payloads = [event(text, [1]) for text in texts]
-    stream = b": a comment\n\n" + b"".join(map(sse, payloads))
-    stream = stream.replace(b"\n", newline)
+    events = b"".join([more + sse(data) for data, more in zip(payloads, beside, strict=False)])
+    stream = (b": a comment\n\n" + events).replace(b"\n", newline)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     splitter = EventSplitter()
 
@@ -221,6 +226,13 @@ def test_events_are_whole_wherever_chunks_end(
     ]
 
     assert got == payloads
+
+
+def test_data_in_several_lines_is_one_line_of_json() -> None:
+    """So that it is one line of the client's event too."""
+    splitter = EventSplitter()
+
+    assert splitter.feed(b'data: {"a":\ndata: 1}\nid: 7\n\nid: 8\n\n') == [b'{"a": 1}']
 
 
 def test_the_ids_of_a_long_prompt_fit_into_an_event() -> None:
