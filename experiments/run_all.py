@@ -194,7 +194,7 @@ ALL = (
     _plain("bench_proxy", 15),
     *_kinds(
         "telemetry_cost",
-        14,
+        12,
         telemetry_cost="--each",
         telemetry_cost_300="--each --tokens 300",
         page="--part page",
