@@ -224,6 +224,21 @@ def test_a_grammar_is_not_begun_again_at_a_seam() -> None:
     assert guided == {"response_format", "structured_outputs"}
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" * 60])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_out_of_range_is_no_neutral_value(number: str, backend: str) -> None:
+    """JSON has it, Python's floats do not; and a neutral value was all that was asked."""
+    for row in FIELDS:
+        if not row.neutral or row.api not in (None, ApiKind.CHAT):
+            continue
+        given = {row.name: msgspec.Raw(number.encode())}
+        if row.treatment(backend) is Treatment.REFUSED:
+            with pytest.raises(RequestError, match=f"{row.name}=.* is not supported"):
+                check_fields(given, ApiKind.CHAT, backend)
+        else:
+            check_fields(given, ApiKind.CHAT, backend)
+
+
 def test_fields_about_accounts_are_taken_and_kept_from_engines() -> None:
     """No output depends on them."""
     given = {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "user": "u"}

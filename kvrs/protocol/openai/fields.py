@@ -303,4 +303,7 @@ def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
     """Whether the value changes nothing, decoding no more than could be so."""
     if not row.neutral or len(value) > _LONGEST_NEUTRAL_BYTES:
         return False
-    return _ANY.decode(value) in row.neutral
+    try:
+        return _ANY.decode(value) in row.neutral
+    except msgspec.DecodeError:  # A number that is out of range.
+        return False

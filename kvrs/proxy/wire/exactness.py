@@ -70,7 +70,11 @@ def inexact_features(
 
 def _has_media(request: ChatRequest) -> bool:
     """Whether a message holds more than text."""
-    contents = (message.content for message in _MESSAGES.decode(request.messages))
+    try:
+        messages = _MESSAGES.decode(request.messages)
+    except msgspec.DecodeError:  # A number that is out of range: what an engine makes of it, shows.
+        return True
+    contents = (message.content for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(
         isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS for part in parts

@@ -481,3 +481,13 @@ def test_a_picture_cannot_be_continued_from_ids(content: Any, inexact: tuple[str
     )
 
     assert inexact_features(parsed, has_tokenizer=True) == inexact
+
+
+@pytest.mark.parametrize("number", ["1e400", "1" * 5000])
+def test_a_message_that_cannot_be_decoded_may_hold_a_picture(number: str) -> None:
+    """Engines read numbers that are out of range here."""
+    part = f'{{"type": "text", "text": "a", "x": {number}}}'
+    body = f'{{"messages": [{{"role": "user", "content": [{part}]}}], "temperature": 0}}'
+    parsed = read(CHAT_ENDPOINT, body.encode())
+
+    assert inexact_features(parsed, has_tokenizer=True) == ("messages",)
