@@ -8,7 +8,7 @@ and has not heard of others gives none that is outdated.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrs.control.drains import Drains
 from kvrs.control.fleet import Instances
@@ -46,8 +46,7 @@ class DrainOrders:
     def take(self, orders: Iterable[StandingOrder], now_s: float) -> bool:
         """Obey those that are newer than what is held; whether there was any.
 
-        One about an instance that is not known here is left out: an order is forgotten with its
-        instance, when all proxies have removed that.
+        One about an instance that is not known here is left out.
         """
         has_newer = False
         for order in orders:
@@ -66,13 +65,16 @@ class DrainOrders:
         return has_newer
 
     def forget(self, instance: InstanceId) -> None:
-        """It is removed here."""
-        self._held.pop(instance, None)
+        """It is removed here. The order has ended for one of that name that is added later, also
+        at proxies that have not removed it.
+        """
+        if (held := self._held.get(instance)) is not None:
+            self._held[instance] = replace(held, version=held.version + 1, moves_at_s=None)
 
     def shown(self, now_s: float) -> list[StandingOrder]:
         """For other proxies: with the time that is left, since clocks differ.
 
-        None about an instance that is being removed here: another proxy may have added it again.
+        None about an instance that is removed here: another proxy may have added it again.
         """
         return [
             StandingOrder(
@@ -82,5 +84,5 @@ class DrainOrders:
                 None if held.moves_at_s is None else max(0.0, held.moves_at_s - now_s),
             )
             for instance, held in self._held.items()
-            if not self._drains.leaves(instance)
+            if self._instances.is_present(instance) and not self._drains.leaves(instance)
         ]

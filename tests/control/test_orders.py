@@ -97,6 +97,24 @@ def test_an_instance_that_is_added_again_is_not_drained() -> None:
     assert moves_in_s(here) is None
 
 
+def test_an_instance_whose_removal_is_set_aside_elsewhere_is_not_drained_once_it_is_back() -> None:
+    """The other proxy has it all the time, with the order to drain it from before."""
+    here, there = Driver().control, Driver().control
+    there.orders.give(D0, 10.0, 0.0, wall_s=1.0)
+    here.orders.take(there.orders.shown(0.0), 0.0)
+
+    here.instances.remove(here.instances.known[D0])
+    here.orders.forget(D0)
+    here.drains.forget(D0)
+    shown_while_gone = here.orders.shown(1.0)
+    here.instances.add(D0, N0, Role.DECODE)
+    here.orders.take(there.orders.shown(2.0), 2.0)
+    there.orders.take(here.orders.shown(2.0), 2.0)
+
+    assert shown_while_gone == []
+    assert moves_in_s(here) is moves_in_s(there) is None
+
+
 def test_the_drain_of_an_instance_that_is_removed_does_not_end() -> None:
     """The operator is told; an order that was given elsewhere changes nothing either."""
     control = Driver().control
