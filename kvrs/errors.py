@@ -1,6 +1,6 @@
 """Expected failures: mistakes of the user, failures of the world. Our own bugs are assertions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
 # Optional packages, by the extra of the distribution that installs them (pyproject.toml).
@@ -11,6 +11,7 @@ EXTRAS = {
     "ray": (*_ENGINE, "ray"),
     "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
 }
+_BEYOND_NUMBERS = 1e9  # Seconds, rates and factors that are larger are mistakes, as nan is.
 
 
 class KvrsError(Exception):
@@ -29,6 +30,16 @@ class ConfigError(KvrsError):
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         # A worker process may have raised it.
         return ConfigError, (self.faults,)
+
+
+def numbers_out_of_range(
+    options: Iterable[tuple[str, float | None]], *, zero: bool
+) -> Iterator[str]:
+    """The faults of options by name that are no numbers from above 0, or 0 with `zero`."""
+    allowed = f"{'0 or more' if zero else 'above 0'}, below {_BEYOND_NUMBERS:g}"
+    for name, value in options:
+        if value is not None and not (0 < value < _BEYOND_NUMBERS or (zero and value == 0)):
+            yield f"{name}: got {value}; allowed: {allowed}"
 
 
 class MissingExtraError(KvrsError):

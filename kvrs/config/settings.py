@@ -40,7 +40,7 @@ _LONGEST_NAME = 253
 class Settings(BaseModel):
     """Frozen; unknown keys and wrong types are refused rather than coerced."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

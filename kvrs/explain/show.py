@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.explain.decision import CheckpointAt, Explanation, Question, explain
 from kvrs.policy import options
 from kvrs.policy.model.estimates import Option
@@ -210,13 +210,8 @@ def _faults(options: ExplainOptions) -> list[str]:
         ("--budget-s", options.budget_s),
         ("--others", options.others),
     )
-    wrong += [
-        f"{name}: got {value}; allowed: 0 or more, below 1e9"
-        for name, value in times
-        if value is not None and not 0 <= value < 1e9
-    ]
-    if options.service_s is not None and not 0 < options.service_s < 1e9:
-        wrong.append(f"--service-s: got {options.service_s}; allowed: above 0, below 1e9")
+    wrong += numbers_out_of_range(times, zero=True)
+    wrong += numbers_out_of_range([("--service-s", options.service_s)], zero=False)
     if options.queue_depth is not None and options.queue_s is not None:
         wrong.append("--queue-depth, --queue-s: got both; allowed: one of them")
     bandwidths = (

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
 
-from kvrs.errors import ConfigError, MissingExtraError, check_extras
+from kvrs.errors import ConfigError, MissingExtraError, check_extras, numbers_out_of_range
 from kvrs.faults.language import Fault, load_faults
 from kvrs.load.admin import AdminClient, AdminPort
 from kvrs.load.fitting import fitted, served_tokens, too_long
@@ -34,6 +33,7 @@ from kvrs.traces.generator import generate
 from kvrs.traces.mooncake import (
     Trace,
     at_rate,
+    check_lasts,
     clip,
     jitter,
     replay_requests,
@@ -179,6 +179,12 @@ def load_requests(
         if options.rate is None
         else at_rate(trace, options.rate)
     )
+    stretched_by = (
+        f"--time-scale: got {options.time_scale}"
+        if options.rate is None
+        else f"--rate: got {options.rate}"
+    )
+    check_lasts(trace, stretched_by)
     if options.write_trace is not None:
         _keep_trace(trace, options.write_trace)
     trace = scale_lengths(trace, options.length_scale) if options.length_scale != 1 else trace
@@ -251,11 +257,10 @@ def _numbers_out_of_range(options: ReplayOptions) -> Iterator[str]:
         ("--slo-tpot", options.slo.tpot_s),
         ("--slo-tbt", options.slo.tbt_s),
     )
-    for name, value in positive:
-        if value is not None and not 0 < value < inf:
-            yield f"{name}: got {value}; allowed: above 0"
-    if not 0 <= options.jitter_s < inf:
-        yield f"--jitter: got {options.jitter_s}; allowed: 0 or more"
+    yield from numbers_out_of_range(positive, zero=False)
+    yield from numbers_out_of_range([("--jitter", options.jitter_s)], zero=True)
+    if not 0 <= options.temperature <= 2:
+        yield f"--temperature: got {options.temperature}; allowed: 0 to 2"
     if not 0 < options.length_scale <= 1:
         yield f"--length-scale: got {options.length_scale}; allowed: above 0, up to 1"
 

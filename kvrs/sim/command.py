@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +22,7 @@ from kvrs import __version__
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, config_digest, load_config
 from kvrs.config.policy import PolicyName
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.faults.language import Fault, load_faults
 from kvrs.report.output import claim_directory
 from kvrs.sim.cluster import Outcome
@@ -31,11 +31,10 @@ from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 from kvrs.traces.formats import load_trace
 from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.mooncake import at_rate, clip, replay_requests, scale, window
+from kvrs.traces.mooncake import at_rate, check_lasts, clip, replay_requests, scale, window
 
 VOCAB_SIZE = 50_000
 FIRST_ORDINARY_TOKEN = 4
-LONGEST_TRACE_S = 1e6  # Reports of instances alone would take the simulator hours beyond it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +102,8 @@ def simulate_policies(
     Raises:
         ConfigError, TraceError: an option or a file is wrong.
     """
-    if not 0 < options.rate < inf:
-        raise ConfigError([f"--rate: got {options.rate}; allowed: above 0"])
+    if wrong := [*numbers_out_of_range([("--rate", options.rate)], zero=False)]:
+        raise ConfigError(wrong)
     config = load_config(options.config, os.environ)
     faults = _faults(options, config)
     if options.out is not None:
@@ -226,14 +225,7 @@ def _arrivals(options: SimulateOptions, config: Config, seed: int) -> list[Arriv
     else:
         trace = window(load_trace(options.trace), options.requests)
     trace = at_rate(clip(trace, longest // 2, longest // 2), options.rate)
-    lasts_s = trace.requests[-1].arrival_s
-    if not lasts_s <= LONGEST_TRACE_S:
-        raise ConfigError(
-            [
-                f"--rate: got {options.rate}, by which the last request arrives after "
-                f"{lasts_s:.3g} s; allowed: at most {LONGEST_TRACE_S:g} s"
-            ]
-        )
+    check_lasts(trace, f"--rate: got {options.rate}")
     requests = replay_requests(trace, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
     return [
         Arrival(request.arrival_s, request.prompt_ids, request.max_tokens, is_keyed=True)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvrs.errors import TraceError
+from kvrs.errors import ConfigError, TraceError
 from kvrs.traces.records import ReplayRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -25,6 +25,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 BLOCK_TOKENS = (512, 16, 32, 64, 128, 256)
 LENGTH_MAX = 1 << 24
 _TIMESTAMP_MAX_MS = 1e12
+# Eleven days: the simulator takes hours for the reports of instances alone beyond it.
+LONGEST_TRACE_S = 1e6
 
 # The first tokens of a block spell its id, so that blocks differ by construction and not only very
 # probably.
@@ -218,6 +220,18 @@ def at_rate(trace: Trace, requests_per_s: float) -> Trace:
         for request in trace.requests
     )
     return replace(trace, requests=tuple(moved))
+
+
+def check_lasts(trace: Trace, stretched_by: str) -> None:
+    """Raises ConfigError: the last request arrives too late, which `stretched_by` has caused."""
+    lasts_s = trace.requests[-1].arrival_s
+    if not lasts_s <= LONGEST_TRACE_S:
+        raise ConfigError(
+            [
+                f"{stretched_by}, by which the last request arrives after {lasts_s:.3g} s; "
+                f"allowed: at most {LONGEST_TRACE_S:g} s"
+            ]
+        )
 
 
 def scale(

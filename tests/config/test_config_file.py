@@ -154,6 +154,18 @@ def test_the_commented_example_holds_every_key_and_every_default() -> None:
     assert yaml.safe_load(EXAMPLE.read_text()) == yaml.safe_load(dump_config(Config()))
 
 
+@pytest.mark.parametrize("text", [".inf", "-.inf", ".nan", "1e999"])
+@pytest.mark.parametrize("path", ["proxy.token_gap_s", "transfer.link_bytes_per_s", "slo.ttft_s"])
+def test_numbers_are_finite(path: str, text: str) -> None:
+    """Also where any number above 0 is allowed."""
+    section, key = path.split(".")
+
+    with pytest.raises(ConfigError, match=rf"^{path}: got [-a-z]+; input should be ") as caught:
+        parse_config(parse_yaml(f"{section}: {{{key}: {text}}}"))
+
+    assert "finite number" in str(caught.value)
+
+
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     """People write rates as 20e6; YAML 1.1 would call that text."""
     path = tmp_path / "kvrs.yaml"

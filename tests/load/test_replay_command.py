@@ -333,6 +333,17 @@ async def check_state(faults: list[Fault], port: AdminPort) -> None:
         ({"rate": 0.0}, "--rate: got 0.0; allowed: above 0"),
         ({"rate": float("nan")}, "--rate: got nan; allowed: above 0"),
         ({"time_scale": -1.0}, "--time-scale: got -1.0; allowed: above 0"),
+        ({"time_scale": float("inf")}, "--time-scale: got inf; allowed: above 0, below 1e+09"),
+        ({"timeout_s": 1e300}, "--timeout-s: got 1e+300; allowed: above 0, below 1e+09"),
+        ({"temperature": float("nan")}, "--temperature: got nan; allowed: 0 to 2"),
+        (
+            {"time_scale": 1e8},
+            "--time-scale: got 100000000.0, by which the last request arrives after ",
+        ),
+        (
+            {"rate": 1e-300},
+            "--rate: got 1e-300, by which the last request arrives after ",
+        ),
         ({"jitter_s": -1.0}, "--jitter: got -1.0; allowed: 0 or more"),
         ({"timeout_s": 0.0}, "--timeout-s: got 0.0; allowed: above 0"),
         ({"slo": Slo(ttft_s=float("nan"))}, "--slo-ttft: got nan; allowed: above 0"),
