@@ -2,6 +2,9 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
+# Without bytecode every process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-fast package test-vllm check format reference hashes audit clean
 
 install: .venv/.installed
@@ -26,8 +29,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 demo: .venv/.demo
 	$(BIN)/kvrs demo
 
-# In parallel: tests of whole clusters in one worker, every other file in the worker that is free.
-WORKERS ?= 2
+# In parallel: tests of whole clusters in one worker, those of networks in another, every other file in
+# a worker that is free. One worker more than cores, since most tests of processes wait.
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: install

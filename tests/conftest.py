@@ -39,9 +39,9 @@ MARKER_OF_EVENT = {
     "socket.bind": "network",
     "socket.connect": "network",
 }
-# Tests of whole clusters wait more than they compute: they take one worker from the start, and
-# every other file goes to the worker that is free.
-CLUSTERS = "clusters"
+# Tests of whole clusters wait more than they compute: each of these groups takes a worker from the
+# start, and every other file goes to a worker that is free.
+FIRST_GROUPS = ("clusters", "networks")
 
 _running: pytest.Item | None = None
 
@@ -55,12 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: not _is_of_clusters(item))
+    items.sort(key=_rank_of_group)
 
 
-def _is_of_clusters(item: pytest.Item) -> bool:
+def _rank_of_group(item: pytest.Item) -> int:
     marker = item.get_closest_marker("xdist_group")
-    return marker is not None and marker.args == (CLUSTERS,)
+    name = marker.args[0] if marker else ""
+    return FIRST_GROUPS.index(name) if name in FIRST_GROUPS else len(FIRST_GROUPS)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.networks.agents_on_hosts import AgentsOnHosts
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 STALL_S = 5.0
 LOOK_S = 6.0  # Three times the detection time of a death.

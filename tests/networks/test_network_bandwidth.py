@@ -12,7 +12,7 @@ from kvrs.transfer.meter import Measurement, lower_bound
 from tests.networks.cluster_on_hosts import FRONTS, NODES, Clients, ClusterOnHosts
 from tests.networks.network_cluster import Network
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 BYTES_PER_S = 3e6
 PROBES_S = 6.0

@@ -9,7 +9,7 @@ import pytest
 from tests.networks.agents_on_hosts import GOSSIP_PORT, AgentsOnHosts
 from tests.networks.chaos_relay import ChaosSettings, Fate, Relay
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 DISTURBED = {"lost": 0.05, "duplicated": 0.1, "damaged": 0.1, "cut": 0.05, "delay_s": 0.05}
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.networks.network_cluster import PREFIX, Network, sweep
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 LEFT = """
 import os, subprocess

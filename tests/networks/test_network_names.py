@@ -22,7 +22,7 @@ from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
 from tests.proxy.vllm_cluster import CONFIG
 from tests.sse import events_of
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 HTTP, ADMIN = 8000, 8001
 PREFILL, DECODE = "vllm-prefill.kvrs.test", "vllm-decode.kvrs.test"

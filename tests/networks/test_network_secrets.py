@@ -4,7 +4,7 @@ import pytest
 
 from tests.networks.agents_on_hosts import SECRET, AgentsOnHosts
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 NEW = "another secret, long enough as well"
 

@@ -24,7 +24,7 @@ from tests.networks.cluster_on_hosts import (
 )
 from tests.networks.network_cluster import Network
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 TOKENS, LONG_TOKENS = 200, 500
 LEASE_S = 3.0
