@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast package test-vllm check format reference hashes audit clean
+.PHONY: install demo test test-fast package test-vllm check lint format reference hashes audit clean
 
 install: .venv/.installed
 
@@ -44,8 +44,9 @@ test-fast: install
 	$(PYTEST) -m "not (process or network or engine or distserve or vllm or gpu or package)" \
 		$(SLOW_FOLDERS:%=--ignore=tests/%)
 
-# The wheel, built from the sdist and installed without extras into an empty environment.
-package: install
+# The wheel, built from the sdist and installed without extras into an empty environment. After lint:
+# for a moment the sdist lies in the checkout, where ruff would see it.
+package: lint
 	$(BIN)/python -m pytest -q -s -m package tests/packaging
 
 # Real vLLM on this machine's CPU, in an environment of its own (3 GB): about a quarter of an hour on
@@ -76,11 +77,13 @@ audit: .venv-audit/.installed
 	.venv-audit/bin/python -m pip install --disable-pip-version-check 'pip-audit>=2.10,<3'
 	@touch $@
 
-check: install
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+check: lint
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_tidy.py
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 
 format: install
 	$(BIN)/ruff format .
