@@ -21,9 +21,10 @@ class Parent(NamedTuple):
     span_id: str
     is_taken: bool
 
-    def header(self) -> str:
-        """The value of `traceparent`."""
-        return f"00-{self.trace_id}-{self.span_id}-{self.is_taken:02x}"
+
+def traceparent_of(trace_id: str, span_id: str, *, is_taken: bool) -> str:
+    """The value of the header."""
+    return f"00-{trace_id}-{span_id}-01" if is_taken else f"00-{trace_id}-{span_id}-00"
 
 
 def parent_of(text: str) -> Parent | None:
@@ -35,13 +36,9 @@ def parent_of(text: str) -> Parent | None:
 
 
 def new_trace_id() -> str:
-    return f"{_random(128):032x}"
+    """Not 0, which is no id."""
+    return f"{random.getrandbits(128) or 1:032x}"
 
 
 def new_span_id() -> str:
-    return f"{_random(64):016x}"
-
-
-def _random(bits: int) -> int:
-    """Not 0, which is no id."""
-    return random.getrandbits(bits) or 1
+    return f"{random.getrandbits(64) or 1:016x}"

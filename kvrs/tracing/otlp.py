@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from struct import Struct
+from typing import Protocol
 
 Value = str | bool | int | float | tuple[str, ...]
 
@@ -24,6 +25,12 @@ class SpanKind(IntEnum):
     INTERNAL = 1
     SERVER = 2
     CLIENT = 3
+
+
+class SpanSource(Protocol):
+    """Something that has ended, of which a span is made when it is sent."""
+
+    def span(self) -> "Span": ...
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +48,9 @@ class Span:
     first_token_ns: int = 0  # 0: there was none.
     error: str | None = None  # Its message; empty: an error without one.
     is_remote: bool = False  # The parent is a span of another process.
+
+    def span(self) -> "Span":
+        return self
 
 
 def encode_span(span: Span) -> bytes:
@@ -98,7 +108,7 @@ def _text(tag: bytes, text: str) -> bytes:
 
 
 # Typed: 1, 1.0 and True are equal, and differ here.
-@lru_cache(4096, typed=True)
+@lru_cache(256, typed=True)
 def _attribute(key: str, value: Value) -> bytes:
     return _field(_ATTRIBUTE, _key_value(key, value))
 

@@ -13,7 +13,7 @@ import aiohttp
 
 from kvrs import __version__
 from kvrs.errors import ConfigError
-from kvrs.tracing.otlp import Span, encode_request, encode_span
+from kvrs.tracing.otlp import SpanSource, encode_request, encode_span
 from kvrs.tracing.settings import TraceSettings
 
 log = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ class SpanSender:
         """Raises ConfigError: a file of the settings cannot be read."""
         self._settings = settings
         self._ssl = _ssl_context(settings)
-        self._held: deque[Span] = deque()
+        self._held: deque[SpanSource] = deque()
         self._dropped = 0
         self._is_full = asyncio.Event()  # A batch is.
         self._session: aiohttp.ClientSession | None = None
 
-    def add(self, span: Span) -> None:
+    def add(self, span: SpanSource) -> None:
         """Send it later; it is dropped where too many wait, of which the log has the number."""
         held, settings = self._held, self._settings
         if len(held) >= settings.most_spans:
@@ -78,7 +78,7 @@ class SpanSender:
             for number, span in enumerate(list(islice(held, size))):
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
-                encoded.append(encode_span(span))
+                encoded.append(encode_span(span.span()))
             await self._send(encoded)
             for _ in range(size):
                 held.popleft()

@@ -1,12 +1,14 @@
 """Traces: what a request, its calls and its recoveries become at a collector."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
@@ -14,8 +16,14 @@ from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
+from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.streams.spans import RequestTrace, Tracer, traced_call
+from kvrs.proxy.wire.request_context import context_of
+from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.tracing.otlp import SpanSource
+from kvrs.tracing.settings import Sampler
 from tests.agent.agents import SECRET
 from tests.free_ports import free_ports
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -257,3 +265,23 @@ async def test_engines_are_told_of_a_trace_that_the_sampler_leaves_out(
     assert len({each[1] for each in told}) == 2
     assert TRACE in {each[1] for each in told}
     assert collector.spans == []
+
+
+def test_what_waits_to_be_sent_holds_no_stream() -> None:
+    """Spans of 2,048 requests may wait, each of which may have megabytes."""
+    context, waiting = context_of({}), list[SpanSource]()
+    journal = Journal(StreamId("s"), read(COMPLETIONS, msgspec.json.encode(REQUEST)), 0.0)
+    journal.prompt_ids = [1, 2, 3]
+    holders = sys.getrefcount(journal), sys.getrefcount(journal.parsed)
+
+    Tracer(Sampler(), waiting.append, "kvrs").begin(context, "POST")
+    assert isinstance(context.trace, RequestTrace)
+    context.trace.opened(journal)
+    with traced_call(context, "decode", InstanceId("d0"), journal):
+        journal.attempt += 1  # Another attempt has taken over when this one ends.
+    context.trace.end("/v1/completions", 200)
+
+    assert (sys.getrefcount(journal), sys.getrefcount(journal.parsed)) == holders
+    call, request = (each.span() for each in waiting)
+    assert (call.parent_id, call.attributes["kvrs.attempt"]) == (request.id, 0)
+    assert request.attributes["gen_ai.usage.input_tokens"] == 3
