@@ -169,6 +169,7 @@ class Scripted(ScriptedServer):
     )
     names_prompt: bool = True
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    draws: bool = True  # Else it refuses a temperature, as DistServe.
     moves_kv: bool = True  # Else what it should fetch does not come, and it computes that.
     fetched_pages: int | None = 0
     hangs_on: str = ""  # Streams whose ids begin so get no answer.
@@ -282,6 +283,8 @@ class Scripted(ScriptedServer):
                 content_type="application/json",
                 headers=None if self.retry_after is None else {"Retry-After": self.retry_after},
             )
+        if parsed.given_temperature and not self.draws:
+            return web.Response(status=400, body=error_body("temperature"))
         if parsed.kv_transfer_params is not None and parsed.kv_transfer_params.do_remote_decode:
             return await self._prefill(request, parsed)
         self.running += 1

@@ -125,24 +125,27 @@ class SelfTester:
 
     async def _generate(self, instance: InstanceId) -> Generated:
         """Whole streams first: the seeded one warms the sampler's kernels up. Then both are
-        continued at once, in one batch, as after the loss of an instance.
+        continued at once, in one batch, as after the loss of an instance. An engine that refuses to
+        draw answers all that it takes as the greedy one.
         """
-        greedy = self._journal(instance, seed=None)
-        seeded = self._journal(instance, seed=_SEED)
-        for journal in (greedy, seeded):
-            await self._stream(instance, journal)
-        whole = [tuple(journal.output_ids) for journal in (greedy, seeded)]
+        journals = [self._journal(instance, seed) for seed in (None, _SEED)]
+        await self._stream(instance, journals[0])
+        try:
+            await self._stream(instance, journals[1])
+        except RefusedError:
+            del journals[1]
+        whole = [tuple(journal.output_ids) for journal in journals]
         try:
             rests = await asyncio.gather(
-                self._continue(instance, greedy), self._continue(instance, seeded)
+                *(self._continue(instance, journal) for journal in journals)
             )
         except RefusedError:
-            return Generated(whole[0], whole[1], Continues.NONE)
-        is_greedy, is_seeded = (ids == rest for ids, rest in zip(whole, rests, strict=True))
+            return Generated(whole[0], whole[-1], Continues.NONE)
+        alike = [ids == rest for ids, rest in zip(whole, rests, strict=True)]
         continues = Continues.TEXT
-        if is_greedy:
-            continues = Continues.SEEDED if is_seeded else Continues.GREEDY
-        return Generated(whole[0], whole[1], continues)
+        if alike[0]:
+            continues = Continues.SEEDED if alike[-1] else Continues.GREEDY
+        return Generated(whole[0], whole[-1], continues)
 
     async def _continue(self, instance: InstanceId, journal: Journal) -> tuple[int, ...]:
         del journal.output_ids[CUT:]

@@ -248,6 +248,24 @@ async def test_an_engine_that_only_says_that_it_is_exact_is_not(
     assert (sampled, greedy) == (400, 200)
 
 
+async def test_an_engine_that_refuses_to_draw_is_tested_with_what_it_takes(
+    build: ProxyClusterBuilder,
+) -> None:
+    """The test ends, and the engine continues all that it takes exactly."""
+
+    def prepare(instances: dict[str, Scripted]) -> None:
+        for instance in instances.values():
+            instance.draws = False
+
+    system = await build(proxy=ON | {"inexact": "refuse"}, prepare=prepare)
+    found = await self_tests(system)
+
+    status, _ = await system.complete(prompt=PROMPT, max_tokens=6)
+
+    assert (found["d0"]["continues"], found["d0"]["failures"]) == ("exact seeded", 0)
+    assert (found["d0"]["differs_from"], status) == ([], 200)
+
+
 # Fault 67: an abort by prefix.
 
 
