@@ -41,7 +41,8 @@ async def scripted() -> tuple[list[Tried], int]:
         tried = []
         for separate in (False, True):
             async with open_proxy_cluster(
-                model=model, proxy={"token_gap_s": 2.0, "max_streams": 100_000}
+                model=model,
+                proxy={"token_gap_s": 2.0, "keep_alive_s": None, "max_streams": 100_000},
             ) as system:
                 system.script.separate_finish = separate
                 tried += await _all_cuts(system, separate)

@@ -132,7 +132,14 @@ async def pulls_beside_silence(processes: Processes, silent: int) -> dict[str, A
     for stranger in strangers:
         stranger.setblocking(False)
         stranger.connect_ex(("127.0.0.1", info.page_port))
-    own = Identity(InstanceId("d1"), NodeId("n1"), 1, info.fingerprint, info.geometry.page_bytes)
+    own = Identity(
+        InstanceId("d1"),
+        NodeId("n1"),
+        1,
+        info.fingerprint,
+        info.geometry.page_bytes,
+        page_cells=info.geometry.page_cells,
+    )
     peer = Peer(info.id, info.node, "127.0.0.1", info.page_port)
     took_s, failed = [], 0
     for _ in range(PULLS):
