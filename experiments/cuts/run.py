@@ -29,6 +29,8 @@ from tests.proxy.scripted import Fault
 from tests.proxy.scripted_model import save_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
+# Instances whose connections are cut again and again get nothing new for up to a minute.
+PATIENCE_S = 600.0
 AT_ONCE = 32  # Cuts in flight.
 HANGING_AT_ONCE = 400  # Most of their time passes in silence.
 
@@ -43,6 +45,8 @@ async def scripted() -> tuple[list[Tried], int]:
             async with open_proxy_cluster(
                 model=model,
                 proxy={"token_gap_s": 2.0, "keep_alive_s": None, "max_streams": 100_000},
+                policy={"recovery": {"wait_s": PATIENCE_S}},
+                slo={"recovery_gap_s": PATIENCE_S},
             ) as system:
                 system.script.separate_finish = separate
                 tried += await _all_cuts(system, separate)
@@ -64,7 +68,7 @@ async def _all_cuts(system: ProxyCluster, separate: bool) -> list[Tried]:
         every = [point for point in every if point.cut.event >= last[point.case.name] - 3]
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=120)
+        connector=connector, timeout=aiohttp.ClientTimeout(total=2 * PATIENCE_S)
     ) as http:
         hanging = [point for point in every if point.cut.fault is Fault.HANG]
         breaking = [point for point in every if point.cut.fault is not Fault.HANG]
