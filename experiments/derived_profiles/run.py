@@ -428,6 +428,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     record = Record(timed=False)
+    arguments.data.mkdir(parents=True, exist_ok=True)
     report = [
         f"{'errors of the fits against their source':<32}\n{'profile':<32}{'cached':>10}"
         f"{'decode rms':>12}{'worst':>10}"

@@ -473,7 +473,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the scenarios' lengths")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the scenarios' lengths, more than 0.5"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if (why := missing()) is not None:
