@@ -6,7 +6,9 @@ stream elsewhere builds it from the history.
 
 import json
 import threading
+from decimal import Decimal
 from functools import cached_property
+from math import lcm
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +26,9 @@ _SHOWN_CHARACTERS = 300  # Of what is wrong with a schema, or with its output.
 # llguidance follows references by recursion. Twice as many levels overflow a stack of 8 MB, which
 # ends the process.
 _MOST_LEVELS = 2000
+# A number that is a multiple of n has an automaton of n states, which llguidance makes whole, with
+# none of its limits: in 0.1 s for this many, and in minutes for a million.
+_MOST_STATES = 20_000
 
 
 class _JsonSchema(msgspec.Struct):
@@ -112,6 +117,13 @@ class Grammars:
                 f"{_MOST_LEVELS}",
                 param=f"{_PARAM}.json_schema.schema",
             )
+        if (states := _states(schema)) > _MOST_STATES:
+            raise RequestError(
+                f"multipleOf: the least common multiple of all, as whole numbers without the point "
+                f"(1.25 is 125), times how many of them and $ref there are, is "
+                f"{min(states, 10**18)}; allowed: at most {_MOST_STATES}",
+                param=f"{_PARAM}.json_schema.schema",
+            )
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         with self._lock:
             matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
@@ -138,3 +150,34 @@ def _levels(schema: dict[str, Any]) -> int:
                 below += value
         level = below
     return depth * (len(references) + 1)
+
+
+def _states(schema: dict[str, Any]) -> int:
+    """How many the numbers of a schema that are to be multiples of others can have at most: of two
+    that are both to hold, the least common multiple, and each reference may add others.
+    """
+    common, number, references = 1, 0, 0
+    values: list[Any] = [schema]
+    while values:
+        value = values.pop()
+        if isinstance(value, list):
+            values += value
+        elif isinstance(value, dict):
+            values += value.values()
+            references += isinstance(value.get("$ref"), str)
+            of = value.get("multipleOf")
+            if isinstance(of, int | float) and of > 0:
+                number += 1
+                common = lcm(common, of if isinstance(of, int) else _without_point(of))
+                if common > _MOST_STATES:
+                    return common
+    return common * (number + references) if number else 0
+
+
+def _without_point(number: float) -> int:
+    """1.25 is 125, and 100.0 is 100."""
+    exact = Decimal(repr(number))
+    _, digits, exponent = exact.normalize().as_tuple()
+    assert isinstance(exponent, int)
+    zeros: int = 10 ** max(0, exponent)
+    return int("".join(map(str, digits))) * zeros

@@ -215,6 +215,45 @@ def test_a_grammar_built_from_the_history_allows_the_same(tiny_model: Path) -> N
     jsonschema.validate(json.loads(tokenizer.decode(history)), SCHEMA)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"multipleOf": 99_991},
+        {"multipleOf": 0.99991},
+        {"multipleOf": 10**4000},
+        {"multipleOf": 1e300},
+        {"allOf": [{"multipleOf": 331}, {"multipleOf": 337}]},
+        {"anyOf": [{"multipleOf": 4999, "minimum": least} for least in range(5)]},
+    ],
+)
+def test_multiples_that_would_compile_for_long_are_refused(
+    tiny_model: Path, numbers: dict[str, Any]
+) -> None:
+    """Of 999,983 it took minutes, in which no other schema was compiled."""
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grammars = Grammars(tokenizer, VOCAB, frozenset({END_ID}))
+
+    with pytest.raises(RequestError, match=r"multipleOf: .* allowed: at most 20000") as refused:
+        grammars.grammar(_number_format(numbers))
+
+    assert refused.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("of", [1, 0.01, 100.0, 1000, 12.5, 1e-9])
+def test_usual_multiples_are_served(tiny_model: Path, of: float) -> None:
+    """Cents, dozens and thousands."""
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    grammars = Grammars(tokenizer, VOCAB, frozenset({END_ID}))
+
+    assert grammars.grammar(_number_format({"multipleOf": of})) is not None
+
+
+def _number_format(numbers: dict[str, Any]) -> msgspec.Raw:
+    schema = {"type": "object", "properties": {"n": {"type": "number"} | numbers}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    return msgspec.Raw(json.dumps(form).encode())
+
+
 @pytest.mark.parametrize("vocab_size", [VOCAB - 12, VOCAB + 88])
 def test_weights_may_have_another_vocabulary_than_the_tokenizer(
     tiny_model: Path, vocab_size: int
