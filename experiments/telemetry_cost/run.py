@@ -38,7 +38,6 @@ ROUNDS = 16
 WINDOW_MS = 20_000
 QUICK_WINDOW_MS = 2_000
 BAR_TELEMETRY = 0.03
-MOST_CONTROL = BAR_TELEMETRY / 2  # Half width of the control's interval that can tell the bar.
 LOGS = {"logs": {"format": "json", "access": True}}
 _OTEL = "OTEL_"
 
@@ -258,14 +257,14 @@ def added(rows: Sequence[Mapping[str, float]], name: str) -> Interval:
     return found
 
 
-def error_of(control: Interval) -> str | None:
-    """Why the method cannot tell the bar."""
+def error_of(control: Interval, bar: float) -> str | None:
+    """Why the method cannot tell the bar, for which the interval is narrow."""
     if control.half_width is None:
         return "one round has no interval"
     if abs(control.mean) > control.half_width:
         return f"two proxies that are not observed differ: {shown(control)}"
-    if control.half_width > MOST_CONTROL:
-        return f"two proxies that are not observed: {shown(control)}; at most ± {MOST_CONTROL:.1%}"
+    if control.half_width > bar / 2:
+        return f"two proxies that are not observed: {shown(control)}; at most ± {bar / 2:.1%}"
     return None
 
 
@@ -360,7 +359,8 @@ def main() -> int:
     name = "page" if is_page else "telemetry_cost"
     if not is_page and arguments.tokens != TOKENS:
         name += f"_{arguments.tokens}"
-    if why := error_of(added(found["cpu_s_per_million"], CONTROL.name)):
+    bar = ASKED * BAR_PAGE if is_page else BAR_TELEMETRY
+    if why := error_of(added(found["cpu_s_per_million"], CONTROL.name), bar):
         record.void(why)
     is_void = record.keep(arguments.out, name, found | {"passed": passed}, text)
     return 2 if is_void else 0 if passed else 1
