@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -47,10 +48,11 @@ class Spare:
     def __init__(self, config_path: Path, instance: InstanceId, line: socket.socket) -> None:
         self._config_path, self._instance, self._line = config_path, instance, line
         self._stop = asyncio.Event()
+        self._document: bytes | None = None
 
     def run(self) -> None:
         """Until its line is closed, or it was stopped and has drained."""
-        config = self._config()
+        config = self.config()
         log_to_stderr(**config.logs.options)
         secret, *_ = read_secrets(config.security, os.environ)
         loaded = LoadedModel.load(config, self._instance, secret)
@@ -58,7 +60,7 @@ class Spare:
         word, _, number = self._line.recv(MAX_MESSAGE_BYTES).decode().partition(" ")
         if word == "start":
             # What a running cluster can change, it may have changed by now.
-            asyncio.run(self._serve(self._config(), int(number), loaded))
+            asyncio.run(self._serve(self.config(), int(number), loaded))
 
     def report_fault(self, fault: str) -> None:
         self._tell(f"fault {fault}")
@@ -66,8 +68,18 @@ class Spare:
     def _tell(self, message: str) -> None:
         self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
 
-    def _config(self) -> Config:
-        return load_config(self._config_path)
+    def config(self) -> Config:
+        """What the file says now; one that says what it said before is not parsed again.
+
+        Raises:
+            ConfigError: it cannot be read, or holds faults.
+        """
+        document = b""
+        with suppress(OSError):  # Which the parser reports.
+            document = self._config_path.read_bytes()
+        if document != self._document:
+            self._config, self._document = load_config(self._config_path), document
+        return self._config
 
     async def _serve(self, config: Config, start: int, loaded: LoadedModel) -> None:
         asyncio.get_running_loop().add_reader(self._line, self._heard)
@@ -82,7 +94,7 @@ class Spare:
             ready,
             older=ring[1:],
             loaded=loaded,
-            read=self._config,
+            read=self.config,
         )
 
     def _heard(self) -> None:
