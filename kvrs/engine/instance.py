@@ -151,19 +151,21 @@ class EngineInstance(ServedInstance):
         if self.ranks is not None:
             own = measure_prefill(self.worker, self.max_model_len)
             self.ranks.predict, share = partial(predicted_s, own), PrefillShares(self.ranks, own)
-            self.prefill = own if pace is None else pace.prefill
+            prefill = own if pace is None else pace.prefill
         elif pace is not None:
-            self.prefill = pace.prefill
+            prefill = pace.prefill
         else:
             # Where pages were kept, a measurement would write into them.
             noted = None if kept is None else kept.prefill
-            self.prefill = noted or prefill_table(
+            prefill = noted or prefill_table(
                 self.worker, self.max_model_len, Path(config.cluster.model or "")
             )
+        chunks = engine.max_batch_tokens, self.max_model_len
+        self.prefill = prefill.chunked(*chunks)  # What it declares: of one prompt alone.
         records = None if kept is None else kept.ledger
         pages = PageManager(engine.pages, engine.page_size_tokens, records)
         if kept is not None:
-            kept.note_prefill(self.prefill)
+            kept.note_prefill(prefill)
             kept.adopt(pages, time.monotonic() + config.transfer.lease_s)
         fetcher, self.checkpointer = self.port.attach(
             pages,
@@ -178,7 +180,7 @@ class EngineInstance(ServedInstance):
             fetcher,
             clock=time.monotonic,
             lease_s=config.transfer.lease_s,
-            prefill=self.prefill,
+            prefill=prefill.shared(*chunks),
             pace=pace,
             checkpoints=self.checkpointer,
             anchored=kept,

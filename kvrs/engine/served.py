@@ -157,6 +157,7 @@ class ServedInstance(ABC):
                 label=prefill.label,
                 step_tokens=prefill.step_tokens,
                 seconds=list(prefill.seconds),
+                covered_tokens=prefill.covered_to_tokens,
             ),
             gpus=gpus,
         )

@@ -28,7 +28,7 @@ WARM_UP_LONGEST_TOKENS = 1024
 _LONG_ENOUGH_S = 1.0
 
 NOTE_NAME = ".kvrs-prefill.json"
-_VERSION = 1  # Of how it is measured.
+_VERSION = 2  # Of how it is measured.
 # A model's directory may be shared by many machines, each with several settings.
 _MOST_NOTED = 64
 # A measurement during which other processes had the processor is not worth to be remembered.
@@ -55,11 +55,18 @@ def prefill_table(worker: ModelWorker, max_model_len: int, directory: Path) -> P
 
 
 def measure_prefill(worker: ModelWorker, max_model_len: int) -> PrefillTable:
-    """Time prefill of a few lengths on this machine, before any page is in use."""
-    times = {
-        at: median_of_repeats(partial(_prefill_s, worker, tokens))
-        for at, tokens in warm_up_lengths(_longest(worker, max_model_len)).items()
-    }
+    """Time prefill of a few lengths on this machine, before any page is in use.
+
+    Of a length that takes several steps the overheads of all but one are left out, as in every
+    table: a sum of steps adds those of its own.
+    """
+    chunk_tokens = worker.settings.max_batch_tokens
+    times: dict[int, float] = {}
+    for at, tokens in warm_up_lengths(_longest(worker, max_model_len)).items():
+        taken_s = median_of_repeats(partial(_prefill_s, worker, tokens))
+        overhead_s = times.get(0, taken_s)
+        more_steps = -(-tokens // chunk_tokens) - 1
+        times[at] = max(overhead_s, taken_s - more_steps * overhead_s)
     return PrefillTable.from_points(
         f"measured at start on {worker.settings.device}", "this instance", times
     )

@@ -90,6 +90,7 @@ class _Table(msgspec.Struct):
     seconds: _Row
     covered_from_tokens: Natural
     grid: _Grid | None
+    covered_to_tokens: Natural | None = None
 
 
 class _Instance(msgspec.Struct):
@@ -332,5 +333,11 @@ def _table(found: _Table) -> PrefillTable:
             tuple(map(tuple, found.grid.rows)),
         )
     return PrefillTable(
-        found.label, found.source, found.step_tokens, found.seconds, found.covered_from_tokens, grid
+        found.label,
+        found.source,
+        found.step_tokens,
+        found.seconds,
+        found.covered_from_tokens,
+        found.covered_to_tokens,
+        grid,
     )

@@ -17,6 +17,7 @@ from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.protocol.instance import MeasuredPrefill
 
 _POINTS_OF_CHUNK = 16
+_MOST_POINTS = 1024  # Of a table in chunks: instances send it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class PrefillTable:
     step_tokens: int
     seconds: Sequence[float]
     covered_from_tokens: int = 0  # Grid values below this are extrapolated, not measured.
+    covered_to_tokens: int | None = None  # Those above this, too.
     grid: PrefixGrid | None = (
         None  # The same in two dimensions, where it was measured; its first row is this table.
     )
@@ -107,7 +109,14 @@ class PrefillTable:
         cls, label: str, source: str, grid: PrefixGrid, *, covered_from_tokens: int = 0
     ) -> Self:
         """A table that also has the time of new tokens behind cached ones."""
-        return cls(label, source, grid.new_step_tokens, grid.rows[0], covered_from_tokens, grid)
+        return cls(
+            label,
+            source,
+            grid.new_step_tokens,
+            grid.rows[0],
+            covered_from_tokens=covered_from_tokens,
+            grid=grid,
+        )
 
     @classmethod
     def from_measured(cls, measured: MeasuredPrefill) -> Self:
@@ -117,6 +126,7 @@ class PrefillTable:
             "measured by the instance at its start",
             measured.step_tokens,
             measured.seconds,
+            covered_to_tokens=measured.covered_tokens,
         )
 
     def scaled(self, factor: float) -> "PrefillTable":
@@ -131,22 +141,56 @@ class PrefillTable:
             self.step_tokens,
             [each * factor for each in self.seconds],
             self.covered_from_tokens,
+            self.covered_to_tokens,
             grid,
         )
 
     def chunked(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
         """The table, up to so many tokens, of an engine that computes a prompt in chunks: each is a
-        step, and has its overhead.
+        step behind those before it, and has its overhead.
         """
-        step = max(1, chunk_tokens // _POINTS_OF_CHUNK)
+        if max_tokens <= chunk_tokens:
+            return self
+        one, step = self.shared(chunk_tokens, max_tokens), self._step_in(chunk_tokens, max_tokens)
         seconds = [self.step_overhead_s]
         for tokens in range(step, max_tokens + step, step):
             more = -(-tokens // chunk_tokens) - 1
-            seconds.append(self.seconds_for(tokens) + more * self.step_overhead_s)
-        return PrefillTable(self.label, self.source, step, seconds, self.covered_from_tokens)
+            seconds.append(one.seconds_for(tokens) + more * self.step_overhead_s)
+        return self._by_length(step, seconds)
+
+    def shared(self, chunk_tokens: int, max_tokens: int) -> "PrefillTable":
+        """The same with the overhead of one step, for queues: their prompts share steps."""
+        if self.grid is None or max_tokens <= chunk_tokens:
+            return self  # Differences of two lengths add up to the whole.
+        step = self._step_in(chunk_tokens, max_tokens)
+        seconds, first, before_s = [self.step_overhead_s], 0, 0.0
+        for tokens in range(step, max_tokens + step, step):
+            while tokens - first > chunk_tokens:
+                before_s += self.extra(first, chunk_tokens) - self.step_overhead_s
+                first += chunk_tokens
+            seconds.append(before_s + self.extra(first, tokens - first))
+        return self._by_length(step, seconds)
+
+    def _step_in(self, chunk_tokens: int, max_tokens: int) -> int:
+        finest = min(chunk_tokens // _POINTS_OF_CHUNK, self.step_tokens)
+        return max(1, finest, max_tokens // _MOST_POINTS)
+
+    def _by_length(self, step_tokens: int, seconds: Sequence[float]) -> "PrefillTable":
+        return PrefillTable(
+            self.label,
+            self.source,
+            step_tokens,
+            seconds,
+            self.covered_from_tokens,
+            self._covered_to_tokens,
+        )
+
+    @property
+    def _covered_to_tokens(self) -> int:
+        return self._last_tokens if self.covered_to_tokens is None else self.covered_to_tokens
 
     def covers(self, tokens: int) -> bool:
-        return self.covered_from_tokens <= tokens <= self._last_tokens
+        return self.covered_from_tokens <= tokens <= self._covered_to_tokens
 
     def covers_extra(self, prefix: int, new: int) -> bool:
         """Whether `extra` would answer from measurement."""

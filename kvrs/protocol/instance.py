@@ -62,6 +62,7 @@ class MeasuredPrefill(msgspec.Struct, frozen=True):
     label: str
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]
     seconds: list[Seconds]
+    covered_tokens: Natural | None = None  # Values above it are extrapolated; None: none is.
 
 
 class RankInfo(msgspec.Struct, frozen=True):

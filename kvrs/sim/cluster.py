@@ -86,7 +86,8 @@ class SimCluster:
             kv_geometry(pace), page_size_tokens=config.cluster.engine.page_size_tokens
         )
         batch = config.cluster.engine
-        prefill = Pace(pace).prefill.chunked(batch.max_batch_tokens, batch.max_model_len)
+        chunks = batch.max_batch_tokens, batch.max_model_len
+        prefill = Pace(pace).prefill
         backup = config.backup
         rate = config.transfer.link_bytes_per_s or config.policy.assumed_link_bytes_per_s
         self.links = SimLinks(
@@ -97,7 +98,8 @@ class SimCluster:
             self.clock,
             self.links,
             Pace(pace),
-            prefill,
+            prefill.chunked(*chunks),
+            prefill.shared(*chunks),
             geometry,
             root_tag("simulated"),
             rank_model or RankModel(),

@@ -189,13 +189,15 @@ class SimEngine(SimPagePool, RankedEngine):
             self._settings.max_model_len,
             0,
             list(Capability),
-            MeasuredPrefill(table.label, table.step_tokens, list(table.seconds)),
+            MeasuredPrefill(
+                table.label, table.step_tokens, list(table.seconds), table.covered_to_tokens
+            ),
             gpus=[str(self.id)],
         )
 
     def load(self) -> LoadReport:
         scheduler, now_s = self.scheduler, self.clock.now_s
-        compute_s = scheduler.queued_s(self._site.pace.prefill)
+        compute_s = scheduler.queued_s(self._site.queued_prefill)
         admission_s = self.places.expected_s(now_s, scheduler.waiting)
         links = self.meter.measurements(now_s)
         return LoadReport(

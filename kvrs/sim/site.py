@@ -28,6 +28,7 @@ class Site:
     links: SimLinks
     pace: Pace
     prefill: PrefillTable  # Of every instance alone, in chunks.
+    queued_prefill: PrefillTable  # The same, where prompts share steps.
     geometry: KvGeometry
     root: Tag
     rank_model: RankModel

@@ -18,6 +18,7 @@ from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import MEMORY, MeasuredPrefill
 from kvrs.protocol.tags import Tag, page_tags, root_tag
@@ -263,7 +264,7 @@ def test_without_an_agent_an_instance_has_memory_of_its_own(
 def test_the_pace_of_a_long_table_is_noted(tmp_path: Path, tiny_model: Path) -> None:
     """Without a note its successor would find no pages."""
     written = anchored_document(tmp_path, tiny_model)
-    written["cluster"]["engine"]["pace"] = "llama-3.1-70b-h100-vllm-tp4"
+    written["cluster"]["engine"]["pace"] = pace = "llama-3.1-70b-h100-vllm-tp4"
     agent = AgentProcess(tmp_path, written)
     with ended(agent):
         agent.start()
@@ -275,7 +276,7 @@ def test_the_pace_of_a_long_table_is_noted(tmp_path: Path, tiny_model: Path) -> 
         noted = PrefillTable.from_measured(msgspec.json.decode(note, type=MeasuredPrefill))
         tokens = (len(noted.seconds) - 1) * noted.step_tokens
         assert tokens > 1024
-        assert noted.seconds[-1] == pytest.approx(instance.prefill.extra(0, tokens))
+        assert noted.seconds[-1] == pytest.approx(prefill_table(pace).seconds_for(tokens))
 
 
 def test_more_memory_than_there_is_is_refused_at_the_start(

@@ -1,4 +1,6 @@
-"""The prefill table of an instance: measured once on a machine, then remembered."""
+"""The prefill table of an instance: measured once on a machine, then remembered; what it declares
+of it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.engine import EngineSettings
+from kvrs.config.file import parse_config
 from kvrs.engine import warm_up
-from kvrs.engine.warm_up import NOTE_NAME, median_of_repeats, prefill_table
-from kvrs.engine.worker import Worker
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.warm_up import NOTE_NAME, measure_prefill, median_of_repeats, prefill_table
+from kvrs.engine.worker import ModelWorker, Worker
+from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.tags import root_tag
+from kvrs.scheduling.pace import Pace
+from kvrs.scheduling.sequences import Chunk, Sequence
+from tests.engine.serving import SECRET
 
 pytestmark = pytest.mark.engine
 
@@ -79,6 +90,60 @@ def test_a_directory_that_cannot_be_written_remembers_nothing(
 
     assert prefill_table(worker_of(tiny_model), 256, missing).seconds
     assert not missing.exists()
+
+
+def test_overheads_of_steps_are_left_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table is of one step; a chunk behind others then has one overhead."""
+    seconds = {1: 0.01, 32: 0.042, 64: 0.074, 128: 0.148, 256: 0.296}
+    monkeypatch.setattr(warm_up, "_prefill_s", lambda worker, tokens: seconds[tokens])
+
+    table = measure_prefill(worker_of(tiny_model, max_batch_tokens=64), 256)
+
+    assert table.seconds_for(256) == pytest.approx(0.01 + 0.256)
+    assert table.extra(192, 64) == pytest.approx(0.01 + 0.064)
+    assert table.chunked(64, 256).seconds_for(256) == pytest.approx(seconds[256])
+
+
+def test_a_disturbed_first_length_leaves_no_negative_times(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "_prefill_s", lambda worker, tokens: 1.0 if tokens == 1 else 0.1)
+
+    table = measure_prefill(worker_of(tiny_model, max_batch_tokens=64), 256)
+
+    assert table.seconds_for(256) == 1.0
+
+
+@pytest.mark.parametrize("pace", ["opt-13b-a100-distserve-tp1", "llama-3.1-8b-h100-vllm-tp1", None])
+def test_an_instance_declares_what_its_chunks_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: str | None
+) -> None:
+    """Prediction and queue agree with the steps, whether those are paced or measured."""
+    monkeypatch.setattr(warm_up, "_prefill_s", taken_s)
+    write_tiny_model(tmp_path, seed=0)  # Of its own: no table was noted beside it.
+    nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
+    engine = {"pages": 128, "max_batch_tokens": 256, "pace": pace}
+    cluster = {"model": str(tmp_path), "engine": engine, "nodes": nodes}
+    instance = EngineInstance(parse_config({"cluster": cluster}), InstanceId("e0"), 1, SECRET)
+    declared = PrefillTable.from_measured(instance.info().prefill)
+    scheduler = instance.core.scheduler
+    for first in (0, 1):
+        ids = [first] * 1024
+        scheduler.add(
+            Sequence(StreamId(f"s{first}"), (0, 1), ids, 1024, root_tag(""), prefill_only=True)
+        )
+    chunks = [Chunk([0] * 256, first, [], wants_logits=False) for first in range(0, 1024, 256)]
+    if pace is None:
+        real_s = taken_s(instance.worker, 1024)
+    else:
+        real_s = sum(Pace(pace).batch_s([chunk]) for chunk in chunks)
+
+    assert declared.seconds_for(1024) == pytest.approx(real_s)
+    assert instance.core.queue_delay_s() == pytest.approx(2 * real_s, rel=0.02)
+
+
+def taken_s(worker: ModelWorker, tokens: int) -> float:
+    return 0.01 * -(-tokens // worker.settings.max_batch_tokens) + 0.0001 * tokens
 
 
 def test_a_long_measurement_is_not_repeated() -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import DecodeTable, PrefillTable
 from kvrs.protocol.instance import MeasuredPrefill
 
@@ -112,6 +113,39 @@ def test_a_prompt_in_chunks_has_the_overhead_of_each_step() -> None:
         assert chunked.seconds_for(tokens) == pytest.approx(whole_s + (steps - 1) * 0.01)
     assert chunked.step_overhead_s == 0.01
     assert chunked.covers(200)
+
+
+def test_a_chunk_takes_what_it_takes_behind_those_before_it() -> None:
+    """With a table in two dimensions that is not the difference of two lengths."""
+    grid = PrefixGrid(64, 256, [[0.01, 0.02, 0.03, 0.04, 0.05], [0.01, 0.03, 0.05, 0.07, 0.09]])
+    table = PrefillTable.from_grid("t", "s", grid)
+
+    chunked = table.chunked(128, 256)
+
+    assert chunked.seconds_for(128) == pytest.approx(0.03)
+    assert chunked.seconds_for(256) == pytest.approx(0.03 + (0.03 + 0.05) / 2)
+
+
+def test_a_table_in_chunks_knows_what_was_measured() -> None:
+    """It goes on with all overheads, and marks what lies beyond as extrapolated, also once it was
+    sent.
+    """
+    table = PrefillTable("t", "s", 32, [0.01 + 0.001 * 32 * n for n in range(5)])
+
+    chunked = table.chunked(64, 1000)
+    sent = MeasuredPrefill("t", chunked.step_tokens, [*chunked.seconds], chunked.covered_to_tokens)
+
+    assert chunked.seconds_for(960) == pytest.approx(0.96 + 15 * 0.01)
+    for each in (chunked, PrefillTable.from_measured(sent)):
+        assert each.covers(128)
+        assert not each.covers(192)
+    assert table.chunked(128, 128) is table
+
+
+def test_a_table_in_chunks_has_a_bounded_number_of_points() -> None:
+    table = PrefillTable("t", "s", 128, [0.01 + 0.1 * n for n in range(1025)])
+
+    assert len(table.chunked(16, 1 << 17).seconds) <= 1025
 
 
 def test_what_an_instance_measured_of_itself_becomes_a_table() -> None:
