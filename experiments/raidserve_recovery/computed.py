@@ -39,6 +39,8 @@ PROMPT_TOKENS = 8192
 STREAMS = 8
 CHUNK_TOKENS = 256
 LEAST_OUTPUT, MORE_OUTPUT = 150, 40
+# All prompts are computed before the first instance dies, and half of them anew.
+TIMEOUT_S = 3600.0
 VICTIM = "d0"
 ORACLE = "oracle"
 Row = dict[str, Any]
@@ -141,7 +143,7 @@ def measured(name: str, seed: int, console: Console) -> Row:
             lambda line: console.print(f"  {line}", style="dim", markup=False),
         ) as cluster:
             asked = requests(seed + int(repeat))
-            return row_of(run_load(cluster, asked, faults, seed, console, name))
+            return row_of(run_load(cluster, asked, faults, seed, console, name, TIMEOUT_S))
 
 
 def by_way(cells: dict[str, Row]) -> dict[str, dict[str, Row]]:

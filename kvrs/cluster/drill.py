@@ -26,16 +26,17 @@ def run_load(
     seed: int,
     console: Console,
     title: str,
+    timeout_s: float = 300.0,
 ) -> Run:
     """Replay the requests through the proxy on an empty cache, and carry the faults out when they
-    are due.
+    are due. A request that takes longer than `timeout_s` fails.
 
     Raises:
         ConfigError: a fault has an unknown victim, or one that refuses it.
         FaultError: a fault could not be carried out.
     """
     with LiveView(console, title, len(requests)) as view:
-        return uvloop.run(_run(cluster, requests, faults, seed, view))
+        return uvloop.run(_run(cluster, requests, faults, seed, view, timeout_s))
 
 
 async def _run(
@@ -44,12 +45,13 @@ async def _run(
     faults: list[Fault],
     seed: int,
     view: LiveView,
+    timeout_s: float,
 ) -> Run:
     tls = load_certificates("security.tls", cluster.config.security.tls)
     async with AdminPort(cluster.proxies[0].admin, cluster.secret, tls) as port:
         await check_faults(faults, port)
         return await run_pass(
-            Target(cluster.url, port=port, inject_faults=inject_faults),
+            Target(cluster.url, timeout_s=timeout_s, port=port, inject_faults=inject_faults),
             requests,
             faults,
             seed,
