@@ -119,9 +119,7 @@ class SseClient:
         return await self._finish(data or _COMMENT)
 
     async def fail(self, error: bytes) -> StreamedResponse:
-        """Send an error and close the connection, without the [DONE] of a complete stream."""
-        assert self.response is not None
-        self.response.force_close()
+        """Send an error, without the [DONE] of a complete stream."""
         return await self._finish(sse(error))
 
     async def _finish(self, data: bytes) -> StreamedResponse:

@@ -83,10 +83,6 @@ class StreamedResponse:
     def is_open(self) -> bool:
         return not self._transport.is_closing()
 
-    def force_close(self) -> None:
-        """End the connection after the response."""
-        self.keeps_open = False
-
     def send(self, data: bytes, *, is_last: bool = False) -> None:
         if self._is_chunked:
             end = _LAST_CHUNK if is_last else b""

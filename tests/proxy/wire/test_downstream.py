@@ -52,6 +52,29 @@ async def test_a_connection_carries_one_streamed_response_after_another(
     assert rest == b""
 
 
+async def test_a_connection_serves_on_after_a_stream_that_ended_with_an_error(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Nothing in the head said otherwise, so a client may use it again at once."""
+    system = await build(pairs=1, policy={"recovery": {"wait_s": 0.1}})
+    system.script.gate, system.script.gate_at = asyncio.Event(), 2
+    reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
+
+    writer.write(request())
+    head = await reader.readuntil(b"\r\n\r\n")
+    await system.until_streams_hold(2)
+    await system.instances["d0"].kill()
+    body = await unchunked(reader)
+    writer.write(request())
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n")
+    writer.close()
+
+    assert b"connection: close" not in head.lower()
+    assert b'"error"' in body
+    assert answer.startswith(b"HTTP/1.1 5")
+
+
 async def test_a_client_of_http_1_0_gets_a_body_that_ends_with_the_connection(
     build: ProxyClusterBuilder,
 ) -> None:
