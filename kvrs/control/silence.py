@@ -20,19 +20,12 @@ SHORTEST_SILENCE_S = 2.0
 USUAL_INTERVALS = 20
 # A look that is so late was delayed by a stall of this process's own event loop.
 EVENT_LOOP_STALL_S = 0.25
-# Between two tries to reach a process. One that is back is found after a quarter more of the time
-# that it was away: a spare takes over within tens of milliseconds.
-FIRST_PAUSE_S = 0.01
+# Between two tries to reach a process, doubling.
+FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-_PAUSE_GROWTH = 1.25
 # A killed process resets all its sockets at once, but they are read one after the other: wait this
 # long for the news that the whole instance is gone, so that all its victims are decided together.
 LOST_TOGETHER_S = 0.002
-
-
-def next_pause_s(pause_s: float) -> float:
-    """Return the pause after one before a try that failed."""
-    return min(LONGEST_PAUSE_S, _PAUSE_GROWTH * pause_s)
 
 
 def silent_after_s(usual_s: float, longest_s: float) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvrs.control.checkpoints import CheckpointHolds
 from kvrs.control.core import Control
 from kvrs.control.fleet import KnownAgent, KnownInstance
-from kvrs.control.silence import FIRST_PAUSE_S, SilenceTimer, WatchLimits, next_pause_s
+from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, SilenceTimer, WatchLimits
 from kvrs.protocol.instance import AgentReport, LoadReport
 from kvrs.sim.agent import Changes, SimAgent
 from kvrs.sim.engine import SimEngine
@@ -155,7 +155,7 @@ class Watch(ABC):
         if self.epoch is not None:
             self._end(session, "refused")
             return
-        self._pause_s = next_pause_s(self._pause_s)
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
         self._retry()
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.control.fleet import Health, KnownAgent, KnownInstance
-from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits, next_pause_s
+from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport
 from kvrs.proxy.backends.agent import AgentBackend
@@ -71,7 +71,7 @@ class Watcher(ABC):
             elif subject.health is not Health.REFUSED:
                 self._note_unreached(f"{cause} ({self._peer.url})")
             await asyncio.sleep(pause_s)
-            pause_s = next_pause_s(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
     def look(self) -> None:
         """Others say that the process may be gone: if its word is overdue here as well, it is."""
