@@ -138,9 +138,10 @@ def _not_supported(name: str, value: Any, allowed: str) -> RequestError:
 
 def _messages(fields: Fields) -> list[Fields]:
     given, messages = fields.get("input"), list[Fields]()
-    if instructions := fields.get("instructions"):
-        if not isinstance(instructions, str):
-            raise _not_supported("instructions", instructions, "a string")
+    instructions = fields.get("instructions", "")
+    if not isinstance(instructions, str):
+        raise _not_supported("instructions", instructions, "a string")
+    if instructions:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
