@@ -56,7 +56,8 @@ def read_generate(
             param=unknown[0][:80],
         )
     # DistServe decodes greedily, whatever its default says.
-    fields.setdefault("temperature", msgspec.Raw(b"0"))
+    if bytes(fields.get("temperature", b"null")) == b"null":
+        fields["temperature"] = msgspec.Raw(b"0")
     parsed = read(COMPLETIONS, msgspec.json.encode(fields), backend, max_elements)
     assert isinstance(parsed.request, CompletionRequest)
     if parsed.more or not isinstance(parsed.request.prompt, str):

@@ -378,15 +378,16 @@ def _generate() -> dict[str, Any]:
     """A completion with one text and no place for more."""
     own = {
         "prompt": {"type": "string", "minLength": 1},
-        "n": {"const": 1},
+        "n": {"enum": [1, None]},
+        "best_of": {"enum": [1, None]},
+        "use_beam_search": {"enum": [False, None]},
         "logprobs": {"type": "null"},
     }
     fields = [each for each in _fields(CompletionRequest) if each.encode_name in ALLOWED]
-    properties = _properties(fields) | own
     return {
         "type": "object",
         "required": ["prompt"],
-        "properties": properties | {"best_of": {"const": 1}, "use_beam_search": {"const": False}},
+        "properties": _properties(fields) | own,
         "additionalProperties": False,
     }
 

@@ -53,13 +53,15 @@ async def test_a_whole_answer_begins_with_the_prompt(build: ProxyClusterBuilder)
     assert answer["timestamps"] == sorted(answer["timestamps"])
 
 
-async def test_an_engine_gets_a_greedy_completion(build: ProxyClusterBuilder) -> None:
+@pytest.mark.parametrize("unset", [{}, {"temperature": None}])
+async def test_an_engine_gets_a_greedy_completion(
+    build: ProxyClusterBuilder, unset: dict[str, Any]
+) -> None:
     """DistServe ignores its own default and decodes greedily."""
     system = await build(pairs=1)
 
-    await generate(
-        system, REQUEST | {"stop": ["x"], "top_k": -1, "best_of": 1, "use_beam_search": False}
-    )
+    given = {"stop": ["x"], "top_k": -1, "best_of": 1, "use_beam_search": False}
+    await generate(system, REQUEST | given | unset)
 
     body = system.instances["d0"].bodies[0]
     assert {name: body[name] for name in ("temperature", "stop", "max_tokens", "top_k")} == {
