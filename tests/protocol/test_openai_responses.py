@@ -121,6 +121,7 @@ def test_an_error_is_the_end_of_a_response() -> None:
         b'{"input": "a", "stream": 1}',
         b'{"input": "a", "instructions": 1}',
         b'{"input": "a", "instructions": []}',
+        b'{"input": "a", "top_logprobs": false}',
         b'{"input": "a", "tools": {}}',
         b'{"input": "a", "tools": [1]}',
         b'{"input": "a", "reasoning": 1}',

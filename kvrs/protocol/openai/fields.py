@@ -304,6 +304,13 @@ def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
     if not row.neutral or len(value) > _LONGEST_NEUTRAL_BYTES:
         return False
     try:
-        return _ANY.decode(value) in row.neutral
+        return is_among(_ANY.decode(value), row.neutral)
     except msgspec.DecodeError:  # A number that is out of range.
         return False
+
+
+def is_among(value: Any, allowed: Iterable[Any]) -> bool:
+    """As JSON compares: 1 is 1.0, but not true."""
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
+    )

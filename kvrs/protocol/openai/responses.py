@@ -12,6 +12,7 @@ import msgspec
 
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
+from kvrs.protocol.openai.fields import is_among
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 
 PATH = "/v1/responses"
@@ -93,7 +94,7 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Ask
     fields = {name: value for name, value in fields.items() if value is not None}
     for name, value in fields.items():
         if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+            if not is_among(value, _NEUTRAL[name]):
                 allowed = " or ".join(map(repr, (*_NEUTRAL[name], None)))
                 raise _not_supported(name, value, allowed)
         elif name not in {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES}:

@@ -77,6 +77,8 @@ async def test_an_engine_gets_a_greedy_completion(
     [
         ({"n": 2}, "n"),
         ({"best_of": 3}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"use_beam_search": 0}, "use_beam_search"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"logprobs": 1}, "logprobs"),
         ({"prompt": [1, 2]}, "prompt"),
