@@ -136,9 +136,10 @@ async def until_all_decode(clients: Clients, count: int) -> None:
 
 
 async def until_up(clients: Clients, name: str) -> None:
+    """Up, and tested: before that no KV is fetched there."""
     async with asyncio.timeout(PATIENCE_S):
         while not all(
-            row["health"] == "up"
+            row["health"] == "up" and (row["self_test"] is None or row["self_test"]["done"])
             for s in await clients.states()
             for row in s["instances"]
             if row["id"] == name
