@@ -27,7 +27,7 @@ _SHOWN_CHARACTERS = 300  # Of what is wrong with a schema, or with its output.
 # ends the process.
 _MOST_LEVELS = 2000
 # A number that is a multiple of n has an automaton of n states, which llguidance makes whole, with
-# none of its limits: in 0.1 s for this many, and in minutes for a million.
+# none of its limits; the time grows faster than n.
 _MOST_STATES = 20_000
 
 

@@ -25,7 +25,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 BLOCK_TOKENS = (512, 16, 32, 64, 128, 256)
 LENGTH_MAX = 1 << 24
 _TIMESTAMP_MAX_MS = 1e12
-# Eleven days: the simulator takes hours for the reports of instances alone beyond it.
+# Eleven days.
 LONGEST_TRACE_S = 1e6
 
 # The first tokens of a block spell its id, so that blocks differ by construction and not only very

@@ -229,7 +229,7 @@ def test_a_grammar_built_from_the_history_allows_the_same(tiny_model: Path) -> N
 def test_multiples_that_would_compile_for_long_are_refused(
     tiny_model: Path, numbers: dict[str, Any]
 ) -> None:
-    """Of 999,983 it did not end within a minute, in which no other schema was compiled."""
+    """While one is compiled, no other schema is."""
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     grammars = Grammars(tokenizer, VOCAB, frozenset({END_ID}))
 

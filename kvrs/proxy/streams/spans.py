@@ -2,8 +2,7 @@
 
 A request is a span of its own trace or of its client's, the calls to instances and the recoveries
 are its children, and engines get the span of their call as `traceparent`. A span is made when it is
-sent, of what was noted meanwhile: code that runs once for a request is in no cache of the
-processor, and takes five times as long as among the others of a batch.
+sent, of what was noted meanwhile: that is less code within a request, and many spans at a time.
 """
 
 import time
