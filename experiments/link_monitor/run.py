@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from experiments.record import Record
@@ -48,6 +48,8 @@ BAR_REGRET = 0.10
 PAGE_BYTES = 1 << 16
 REGION_PAGES = 1024
 LOOK_S = 0.1
+STARTS = 20
+START_S = 0.8
 
 PROFILE = "opt-13b-a100-distserve-tp1"
 # The links are slower than a cluster's by this, and so is the KV of the decisions.
@@ -388,7 +390,20 @@ def _hog(resting: threading.Event) -> None:
         sum(range(20_000))
 
 
-async def measure(seed: int, scale: float) -> list[Trial]:
+async def start_errors(bench: Bench) -> list[float]:
+    """Of estimates of pullers that have just begun to probe an idle link, whose bucket of tokens
+    is full.
+    """
+    first = Step(0, 12.5 * MB)
+    errors = []
+    for _ in range(STARTS):
+        await bench.run(Scenario("before a start", (first,), 0.5, (64 * MB, 64 * MB)))
+        trial = await bench.run(Scenario("start", (first,), START_S, None))
+        errors.append(abs(trial.seen[OURS][-1] / first.bytes_per_s - 1))
+    return errors
+
+
+async def measure(seed: int, scale: float) -> tuple[list[Trial], list[float]]:
     context = multiprocessing.get_context("fork")
     with Network("n0", "n1") as network:
         ours, theirs = context.Pipe()
@@ -402,7 +417,7 @@ async def measure(seed: int, scale: float) -> list[Trial]:
             for scenario in scenarios(scale):
                 trials.append(await bench.run(scenario))
                 print(f"  {scenario.name}: {len(trials[-1].at_s)} looks", flush=True)
-            return trials
+            return trials, await start_errors(bench)
         finally:
             network.enter(DESK)
             sender.kill()
@@ -446,6 +461,13 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def start_text(errors: Sequence[float]) -> str:
+    return (
+        f"idle link of 12.5 MB/s, {START_S} s after the first probe, {len(errors)} times: error "
+        f"{median(errors):.1%} (p50), {max(errors):.1%} at most"
+    )
+
+
 def verdict(rows: Sequence[dict[str, Any]]) -> tuple[bool, str]:
     of_ours = [row for row in rows if row["rule"] == OURS]
     steps = [row for row in of_ours if row["settled_error"] is not None]
@@ -482,12 +504,12 @@ def main() -> int:
         print(f"cannot run here: {why}")
         return 2
     record = Record(options.seed)
-    trials = asyncio.run(measure(options.seed, options.scale))
+    trials, starts = asyncio.run(measure(options.seed, options.scale))
     rows = as_rows(trials)
     passed, end = verdict(rows)
-    text = as_text(rows) + "\n" + end
+    text = "\n".join([as_text(rows), start_text(starts), end])
     print(text)
-    is_void = record.keep(options.out, "link_monitor", {"rows": rows}, text)
+    is_void = record.keep(options.out, "link_monitor", {"rows": rows, "starts": starts}, text)
     return 2 if is_void else 0 if passed else 1
 
 

@@ -8,6 +8,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -82,10 +83,18 @@ class VirtualLink:
         return self.trial
 
     def _probe(self) -> None:
-        size = self._meter.probe_bytes(SOURCE, SETTINGS.probe_bytes, MAX_PROBE_BYTES)
-        if self._meter.may_probe(SOURCE, size, SETTINGS.probe_interval_s, 1, self._now_s):
-            self._probed_bytes += size
-            self._carry(size, self._meter.probe_begins, unmeasured_bytes=size // 2)
+        meter, bounds = self._meter, (SETTINGS.probe_bytes, MAX_PROBE_BYTES)
+        size = meter.probe_bytes(SOURCE, *bounds)
+        if not meter.may_probe(SOURCE, size, SETTINGS.probe_interval_s, 1, self._now_s):
+            return
+        self._send_probe(size, follows=False)
+        while (more := meter.follow_up_bytes(SOURCE, *bounds)) is not None and not self.is_over:
+            self._send_probe(more, follows=True)
+
+    def _send_probe(self, size: int, *, follows: bool) -> None:
+        self._probed_bytes += size
+        begin = partial(self._meter.probe_begins, size_bytes=size, follows=follows)
+        self._carry(size, begin, unmeasured_bytes=size // 2)
 
     def _carry(
         self, size_bytes: int, begin: Callable[[NodeId, float], None], unmeasured_bytes: int = 0

@@ -172,7 +172,7 @@ class PageMapper:
         except TransferError:
             return  # It is tried again at the next round, as a pull would.
         copy = await asyncio.to_thread(_probe_copy)
-        self._meter.probe_begins(MEMORY, self._clock())
+        self._meter.probe_begins(MEMORY, self._clock(), _PROBE_BYTES)
         await self._metered(copy)
 
     def close(self) -> None:

@@ -15,13 +15,15 @@ the last byte that arrived, so a peer that dies silently does not make its link 
 Rate and spread are moving averages with a time constant T in seconds: a sample that ends t after
 the one before it has the weight w = 1 - exp(-t / T), rate += w * (sample - rate), and the spread
 follows |sample - rate| with 4 T, so that one step does not saturate it. A step is believed at once
-when a second sample confirms it: two in a row that agree, both far off on one side, are the new
+when a second sample confirms it: one that is far off, and the next that agrees with it, are the new
 rate. `lower_bound` is what a decision may count on: rate - spread - rate * drift * sqrt(age).
 
 Times are those of arrival, which may lie before the bytes are read, without those in which the
 sender waited for the reader (`arrivals.py`). Probes are for links without traffic of their own:
 long enough that a rate is seen in them, and all that are sent over a link together take no more
-than a share of what it carries. Their first half is not measured.
+than a share of what it carries. Their first half is not measured. A probe that tells of another
+rate, or is the first of all, is followed at once by one that takes `probe_s` at that rate; the next
+pause is longer for it.
 """
 
 from dataclasses import dataclass
@@ -40,16 +42,19 @@ _MAX_SAMPLE_S = 0.1
 _FIRST_SPREAD = 0.25  # Of the rate, after one sample.
 _SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.
 
-# A step: two samples in a row that differ by less than this share of the larger one, ...
-_AGREE = 0.25
-# ... and from the rate by more than this factor.
+# A step: a sample that differs from the rate by more than this factor, ...
 _FAR = 1.5
+# ... and the next one, which differs from it by less than this share of the larger one.
+_AGREE = 0.25
 
 _PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
 _BLIND_PAUSE_S = 10.0  # After a probe in which nothing could be seen.
 _BLIND_GROWTH = 4  # Of the next probe.
 _MOST_BLIND_BYTES = 1 << 20
 _MOST_BLIND = 4
+
+_MOST_FOLLOW_UPS = 3  # Of one probe.
+_FOLLOW_UP_GROWTH = 8  # A probe that is over too soon may tell of any rate.
 
 
 class Measurement(NamedTuple):
@@ -77,7 +82,11 @@ class _MeteredLink:
     spread: float = 0.0
     latest_bytes_per_s: float = 0.0  # Of the last sample alone.
     measured_s: float = -inf
+    is_confirmed: bool = False  # Two samples were taken, or more.
+    is_doubtful: bool = False  # The last sample is far from the estimate, or the only one.
     probed_s: float = -inf
+    probe_bytes: int = 0  # Of the last probe.
+    probes: int = 0  # That followed each other at once until now.
     blind: int = 0  # Probes in a row that showed nothing.
 
 
@@ -167,10 +176,22 @@ class LinkMeter:
         wanted = int(slowest * self._settings.probe_s)
         return max(least, min(most, wanted * growth))
 
-    def is_blind(self, source: NodeId) -> bool:
-        """Whether nothing was seen in the last probe of a link that was never measured."""
+    def follow_up_bytes(self, source: NodeId, least: int, most: int) -> int | None:
+        """The size of a probe that follows the last one at once; None: it has shown enough.
+
+        What shows nothing of an unknown link is over at once, and a larger one follows. What tells
+        of another rate is confirmed or refuted by one that takes `probe_s` at that rate.
+        """
         link = self._links.get(source)
-        return link is not None and link.blind > 0 and link.bytes_per_s is None
+        if link is None:
+            return None
+        if link.bytes_per_s is None:
+            size_bytes = self.probe_bytes(source, least, most)
+            return size_bytes if size_bytes > link.probe_bytes else None
+        if link.blind or not link.is_doubtful or link.probes > _MOST_FOLLOW_UPS:
+            return None
+        wanted = int(link.latest_bytes_per_s * self._settings.probe_s)
+        return max(least, min(most, wanted, link.probe_bytes * _FOLLOW_UP_GROWTH))
 
     def may_probe(
         self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float
@@ -187,36 +208,39 @@ class LinkMeter:
             return now_s - link.probed_s >= max(interval_s, _BLIND_PAUSE_S)
         # A link that has become slow counts as slow at once, before the estimate has followed.
         slowest = min(link.bytes_per_s, link.latest_bytes_per_s)
-        return now_s - link.probed_s >= size_bytes * _PROBE_OVERHEAD * probers / (
+        return now_s - link.probed_s >= link.probes * size_bytes * _PROBE_OVERHEAD * probers / (
             self._settings.probe_share * slowest
         )
 
-    def probe_begins(self, source: NodeId, now_s: float) -> None:
-        """The first byte of a probe's answer has arrived."""
+    def probe_begins(
+        self, source: NodeId, now_s: float, size_bytes: int, *, follows: bool = False
+    ) -> None:
+        """The first byte of a probe's answer has arrived, of so many; it follows another probe."""
         self.begin(source, now_s)
         link = self._links[source]
-        link.probed_s = now_s
+        link.probed_s, link.probe_bytes = now_s, size_bytes
+        link.probes = link.probes + 1 if follows else 1
         link.blind = min(link.blind + 1, _MOST_BLIND)  # Until a sample is taken.
 
     def _take_sample(self, link: _MeteredLink) -> None:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
             rate = link.bytes / elapsed_s
-            before = link.latest_bytes_per_s
-            if link.bytes_per_s is None or _is_step(link.bytes_per_s, before, rate):
+            before, estimate = link.latest_bytes_per_s, link.bytes_per_s
+            is_step = link.is_doubtful and abs(rate - before) < _AGREE * max(rate, before)
+            link.is_doubtful = not is_step and (estimate is None or _is_far(rate, estimate))
+            if estimate is None or is_step or not link.is_confirmed:
+                link.is_confirmed = estimate is not None
                 link.bytes_per_s, link.spread = rate, rate * _FIRST_SPREAD
             else:
                 passed = max(0.0, link.last_s - link.measured_s) / self._settings.time_constant_s
-                off = abs(rate - link.bytes_per_s)
+                off = abs(rate - estimate)
                 link.spread += (1 - exp(-passed / _SPREAD_CONSTANTS)) * (off - link.spread)
-                link.bytes_per_s += (1 - exp(-passed)) * (rate - link.bytes_per_s)
+                link.bytes_per_s = estimate + (1 - exp(-passed)) * (rate - estimate)
             link.latest_bytes_per_s, link.measured_s = rate, link.last_s
             link.blind = 0
         link.since_s, link.bytes = link.last_s, 0
 
 
-def _is_step(estimate: float, *samples: float) -> bool:
-    """Whether two samples tell of a new rate rather than of noise around the old one."""
-    least, most = min(samples), max(samples)
-    is_far = least > estimate * _FAR or most < estimate / _FAR
-    return is_far and most - least < _AGREE * most
+def _is_far(rate: float, estimate: float) -> bool:
+    return rate > estimate * _FAR or rate < estimate / _FAR

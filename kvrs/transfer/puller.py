@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
@@ -30,6 +31,9 @@ _PROBE_PIECE_BYTES = 1 << 16
 
 # The kernel is asked so often what has arrived: more often costs a fast link.
 _LOOK_BYTES = 1 << 18
+
+# Tells the meter that an answer of a source begins now.
+_Begin = Callable[[NodeId, float], None]
 
 
 @dataclass(slots=True)
@@ -115,22 +119,18 @@ class PagePuller:
         if peer.directory is not None:
             await self._mapper.probe(peer)
         meter, interval_s = self._meter, self._settings.probe_interval_s
-        size_bytes = self._probe_bytes(peer.node)
+        least, most = self._settings.probe_bytes, frames.MAX_PROBE_BYTES
+        size_bytes = meter.probe_bytes(peer.node, least, most)
         if not meter.may_probe(peer.node, size_bytes, interval_s, probers, self._clock()):
             return
         try:
             await self._probe(peer, size_bytes)
-            # What shows nothing is over at once: a larger one follows.
-            while meter.is_blind(peer.node) and self._probe_bytes(peer.node) > size_bytes:
-                size_bytes = self._probe_bytes(peer.node)
-                await self._probe(peer, size_bytes)
+            while (more_bytes := meter.follow_up_bytes(peer.node, least, most)) is not None:
+                await self._probe(peer, more_bytes, follows=True)
         except TransferError:
             # A peer that cannot be reached leaves its link unmeasured; its death is not detected
             # here.
             return
-
-    def _probe_bytes(self, source: NodeId) -> int:
-        return self._meter.probe_bytes(source, self._settings.probe_bytes, frames.MAX_PROBE_BYTES)
 
     def links(self) -> dict[NodeId, Measurement]:
         """Measurements of the links from every node that pages or probes came from."""
@@ -173,7 +173,7 @@ class PagePuller:
 
         expected = (FrameType.PAGE, FrameType.GONE, FrameType.END)
         connection, answer = await self._pool.ask(peer, expected_epoch, question, *expected)
-        with self._pool.using(connection), self._metered(connection) as metered:
+        with self._pool.using(connection), self._metered(connection, self._meter.begin) as metered:
             await self._receive_pages(connection, pulling, answer, metered)
 
     async def _receive_pages(
@@ -216,13 +216,14 @@ class PagePuller:
         )
         pulling.gone = gone
 
-    async def _probe(self, peer: Peer, size_bytes: int) -> None:
+    async def _probe(self, peer: Peer, size_bytes: int, *, follows: bool = False) -> None:
         async def question(connection: PageConnection) -> None:
             probe = frames.encode_probe(ProbeFrame(connection.request_id, size_bytes))
             await connection.stream.send(probe, connection.stream.session.seal(probe))
 
+        begin = partial(self._meter.probe_begins, size_bytes=size_bytes, follows=follows)
         connection, answer = await self._pool.ask(peer, None, question, FrameType.PROBE_DATA)
-        with self._pool.using(connection), self._metered(connection, is_probe=True) as metered:
+        with self._pool.using(connection), self._metered(connection, begin) as metered:
             connection.stream.session.check_answer(connection.mac, answer)
             _check(answer, FrameType.PROBE_DATA, connection.request_id, 0, size_bytes)
             scratch = memoryview(bytearray(min(size_bytes, _PROBE_PIECE_BYTES)))
@@ -237,10 +238,8 @@ class PagePuller:
                 left_bytes -= len(piece)
 
     @contextmanager
-    def _metered(
-        self, connection: PageConnection, *, is_probe: bool = False
-    ) -> "Iterator[_Metered]":
-        metered = _Metered(self._meter, connection, self._clock, is_probe=is_probe)
+    def _metered(self, connection: PageConnection, begin: _Begin) -> "Iterator[_Metered]":
+        metered = _Metered(self._meter, connection, self._clock, begin)
         try:
             yield metered
         finally:
@@ -255,15 +254,13 @@ class _Metered:
         meter: LinkMeter,
         connection: PageConnection,
         clock: Callable[[], float],
-        *,
-        is_probe: bool,
+        begin: _Begin,
     ) -> None:
         self._meter = meter
         self._source = connection.peer.node
         self._arrivals = connection.stream.arrivals
         self._clock = clock
         self._unseen = 0  # Bytes that were read since the last look.
-        begin = meter.probe_begins if is_probe else meter.begin
         begin(self._source, self._look()[1])
 
     def read(self, size_bytes: int) -> None:

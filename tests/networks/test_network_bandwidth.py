@@ -15,7 +15,8 @@ from tests.networks.network_cluster import Network
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 BYTES_PER_S = 3e6
-PROBES_S = 6.0
+# The pause after the first probes, which follow each other at once, is longer than others.
+PROBES_S = 16.0
 TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}
 
 

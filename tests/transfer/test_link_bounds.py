@@ -14,7 +14,10 @@ def sample(
     meter: LinkMeter, size_bytes: int, bytes_per_s: float, now_s: float, *, probe: bool = False
 ) -> float:
     """One transfer; returns when it is over."""
-    (meter.probe_begins if probe else meter.begin)(A, now_s)
+    if probe:
+        meter.probe_begins(A, now_s, size_bytes)
+    else:
+        meter.begin(A, now_s)
     now_s += size_bytes / bytes_per_s
     meter.add(A, size_bytes, now_s)
     meter.end(A, now_s)

@@ -10,6 +10,7 @@ from kvrs.transfer.meter import LinkMeter, lower_bound
 
 A, B = NodeId("a"), NodeId("b")
 LINK = LinkSettings()
+PROBE_BYTES = (1 << 16, 1 << 24)  # Least and most.
 
 # One busy period: the order in which overlapping transfers get chunks of these sizes, and the idle
 # time before it.
@@ -172,7 +173,7 @@ def test_the_first_part_of_a_probe_is_not_measured(others: int, bytes_per_s: flo
     meter = LinkMeter(LINK, min_sample_bytes=1000)
     for _ in range(others):
         meter.begin(A, 0.0)
-    meter.probe_begins(A, 0.0)
+    meter.probe_begins(A, 0.0, 1_500_000)
 
     meter.add(A, 1_000_000, 0.05)
     meter.restart(A, 0.05)
@@ -190,7 +191,7 @@ def test_probes_grow_with_the_rate_and_where_nothing_is_seen() -> None:
     sizes = []
     for blind in range(4):
         sizes.append(meter.probe_bytes(A, least, most))
-        meter.probe_begins(A, 10.0 * blind)
+        meter.probe_begins(A, 10.0 * blind, sizes[-1])
         meter.end(A, 10.0 * blind)
 
     play(meter, A, [(0, 1 << 20)], 50.0, 1e8)
@@ -200,6 +201,68 @@ def test_probes_grow_with_the_rate_and_where_nothing_is_seen() -> None:
     assert sizes == [1 << 16, 1 << 18, 1 << 20, 1 << 20]
     assert seen == pytest.approx(1e8 * LINK.probe_s, rel=1e-6)
     assert meter.probe_bytes(B, least, most) == most
+
+
+def probe(meter: LinkMeter, now_s: float, rates: list[float]) -> tuple[list[int], float]:
+    """A probe and those that follow it at once, each of which sees a rate; their sizes, and when
+    the last one is over.
+    """
+    size: int | None = meter.probe_bytes(A, *PROBE_BYTES)
+    sizes: list[int] = []
+    for rate in rates:
+        assert size is not None
+        meter.probe_begins(A, now_s, size, follows=bool(sizes))
+        sizes.append(size)
+        now_s += size / rate
+        meter.add(A, size, now_s)
+        meter.end(A, now_s)
+        size = meter.follow_up_bytes(A, *PROBE_BYTES)
+    assert size is None
+    return sizes, now_s
+
+
+def test_the_first_rate_of_a_link_is_confirmed_at_once() -> None:
+    """A token bucket lets the bytes of a short probe pass at ten times the rate."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+
+    sizes, _ = probe(meter, 0.0, [1e8, 1e7, 1e7])
+
+    assert sizes == [1 << 16, 8 << 16, int(1e7 * LINK.probe_s)]
+    assert meter.estimates()[A] == pytest.approx(1e7)
+
+
+@pytest.mark.parametrize("after", [1e7, 1e9])
+def test_a_step_is_believed_with_the_first_probe_and_the_one_that_follows_it(after: float) -> None:
+    """The second is sized by what the first one saw."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    _, now_s = probe(meter, 0.0, [1e8, 1e8])
+
+    sizes, _ = probe(meter, now_s + 2.0, [after, after])
+
+    assert sizes == [int(1e8 * LINK.probe_s), min(int(after * LINK.probe_s), PROBE_BYTES[1])]
+    assert meter.estimates()[A] == pytest.approx(after)
+
+
+def test_one_odd_probe_is_refuted_by_the_next_and_both_are_paid_for() -> None:
+    """The estimate stays near the rate, and the pause is that of two probes."""
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+    _, now_s = probe(meter, 0.0, [1e8, 1e8])
+    interval_s = LINK.probe_s / LINK.probe_share
+
+    _, now_s = probe(meter, now_s + 0.1, [2e8, 1e8])
+
+    assert meter.estimates()[A] == pytest.approx(1e8, rel=0.06)
+    size = meter.probe_bytes(A, *PROBE_BYTES)
+    due = [meter.may_probe(A, size, 0.1, 1, now_s + times * interval_s) for times in (1.9, 2.2)]
+    assert due == [False, True]
+
+
+def test_a_link_that_never_agrees_with_itself_is_probed_four_times_at_once_and_no_more() -> None:
+    meter = LinkMeter(LINK, min_sample_bytes=1000)
+
+    sizes, _ = probe(meter, 0.0, [1e8, 1e6, 1e8, 1e10])
+
+    assert len(sizes) == 4
 
 
 @settings(max_examples=200, deadline=None)
