@@ -232,13 +232,17 @@ class SelfTester:
         }
         if seed is not None:
             fields["seed"] = seed
-        return Journal(
+        journal = Journal(
             stream=StreamId(NAME + secrets.token_hex(16)),
             parsed=read(COMPLETIONS, msgspec.json.encode(fields)),
             arrived_s=self._clock(),
             seed=seed,
             prompt_ids=prompt,
         )
+        # Attempts behind the first one are recoveries, which engines put before new requests. A
+        # test behind long prompts would take minutes, in which no KV is fetched.
+        journal.attempt = 1
+        return journal
 
     async def _prefill(self, instance: InstanceId, journal: Journal) -> msgspec.Raw | None:
         journal.attempt += 1

@@ -91,6 +91,23 @@ async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
     assert len(system.instances["d0"].completions) > cut
 
 
+async def test_engines_put_self_tests_before_new_requests(build: ProxyClusterBuilder) -> None:
+    """No test waits behind the prompts of a loaded instance: its calls are later attempts, by which
+    an engine knows recoveries.
+    """
+    system = await build(proxy=ON)
+
+    await self_tests(system)
+
+    attempts = [
+        call.kvrs.attempt if call.kvrs else 1
+        for each in system.instances.values()
+        for call in each.completions
+    ]
+    assert len(attempts) >= 4
+    assert min(attempts) > 1
+
+
 async def _fenced(system: ProxyCluster, name: str) -> bool:
     return bool(system.instances[name].fences)
 
