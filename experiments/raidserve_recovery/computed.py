@@ -35,11 +35,11 @@ from kvrs.traces.records import ReplayRequest
 
 NAME = "computed"
 PROMPT_TOKENS = 8192
-# Of each instance; the last one of them begins to decode when the first one has had a token with
-# each of its chunks.
-STREAMS = 7
+# Of each instance. All have so much to say that none is over before the last one begins to decode,
+# also where one instance is done with its prompts before the other.
+STREAMS = 6
 CHUNK_TOKENS = 256
-LEAST_OUTPUT, MORE_OUTPUT = 150, 40
+LEAST_OUTPUT, MORE_OUTPUT = 700, 40
 # All prompts are computed before the first instance dies, and half of them anew.
 TIMEOUT_S = 3600.0
 VICTIM = InstanceId("d0")
