@@ -39,7 +39,7 @@ PROMPT_TOKENS = 8192
 # also where one instance is done with its prompts before the other.
 STREAMS = 6
 CHUNK_TOKENS = 256
-LEAST_OUTPUT, MORE_OUTPUT = 700, 40
+LEAST_OUTPUT, MORE_OUTPUT = 200, 40
 # All prompts are computed before the first instance dies, and half of them anew.
 TIMEOUT_S = 3600.0
 VICTIM = InstanceId("d0")
