@@ -38,7 +38,8 @@ class Cells:
         self, names: Iterable[str], limit_s: float, measure: Callable[[str], Any], tell: Any = print
     ) -> None:
         """Those that are missing, in this order; none is begun that would go beyond the limit, if
-        it took as long as the longest one before it.
+        it took as long as the longest one before it. One of which `measure` returns None is left
+        to another run.
         """
         begun_s, longest_s = time.monotonic(), 0.0
         for name in names:
@@ -48,9 +49,14 @@ class Cells:
             if longest_s and at_s - begun_s + longest_s > limit_s:
                 tell(f"{name} and what follows: in another run")
                 return
-            self.found[name] = measure(name)
-            longest_s = max(longest_s, time.monotonic() - at_s)
-            tell(f"{name}: {longest_s:.0f} s")
+            cell = measure(name)
+            took_s = time.monotonic() - at_s
+            longest_s = max(longest_s, took_s)
+            if cell is None:
+                tell(f"{name}: in another run")
+                continue
+            self.found[name] = cell
+            tell(f"{name}: {took_s:.0f} s")
 
     def keep(self, record: Record, figures: Mapping[str, Any], text: str) -> bool:
         """As `Record.keep`; a void run leaves the kept result as it was. Whether it is void."""

@@ -88,3 +88,15 @@ def test_no_cell_is_begun_that_would_go_beyond_the_limit(
     cells.measure("abcd", 10.0, measure, lambda line: None)
 
     assert [*cells.found] == ["a", "b"]
+
+
+def test_a_cell_that_could_not_be_measured_is_left_to_another_run(
+    tmp_path: Path, state: dict[str, str]
+) -> None:
+    """Those behind it are measured and kept."""
+    cells = open_at(tmp_path)
+
+    cells.measure("abc", 100.0, lambda name: None if name == "b" else name, lambda line: None)
+    cells.keep(Quiet(), {}, "text")
+
+    assert open_at(tmp_path).found == {"a": "a", "c": "c"}

@@ -39,7 +39,7 @@ PROMPT_TOKENS = 8192
 # also where one instance is done with its prompts before the other.
 STREAMS = 6
 CHUNK_TOKENS = 256
-LEAST_OUTPUT, MORE_OUTPUT = 200, 40
+LEAST_OUTPUT, MORE_OUTPUT = 250, 40
 # All prompts are computed before the first instance dies, and half of them anew.
 TIMEOUT_S = 3600.0
 VICTIM = InstanceId("d0")
@@ -138,7 +138,7 @@ def kill_when_all_decode(cluster: Cluster, over: threading.Event) -> None:
             return
 
 
-def measured(name: str, seed: int, console: Console) -> Row:
+def measured(name: str, seed: int, console: Console) -> Row | None:
     way, _, repeat = name.partition("#")
     with tempfile.TemporaryDirectory(prefix="kvrs-raidserve-") as directory:
         model = Path(directory) / "model"
