@@ -35,8 +35,8 @@ from kvrs.traces.records import ReplayRequest
 
 NAME = "computed"
 PROMPT_TOKENS = 8192
-# Of each instance. All have so much to say that none is over before the last one begins to decode,
-# also where one instance is done with its prompts before the other.
+# Of each instance. All have so much to say that hardly one is over before the last one begins to
+# decode, also where one instance is done with its prompts before the other.
 STREAMS = 6
 CHUNK_TOKENS = 256
 LEAST_OUTPUT, MORE_OUTPUT = 250, 40
@@ -131,9 +131,12 @@ def row_of(run: Run) -> Row:
 
 
 def kill_when_all_decode(cluster: Cluster, over: threading.Event) -> None:
+    """All streams that are not over; one that was soon done with its prompt may be."""
+    begun: set[str] = set()
     while not over.wait(LOOK_S):
         streams = cluster.state()["streams"]
-        if len(streams) == 2 * STREAMS and all(each["output_tokens"] for each in streams):
+        begun |= {each["id"] for each in streams}
+        if len(begun) == 2 * STREAMS and all(each["output_tokens"] for each in streams):
             cluster.kill(VICTIM)
             return
 
@@ -159,9 +162,8 @@ def measured(name: str, seed: int, console: Console) -> Row | None:
                 if way != ORACLE:
                     killer.join()
             if way != ORACLE and not run.recoveries:
-                raise SystemExit(
-                    f"{name}: a stream was over before all decoded, nothing was killed"
-                )
+                print(f"{name}: the kill hit no stream")
+                return None
             return row_of(run)
 
 
