@@ -15,8 +15,10 @@ from tests.networks.network_cluster import Network
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 BYTES_PER_S = 3e6
-# The pause after the first probes, which follow each other at once, is longer than others.
-PROBES_S = 16.0
+PROBES_S = 6.0
+# The pause after the first probes, which follow each other at once, is longer than others; much so
+# where a busy machine makes the link look slow.
+PATIENCE_S = 90.0
 TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}
 
 
@@ -35,9 +37,12 @@ async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
         cluster.wait_ready("p0", "d1")
         async with Clients(cluster) as clients:
             await clients.until(lambda: _is_measured(clients))
-            sent, since_s = network.sent_bytes("n0"), time.monotonic()
-            await asyncio.sleep(PROBES_S)
-            sent, took_s = network.sent_bytes("n0") - sent, time.monotonic() - since_s
+            before, since_s = network.sent_bytes("n0"), time.monotonic()
+            sent, took_s = 0, 0.0
+            while took_s < PROBES_S or sent <= TRANSFER["probe_bytes"]:
+                assert took_s < PATIENCE_S, f"no probe within {took_s:.0f} s"
+                await asyncio.sleep(0.25)
+                sent, took_s = network.sent_bytes("n0") - before, time.monotonic() - since_s
             await clients.until(lambda: _is_near(clients))
 
             cluster.start_front("proxy-0")
@@ -53,11 +58,7 @@ async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
             (report,) = (await clients.load("d1")).links
 
     # One probe more or less may fall into the measured time.
-    assert (
-        TRANSFER["probe_bytes"]
-        < sent
-        <= 0.01 * BYTES_PER_S * took_s + 1.1 * TRANSFER["probe_bytes"]
-    )
+    assert sent <= 0.01 * BYTES_PER_S * took_s + 1.1 * TRANSFER["probe_bytes"]
     # The hand-off of the answer may have been measured in between.
     assert (
         used
