@@ -71,7 +71,7 @@ class Outliers:
             if health.is_ejected:
                 health.readmitted_s = now_s
                 self._actions.append(Readmitted(member.instance.id, member.instance.epoch))
-            health.consecutive = 0
+            health.consecutive, health.refuses_wrongly = 0, False
             health.open()
         if stream.refusals:
             self._contradict(stream, member)
@@ -86,6 +86,7 @@ class Outliers:
             if refuser is None or refuser is accepting or refuser.instance.epoch != refusal.epoch:
                 continue
             is_probe = refusal.is_probe and refuser.health.until_s is not None
+            refuser.health.refuses_wrongly = True
             self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
 
     def failed(self, stream: Stream, event: AttemptFailed) -> None:
@@ -117,7 +118,7 @@ class Outliers:
 
     def is_the_clients_fault(self, stream: Stream, event: AttemptFailed) -> bool:
         """Whether a refusal goes to the client: nothing was produced, and a second instance has
-        refused too or there is none to ask.
+        refused too, or there is none to ask and this one is not known to refuse what others accept.
         """
         is_refusal = event.failure is FailureKind.REFUSED
         if not is_refusal or stream.first_token_sent or event.produced_tokens:
@@ -125,6 +126,8 @@ class Outliers:
         if any(name != event.instance for name in stream.refusals):
             return True
         member = self._view.members.get(event.instance)
+        if member is not None and member.health.refuses_wrongly:
+            return False
         return member is None or not any(
             other is not member and not other.is_drained and not other.health.is_ejected
             for other in self._peers(member)

@@ -3,18 +3,19 @@
 import pytest
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import Ejected, GiveUp, Start
+from kvrs.policy.model.actions import Ejected, GiveUp, Reason, Start
 from kvrs.policy.model.events import (
     AttemptFailed,
     FailureKind,
+    InstanceUp,
     PrefillDone,
     StreamArrived,
     StreamEnded,
     StreamResumed,
 )
-from tests.policy.policy_harness import PolicyHarness, of, only
+from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
-P0, P1, D0 = (InstanceId(name) for name in ("p0", "p1", "d0"))
+P0, P1, D0, B0, B1 = (InstanceId(name) for name in ("p0", "p1", "d0", "b0", "b1"))
 A, B = StreamId("A"), StreamId("B")
 PAIRS = ("p0", "d0", "p1", "d1", "p2", "d2")
 EVERY_S = 0.05
@@ -94,6 +95,42 @@ def test_a_probe_that_the_client_made_impossible_ejects_no_instance() -> None:
     assert probe.plan.prefill == P0
     assert [each.stream for each in of(harness.actions, GiveUp)] == [B]
     assert of(harness.actions, Ejected) == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_instance_decides_a_refusal_unless_it_refuses_what_others_accept(
+    *, known: bool
+) -> None:
+    """One that fails every call refuses no client for good while its peers are away."""
+    harness = PolicyHarness("b0")
+    if known:
+        first = only(harness.handle(StreamArrived(A, 20)), Start)
+        harness.handle(InstanceUp(instance("b1")))
+        (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+        complete(harness, second)
+        harness.lose("b1", at_s=1.0)
+    alone = only(harness.handle(StreamArrived(B, 20), at_s=2.0), Start)
+
+    fail(harness, alone, B0, FailureKind.REFUSED)
+    up = of(harness.handle(InstanceUp(instance("b1", epoch=2))), Start)
+
+    assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * (not known)
+    assert [each.plan.decode for each in up] == [B1] * known
+
+
+def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:
+    harness = PolicyHarness("b0")
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    harness.handle(InstanceUp(instance("b1")))
+    (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+    complete(harness, second)
+    harness.lose("b1", at_s=1.0)
+    complete(harness, only(harness.handle(StreamArrived(StreamId("C"), 20), at_s=2.0), Start))
+    alone = only(harness.handle(StreamArrived(B, 20), at_s=3.0), Start)
+
+    fail(harness, alone, B0, FailureKind.REFUSED)
+
+    assert only(harness.actions, GiveUp).reason is Reason.REFUSED
 
 
 def test_a_busy_instance_gets_new_streams_again_when_one_has_ended_there() -> None:

@@ -51,6 +51,7 @@ def _jitter(instance: InstanceId, count: int) -> float:
 @dataclass(slots=True, eq=False)
 class AnswerHealth:
     consecutive: int = 0  # Failures since the last answer.
+    refuses_wrongly: bool = False  # Others have accepted what it refused since its last answer.
     answers: float = 0.0
     failures: float = 0.0
     counted_s: float = 0.0
