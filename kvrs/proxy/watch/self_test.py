@@ -239,8 +239,8 @@ class SelfTester:
             seed=seed,
             prompt_ids=prompt,
         )
-        # Attempts behind the first one are recoveries, which engines put before new requests. A
-        # test behind long prompts would take minutes, in which no KV is fetched.
+        # Later attempts are recoveries, which the embedded engine puts before new requests. Behind
+        # long prompts a test would take minutes, in which no KV is fetched.
         journal.attempt = 1
         return journal
 
