@@ -137,7 +137,7 @@ ALL = (
     _plain("layout_speed", 1),
     _plain("prefill_shares", 1),
     _plain("raidserve_throughput", 5, AVAILABILITY),
-    _plain("elastic_bits", 30, options="--seconds 240"),
+    _plain("elastic_bits", 36, options="--seconds 300"),
     _plain("rank_exchange", 3),
     _plain("rank_kills", 10),
     Experiment("rank_kills", ("on_nodes",), 10, "python -m experiments.rank_kills.run --on-nodes"),
