@@ -29,7 +29,7 @@ from tests.gossip.authenticators import NEW_SECRET, OLD_SECRET, A, B, C, acquain
 @settings(deadline=None)
 def test_a_sealed_payload_is_opened_unchanged(payload: bytes, name: str) -> None:
     """Payloads are opaque, and names any text."""
-    node = NodeId(f"n{name}")
+    node = NodeId(f"node {name}")
     a, b = seal_of(node), seal_of(B)
     acquaint(a, node, b, B)
 
