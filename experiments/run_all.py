@@ -228,7 +228,10 @@ ALL = (
         "raidserve_recovery", ("in_place",), 1, "python -m experiments.raidserve_recovery.in_place"
     ),
     Experiment(
-        "raidserve_recovery", ("computed",), 9, "python -m experiments.raidserve_recovery.computed"
+        "raidserve_recovery",
+        ("computed",),
+        40,
+        "python -m experiments.raidserve_recovery.computed --limit-s 3300",
     ),
     Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
     Experiment("kill_series", ("one_kill",), 4, "python -m experiments.kill_series.one_kill"),
