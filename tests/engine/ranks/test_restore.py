@@ -105,6 +105,13 @@ class Losing:
         self._ranks.pool.lose(cells, self.instance.pages.bases)
         self.instance.core.lose_cells(cells)
 
+    async def lose_more(self, rank: int) -> None:
+        """Lose these too, and wait until every run has begun again: before, the loop may wait for
+        the ranks of the loss before.
+        """
+        self.lose(rank)
+        await eventually(lambda: not self.instance.core._lost_cells)
+
     def held(self, stream: StreamId) -> int:
         """Pages that the agent holds as far as it has told."""
         core = self.instance.core
@@ -190,9 +197,7 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
             # What was on its way is not fetched once more.
             fetched, restored_bytes = core.fetched_pages, engine.restored_bytes
             twice, before = await lose("twice"), engine.lost
-            engine.lose(0)
-            # The loop may wait for the ranks of the first loss.
-            await eventually(lambda: not core._lost_cells)
+            await engine.lose_more(0)
             assert await tokens(twice) == expected
             assert core.fetched_pages - fetched == len(engine.asked[0])
             lost_bytes = geometry.page_bytes * len(before | engine.lost) // geometry.page_cells
