@@ -70,7 +70,7 @@ says which and how): `export DISTSERVE_HOME=DIR`, then
 - Are streams exact under every death? `distserve_kill_series.run`, 5 minutes; kept, of an old
   commit. Under the other policies: `--policy rom`, `always_migrate`, `always_recompute`,
   `always_restore` (with `--backup both`).
-- What does host backup cost? `distserve_overhead.backup`, 6 minutes: `off`, `local` and `both` in
+- What does host backup cost? `distserve_overhead.backup`, 9 minutes: `off`, `local` and `both` in
   turns over the same processes, CPU by kind of process. What `distserve_kill_series` keeps are two
   single runs that cannot be compared. Its README says why `both` is slower, and what was mended.
 - What do the patches cost? `distserve_overhead.run`, 10 minutes. The kept result is void: it had no

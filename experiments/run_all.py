@@ -348,7 +348,7 @@ ALL = (
     Experiment(
         "distserve_overhead",
         ("backup",),
-        6,
+        9,
         "python -m experiments.distserve_overhead.backup",
         (DISTSERVE,),
     ),

@@ -1,6 +1,6 @@
 """What do checkpoints cost streams of DistServe that nothing happens to, and where?
 
-    DISTSERVE_HOME=... python -m experiments.distserve_overhead.backup [--rounds 24]
+    DISTSERVE_HOME=... python -m experiments.distserve_overhead.backup [--rounds 40]
 
 The same servers, agents and streams behind a proxy for each `backup.mode`, in turns; CPU time by
 kind of process, and the client's times between tokens.
@@ -200,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warm-up", type=int, default=4, help="rounds of each that do not count")
     parser.add_argument(
         "--modes",
