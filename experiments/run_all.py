@@ -216,12 +216,12 @@ ALL = (
     _plain("load_skew", 22),
     Experiment("load_skew", ("rates",), 16, "python -m experiments.load_skew.rates"),
     _plain("lumen_recovery", 9),
-    _plain("lumen_simulated", 25),
+    _plain("lumen_simulated", 40),
     Experiment(
         "lumen_simulated",
         ("ten",),
-        25,
-        "python -m experiments.lumen_simulated.run --keep ten --cases 10x1 10x5 10x1:7.5 --seeds 1",
+        40,
+        "python -m experiments.lumen_simulated.run --keep ten --cases 10x1 10x5 10x1:7.5",
     ),
     _plain("raidserve_recovery", 8, TRACE),
     Experiment(

@@ -299,7 +299,7 @@ def main() -> int:
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=1500.0, help="no cell goes beyond")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     parser.add_argument("--keep", default=NAME, metavar="RESULT", help="whose cells these are")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
