@@ -67,12 +67,12 @@ _DISTSERVE = """
 These runs need a checkout of DistServe, which is not part of the project ([distserve](distserve.md)
 says which and how): `export DISTSERVE_HOME=DIR`, then
 
-- Are streams exact under every death? `distserve_kill_series.run`, 5 minutes; kept, of an old
-  commit. Under the other policies: `--policy rom`, `always_migrate`, `always_recompute`,
-  `always_restore` (with `--backup both`).
+- Are streams exact under every death? `distserve_kill_series.run`, 4 minutes; yes, under each
+  policy: `--policy rom`, `always_migrate`, `always_recompute`, `always_restore` (with `--backup
+  both`). How long their pauses are cannot be compared by one run each.
 - What does host backup cost? `distserve_overhead.backup`, 9 minutes: `off`, `local` and `both` in
-  turns over the same processes, CPU by kind of process. What `distserve_kill_series` keeps are two
-  single runs that cannot be compared. Its README says why `both` is slower, and what was mended.
+  turns over the same processes, CPU by kind of process. Its README says why `both` is slower, and
+  what was mended.
 - What do the patches cost? `distserve_overhead.run`, 10 minutes. The kept result is void: it had no
   warm-up. The script has one now, and void rules.
 - Is a hand-off to another server worth it under skew, and from which queue on? `load_skew.run` and
