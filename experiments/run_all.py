@@ -214,7 +214,9 @@ ALL = (
     _plain("hand_off_crossover", 5),
     _plain("recovery_grid", 15),
     _plain("load_skew", 22),
-    Experiment("load_skew", ("rates",), 16, "python -m experiments.load_skew.rates"),
+    Experiment(
+        "load_skew", ("rates",), 28, "python -m experiments.load_skew.rates --limit-s 1800"
+    ),
     _plain("lumen_recovery", 9),
     _plain("lumen_simulated", 40),
     Experiment(
