@@ -256,7 +256,7 @@ ALL = (
         (TRACE, PACKAGES),
     ),
     _plain("first_steps", 6, PACKAGES),
-    *_kinds("cuts", 5, scripted=""),
+    *_kinds("cuts", 10, scripted=""),
     *_kinds("cuts", 1, real="--real"),
     _plain("all_deaths", 10),
     _plain("two_proxies", 3),
