@@ -214,15 +214,13 @@ ALL = (
     _plain("hand_off_crossover", 5),
     _plain("recovery_grid", 15),
     _plain("load_skew", 22),
-    Experiment(
-        "load_skew", ("rates",), 28, "python -m experiments.load_skew.rates --limit-s 1800"
-    ),
+    Experiment("load_skew", ("rates",), 28, "python -m experiments.load_skew.rates --limit-s 1800"),
     _plain("lumen_recovery", 9),
-    _plain("lumen_simulated", 40),
+    _plain("lumen_simulated", 60),
     Experiment(
         "lumen_simulated",
         ("ten",),
-        40,
+        60,
         "python -m experiments.lumen_simulated.run --keep ten --cases 10x1 10x5 10x1:7.5",
     ),
     _plain("raidserve_recovery", 8, TRACE),
@@ -301,7 +299,7 @@ ALL = (
         (KINSHIP,),
     ),
     _plain("gossip_fuzz", 1),
-    _plain("fuzz", 8),
+    _plain("fuzz", 10),
     _plain("simulated_deaths", 10),
     _plain("placement_spread", 1),
     _plain("event_log_hours", 3),
