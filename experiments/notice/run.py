@@ -1,7 +1,7 @@
 """Time until the proxy detects a SIGKILLed decode instance, beside a bare socket that waits for the
 same end.
 
-    python -m experiments.notice.run [--rounds 8] [--streams 8] [--unpaced --out DIR]
+    python -m experiments.notice.run [--rounds 8] [--streams 16] [--unpaced --out DIR]
 
 Real engines in processes of their own; the proxy runs in this one, so that the time at which its
 policy gets the loss can be read. A third process kills and holds the bare socket, a fourth one
@@ -341,7 +341,7 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=8, help="of five idle and five busy kills each"
     )
-    parser.add_argument("--streams", type=int, default=8, help="kept open in busy rounds")
+    parser.add_argument("--streams", type=int, default=16, help="kept open in busy rounds")
     parser.add_argument(
         "--unpaced", action="store_true", help="let the engines use all the CPU they can get"
     )
