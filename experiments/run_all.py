@@ -348,7 +348,7 @@ ALL = (
     Experiment(
         "distserve_overhead",
         ("backup",),
-        9,
+        13,
         "python -m experiments.distserve_overhead.backup",
         (DISTSERVE,),
     ),
