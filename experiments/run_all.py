@@ -344,7 +344,7 @@ ALL = (
         "python -m experiments.hand_off_crossover.run --distserve",
         (DISTSERVE,),
     ),
-    _plain("distserve_overhead", 10, DISTSERVE),
+    _plain("distserve_overhead", 19, DISTSERVE),
     Experiment(
         "distserve_overhead",
         ("backup",),
@@ -514,6 +514,8 @@ def main() -> int:
     if arguments.dry_run or not (arguments.stale or arguments.only):
         print(listing(experiments))
         return 0
+    # What is under way ends too, with all that it has started.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="kvrs-experiments-"))
     logs.mkdir(parents=True, exist_ok=True)
     can = [each for each in experiments if not each.missing()]

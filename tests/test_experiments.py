@@ -252,3 +252,27 @@ def test_a_run_ends_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(run_all, "_LEAST_LIMIT_S", 60.0)
     assert run_all.run(Experiment("a", ("a",), 0, fails), log).startswith("exit status 3 after")
     assert log.read_text() == "2\n"
+
+
+@pytest.mark.process
+def test_a_terminated_runner_ends_what_it_runs(tmp_path: Path) -> None:
+    hangs = "sh -c 'sleep 60 & echo $!; wait'"
+    code = f"""if True:
+        import sys
+        from experiments import run_all
+        run_all.ALL = [run_all.Experiment("a", ("a",), 1, {hangs!r})]
+        run_all._REST_S = 0
+        sys.exit(run_all.main())
+    """
+    words = [sys.executable, "-c", code, "--only", "a", "--logs", str(tmp_path)]
+    log, give_up_s = tmp_path / "a-a.log", time.monotonic() + 30.0
+    with subprocess.Popen(words, cwd=EXPERIMENTS.parent, stdout=subprocess.DEVNULL) as runner:
+        while not log.exists() or not log.read_text():
+            assert time.monotonic() < give_up_s
+            time.sleep(0.01)
+        runner.terminate()
+        assert runner.wait() == 143
+
+    while _state_of(log.read_text().strip()) != "Z":
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)

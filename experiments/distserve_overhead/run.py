@@ -1,6 +1,6 @@
 """What do the patches cost a stream of DistServe that nothing happens to?
 
-    DISTSERVE_HOME=... python -m experiments.distserve_overhead.run [--rounds 48]
+    DISTSERVE_HOME=... python -m experiments.distserve_overhead.run [--rounds 200]
 
 CPU time per token of a plain and of a patched server process, in turns; see README.md.
 """
@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
