@@ -207,7 +207,7 @@ ALL = (
         "python -m experiments.paired_trees.run --before $KVRS_BEFORE",
         (BEFORE,),
     ),
-    _plain("checkpoint_cost", 6),
+    _plain("checkpoint_cost", 14),
     _plain("notice", 4),
     _plain("alerts", 8, PROMETHEUS),
     _plain("crossover", 7),
