@@ -51,7 +51,7 @@ from matplotlib import pyplot
 PROFILE = "opt-13b-a100-distserve-tp1"
 # So many times slower, for cells that last at least 200 ms; and far longer than the tiny model's
 # own work for so many tokens.
-STRETCH = {256: 8.0, 512: 6.0, 1024: 3.5, 2048: 3.5, 4096: 3.5}
+STRETCH = {256: 8.0, 512: 6.0, 1024: 4.0, 2048: 4.0, 4096: 3.5}
 # Each group has engines of its own; they sleep most of the time, so the groups run side by side.
 GROUPS = ((256,), (512,), (1024, 2048), (4096,))
 # Times the bandwidth at which migrating and recomputing cost the same: geometric, and symmetric
