@@ -21,8 +21,13 @@ _STARTED = dict.fromkeys(
     ("distserve_patches",),
 )
 _FOLLOWED = ("kvrs", "experiments", "tests", "distserve_patches")
-# How a result is kept does not change it.
-_KEEPING = {"experiments/record.py"}
+# How a result is kept, or when it is measured again, does not change it.
+_KEEPING = {"experiments/record.py", "experiments/staleness.py"}
+# Every engine loads this package; what is not named here only runs in instances of several ranks
+# (tests/engine/test_one_rank.py). Settings that ask for these are named so.
+_RANKS = "kvrs/engine/ranks"
+WITHOUT_RANKS = {"__init__.py", "cells.py", "settings.py"}
+_RANK_SETTINGS = {"tp", "pp"}
 
 
 def state(result: Path, folder: str, root: Path = ROOT) -> str:
@@ -40,6 +45,9 @@ def state(result: Path, folder: str, root: Path = ROOT) -> str:
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode:
         return f"stale: commit {shown(commit)} is not in this history"
     paths = ["--", *sorted(paths_of(folder)), *NOT_CODE]
+    if not has_ranks(folder):
+        ranks = sorted(path.name for path in (ROOT / _RANKS).glob("*.py"))
+        paths += [f":!{_RANKS}/{name}" for name in ranks if name not in WITHOUT_RANKS]
     if not _git(root, "diff", "--quiet", commit, *paths).returncode:
         return "current"
     count = _git(root, "rev-list", "--count", f"{commit}..HEAD", *paths).stdout.strip()
@@ -69,6 +77,34 @@ def paths_of(folder: str) -> frozenset[str]:
     if "kvrs" in found:
         found = {path for path in found if not path.startswith("kvrs/")}
     return frozenset(found)
+
+
+@cache
+def has_ranks(folder: str) -> bool:
+    """Whether the scripts of `experiments/FOLDER` may have instances of several ranks: a module on
+    which they depend, but for those of kvrs, names such a setting or imports code of ranks.
+    """
+    own = (ROOT / path for path in paths_of(folder) if not path.startswith("kvrs"))
+    return any(
+        _names_ranks(node)
+        for path in own
+        for file in (path.rglob("*.py") if path.is_dir() else [path])
+        for node in ast.walk(ast.parse(file.read_text()))
+    )
+
+
+def _names_ranks(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(alias.name.startswith("kvrs.engine.ranks") for alias in names)
+        case ast.ImportFrom(module=str(module)):
+            return module.startswith("kvrs.engine.ranks")
+        case ast.keyword(arg=str(word)):
+            return word in _RANK_SETTINGS
+        case ast.Constant(value=str(text)):  # A key, or YAML.
+            return not _RANK_SETTINGS.isdisjoint(re.findall(r"\w+", text))
+        case _:
+            return False
 
 
 def _path_of(module: str) -> str | None:

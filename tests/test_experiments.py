@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from experiments.kill_series.run import missed
 from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, renewed, shown_in
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
-from experiments.staleness import paths_of, state
+from experiments.staleness import has_ranks, paths_of, state
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 READMES = sorted(EXPERIMENTS.glob("*/README.md"))
@@ -137,16 +138,60 @@ def test_an_experiment_depends_on_what_it_imports_and_starts() -> None:
     assert "distserve_patches" in paths_of("distserve_kill_series")
 
 
+def git_in(folder: Path, *words: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_experiments_have_ranks_that_name_their_settings_or_their_code() -> None:
+    assert has_ranks("rank_kills")  # "tp": 2
+    assert has_ranks("alerts")  # ["tp"] = 2
+    assert has_ranks("rank_exchange")  # It imports them.
+    assert not has_ranks("kill_series")
+    assert not has_ranks("soak")  # A file on which it depends has the name of a process of ranks.
+
+
+@pytest.mark.process
+def test_code_of_ranks_is_none_of_an_experiment_without(tmp_path: Path) -> None:
+    """But for the files that every engine runs."""
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def found() -> list[str]:
+        states = []
+        for folder in ("kill_series", "rank_kills"):
+            name = f"experiments/{folder}/results/a.json"
+            write(name, json.dumps({"run": {"commit": commit}}))
+            states.append(state(tmp_path / name, folder, tmp_path))
+        return states
+
+    git = partial(git_in, tmp_path)
+    git("init", "-q")
+    for name in ("group", "cells"):
+        write(f"kvrs/engine/ranks/{name}.py", "before")
+    git("add", ".")
+    git("commit", "-q", "-m", "a")
+    commit = git("rev-parse", "HEAD")
+
+    write("kvrs/engine/ranks/group.py", "after")
+    git("commit", "-q", "-a", "-m", "b")
+    assert found() == ["current", "stale: 1 commits since"]
+    write("kvrs/engine/ranks/cells.py", "after")
+    git("commit", "-q", "-a", "-m", "c")
+    assert found() == ["stale: 1 commits since", "stale: 2 commits since"]
+
+
 @pytest.mark.process
 def test_a_result_is_stale_when_what_it_depends_on_has_changed(tmp_path: Path) -> None:
     """Since its commit; Markdown, results and other packages do not count."""
 
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        done = subprocess.run(
-            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
+    git = partial(git_in, tmp_path)
 
     def write(name: str, text: str) -> None:
         path = tmp_path / name
