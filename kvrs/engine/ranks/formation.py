@@ -2,6 +2,7 @@
 next stage is on another node.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,32 @@ from kvrs.engine.ranks.seats import RankSeat, Shared
 from kvrs.engine.ranks.wire import batch_of, encode
 from kvrs.errors import RanksLostError
 from kvrs.scheduling.sequences import Chunk
+
+log = logging.getLogger(__name__)
+
+# Between two looks at ranks that compute no more than this counts. Where more has passed, the
+# process that looks was stopped or starved itself, and so perhaps were the ranks.
+_LOOK_MOST_S = 0.1
+
+
+class HangWatch:
+    """Whether ranks that compute a batch hang: for `limit_s` none of them has come any further.
+    A batch that is only slow, as where many processes share the processor, may take longer.
+    """
+
+    def __init__(self, limit_s: float, now_s: float) -> None:
+        self._limit_s, self._looked_s = limit_s, now_s
+        self._still_s = 0.0
+        self._progress: Sequence[int] = ()
+
+    def look(self, progress: Sequence[int], now_s: float) -> bool:
+        """`progress`: anything that differs once a rank has come further."""
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        if progress == self._progress:
+            self._still_s += min(passed_s, _LOOK_MOST_S)
+        else:
+            self._progress, self._still_s = progress, 0.0
+        return self._still_s > self._limit_s
 
 
 class RankFormation:
@@ -56,6 +83,7 @@ class RankFormation:
     ) -> Tensor:
         """As `Worker.execute`, where the last stage is here; else the rows behind the last one that
         is, `[padded rows, hidden]`. `rows`: those of the stage before, where that is elsewhere.
+        `limit_s`: for so long no rank may come further.
 
         Raises:
             RanksLostError: ranks were lost, or were killed because they hung.
@@ -68,7 +96,7 @@ class RankFormation:
             sender = self.layout.stages[self._enter].ranks[0]
             self.memory.lines[sender].sent.set(self._batch)
         frame = encode(batch_of(self.epoch, self._batch, chunks, page_size_tokens))
-        until_s = time.monotonic() + limit_s
+        watch = HangWatch(limit_s, time.monotonic())
         for seat in self._seats.values():
             try:
                 seat.send(frame)
@@ -77,7 +105,7 @@ class RankFormation:
                 raise
         for rank in self._seats:
             done = self.memory.lines[rank].done
-            done.wait(self._batch, lambda: self._look(until_s, limit_s))
+            done.wait(self._batch, lambda: self._look(watch, limit_s))
         if self._leave is not None:
             return self._rows(self._leave, chunks).clone()
         return self.memory.logits(sum(chunk.wants_logits for chunk in chunks)).clone()
@@ -86,16 +114,18 @@ class RankFormation:
         areas, count = self.memory.areas, sum(len(chunk.token_ids) for chunk in chunks)
         return self.memory.floats(areas.rows(boundary), padded_rows(count), areas.hidden)
 
-    def _look(self, until_s: float, limit_s: float) -> None:
+    def _look(self, watch: HangWatch, limit_s: float) -> None:
         """While a batch is computed."""
         dead = [rank for rank, seat in self._seats.items() if seat.process.poll()]
         if dead or self.has_ended:
             raise RanksLostError(dead, "has died")
-        if time.monotonic() > until_s and (stuck := self.memory.stuck(self._batch)):
+        is_hanging = watch.look(self.memory.progress(), time.monotonic())
+        if is_hanging and (stuck := self.memory.stuck(self._batch)):
             # Before anything else goes on: what they would write later reaches nothing.
             for rank in stuck:
+                log.error("a rank hangs in a batch", extra={"rank": rank, "limit_s": limit_s})
                 self._seats[rank].kill()
-            raise RanksLostError(stuck, f"has not computed a batch for {limit_s:.1f} s")
+            raise RanksLostError(stuck, f"has come no further in a batch for {limit_s:.1f} s")
 
 
 Predict = Callable[[Sequence[Chunk]], float]

@@ -29,6 +29,7 @@ from kvrs.engine.instance import find_instance
 from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.link import (
+    WORDS,
     Begin,
     ComputeStage,
     EndRank,
@@ -246,7 +247,7 @@ class StageHost:
                 self._thread, self._stages.execute, chunks, rows, order.limit_s
             )
             try:
-                while not (await asyncio.wait({computed}, timeout=order.limit_s))[0]:
+                while not (await asyncio.wait({computed}, timeout=order.limit_s / WORDS))[0]:
                     await link.send(StageComputing(order.batch))
             finally:
                 computed.cancel()  # The instance may be gone before it is done.

@@ -34,6 +34,11 @@ _MOST_MESSAGE_BYTES = 1 << 26
 _GROUP_BYTES = 1 << 22
 
 
+# Of a host that computes, in the time after which its ranks hang. That many in a row are missed
+# before it counts as lost: on a busy machine it, or what awaits them, may stand still for a moment.
+WORDS = 4
+
+
 class StageChannel(StrEnum):
     BATCHES = "batches"
     PAGES = "pages"
@@ -45,8 +50,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 class ComputeStage(msgspec.Struct, frozen=True, tag="compute"):
     """Compute a batch. Its payload: the rows of the stage before. The answer is `StageComputed`,
-    or after `limit_s` `StageLost` where ranks are stuck; a host with ranks that are only slow sends
-    `StageComputing` every `limit_s` until then.
+    or `StageLost` where ranks come no further for `limit_s`; until then the host sends
+    `StageComputing`, `WORDS` times in `limit_s`.
     """
 
     batch: int
@@ -85,7 +90,7 @@ class StageReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
-    """No rank of the stage is stuck in this batch, which takes long."""
+    """The stage is not lost, and has not computed this batch yet."""
 
     batch: int
 

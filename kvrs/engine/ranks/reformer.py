@@ -18,6 +18,7 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.reforming import (
     CarryOut,
+    Costs,
     EndInstance,
     Event,
     FormRanks,
@@ -222,6 +223,7 @@ class Reformer:
             match answer:
                 case Loaded():
                     self._processes.loaded(seat, answer)
+                    self._machine.costs = _after_start(self._machine.costs, seat)
                 case Fetched():
                     if self._processes.fetched(seat, answer):
                         news = UnitArrived(answer.epoch, seat.rank, answer.unit)
@@ -462,6 +464,14 @@ class Reformer:
 def _note(begun: ReformingBegun | None, part: str) -> None:
     assert begun is not None, "a re-forming has begun"
     begun.note(part)
+
+
+def _after_start(costs: Costs, seat: RankSeat) -> Costs:
+    """Of the next process, as of this one. At the start of the instance all ranks start at once,
+    and prove what they may need after losses.
+    """
+    took_s = time.monotonic() - seat.began_s
+    return replace(costs, restart_s=took_s, replace_s=took_s, back_s=AGAIN_S + took_s)
 
 
 def _room_of(layout: Layout, units: Units) -> Room:

@@ -17,6 +17,7 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.cells import of_layers
 from kvrs.engine.ranks.link import (
+    WORDS,
     Begin,
     ComputeStage,
     EndRank,
@@ -98,8 +99,7 @@ class RemoteStage:
         self._batch = 0
         self._answer: asyncio.Future[Tensor | None] | None = None  # None: it is lost.
         self._answer_bytes = 0
-        self._limit = asyncio.Timeout(None)  # Of the batch that is computed.
-        self._limit_s = 0.0
+        self._is_heard = False  # Since the last look at it.
         self._links: list[StageLink] = []
         self._listening: asyncio.Task[None] | None = None
         self._error: RanksLostError | None = None
@@ -209,8 +209,7 @@ class RemoteStage:
                     case StageComputing(batch=batch):
                         if self._answer is None or self._answer.done() or batch != self._batch:
                             raise TransferError(f"word of batch {batch} out of turn")
-                        if not self._limit.expired():
-                            self._limit.reschedule(self._loop.time() + self._limit_s)
+                        self._is_heard = True
                     case StageComputed(batch=batch):
                         if self._answer is None or self._answer.done() or batch != self._batch:
                             raise TransferError(f"a result of batch {batch} out of turn")
@@ -235,18 +234,31 @@ class RemoteStage:
         self._answer = answer
         wire = batch_of(0, self._batch, chunks, self._page_size_tokens)
         message = ComputeStage(self._batch, wire.chunks, limit_s)
-        self._limit_s = limit_s + _ON_THE_WAY_S
+        silent_s = limit_s + _ON_THE_WAY_S
         try:
-            async with asyncio.timeout(self._limit_s) as self._limit:
+            async with asyncio.timeout(silent_s):
                 await self._batches.send(message, rows)
-                if (found := await answer) is not None:
-                    return found
+            if (found := await self._answered(answer, silent_s)) is not None:
+                return found
         except TimeoutError:
-            self._lost(self.ranks, f"has not answered for {self._limit_s:.1f} s")
+            self._lost(self.ranks, f"has not answered for {silent_s:.1f} s")
         except TransferError as error:
             self._lost(self.ranks, f"is lost with its node {self._at.peer.node}: {error}")
         assert self._error is not None, "it was lost now"
         raise self._error
+
+    async def _answered(
+        self, answer: "asyncio.Future[Tensor | None]", silent_s: float
+    ) -> Tensor | None:
+        """Raises TimeoutError: nothing is heard for so long."""
+        looks = 0
+        while not answer.done():
+            self._is_heard = False
+            await asyncio.wait({answer}, timeout=silent_s / WORDS)
+            looks = 0 if self._is_heard else looks + 1
+            if looks == WORDS and not answer.done():
+                raise TimeoutError
+        return answer.result()
 
     async def _read(self, pages: Sequence[int]) -> Tensor:
         parts = torch.empty(len(pages), self._part_bytes, dtype=torch.uint8)

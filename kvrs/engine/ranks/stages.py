@@ -27,8 +27,8 @@ from kvrs.engine.worker import geometry_of
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs.scheduling.sequences import Chunk
 
-# A batch that takes longer has a rank that hangs: so many times as long as predicted, but at least
-# so long.
+# A batch in which no rank comes further for longer has one that hangs: so many times as long as all
+# of it was predicted to take, but at least so long.
 _HANG_FACTOR = 8.0
 _HANG_S = 1.0
 UNPREDICTED_S = 60.0
@@ -172,7 +172,7 @@ def base_beside(layout: Layout, others: Iterable[tuple[int, int]]) -> int:
 
 
 def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:
-    """How long a batch may take."""
+    """How long a batch may take without any progress."""
     if predict is None:
         return UNPREDICTED_S
     return max(_HANG_S, _HANG_FACTOR * predict(chunks))

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kvrs.elastic.layouts import Layout
+from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks import group as groups
 from kvrs.engine.ranks import reformer
-from kvrs.engine.ranks.formation import RankFormation
+from kvrs.engine.ranks.formation import HangWatch, RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
 from kvrs.engine.worker import Worker
@@ -88,7 +89,9 @@ def test_a_rank_that_wakes_while_the_others_re_form_leaves_its_batch_and_joins(
         group.close()
 
 
-def test_a_rank_that_hangs_never_runs_again(tiny_model: Path) -> None:
+def test_a_rank_that_hangs_never_runs_again(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is dead before the batch counts as lost, so nothing goes on beside it; what it would have
     written to pages and to sums is written nowhere.
     """
@@ -106,9 +109,61 @@ def test_a_rank_that_hangs_never_runs_again(tiny_model: Path) -> None:
         group.wait_serving()
 
         assert old.summed.value == summed
+        assert "a rank hangs in a batch" in caplog.text
         compute_again(group, worker)
     finally:
         group.close()
+
+
+def test_a_rank_that_is_slow_is_kept(tiny_model: Path) -> None:
+    """A batch may take longer than a hang lasts, as long as its ranks come further."""
+    group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
+    slow, ended, pauses = group.pids[1], threading.Event(), 0
+    line = formation_of(group).memory.lines[1]
+
+    def pause() -> None:
+        nonlocal pauses
+        while not ended.is_set():
+            seen = line.summed.value
+            os.kill(slow, signal.SIGSTOP)
+            pauses += not ended.wait(2.0)
+            os.kill(slow, signal.SIGCONT)
+            while line.summed.value == seen and not ended.is_set():
+                time.sleep(0.001)
+
+    pausing = threading.Thread(target=pause)
+    try:
+        with soon_given_up(group):  # After 3.2 s.
+            pausing.start()
+            try:
+                logits = group.execute([chunks()[0]])
+            finally:
+                ended.set()
+                pausing.join()
+
+        assert pauses > 1
+        assert same_bytes(logits, worker.execute([chunks()[0]]))
+        assert group.pids[1] == slow
+    finally:
+        group.close()
+
+
+def test_ranks_hang_that_come_no_further() -> None:
+    watch = HangWatch(limit_s=1.0, now_s=0.0)
+    still = [watch.look([1, 0], at / 100) for at in range(1, 101)]
+    further = [watch.look([2, 0], 1.0 + at / 100) for at in range(1, 101)]
+
+    assert not any(still + further)
+    assert not watch.look([2, 0], 2.005)
+    assert watch.look([2, 0], 2.02)
+
+
+def test_ranks_do_not_hang_while_the_watch_itself_stood_still() -> None:
+    watch = HangWatch(limit_s=1.0, now_s=0.0)
+    late = [watch.look([1], 60.0 * at) for at in range(1, 11)]
+
+    assert not any(late)
+    assert watch.look([1], 700.0) or watch.look([1], 760.0)
 
 
 def test_a_rank_that_hangs_in_the_probe_is_killed(

@@ -20,7 +20,6 @@ from torch import Tensor
 from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.models.config import ModelConfig
-from kvrs.engine.ranks import remote
 from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.link import (
     PagesDone,
@@ -242,13 +241,18 @@ def slow_host(config: Config, pause_s: float) -> Iterator[None]:
 def test_a_host_with_ranks_that_are_only_slow_is_waited_for(
     first_stage: LocalStages, tiny_model: Path
 ) -> None:
-    """It says that they compute, as often as their time is over."""
+    """It says that they compute, several times before their time is over. It is heard, too, where
+    the instance itself stands still for longer than that.
+    """
     config = config_of(tiny_model)
     rows = first_stage.execute([chunks()[0]], None, LIMIT_S)
-    with patch.object(remote, "_ON_THE_WAY_S", 2.0), slow_host(config, pause_s=3.0):
+    with slow_host(config, pause_s=4.0):
         second = connected(config)
+        standing = threading.Timer(0.5, second._loop.call_soon_threadsafe, args=(time.sleep, 2.0))
         try:
-            late = second.execute([chunks()[0]], rows, 0.1)
+            standing.start()
+            late = second.execute([chunks()[0]], rows, 1.0)
+            standing.join()
             in_time = second.execute([chunks()[0]], rows, LIMIT_S)
         finally:
             second.close()

@@ -214,6 +214,21 @@ def test_without_memory_for_a_formation_of_fewer_a_rank_stays() -> None:
         assert group.ended is None
 
 
+def test_a_restart_is_predicted_by_the_start_before_it() -> None:
+    """The start of all ranks takes longer than that of one: 9 s here, where one takes no time."""
+    with scripted(min_ranks=4) as group:
+        group.lose(3)
+        group.until(lambda: len(group.done) == 1)
+        group.lose(3)
+        group.until(lambda: len(group.done) == 2)
+        first, second = group.done
+
+        assert (first.way, second.way) == (Way.RESTART, Way.RESTART)
+        assert first.predicted_s > 9.0
+        assert second.predicted_s < 1.0
+        assert group.machine.costs.back_s < 9.0
+
+
 def test_with_fewer_ranks_than_the_least_it_waits_for_the_lost_ones() -> None:
     """It serves with as many again, of which those that were not lost are the same processes."""
     with scripted(min_ranks=3) as group:
