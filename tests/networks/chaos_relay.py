@@ -23,6 +23,7 @@ from tests.networks.network_cluster import Network
 
 _PIECE_BYTES = 1 << 16
 _SHIFT = 10000  # From a port to that of its relay.
+_BEGIN_S = 0.05  # Until a connection that was just accepted has a task.
 
 
 class Fate(NamedTuple):
@@ -80,6 +81,7 @@ class Relay:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"relay of {host}")
         self._connections: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -109,9 +111,13 @@ class Relay:
         self._ready.set()
         await self._stop.wait()
         server.close()
+        await asyncio.sleep(_BEGIN_S)
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()  # What it has not sent yet would keep it open.
+        await asyncio.sleep(0)
 
     def _next_fate(self, chaos: ChaosSettings) -> Fate:
         self._number += 1
@@ -136,9 +142,11 @@ class Relay:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        self._writers.append(writer)
         try:
             with contextlib.suppress(OSError):
                 upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
+                self._writers.append(upstream_writer)
                 try:
                     ways = (
                         self._pump(reader, upstream_writer, lambda: self.chaos),
