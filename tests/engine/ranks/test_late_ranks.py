@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrs.elastic.layouts import Layout
+from kvrs.elastic.layouts import Layout, even
 from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks import group as groups
 from kvrs.engine.ranks import reformer
 from kvrs.engine.ranks.formation import HangWatch, RankFormation
@@ -20,6 +21,7 @@ from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
+from tests.engine.ranks.in_threads import ThreadRanks
 from tests.engine.ranks.test_rank_group import (
     SETTINGS,
     chunks,
@@ -146,6 +148,15 @@ def test_a_rank_that_is_slow_is_kept(tiny_model: Path) -> None:
         assert group.pids[1] == slow
     finally:
         group.close()
+
+
+def test_a_rank_without_others_shows_that_it_comes_further(tiny_model: Path) -> None:
+    """At each sum, though it waits for none."""
+    units = ModelConfig.from_directory(tiny_model).units_of_ranks
+    ranks = ThreadRanks(tiny_model, SETTINGS, even(units, 1))
+    ranks.execute([chunks()[0]])
+
+    assert ranks.memory.lines[0].summed.value == 2 * units.layers
 
 
 def test_ranks_hang_that_come_no_further() -> None:
