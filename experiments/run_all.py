@@ -151,7 +151,7 @@ ALL = (
         state_plane_attach_large="--part attach --model large",
         state_plane_kills="--part kills",
     ),
-    _plain("in_place", 10),
+    _plain("in_place", 14),
     _plain("rank_balance", 12),
     Experiment(
         "rank_balance",
