@@ -394,12 +394,13 @@ def _shares() -> str:
 
 
 def _in_place() -> str:
-    found = kept(IN_PLACE)
-    pause, tokens = found["pause_s"], found["tokens"]
-    wrong = tokens["lost"] + tokens["repeated"] + tokens["different"]
+    passes = kept(IN_PLACE)["passes"]
+    pause = passes["0"]["pause_s"]  # The others go on without the lost one, as in the paper.
+    tokens = [each["tokens"] for each in passes.values()]
+    wrong = sum(each["lost"] + each["repeated"] + each["different"] for each in tokens)
     return (
         f"pause of a re-forming p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s; {wrong} of "
-        f"{tokens['all']:,} tokens lost, repeated or different"
+        f"{sum(each['all'] for each in tokens):,} tokens lost, repeated or different"
     )
 
 
