@@ -831,7 +831,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figure 13: longest time between tokens",
             "P99 572 ms with host, 229 with all",
             How.PACED,
-            "all requests; with two to four victims p99 is that of others",
+            "all requests; with three victims p99 is that of others",
             lambda: f"p99 {_raidserve('max_tbt_ms', 'p99')} ms",
             "raidserve_recovery",
         ),
