@@ -50,6 +50,8 @@ class ReformingBegun:
     began_s: float
     action: CarryOut
     silent_most_s: float  # Ranks that are awaited and say nothing for longer hang.
+    is_first: bool  # Of those that have followed each other without a batch between them.
+    start_s: float = 0.0  # Of the slowest process that it has waited for.
     # When the parts of it ended, by name: `plan`, `move`, `join`, `probe`.
     ends_s: dict[str, float] = field(default_factory=dict)
     next_look_s: float = field(init=False)
@@ -73,6 +75,11 @@ class ReformingBegun:
 
     def _put_off(self) -> None:
         self.next_look_s = time.monotonic() + self.silent_most_s / _LOOKS
+
+    def loaded(self, rank: int, took_s: float) -> None:
+        """A process of that rank has started, perhaps before the loss."""
+        if rank in self.action.fresh:
+            self.start_s = max(self.start_s, min(took_s, time.monotonic() - self.began_s))
 
     def note(self, part: str) -> None:
         self.ends_s[part] = time.monotonic()

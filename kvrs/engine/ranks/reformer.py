@@ -38,7 +38,6 @@ from kvrs.elastic.reforming import (
     UnitArrived,
     Way,
 )
-from kvrs.elastic.speed import shares
 from kvrs.elastic.units import Units
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
@@ -46,6 +45,7 @@ from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of
 from kvrs.engine.ranks.processes import RankProcesses, Told
 from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat
+from kvrs.engine.ranks.stages import step_factors
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.memory import free_bytes
@@ -135,8 +135,7 @@ class Reformer:
 
     def factors(self, layout: Layout) -> tuple[float, float]:
         """Step times of decode and of prefill over those of the full layout."""
-        own, whole = (shares(each, self._machine.units) for each in (layout, self._group.full))
-        return own.factors(whole)
+        return step_factors(layout, self._group.full, self._machine.units)
 
     def _step_s(self, layout: Layout) -> float:
         """Predicted of a decode step."""
@@ -223,7 +222,10 @@ class Reformer:
             match answer:
                 case Loaded():
                     self._processes.loaded(seat, answer)
-                    self._machine.costs = _after_start(self._machine.costs, seat)
+                    took_s = time.monotonic() - seat.began_s
+                    self._machine.costs = _after_start(self._machine.costs, took_s)
+                    if self._begun is not None:
+                        self._begun.loaded(seat.rank, took_s)
                 case Fetched():
                     if self._processes.fetched(seat, answer):
                         news = UnitArrived(answer.epoch, seat.rank, answer.unit)
@@ -291,10 +293,11 @@ class Reformer:
 
     def _begin(self, action: CarryOut) -> None:
         now_s = time.monotonic()
-        if self._begun is None:
+        is_first = self._begun is None
+        if is_first:
             self._starts = {}
         began_s = now_s if action.way is Way.RESIZE else self._first_lost_s
-        self._begun = ReformingBegun(began_s, action, _HUNG_S + action.ready_s)
+        self._begun = ReformingBegun(began_s, action, _HUNG_S + action.ready_s, is_first)
         _note(self._begun, "plan")
         self.now = ReformingNow(
             number=action.epoch,
@@ -418,9 +421,9 @@ class Reformer:
             phases_s=begun.phases_s,
         )
         self.done = [*self.done[-99:], done]
-        if way is Way.RESHARD and not plan.moves:
-            costs = self._machine.costs
-            self._machine.costs = replace(costs, join_s=(costs.join_s + now_s - begun.began_s) / 2)
+        if done.paused and begun.is_first and not plan.moves:
+            costs, rest_s = self._machine.costs, now_s - begun.began_s - begun.start_s
+            self._machine.costs = replace(costs, join_s=(costs.join_s + max(0.0, rest_s)) / 2)
         log.warning(
             "the ranks compute again",
             extra={"way": way, "degree": done.degree, "seconds": now_s - begun.began_s},
@@ -466,11 +469,10 @@ def _note(begun: ReformingBegun | None, part: str) -> None:
     begun.note(part)
 
 
-def _after_start(costs: Costs, seat: RankSeat) -> Costs:
+def _after_start(costs: Costs, took_s: float) -> Costs:
     """Of the next process, as of this one. At the start of the instance all ranks start at once,
     and prove what they may need after losses.
     """
-    took_s = time.monotonic() - seat.began_s
     return replace(costs, restart_s=took_s, replace_s=took_s, back_s=AGAIN_S + took_s)
 
 

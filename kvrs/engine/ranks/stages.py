@@ -2,6 +2,7 @@
 KV cells, and their start.
 """
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,8 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.plans import plan
+from kvrs.elastic.speed import Shares, shares
+from kvrs.elastic.units import Units
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
 from kvrs.engine.ranks.exchange import Areas
@@ -169,6 +172,19 @@ def base_beside(layout: Layout, others: Iterable[tuple[int, int]]) -> int:
     for base, tokens in others:
         pending[base % len(pending)] += tokens
     return least_loaded(pending)
+
+
+def step_factors(layout: Layout, full: Layout, units: Units) -> tuple[float, float]:
+    """Step times of decode and of prefill over those of the full layout, of ranks that are all on
+    this node. Each computes with one thread: where they are more than the processors, no part of a
+    step is shorter than what each processor has of it.
+    """
+    least = 1 / len(os.sched_getaffinity(0))
+
+    def in_turns(own: Shares) -> Shares:
+        return Shares(max(own.cells, least), max(own.weights, least), max(own.rows, least))
+
+    return in_turns(shares(layout, units)).factors(in_turns(shares(full, units)))
 
 
 def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:

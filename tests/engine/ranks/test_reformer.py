@@ -3,6 +3,7 @@ do meanwhile. The ranks are scripted.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.plans import plan
 from kvrs.elastic.reforming import CarryOut, ReformingPhase, Way
-from kvrs.engine.ranks import missing, reformed, reformer
+from kvrs.engine.ranks import missing, reformed, reformer, stages
 from kvrs.engine.ranks.reformed import ReformingBegun
 from kvrs.engine.ranks.seats import Answered
 from kvrs.errors import KvrsError
@@ -227,6 +228,65 @@ def test_a_restart_is_predicted_by_the_start_before_it() -> None:
         assert first.predicted_s > 9.0
         assert second.predicted_s < 1.0
         assert group.machine.costs.back_s < 9.0
+
+
+def test_what_a_restart_takes_after_the_start_is_learned_without_the_start() -> None:
+    """8 s were predicted and almost none are taken; a start that takes 100 s is no part of it."""
+    with scripted(min_ranks=4) as group:
+        group.machine.costs = replace(group.machine.costs, join_s=8.0)
+
+        def takes_long(seat: ScriptedSeat) -> None:
+            assert group.reformer._begun is not None
+            seat.began_s -= 100.0
+            group.reformer._begun.began_s -= 100.0
+
+        group.processes.hooks["load"] = takes_long
+        group.lose(3)
+        group.until(lambda: len(group.done) == 1)
+
+        assert group.machine.costs.restart_s > 100.0
+        assert 4.0 <= group.machine.costs.join_s < 8.0
+
+
+def test_nothing_is_learned_of_a_restart_that_a_further_loss_breaks_off() -> None:
+    """What was done in vain is no part of the next one."""
+    with scripted(min_ranks=4) as group:
+        group.processes.hooks["form"] = then(lambda: group.lose(2))
+        group.lose(3)
+        group.until(lambda: len(group.done) == 1)
+
+        assert group.machine.costs.join_s == 0.01
+
+
+@pytest.mark.parametrize(
+    ("processors", "ranks", "factor"),
+    [(8, 2, 2.0), (4, 2, 2.0), (2, 2, 1.0), (2, 1, 2.0), (1, 1, 1.0)],
+)
+def test_ranks_that_share_processors_are_no_slower_with_fewer(
+    monkeypatch: pytest.MonkeyPatch, processors: int, ranks: int, factor: float
+) -> None:
+    """Of four; each computes with one thread."""
+    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda _: set(range(processors)))
+    with scripted() as group:
+        assert group.reformer.factors(even(UNITS, ranks)) == pytest.approx((factor, factor))
+
+
+@pytest.mark.parametrize(
+    ("processors", "way"), [(4, Way.RESTART), (2, Way.RESHARD)], ids=["own", "shared"]
+)
+def test_a_lost_rank_is_awaited_where_steps_without_it_are_slower(
+    monkeypatch: pytest.MonkeyPatch, processors: int, way: Way
+) -> None:
+    """A process takes 0.1 s; 32 steps of 0.1 s count, which three ranks do in twice the time."""
+    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda _: set(range(processors)))
+    with scripted() as group:
+        group.predict = lambda chunks: 0.1
+        group.streams = 1
+        group.machine.costs = replace(group.machine.costs, restart_s=0.1)
+        group.lose(3)
+        group.until(lambda: len(group.done) >= 1)
+
+        assert group.done[0].way is way
 
 
 def test_with_fewer_ranks_than_the_least_it_waits_for_the_lost_ones() -> None:
@@ -458,7 +518,7 @@ def test_a_process_that_was_stopped_itself_blames_no_rank(monkeypatch: pytest.Mo
     monkeypatch.setattr(reformed, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     own = even(UNITS, 2)
     action = CarryOut(2, Way.RESHARD, frozenset(), plan(own, own, UNITS), 0.0)
-    begun = ReformingBegun(0.0, action, silent_most_s=60.0)
+    begun = ReformingBegun(0.0, action, silent_most_s=60.0, is_first=True)
 
     clock.now_s += 1000.0
     assert not begun.is_silent()
