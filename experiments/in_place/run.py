@@ -27,7 +27,6 @@ from experiments.in_place.holding import (
 )
 from experiments.record import Record
 from kvrs.config.file import parse_config
-from kvrs.config.policy import PolicySettings
 from kvrs.elastic.reforming import Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.ranks.reformed import Reformed
@@ -43,9 +42,9 @@ SECRET = b"a secret of the experiment, long enough"
 LEAST_RANKS = 2
 MOST_AMPLIFICATION = 1.05  # Bytes of KV fetched after losses, over those of the lost cells.
 MOST_STREAMS_PER_FAULT = 20  # Else ranks were not lost again and again.
-# A lost rank's process starts anew in tens of ms. By default it is awaited, since fewer ranks are
-# slower for the tokens of the look-ahead; without a look-ahead the others go on at once.
-LOOKAHEADS_TOKENS = (PolicySettings().lookahead_tokens, 0)
+# By default ranks that share processors go on without a lost one; where all are needed, it is
+# awaited.
+DEFAULT, ALL_NEEDED = "as by default", "all ranks needed"
 _TELL_S = 10.0
 PHASES = ("plan", "move", "join", "probe")  # Of a re-forming.
 
@@ -80,19 +79,16 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "tiny"
         write_tiny_model(model, seed=options.seed)
-        alone = await serve(model, 1, LOOKAHEADS_TOKENS[0], options)
+        alone = await serve(model, 1, {}, options)
         passes = {}
-        for tokens in LOOKAHEADS_TOKENS:
-            through = await serve(model, options.ranks, tokens, options)
-            passes[tokens] = figures_of(alone, through, options.ranks)
-    # The pause of those that re-form without a process that starts, for `raidserve_recovery`.
-    figures = {"passes": passes, "pause_s": passes[0]["pause_s"]}
-    text = "\n".join(as_text(tokens, each) for tokens, each in passes.items())
+        for name, elastic in ((DEFAULT, {}), (ALL_NEEDED, {"min_ranks": options.ranks})):
+            through = await serve(model, options.ranks, elastic, options)
+            passes[name] = figures_of(alone, through, options.ranks)
+    figures = {"passes": passes, "pause_s": passes[DEFAULT]["pause_s"]}
+    text = "\n".join(as_text(name, each) for name, each in passes.items())
     print(text)
     void = record.keep(options.out, "in_place", figures, text)
-    missed = [
-        f"look-ahead {tokens}: {each}" for tokens in passes for each in misses(passes[tokens])
-    ]
+    missed = [f"{name}: {each}" for name in passes for each in misses(passes[name])]
     for each in missed:
         print(f"MISSED: {each}")
     raise SystemExit(1 if missed or void else 0)
@@ -114,7 +110,7 @@ def misses(figures: dict[str, Any]) -> list[str]:
 
 
 async def serve(
-    model: Path, ranks: int, lookahead_tokens: int, options: argparse.Namespace
+    model: Path, ranks: int, elastic: dict[str, Any], options: argparse.Namespace
 ) -> Passed:
     place = {"id": "e0", "role": "both", "tp": ranks}
     own, agents = free_ports(2)
@@ -130,8 +126,7 @@ async def serve(
         ],
     }
     backup = {"mode": "local", "directory": str(model.parent)}
-    policy = {"lookahead_tokens": lookahead_tokens}
-    config = parse_config({"cluster": cluster, "backup": backup, "policy": policy})
+    config = parse_config({"cluster": cluster, "backup": backup, "elastic": elastic})
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
     async with agent_of(config, SECRET), instance_client(make_app(instance), SECRET) as client:
         await instance.start()
@@ -228,7 +223,7 @@ async def leave(instance: EngineInstance, rank: int, faults: Counter[str]) -> No
     assert group is not None
     ordered = RankRequest(rank, True, instance.epoch)
     if await instance.order_rank(ordered) is not None:
-        return  # Another one was lost at this moment.
+        return  # Another one was lost at this moment, or all are needed.
     faults["leave"] += 1
     while rank in group.layout.ranks:
         await asyncio.sleep(0.002)
@@ -349,7 +344,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"p50": percentile(values, 50) or 0.0, "p99": percentile(values, 99) or 0.0}
 
 
-def as_text(lookahead_tokens: int, figures: dict[str, Any]) -> str:
+def as_text(name: str, figures: dict[str, Any]) -> str:
     tokens, moved, pause = figures["tokens"], figures["bytes"], figures["pause_s"]
     gap, alone = figures["longest_gap_s"], figures["longest_gap_alone_s"]
     left, cells = figures["leaves"], figures["cells"]
@@ -359,12 +354,13 @@ def as_text(lookahead_tokens: int, figures: dict[str, Any]) -> str:
     ways = ", ".join(f"{count} {way}" for way, count in sorted(figures["re-formings"].items()))
     faults = ", ".join(f"{count} {what}" for what, count in sorted(figures["faults"].items()))
     return (
-        f"look-ahead of {lookahead_tokens} tokens: {figures['streams']} streams of "
-        f"{tokens['all']:,} tokens, {figures['unfinished']} unfinished\n"
+        f"{name}: {figures['streams']} streams of {tokens['all']:,} tokens, "
+        f"{figures['unfinished']} unfinished\n"
         f"tokens: {tokens['lost']} lost, {tokens['repeated']} repeated, {tokens['different']} "
         f"different\n"
         f"faults: {faults}\n"
-        f"re-formings: {ways}\n"
+        f"re-formings: {ways}; predicted over real p50 "
+        f"{figures['predicted_over_real'].get('p50', 0):.2f}\n"
         f"pause of a re-forming after a loss: p50 {pause.get('p50', 0):.3f} s, p99 "
         f"{pause.get('p99', 0):.3f} s\n"
         f"of it p50: {phases}\n"
