@@ -18,6 +18,7 @@ import signal
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ import uvloop
 
 from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.record import Record
+from experiments.rig import stretched
 from kvrs.config.file import Config, parse_config
 from kvrs.load.open_loop import replay
 from kvrs.policy.model.actions import Action
@@ -44,8 +46,8 @@ from kvrs.traces.records import ReplayRequest
 
 LIMIT_MS = 50.0
 # Engines keep another GPU's clock: at full speed on the CPU, they and the dying process would fight
-# for the processors.
-PACE = "opt-13b-a100-distserve-tp1"
+# for the processors. It is slowed down further, since two cores would be busy with it all the same.
+PACE, STRETCH = "opt-13b-a100-distserve-tp1", 2.0
 CPU_LIMIT = 0.6  # Above this a run measures the processors rather than the notice.
 PREFILLS = ["p0", "p1"]
 DECODES = ["d0", "d1", "d2", "d3", "d4", "d5"]
@@ -273,6 +275,11 @@ class Experiment:
             return await response.json()
 
 
+def pace_in(directory: str) -> str:
+    """The file of the clock."""
+    return str(stretched(PACE, STRETCH, Path(directory)))
+
+
 def settings(pace: str | None) -> Config:
     """Two nodes with one prefill and three decode instances each."""
     nodes = [
@@ -351,7 +358,8 @@ def main() -> int:
     record = Record()
 
     with (
-        Processes(settings(None if options.unpaced else PACE)) as processes,
+        tempfile.TemporaryDirectory(prefix="kvrs-notice-") as directory,
+        Processes(settings(None if options.unpaced else pace_in(directory))) as processes,
         helper(run_killer) as killer,
     ):
         processes.start(*PREFILLS, *DECODES)
