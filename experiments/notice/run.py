@@ -54,8 +54,9 @@ DECODES = ["d0", "d1", "d2", "d3", "d4", "d5"]
 UP_TIMEOUT_S = 120.0
 NOTICE_TIMEOUT_S = 30.0
 VOCABULARY = 512
-# Before a kill, so that it falls anywhere between two reports of load.
-PAUSE_S = (0.1, 0.35)
+# Before a kill, so that it falls anywhere between two reports of load, and a stream that one death
+# has stopped has mostly a token before the next one: several deaths in a row make it poison.
+PAUSE_S = (0.1 * STRETCH, 0.35 * STRETCH)
 
 
 @dataclass(frozen=True, slots=True)
