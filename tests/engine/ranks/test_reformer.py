@@ -2,6 +2,7 @@
 do meanwhile. The ranks are scripted.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.plans import plan
 from kvrs.elastic.reforming import CarryOut, ReformingPhase, Way
-from kvrs.engine.ranks import missing, reformed, reformer, stages
+from kvrs.engine.ranks import missing, reformed, reformer
 from kvrs.engine.ranks.reformed import ReformingBegun
 from kvrs.engine.ranks.seats import Answered
 from kvrs.errors import KvrsError
@@ -266,7 +267,7 @@ def test_ranks_that_share_processors_are_no_slower_with_fewer(
     monkeypatch: pytest.MonkeyPatch, processors: int, ranks: int, factor: float
 ) -> None:
     """Of four; each computes with one thread."""
-    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     with scripted() as group:
         assert group.reformer.factors(even(UNITS, ranks)) == pytest.approx((factor, factor))
 
@@ -278,9 +279,9 @@ def test_a_lost_rank_is_awaited_where_steps_without_it_are_slower(
     monkeypatch: pytest.MonkeyPatch, processors: int, way: Way
 ) -> None:
     """A process takes 0.1 s; 32 steps of 0.1 s count, which three ranks do in twice the time."""
-    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     with scripted() as group:
-        group.predict = lambda chunks: 0.1
+        monkeypatch.setattr(group, "predict", lambda chunks: 0.1)
         group.streams = 1
         group.machine.costs = replace(group.machine.costs, restart_s=0.1)
         group.lose(3)
