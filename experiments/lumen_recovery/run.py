@@ -20,23 +20,30 @@ import matplotlib
 from rich.console import Console
 
 from experiments.cells import Cells
+from experiments.processes import cpu_ticks, share_used
 from experiments.record import Record
 from experiments.rig import stretched
-from experiments.schemes import PACE, Scheme, run_scheme
-from kvrs.cluster.drill import Run
+from experiments.schemes import PACE, Scheme
+from kvrs.cluster.drill import Run, run_load
+from kvrs.cluster.launcher import Cluster
+from kvrs.config.file import Config
 from kvrs.demo import LINK_BYTES_PER_S, scaled_requests
 from kvrs.faults.language import Fault, parse_faults
 from kvrs.report.report import Report, build_report
 from kvrs.report.student import interval
 from kvrs.traces.generator import GeneratorSettings, generate
+from kvrs.traces.records import ReplayRequest
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-# Eight engines share two cores: on a slower clock their real work still fits into their steps.
-STRETCH = 2.0
-REQUESTS_PER_S_OF_AN_INSTANCE = 2.5
-REQUESTS_OF_AN_INSTANCE = 100
+# All engines share two cores: more of them keep a slower clock, so that their real work fits into
+# their steps, and the cores have as much to do in each case.
+STRETCH_PER_INSTANCE = 0.5
+REQUESTS, REQUESTS_PER_S = 400, 10.0
+# A cell of which the run without a failure takes more of the CPU does not count: engines that wait
+# for a processor keep no clock.
+MOST_CPU = 0.7
 RELOAD_S = 10.0  # Of the weights; LUMEN: tens of seconds.
 STOP, CLEAN = "stop-and-restart", "no failure"
 Row = dict[str, Any]
@@ -99,27 +106,54 @@ def figures(run: Run, clean: Run, report: Report) -> dict[str, Any]:
     }
 
 
-def measured(name: str, arguments: argparse.Namespace, pace: str, console: Console) -> ByScheme:
-    """One run of each scheme, and one without a failure, of the same requests in random order."""
+def run_with_share(
+    config: Config,
+    requests: list[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
+    title: str,
+) -> tuple[Run, float]:
+    """With a fresh cluster; and the share of the CPU that was in use under the load."""
+    with Cluster(
+        config, lambda line: console.print(f"  {line}", style="dim", markup=False)
+    ) as cluster:
+        before = cpu_ticks()
+        run = run_load(cluster, requests, faults, seed, console, title)
+        return run, share_used(before, cpu_ticks())
+
+
+def measured(name: str, seed: int, directory: Path, console: Console) -> ByScheme | None:
+    """One run of each scheme, and one without a failure, of the same requests in random order.
+    None where the machine could not keep the clock.
+    """
     case, _, repeat = name.partition("#")
     instances, failed = map(int, case.split("x"))
-    seed = arguments.seed + int(repeat)
-    count = REQUESTS_OF_AN_INSTANCE * instances
-    trace = generate(GeneratorSettings(requests=count), seed)
-    requests = scaled_requests(trace, seed, REQUESTS_PER_S_OF_AN_INSTANCE * instances)
-    faults = failures(failed, count)
+    seed += int(repeat)
+    stretch = STRETCH_PER_INSTANCE * instances
+    pace = str(stretched(PACE, stretch, directory, RELOAD_S))
+    trace = generate(GeneratorSettings(requests=REQUESTS), seed)
+    requests = scaled_requests(trace, seed, REQUESTS_PER_S)
     runs: dict[str, Run] = {}
+    cpu: dict[str, float] = {}
     for scheme in random.Random(name).sample(SCHEMES, len(SCHEMES)):
         console.print(f"{name} {scheme.name}")
-        config = scheme.config(nodes(instances), seed, pace, LINK_BYTES_PER_S)
-        runs[scheme.name] = run_scheme(scheme, config, requests, faults, seed, console)
+        config = scheme.config(nodes(instances), seed, pace, LINK_BYTES_PER_S / stretch)
+        faults = failures(failed, REQUESTS) if scheme.fails else []
+        runs[scheme.name], cpu[scheme.name] = run_with_share(
+            config, requests, faults, seed, console, scheme.name
+        )
     clean = runs.pop(CLEAN)
+    if cpu[CLEAN] > MOST_CPU:
+        console.print(f"{name}: {cpu[CLEAN]:.0%} of the CPU without a failure: does not count")
+        return None
     return {
         scheme: figures(
             run,
             clean,
             build_report(run.records, clean.records, run.recoveries, run.faults, {}),
         )
+        | {"cpu": round(cpu[scheme], 3), "clean_cpu": round(cpu[CLEAN], 3)}
         for scheme, run in runs.items()
     }
 
@@ -156,10 +190,10 @@ def difference(one: list[Row], base: list[Row], value: Callable[[Row], float | N
 
 def as_text(cases: dict[str, dict[str, list[Row]]]) -> str:
     lines = [
-        f"{REQUESTS_OF_AN_INSTANCE} requests an instance, {REQUESTS_PER_S_OF_AN_INSTANCE} a second "
-        f"and instance, pace {PACE} x {STRETCH:g}, back after {RELOAD_S:g} s; means of the runs",
+        f"{REQUESTS} requests, {REQUESTS_PER_S:g} a second; pace {PACE}, slower by "
+        f"{STRETCH_PER_INSTANCE:g} x instances; back after {RELOAD_S:g} s; means of the runs",
         "in brackets against stop-and-restart, run by run; * where the interval excludes 0",
-        f"{'case':<6}{'scheme':<19}{'runs':>5}{'hit':>5}"
+        f"{'case':<6}{'scheme':<19}{'runs':>5}{'hit':>5}{'CPU':>5}"
         + "".join(f"{name:>25}" for name, _, _ in MEASURES)
         + "  lost/rep/diff/err",
     ]
@@ -168,6 +202,7 @@ def as_text(cases: dict[str, dict[str, list[Row]]]) -> str:
         for name, runs in schemes.items():
             hit = sum(run["interrupted"] for run in runs)
             text = f"{case:<6}{name:<19}{len(runs):>5}{hit:>5}"
+            text += f"{fmean(run['cpu'] for run in runs):>5.0%}"
             for _, value, scale in MEASURES:
                 known = [found for run in runs if (found := value(run)) is not None]
                 cell = f"{fmean(known) * scale:.2f}" if known else "-"
@@ -180,7 +215,8 @@ def as_text(cases: dict[str, dict[str, list[Row]]]) -> str:
             )
             lines.append(f"{text}  {wrong}".rstrip())
         clean = fmean(run["clean_ttft_s"] for run in base)
-        lines.append(f"{case:<6}{CLEAN:<29}{'':25}{clean:>25.2f}")
+        used = fmean(run["clean_cpu"] for run in base)
+        lines.append(f"{case:<6}{CLEAN:<29}{used:>5.0%}{'':25}{clean:>25.2f}")
     lines += [
         "",
         "hit: interrupted streams of all runs; TTFT, TPOT: of the others. The window is LUMEN's "
@@ -222,13 +258,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     record, console = Record(arguments.seed), Console()
-    settings = {"pace": f"{PACE} x {STRETCH:g}", "reload_s": RELOAD_S, "seed": arguments.seed}
+    settings = {
+        "pace": f"{PACE} x {STRETCH_PER_INSTANCE:g} x instances",
+        "requests": REQUESTS,
+        "requests_per_s": REQUESTS_PER_S,
+        "reload_s": RELOAD_S,
+        "seed": arguments.seed,
+    }
     cells = Cells(arguments.out, "lumen_recovery", "lumen_recovery", settings)
     names = [f"{case}#{repeat}" for case in arguments.cases for repeat in range(arguments.repeats)]
     with tempfile.TemporaryDirectory(prefix="kvrs-lumen-") as directory:
-        pace = str(stretched(PACE, STRETCH, Path(directory), RELOAD_S))
         cells.measure(
-            names, arguments.limit_s, lambda name: measured(name, arguments, pace, console)
+            names,
+            arguments.limit_s,
+            lambda name: measured(name, arguments.seed, Path(directory), console),
         )
     cases = by_case(cells.found)
     text = as_text(cases)
