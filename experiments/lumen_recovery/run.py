@@ -39,7 +39,7 @@ from matplotlib import pyplot
 
 # All engines share two cores: more of them keep a slower clock, so that their real work fits into
 # their steps, and the cores have as much to do in each case.
-STRETCH_PER_INSTANCE = 0.5
+STRETCH_PER_INSTANCE = 0.6
 REQUESTS, REQUESTS_PER_S = 400, 10.0
 # A cell of which the run without a failure takes more of the CPU does not count: engines that wait
 # for a processor keep no clock.
