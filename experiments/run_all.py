@@ -214,7 +214,12 @@ ALL = (
     _plain("hand_off_crossover", 5),
     _plain("recovery_grid", 15),
     _plain("load_skew", 22),
-    Experiment("load_skew", ("rates",), 28, "python -m experiments.load_skew.rates --limit-s 1800"),
+    Experiment(
+        "load_skew",
+        ("rates",),
+        55,
+        "python -m experiments.load_skew.rates --repeats 10 --limit-s 3600",
+    ),
     _plain("lumen_recovery", 9),
     _plain("lumen_simulated", 60),
     Experiment(
