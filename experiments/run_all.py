@@ -240,14 +240,8 @@ ALL = (
     ),
     Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
     Experiment("kill_series", ("one_kill",), 4, "python -m experiments.kill_series.one_kill"),
-    *_kinds(
-        "kill_series",
-        3,
-        auto="",
-        rom="--policy rom",
-        always_migrate="--policy always_migrate",
-        always_recompute="--policy always_recompute",
-    ),
+    Experiment("kill_series", ("auto",), 3, "python -m experiments.kill_series.run"),
+    Experiment("kill_series", ("policies",), 40, "python -m experiments.kill_series.policies"),
     Experiment(
         "conversation_trace", ("auto",), 3, "python -m experiments.conversation_trace.run", (TRACE,)
     ),
@@ -288,6 +282,13 @@ ALL = (
     Experiment("tenants", ("attacks", "memory"), 6, "python -m experiments.tenants.run"),
     _plain("networks", 5, ROOT_USER),
     _plain("link_monitor", 6, ROOT_USER),
+    Experiment(
+        "link_monitor",
+        ("times_5",),
+        6,
+        "python -m experiments.link_monitor.run --times 5",
+        (ROOT_USER,),
+    ),
     Experiment("link_monitor", ("simulated",), 1, "python -m experiments.link_monitor.simulated"),
     Experiment(
         "link_monitor",

@@ -252,7 +252,7 @@ def test_the_rates_go_on_from_repeats_of_the_same_code(
 def test_names_choose_folders_and_single_results() -> None:
     """A name that is neither is an error that lists the folders."""
     assert len(chosen([])) == len(ALL)
-    assert [each.name for each in chosen(["kill_series/rom"])] == ["kill_series/rom"]
+    assert [each.name for each in chosen(["kill_series/auto"])] == ["kill_series/auto"]
     assert {each.folder for each in chosen(["tls", "cuts"])} == {"tls", "cuts"}
     with pytest.raises(ValueError, match=r"--only: got nothing; allowed: abuse, "):
         chosen(["nothing"])

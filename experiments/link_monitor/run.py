@@ -1,6 +1,6 @@
 """The estimate of a link whose rate changes, and what decisions taken on it cost.
 
-    python -m experiments.link_monitor.run [--seed 0] [--scale 1.0]
+    python -m experiments.link_monitor.run [--seed 0] [--scale 1.0] [--times 1]
 
 Two hosts as network namespaces; the kernel's token bucket sets the rate of the link between them. A
 real page server sends, a real puller receives and measures. Nothing is paced.
@@ -18,8 +18,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean, median
@@ -52,8 +51,10 @@ STARTS = 20
 START_S = 0.8
 
 PROFILE = "opt-13b-a100-distserve-tp1"
-# The links are slower than a cluster's by this, and so is the KV of the decisions.
+# Links of 12.5 to 125 MB/s are slower than a cluster's by this, and so is the KV of the decisions.
 SHRINK = 100
+# What the kernel lets pass at once: a millisecond of the link, with so much at least.
+BURST_S, BURST_BYTES = 0.001, 1 << 17
 DECISION_TOKENS = (512, 1024, 1475, 2000)
 MB = 1e6
 
@@ -75,6 +76,7 @@ class Scenario:
     pause_s: float = 0.3  # Between transfers, on average.
     hogs: int = 0  # Threads of the receiver's own CPU that never rest.
     cross: tuple[float, float] | None = None  # While another flow shares the link.
+    times: float = 1.0  # As fast as links of 12.5 to 125 MB/s.
 
     def rate(self, at_s: float) -> float:
         """What a transfer gets."""
@@ -96,18 +98,19 @@ class Scenario:
         return now_s + size_bytes / self.rate(now_s) - at_s
 
 
-def scenarios(scale: float) -> list[Scenario]:
-    slow, fast, half_s = 12.5 * MB, 125 * MB, 20.0 * scale
+def scenarios(scale: float, times: float = 1.0) -> list[Scenario]:
+    slow, fast, half_s = 12.5 * MB * times, 125 * MB * times, 20.0 * scale
     steps = (Step(0, slow), Step(half_s, fast), Step(2 * half_s, slow))
     ramp = tuple(
         Step(2.0 + 0.25 * number, slow * 10 ** (number / 80 / scale))
         for number in range(int(80 * scale) + 1)
     )
     waves = tuple(
-        Step(5.0 * number, (25, 100)[number % 2] * MB) for number in range(int(8 * scale) or 2)
+        Step(5.0 * number, (25, 100)[number % 2] * MB * times)
+        for number in range(int(8 * scale) or 2)
     )
     sizes = (1 * MB, 64 * MB)
-    return [
+    found = [
         Scenario("steps", steps, 3 * half_s, sizes),
         Scenario("steps, probes alone", steps, 3 * half_s, None),
         Scenario("steps, starved reader", steps, 3 * half_s, sizes, hogs=4),
@@ -116,6 +119,7 @@ def scenarios(scale: float) -> list[Scenario]:
         Scenario("oscillation, 10 s", waves, 5.0 * len(waves), sizes),
         Scenario("cross traffic", (Step(0, fast),), 3 * half_s, sizes, cross=(half_s, 2 * half_s)),
     ]
+    return [replace(each, times=times) for each in found]
 
 
 @dataclass
@@ -264,17 +268,17 @@ class Trial:
         chosen = best = 0.0
         for at_s, estimate in zip(self.at_s, self.seen[name], strict=True):
             for tokens in DECISION_TOKENS:
-                size_bytes, recompute_s = _costs(tokens)
+                size_bytes, recompute_s = _costs(tokens, self.scenario.times)
                 migrate_s = self.scenario.seconds_for(size_bytes, at_s)
                 chosen += migrate_s if size_bytes / estimate <= recompute_s else recompute_s
                 best += min(migrate_s, recompute_s)
         return chosen / best - 1
 
 
-def _costs(tokens: int) -> tuple[float, float]:
+def _costs(tokens: int, times: float) -> tuple[float, float]:
     """Bytes to move, and seconds to compute: the break-even lies within the rates of the link."""
     geometry = catalog.kv_geometry(PROFILE)
-    size_bytes = tokens * geometry.bytes_per_token / SHRINK
+    size_bytes = tokens * geometry.bytes_per_token * times / SHRINK
     return size_bytes, catalog.prefill_table(PROFILE).seconds_for(tokens)
 
 
@@ -289,7 +293,7 @@ class Bench:
     async def run(self, scenario: Scenario) -> Trial:
         trial = Trial(scenario)
         puller = SampledPuller(lambda: _identity("receiver", "n1"))
-        self._network.throttle("n0", scenario.rate(0), burst_bytes=1 << 17)
+        self._throttle(scenario.rate(0))
         resting = threading.Event()
         hogs = [
             threading.Thread(target=_hog, args=(resting,), daemon=True)
@@ -320,8 +324,10 @@ class Bench:
     async def _change(self, scenario: Scenario, since_s: float) -> None:
         for step in scenario.steps[1:]:
             await asyncio.sleep(since_s + step.at_s - time.monotonic())
-            set_rate = partial(self._network.throttle, "n0", step.bytes_per_s, 1 << 17)
-            await asyncio.to_thread(set_rate)
+            await asyncio.to_thread(self._throttle, step.bytes_per_s)
+
+    def _throttle(self, bytes_per_s: float) -> None:
+        self._network.throttle("n0", bytes_per_s, max(BURST_BYTES, int(BURST_S * bytes_per_s)))
 
     async def _look(self, trial: Trial, puller: SampledPuller, since_s: float) -> None:
         while (at_s := time.monotonic() - since_s) < trial.scenario.length_s:
@@ -390,20 +396,21 @@ def _hog(resting: threading.Event) -> None:
         sum(range(20_000))
 
 
-async def start_errors(bench: Bench) -> list[float]:
+async def start_errors(bench: Bench, times: float) -> list[float]:
     """Of estimates of pullers that have just begun to probe an idle link, whose bucket of tokens
     is full.
     """
-    first = Step(0, 12.5 * MB)
+    first = Step(0, 12.5 * MB * times)
     errors = []
     for _ in range(STARTS):
-        await bench.run(Scenario("before a start", (first,), 0.5, (64 * MB, 64 * MB)))
-        trial = await bench.run(Scenario("start", (first,), START_S, None))
+        before = Scenario("before a start", (first,), 0.5, (64 * MB, 64 * MB), times=times)
+        await bench.run(before)
+        trial = await bench.run(Scenario("start", (first,), START_S, None, times=times))
         errors.append(abs(trial.seen[OURS][-1] / first.bytes_per_s - 1))
     return errors
 
 
-async def measure(seed: int, scale: float) -> tuple[list[Trial], list[float]]:
+async def measure(seed: int, scale: float, times: float) -> tuple[list[Trial], list[float]]:
     context = multiprocessing.get_context("fork")
     with Network("n0", "n1") as network:
         ours, theirs = context.Pipe()
@@ -414,10 +421,10 @@ async def measure(seed: int, scale: float) -> tuple[list[Trial], list[float]]:
         try:
             bench = Bench(network, pages, flow, seed)
             trials = []
-            for scenario in scenarios(scale):
+            for scenario in scenarios(scale, times):
                 trials.append(await bench.run(scenario))
                 print(f"  {scenario.name}: {len(trials[-1].at_s)} looks", flush=True)
-            return trials, await start_errors(bench)
+            return trials, await start_errors(bench, times)
         finally:
             network.enter(DESK)
             sender.kill()
@@ -461,10 +468,10 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def start_text(errors: Sequence[float]) -> str:
+def start_text(errors: Sequence[float], times: float) -> str:
     return (
-        f"idle link of 12.5 MB/s, {START_S} s after the first probe, {len(errors)} times: error "
-        f"{median(errors):.1%} (p50), {max(errors):.1%} at most"
+        f"idle link of {12.5 * times:g} MB/s, {START_S} s after the first probe, "
+        f"{len(errors)} times: error {median(errors):.1%} (p50), {max(errors):.1%} at most"
     )
 
 
@@ -498,18 +505,25 @@ def main() -> int:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the scenarios' lengths, more than 0.5"
     )
+    parser.add_argument(
+        "--times", type=float, default=1.0, help="as fast as links of 12.5 to 125 MB/s"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if (why := missing()) is not None:
         print(f"cannot run here: {why}")
         return 2
     record = Record(options.seed)
-    trials, starts = asyncio.run(measure(options.seed, options.scale))
+    trials, starts = asyncio.run(measure(options.seed, options.scale, options.times))
     rows = as_rows(trials)
     passed, end = verdict(rows)
-    text = "\n".join([as_text(rows), start_text(starts), end])
+    rates = " to ".join(f"{rate * options.times:g}" for rate in (12.5, 125))
+    head = f"a link of {rates} MB/s"
+    text = "\n".join([head, as_text(rows), start_text(starts, options.times), end])
     print(text)
-    is_void = record.keep(options.out, "link_monitor", {"rows": rows, "starts": starts}, text)
+    name = "link_monitor" if options.times == 1 else f"times_{options.times:g}"
+    figures = {"times": options.times, "rows": rows, "starts": starts}
+    is_void = record.keep(options.out, name, figures, text)
     return 2 if is_void else 0 if passed else 1
 
 
