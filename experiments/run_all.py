@@ -241,7 +241,12 @@ ALL = (
     Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
     Experiment("kill_series", ("one_kill",), 4, "python -m experiments.kill_series.one_kill"),
     Experiment("kill_series", ("auto",), 3, "python -m experiments.kill_series.run"),
-    Experiment("kill_series", ("policies",), 40, "python -m experiments.kill_series.policies"),
+    Experiment(
+        "kill_series",
+        ("policies",),
+        50,
+        "python -m experiments.kill_series.policies --seeds 8 --limit-s 3600",
+    ),
     Experiment(
         "conversation_trace", ("auto",), 3, "python -m experiments.conversation_trace.run", (TRACE,)
     ),
