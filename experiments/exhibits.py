@@ -961,7 +961,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "35 / 30 / 29 s",
             How.PACED,
             "no pipeline: decode instances of one process are killed, and streams go on at another "
-            "one that runs; the paper's is a node that joins another pipeline",
+            "one that runs; the paper's is a node that joins another pipeline; p99 is of one "
+            "series of eight, in the other seven no pause is as long as half a second",
             _kill_pauses,
             "kill_series",
         ),

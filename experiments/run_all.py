@@ -220,7 +220,7 @@ ALL = (
         55,
         "python -m experiments.load_skew.rates --repeats 10 --limit-s 3600",
     ),
-    _plain("lumen_recovery", 9),
+    _plain("lumen_recovery", 110, options="--limit-s 7200"),
     _plain("lumen_simulated", 60),
     Experiment(
         "lumen_simulated",
