@@ -116,7 +116,9 @@ class Relay:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
         for writer in self._writers:
-            writer.transport.abort()  # What it has not sent yet would keep it open.
+            # What it has not sent yet would keep it open; one that has closed has no abort() left.
+            if writer.transport.get_write_buffer_size():
+                writer.transport.abort()
         await asyncio.sleep(0)
 
     def _next_fate(self, chaos: ChaosSettings) -> Fate:
