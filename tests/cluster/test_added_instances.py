@@ -34,7 +34,10 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     roles = {"p0": "prefill", "d0": "decode"}
     node = {"id": "n0", "instances": [{"id": name, "role": role} for name, role in roles.items()]}
     cluster = {"nodes": [node], "engine": {"pages": 512, "pace": PACE}}
-    config.write_text(yaml.safe_dump({"cluster": cluster, "proxy": {"self_test": False}}))
+    # Whatever recomputing would cost on a busy machine: what is tested is where the KV comes from.
+    policy = {"name": "always_migrate"}
+    proxy = {"self_test": False}
+    config.write_text(yaml.safe_dump({"cluster": cluster, "policy": policy, "proxy": proxy}))
     launch = Launch(tmp_path, "--config", str(config))
     launch.wait_for_output("kvrs is up", WAIT_S)
     yield launch
