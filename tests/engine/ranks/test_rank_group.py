@@ -220,11 +220,11 @@ def compute_again(group: RankGroup, worker: Worker) -> None:
 
 
 @contextmanager
-def soon_given_up(group: RankGroup) -> Iterator[None]:
-    """A rank that hangs in a batch is lost after some seconds; a busy machine has longer for other
-    batches.
+def soon_given_up(group: RankGroup, predicted_s: float = 0.4) -> Iterator[None]:
+    """A rank that hangs in a batch is lost after eight times what is predicted; a busy machine has
+    longer for other batches.
     """
-    group.predict = lambda chunks: 0.4
+    group.predict = lambda chunks: predicted_s
     try:
         yield
     finally:
