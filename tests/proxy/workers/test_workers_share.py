@@ -1,7 +1,6 @@
 """What workers of one proxy share: streams with a key, tenants' limits, slots."""
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections import Counter
@@ -284,14 +283,12 @@ async def test_targets_have_no_more_transfers_than_slots_over_all_workers(
 
         await system.instances["d0"].kill()
         most = 0
-        # A moment in which all are held may pass unseen: the bound counts, not that it is reached.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):
-                while (slots := (await proxy.state())["slots"].get("d1", {})).get("held", 0) < min(
-                    4, sum(min(2, victims.count(worker)) for worker in (0, 1))
-                ):
-                    most = max(most, slots.get("held", 0), target.running)
-                    await asyncio.sleep(0.01)
+        async with asyncio.timeout(WITHIN_S):
+            while (slots := (await proxy.state())["slots"].get("d1", {})).get("held", 0) < min(
+                4, sum(min(2, victims.count(worker)) for worker in (0, 1))
+            ):
+                most = max(most, slots.get("held", 0), target.running)
+                await asyncio.sleep(0.01)
         for _ in range(20):
             slots = (await proxy.state())["slots"]["d1"]
             most = max(most, slots["held"], target.running)
