@@ -86,7 +86,7 @@ async def test_streams_that_begin_beside_poison_are_not_charged(
 
 async def test_three_poisoned_requests_cost_no_other_stream(build: ProxyClusterBuilder) -> None:
     """They come together, between streams that flow and streams that begin; instances restart."""
-    system = await build(pairs=8)
+    system = await build(pairs=4)
     system.script.poisons = dict.fromkeys(("a", "b", "c"), 0)
     system.script.pause_s = 0.02
     restarting = asyncio.create_task(restart_what_dies(system))
