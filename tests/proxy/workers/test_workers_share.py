@@ -25,7 +25,7 @@ PROMPT = list(range(40))
 STREAM = REQUEST | {"stream": True}
 KEY = {"Authorization": "Bearer key-of-a"}
 # A stream of this pace may be silent for twenty times as long, while it waits at a gate.
-PACE_S = 0.5
+PACE_S = 3.0
 PATIENT = {"token_gap_s": 60.0}
 
 
