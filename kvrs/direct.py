@@ -22,6 +22,7 @@ from kvrs.connections import Connections
 from kvrs.eager_tasks import EagerTask
 from kvrs.http_connection import HttpConnection, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
+from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
 
 log = logging.getLogger(__name__)
 
@@ -187,10 +188,13 @@ class DirectRequest:
 
 
 class DirectServer:
-    """The requests of one port that are served so: `paths` with what serves them."""
+    """The requests of one port that are served so: `paths` with what serves them. `unfinished`
+    counts what has come of those that are not whole.
+    """
 
-    def __init__(self, paths: Mapping[str, Serve]) -> None:
+    def __init__(self, paths: Mapping[str, Serve], unfinished: UnfinishedBodies[Any]) -> None:
         self.paths = paths
+        self.unfinished = unfinished
         self.gathered_bytes = 0
         self.is_closing = False
         self.connections: set[DirectConnection] = set()
@@ -374,6 +378,9 @@ class DirectConnection(asyncio.Protocol):
             self._hand_over(data)
             return
         server.gathered_bytes += grown_bytes
+        # With its head it may be a little more, but its body is a small one.
+        received_bytes = min(len(data), SMALL_BYTES)
+        server.unfinished.note(self, len(data), received_bytes, 0.0)
         self._gathered, self._needs_bytes = data, needs_bytes
         if self._gathering is None:
             loop = asyncio.get_running_loop()
@@ -384,6 +391,7 @@ class DirectConnection(asyncio.Protocol):
 
     def _stop_gathering(self) -> None:
         self._server.gathered_bytes -= len(self._gathered)
+        self._server.unfinished.end(self)
         self._gathered = b""
         if self._gathering is not None:
             self._gathering.cancel()

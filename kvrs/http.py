@@ -34,6 +34,8 @@ IDLE_S = 20.0
 _BACKLOG = 1024
 _LINGERING_S = 2.0  # For the rest of a body that was refused.
 _MAX_HEADERS = 64
+# Of a body that nobody reads yet: reading stops at twice as much.
+_UNREAD_BYTES = 64 << 10
 
 # What only experiments and tests may do to a process.
 _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
@@ -159,6 +161,7 @@ class HttpPort:
             auto_decompress=False,
             keepalive_timeout=IDLE_S,
             lingering_time=_LINGERING_S,
+            read_bufsize=_UNREAD_BYTES,
             max_headers=_MAX_HEADERS,
         )
         make: Callable[[], CountedProtocol] = full

@@ -44,14 +44,15 @@ log.addFilter(_BrokenHttp())
 
 class HttpConnection(web.RequestHandler):
     """A connection that counts. `door` is the one of which the client has proved the key.
-    `room_changed` is called with whether its client reads as fast as is written to it.
+    `room_changed` is called with whether its client reads as fast as is written to it,
+    `data_came` when something of the request's body may have come.
 
     A client that has proved a key may make it a trunk, whose connections are as this one.
     """
 
     __slots__ = (
         *("_abort", "_again", "_among", "_begun", "_proof", "_taken"),
-        *("address", "door", "room_changed"),
+        *("address", "data_came", "door", "room_changed"),
     )
 
     def __init__(
@@ -65,6 +66,7 @@ class HttpConnection(web.RequestHandler):
         self.address = ""
         self.door: Door | None = None
         self.room_changed: Callable[[bool], None] | None = None
+        self.data_came: Callable[[], None] | None = None
         self._taken: asyncio.Transport | None = None
         self._abort: Callable[[], object] | None = None
 
@@ -107,6 +109,8 @@ class HttpConnection(web.RequestHandler):
                 self._become_trunk(data[len(PREFACE) :])
                 return
         super().data_received(data)
+        if self.data_came is not None:
+            self.data_came()
 
     def _become_trunk(self, data: bytes) -> None:
         """The connections in it are served from now on, and counted."""

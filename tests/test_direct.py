@@ -19,6 +19,8 @@ from kvrs import direct, http
 from kvrs.connections import ConnectionLimits
 from kvrs.direct import DirectConnection, DirectRequest, DirectServer, parse_head
 from kvrs.http import HttpPort
+from kvrs.large_work import LARGE_BYTES
+from kvrs.unfinished import UnfinishedBodies
 
 pytestmark = pytest.mark.network
 
@@ -218,6 +220,7 @@ class Port:
     ended: list[str] = field(default_factory=list)
     http: HttpPort | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
+    unfinished: UnfinishedBodies[object] = field(default_factory=lambda: UnfinishedBodies(0))
     then: bytes = field(default_factory=lambda: post(b"third"))  # What comes behind the first.
 
     async def serve(self, request: DirectRequest) -> web.Response:
@@ -250,7 +253,7 @@ async def opened(limits: ConnectionLimits | None = None) -> AsyncIterator[Port]:
     app.router.add_post("/other", full)
     made = Port(0)
     limits = limits or ConnectionLimits(16, 16)
-    server = DirectServer({PATH: made.serve})
+    server = DirectServer({PATH: made.serve}, made.unfinished)
     made.http = HttpPort(app, limits, shutdown_timeout_s=0.3, names=None, direct=server)
     made.port = await made.http.open("127.0.0.1", 0)
     try:
@@ -346,6 +349,28 @@ async def test_parts_of_bodies_take_no_more_memory_than_their_bound(
         found = await answers(port.port, WHOLE[:-3], WHOLE[-3:])
 
     assert found == [b'full:{"a": 1}']
+
+
+async def test_what_has_come_of_a_body_is_counted_until_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also the longest body counts as a small one here: it is never cut."""
+    monkeypatch.setattr(direct, "_GATHERING_S", 60.0)
+    request = post(b" " * LARGE_BYTES)
+    async with opened() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(request[:-1])
+        async with asyncio.timeout(10):
+            while port.unfinished.held_bytes < len(request) - 1:
+                await asyncio.sleep(0.01)
+        assert (port.unfinished.small_bytes, port.served) == (len(request) - 1, [])
+
+        writer.write(request[-1:])
+        await bodies(reader, 1)
+        writer.close()
+
+        assert port.unfinished.held_bytes == 0
+        assert len(port.served) == 1
 
 
 async def test_requests_behind_another_are_answered_in_order() -> None:
@@ -457,7 +482,7 @@ async def test_an_idle_connection_is_closed(sent: bytes, monkeypatch: pytest.Mon
 
 async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requests() -> None:
     """One that was used meanwhile is closed behind those that were not."""
-    server, closed, all_closed = DirectServer({}), list[str](), asyncio.Event()
+    server, closed, all_closed = DirectServer({}, UnfinishedBodies(0)), list[str](), asyncio.Event()
 
     class Noting:
         def __init__(self, name: str) -> None:

@@ -22,6 +22,7 @@ RANK = {
     "origins": 0,
     "private_files": 0,
     "connections": 1,
+    "unfinished": 1,
     "tracing": 1,
     "trunk": 1,
     "tls": 1,
@@ -69,7 +70,7 @@ PURE = {
         f"kvrs.{name}"
         for name in ("ids", "errors", "private_files", "protocol", "config", "faults", "policy")
     ),
-    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control", "elastic")),
+    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control", "elastic", "unfinished")),
     *(
         f"kvrs.transfer.{name}"
         for name in (

@@ -82,7 +82,7 @@ async def unfinished_bodies(count: int = 200) -> dict[str, Any]:
     async with open_proxy_cluster(pairs=1) as system:
         with tempfile.TemporaryDirectory() as directory:
             async with process(
-                system, Path(directory), body_budget_bytes=BUDGET_BYTES, body_timeout_s=30.0
+                system, Path(directory), unfinished_body_bytes=BUDGET_BYTES, body_timeout_s=30.0
             ) as (proxy, url):
                 async with aiohttp.ClientSession() as http:
                     assert await is_served(http, url)

@@ -121,7 +121,8 @@ def _memory(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     pages = agents * config.backup.capacity_bytes if config.agents_run else 0
     wanted, free = pages, free_bytes()
     if answer.state is None:
-        wanted += config.proxy.body_budget_bytes + config.proxy.mirror_bytes
+        proxy = config.proxy
+        wanted += proxy.body_budget_bytes + proxy.unfinished_body_bytes + proxy.mirror_bytes
     value = f"{free:,} bytes can be given"
     if free >= wanted:
         yield good("memory", value)

@@ -118,8 +118,12 @@ class ProxySettings(Settings):
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """A request with a larger body gets 413."""
     body_budget_bytes: int = Field(default=512 << 20, ge=2048)
-    """Memory for bodies that are being read and requests that are open, of which one client address
-    gets three quarters. Beyond it new requests get 503 with Retry-After.
+    """Memory for requests that are open, of which one client address gets three quarters. Beyond it
+    new requests get 503 with Retry-After.
+    """
+    unfinished_body_bytes: int = Field(default=128 << 20, ge=0)
+    """Memory for bodies above 64 kB of which the end has not come. Beyond it those that make least
+    progress get 408; the only one is never cut.
     """
     body_timeout_s: float = Field(default=10.0, gt=0)
     """A client that sends its request more slowly is cut off."""

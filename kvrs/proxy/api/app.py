@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvrs.config.proxy import Inexact, ProxySettings
 from kvrs.control.live import Complete
-from kvrs.direct import DirectRequest, DirectServer
+from kvrs.direct import DirectRequest, DirectServer, Serve
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES, LargeWork
@@ -28,7 +28,7 @@ from kvrs.proxy.api.answers import (
     error_response,
     errors_as_openai,
 )
-from kvrs.proxy.api.bodies import read_body
+from kvrs.proxy.api.bodies import ClientBodies
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.endings import Response, end_stream, missing_end, whole_response
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
@@ -119,6 +119,7 @@ class ClientApi:
         self._pages = AllowedPages(origins) if origins else None
         self._marked = lru_cache(maxsize=1024)(partial(_marked, client_key))
         self.budget = ByteBudget(settings.body_budget_bytes)
+        self._bodies = ClientBodies(settings, metrics.admission, clock)
         metrics.admission.request_bytes.set_function(lambda: self.budget.held_bytes)
 
     def application(self) -> web.Application:
@@ -136,8 +137,12 @@ class ClientApi:
 
     def direct(self) -> DirectServer:
         """The same requests without aiohttp's server."""
-        paths = {path: partial(self._serve_directly, parse) for path, parse in self._readers()}
-        return DirectServer(paths) if self._pages is None else self._pages.direct(paths)
+        paths: dict[str, Serve] = {
+            path: partial(self._serve_directly, parse) for path, parse in self._readers()
+        }
+        if self._pages is not None:
+            paths = self._pages.direct(paths)
+        return DirectServer(paths, self._bodies.unfinished)
 
     def _readers(self) -> Iterator[tuple[str, Callable[..., ParsedRequest]]]:
         for path, parse in (
@@ -217,7 +222,7 @@ class ClientApi:
         """The body of a request that there is room for."""
         self._check_room(1)
         self._most_elements(request.content_length or 0)  # Too many bytes are not read at all.
-        return await read_body(request, self._settings, held, use)
+        return await self._bodies.read(request, held, use)
 
     async def parse(self, read: Callable[..., Parsed], body: bytes) -> Parsed:
         most = self._most_elements(len(body))

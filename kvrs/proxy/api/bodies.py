@@ -1,54 +1,157 @@
-"""Bodies of clients' requests, counted before they are read."""
+"""Bodies of clients' requests: counted as they come, then as requests that are open."""
 
 import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from aiohttp import StreamReader
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.direct import DirectRequest
+from kvrs.direct import DirectConnection, DirectRequest
 from kvrs.errors import RequestError
+from kvrs.http_connection import HttpConnection
 from kvrs.proxy.api.tenants import Use
+from kvrs.proxy.streams.metrics import AdmissionMetrics
 from kvrs.proxy.wire.budget import Held
 from kvrs.proxy.wire.downstream import ClientRequest
+from kvrs.unfinished import Cut, UnfinishedBodies
+
+log = logging.getLogger(__name__)
 
 
-async def read_body(request: ClientRequest, settings: ProxySettings, held: Held, use: Use) -> bytes:
-    """The body of a request. What it declares is taken from the budget and from the tenant's limit
-    at once, so that a body that was begun can be read to its end; one without a length is counted
-    as it arrives.
+class _ComingBody:
+    """A body that is being read. `timeout` ends the reading, also when it is cut."""
 
-    Raises:
-        RequestError: it is compressed, too long or too slow, or there is no room for it.
-    """
-    if isinstance(request, DirectRequest):  # It is not compressed, and here.
-        await _take(request.content_length, settings, held, use)
-        return request.take_body()
-    if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
-        raise RequestError(
-            f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'", status=415
+    def __init__(self, content: StreamReader, timeout: asyncio.Timeout) -> None:
+        self.content = content
+        self.read = bytearray()
+        self.is_cut = False
+        self._timeout = timeout
+
+    @property
+    def held_bytes(self) -> int:
+        """With what has come and is not read yet, and with room that `read` has for more."""
+        return sys.getsizeof(self.read) + self.content.total_bytes - len(self.read)
+
+    def cut(self) -> None:
+        self.is_cut = True
+        self.read.clear()
+        self._timeout.reschedule(asyncio.get_running_loop().time())
+
+
+class ClientBodies:
+    """Reads the bodies of one port. `unfinished` counts all of which the end has not come."""
+
+    def __init__(
+        self, settings: ProxySettings, metrics: AdmissionMetrics, clock: Callable[[], float]
+    ) -> None:
+        self.unfinished = UnfinishedBodies[_ComingBody | DirectConnection](
+            settings.unfinished_body_bytes
         )
-    await _take(request.content_length or 0, settings, held, use)
-    content = request.content
-    if content.is_eof():  # All of it came with the head, or right behind it.
-        whole = content.read_nowait()
-        await _take(len(whole), settings, held, use)
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        metrics.unfinished_bytes.set_function(lambda: self.unfinished.held_bytes)
+
+    async def read(self, request: ClientRequest, held: Held, use: Use) -> bytes:
+        """The body of a request. A body that has no room among open requests is refused before it
+        is read, and takes of that room when it is whole; of a tenant's limit it takes what it
+        declares at once, and otherwise what has come.
+
+        Raises:
+            RequestError: it is compressed, too long or too slow, there is no room for it, or it
+                was cut in favour of others.
+        """
+        if isinstance(request, DirectRequest):  # It is not compressed, and here.
+            await self._check(request.content_length, held, use)
+            _take(request.content_length, held)
+            return request.take_body()
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            raise RequestError(
+                f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'",
+                status=415,
+            )
+        await self._check(request.content_length or 0, held, use)
+        content, connection = request.content, request.protocol
+        if content.is_eof():  # All of it came with the head, or right behind it.
+            whole = content.read_nowait()
+        else:
+            whole = await self._read_rest(content, connection, held, use)
+        await self._check(len(whole), held, use)
+        _take(len(whole), held)
         return whole
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            while chunk := await content.readany():
-                body += chunk
-                await _take(len(body), settings, held, use)
-    except TimeoutError:
-        raise RequestError(
-            f"the body did not arrive within {settings.body_timeout_s} s", status=408
-        ) from None
-    return bytes(body)
+
+    async def _read_rest(
+        self, content: StreamReader, connection: object, held: Held, use: Use
+    ) -> bytes:
+        counted = connection if isinstance(connection, HttpConnection) else None
+        body = None
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s) as timeout:
+                body = _ComingBody(content, timeout)
+                if counted is not None:
+                    counted.data_came = partial(self._note, body)
+                self._note(body)
+                while chunk := await content.readany():
+                    if not body.is_cut:
+                        body.read += chunk
+                        self._note(body)
+                        await self._check(len(body.read), held, use)
+        except TimeoutError:
+            if body is None or not body.is_cut:
+                raise RequestError(
+                    f"the body did not arrive within {self._settings.body_timeout_s} s", status=408
+                ) from None
+        finally:
+            if counted is not None:
+                counted.data_came = None
+            if body is not None:
+                self.unfinished.end(body)
+        if body.is_cut:
+            raise RequestError(
+                "the body was cut: it came more slowly than others, and unfinished bodies take up "
+                "the memory for them; allowed: to send it again",
+                status=408,
+                code="body_cut",
+            )
+        return bytes(body.read)
+
+    def _note(self, body: _ComingBody) -> None:
+        """Some of it may have come, or been read."""
+        if body.is_cut:
+            return
+        if body.content.is_eof():  # Whole: from here on it is not cut.
+            self.unfinished.end(body)
+            return
+        received_bytes = body.content.total_bytes
+        for cut in self.unfinished.note(body, body.held_bytes, received_bytes, self._clock()):
+            self._cut(cut)
+
+    def _cut(self, cut: Cut[_ComingBody | DirectConnection]) -> None:
+        assert isinstance(cut.body, _ComingBody)  # Others are small.
+        facts = {"held_bytes": cut.held_bytes, "quiet_s": round(cut.quiet_s, 3)}
+        log.warning("unfinished body cut", extra=facts)
+        self._metrics.bodies_cut.inc()
+        cut.body.cut()
+
+    async def _check(self, size_bytes: int, held: Held, use: Use) -> None:
+        """Raises RequestError: a body of that size is too long, or there is no room for it."""
+        if size_bytes > self._settings.max_body_bytes:
+            raise RequestError(
+                f"the body must be at most {self._settings.max_body_bytes} bytes", status=413
+            )
+        await use.grow(size_bytes)
+        if not held.has_room(size_bytes):
+            raise RequestError(
+                "the requests that are open take up the memory for bodies",
+                status=503,
+                code="no_room",
+            )
 
 
-async def _take(size_bytes: int, settings: ProxySettings, held: Held, use: Use) -> None:
-    if size_bytes > settings.max_body_bytes:
-        raise RequestError(f"the body must be at most {settings.max_body_bytes} bytes", status=413)
-    await use.grow(size_bytes)
-    if not held.grow(size_bytes):
-        raise RequestError(
-            "the requests that are open take up the memory for bodies", status=503, code="no_room"
-        )
+def _take(size_bytes: int, held: Held) -> None:
+    """There is room: it was checked in the same turn of the event loop."""
+    has_room = held.grow(size_bytes)
+    assert has_room

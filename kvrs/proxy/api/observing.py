@@ -84,7 +84,7 @@ class RequestObserver:
         """
         app.middlewares.insert(0, self._observe)
         paths = {path: partial(self._observe_direct, serve) for path, serve in direct.paths.items()}
-        return app, DirectServer(paths)
+        return app, DirectServer(paths, direct.unfinished)
 
     @web.middleware
     async def _observe(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvrs.config.proxy import ANY_ORIGIN
-from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
+from kvrs.direct import DirectRequest, SentResponse, Serve
 from kvrs.errors import RequestError
 from kvrs.proxy.api.answers import error_response
 from kvrs.proxy.wire.request_context import HEADERS_KEY
@@ -48,9 +48,9 @@ class AllowedPages:
 
         return middleware
 
-    def direct(self, paths: Mapping[str, Serve]) -> DirectServer:
+    def direct(self, paths: Mapping[str, Serve]) -> dict[str, Serve]:
         """The same for requests that are served without aiohttp's server."""
-        return DirectServer({path: partial(self._serve, serve) for path, serve in paths.items()})
+        return {path: partial(self._serve, serve) for path, serve in paths.items()}
 
     async def _serve(self, serve: Serve, request: DirectRequest) -> web.Response | SentResponse:
         if not (headers := self._headers(request.headers)):

@@ -361,6 +361,16 @@ class AdmissionMetrics:
             "Bytes of the body budget that clients' requests hold.",
             registry=registry,
         )
+        self.unfinished_bytes = Gauge(
+            "kvrs_unfinished_body_bytes",
+            "Bytes of memory that bodies hold of which the end has not come.",
+            registry=registry,
+        )
+        self.bodies_cut = Counter(
+            "kvrs_bodies_cut",
+            "Unfinished bodies that were cut (408) because they took up the memory for them.",
+            registry=registry,
+        )
         Gauge(
             "kvrs_descriptor_wait_seconds",
             "Time that calls of this process have waited for descriptors, in all.",

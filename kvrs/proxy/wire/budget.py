@@ -5,8 +5,8 @@ from typing import Self
 
 
 class ByteBudget:
-    """Bytes of bodies that are being read, and of requests that are open. One address leaves a
-    quarter to the others; a gateway in front may be the only one.
+    """Bytes of requests that are open. One address leaves a quarter to the others; a gateway in
+    front may be the only one.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -51,14 +51,17 @@ class Held:
         self.resize(0)
         self._is_over = True
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether it could grow to `size_bytes` now."""
+        lacking_bytes = size_bytes - self.size_bytes
+        return lacking_bytes <= 0 or self._budget.has_room(self._address, lacking_bytes)
+
     def grow(self, size_bytes: int) -> bool:
         """Take what is lacking to `size_bytes`; whether there was room for it."""
-        lacking_bytes = size_bytes - self.size_bytes
-        if lacking_bytes > 0:
-            if not self._budget.has_room(self._address, lacking_bytes):
-                return False
+        has_room = self.has_room(size_bytes)
+        if has_room and size_bytes > self.size_bytes:
             self.resize(size_bytes)
-        return True
+        return has_room
 
     def resize(self, size_bytes: int) -> None:
         """Note what is held in any case."""

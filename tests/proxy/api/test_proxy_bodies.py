@@ -1,4 +1,4 @@
-"""The budget for bodies that are being read and requests that are open."""
+"""The budgets for bodies that are being read and for requests that are open."""
 
 import asyncio
 import gc
@@ -51,55 +51,166 @@ async def until_held(system: ProxyCluster, size_bytes: int) -> None:
     await system.until(holds)
 
 
-async def test_bodies_are_counted_before_they_are_read(build: ProxyClusterBuilder) -> None:
-    """Of what was declared nothing has come: a body that was begun must be able to end."""
+async def until_unfinished(system: ProxyCluster, least_bytes: int, most_bytes: int) -> None:
+    """Until unfinished bodies take so much, with the room that their buffers have for more."""
+
+    async def holds() -> bool:
+        return least_bytes <= await system.count("kvrs_unfinished_body_bytes") <= most_bytes
+
+    await system.until(holds)
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes, dict[str, str]]:
+    """Status and head of a response, and its error; then the connection is closed."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    error = msgspec.json.decode(await reader.read())["error"]
+    return int(head.split()[1]), head, error
+
+
+async def test_a_body_takes_of_the_budget_when_it_is_whole(build: ProxyClusterBuilder) -> None:
+    """Declaring bodies, or sending parts of them, leaves the room of open requests to others."""
     system = await build(pairs=1, proxy=SMALL)
-    async with unfinished(system.proxy.port, 3, 1, 100 * KIB):
-        await until_held(system, 300 * KIB)
+    async with (
+        unfinished(system.proxy.port, 8, 1, 100 * KIB),
+        unfinished(system.proxy.port, 4, 60 * KIB, 100 * KIB),
+        unfinished(system.proxy.port, 4, 60 * KIB, None),
+    ):
+        await until_unfinished(system, 480 * KIB, 560 * KIB)
 
-        async with unfinished(system.proxy.port, 1, 1, 50 * KIB) as (refused,):
-            head = await refused.readuntil(b"\r\n\r\n")
+        status, _ = await system.ask({"prompt": "x" * 90 * KIB, "max_tokens": 1})
 
-        assert head.startswith(b"HTTP/1.1 503 ")
-        found = re.search(rb"Retry-After: (\d+)\r\n", head)
-        assert found is not None
-        assert 1 <= int(found[1]) <= 3
-        assert b"Connection: close" in head
-    await until_held(system, 0)
-    status, _ = await system.complete(prompt=[1] * 20_000, max_tokens=1)
-    assert status == 200
+        assert status == 200
+        assert await system.count("kvrs_request_bytes") == 0
+    await until_unfinished(system, 0, 0)
 
 
-async def test_one_address_leaves_room_for_bodies_of_others(build: ProxyClusterBuilder) -> None:
+async def test_a_body_without_room_is_refused_before_it_is_read(
+    build: ProxyClusterBuilder,
+) -> None:
+    """What it declares shows that it has no room: reading it would be for nothing."""
+    system = await build(pairs=1, proxy=SMALL)
+    system.script.gate = asyncio.Event()
+    body = {"messages": [{"role": "user", "content": "x" * 90 * KIB}], "max_tokens": 1}
+    asked = [asyncio.create_task(system.ask(body)) for _ in range(3)]
+    await system.until_streams_hold(0, count=3)
+
+    async with unfinished(system.proxy.port, 1, 1, 50 * KIB) as (refused,):
+        status, head, error = await answer_of(refused)
+    system.script.gate.set()
+    await asyncio.gather(*asked)
+
+    assert (status, error["code"]) == (503, "no_room")
+    found = re.search(rb"Retry-After: (\d+)\r\n", head)
+    assert found is not None
+    assert 1 <= int(found[1]) <= 3
+    assert b"Connection: close" in head
+
+
+async def test_one_address_leaves_room_for_requests_of_others(build: ProxyClusterBuilder) -> None:
     """A quarter of the budget is not to be had by the address that has the rest."""
     system = await build(pairs=1, proxy=SMALL)
-    body = {"prompt": "x" * 50 * KIB, "max_tokens": 1}
-    async with unfinished(system.proxy.port, 3, 1, 100 * KIB):
-        await until_held(system, 300 * KIB)
-        status, _ = await system.ask(body)
-        elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
-        async with (
-            aiohttp.ClientSession(connector=elsewhere) as http,
-            http.post(f"{system.url}/v1/completions", json=body) as answer,
-        ):
-            other = answer.status
+    system.script.gate = asyncio.Event()
+    body = {"messages": [{"role": "user", "content": "x" * 90 * KIB}], "max_tokens": 1}
+    asked = [asyncio.create_task(system.ask(body)) for _ in range(3)]
+    await system.until_streams_hold(0, count=3)
 
-    assert (status, other) == (503, 200)
+    status, _ = await system.ask(body)
+    elsewhere = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+    async with aiohttp.ClientSession(connector=elsewhere) as http:
+        other = asyncio.create_task(_status(http, f"{system.url}/v1/chat/completions", body))
+        await system.until_streams_hold(0, count=4)
+        system.script.gate.set()
+        found = await other
+    await asyncio.gather(*asked)
+
+    assert (status, found) == (503, 200)
 
 
-async def test_a_body_without_a_length_is_counted_as_it_arrives(build: ProxyClusterBuilder) -> None:
-    """A chunked body declares nothing."""
+async def _status(http: aiohttp.ClientSession, url: str, body: object) -> int:
+    async with http.post(url, json=body) as answer:
+        return answer.status
+
+
+@pytest.mark.parametrize("declared", [100 * KIB, None])
+async def test_the_body_with_least_progress_is_cut_when_there_is_no_room(
+    build: ProxyClusterBuilder, caplog: pytest.LogCaptureFixture, declared: int | None
+) -> None:
+    """408 in OpenAI's form and the end of the connection, for the one that stalled first; those
+    that came later, whole or not, and small ones are left alone.
+    """
+    system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 250 * KIB})
+    port = system.proxy.port
+    async with (
+        unfinished(port, 4, 60 * KIB, declared) as small,
+        unfinished(port, 1, 90 * KIB, declared) as (first,),
+    ):
+        await until_unfinished(system, 330 * KIB, 400 * KIB)
+        async with unfinished(port, 1, 90 * KIB, declared) as (second,):
+            await until_unfinished(system, 420 * KIB, 500 * KIB)
+
+            async with unfinished(port, 1, 90 * KIB, declared) as (third,):
+                status, head, error = await answer_of(first)
+                whole, _ = await system.ask({"prompt": "x" * 90 * KIB, "max_tokens": 1})
+
+                left = [*small, third]
+                assert not any(each._buffer for each in left)  # type: ignore[attr-defined]
+                assert not any(each.at_eof() for each in left)
+
+    assert (status, error["type"], error["code"]) == (408, "invalid_request_error", "body_cut")
+    assert b"Connection: close" in head
+    assert whole == 200
+    assert await system.count("kvrs_bodies_cut_total") >= 1
+    (line, *_) = [one for one in caplog.records if one.message == "unfinished body cut"]
+    assert "127.0.0.1" not in str(vars(line))
+    del second
+
+
+async def test_requests_are_served_while_large_bodies_never_end(
+    build: ProxyClusterBuilder,
+) -> None:
+    """As many bodies as would fill the budget of open requests, and small ones beside them, whose
+    bytes come apart: all of these are served, by both paths of the port.
+    """
+    system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 200 * KIB})
+    async with unfinished(system.proxy.port, 20, 95 * KIB, 100 * KIB):
+        for length in ("Content-Length: 5", "Transfer-Encoding: chunked"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
+            writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+            writer.write(b"{}" if length.startswith("C") else b"2\r\n{}\r\n")
+            await asyncio.sleep(0)
+            writer.write(b"   " if length.startswith("C") else b"3\r\n   \r\n0\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            assert head.startswith(b"HTTP/1.1 400 ")  # It was read, and has no prompt.
+
+        status, _ = await system.complete(prompt=[1, 2, 3], max_tokens=1)
+
+        assert status == 200
+    await until_unfinished(system, 0, 0)
+
+
+async def test_small_bodies_that_never_end_are_not_cut(
+    build: ProxyClusterBuilder,
+) -> None:
+    """Bodies of up to 64 kB take nothing of the budget of larger ones."""
+    system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 100 * KIB})
+    async with unfinished(system.proxy.port, 300, KIB, 64 * KIB):
+        await until_unfinished(system, 300 * KIB, 400 * KIB)
+
+        async with unfinished(system.proxy.port, 1, 95 * KIB, 100 * KIB):
+            await until_unfinished(system, 395 * KIB, 520 * KIB)
+
+    assert await system.count("kvrs_bodies_cut_total") == 0
+
+
+async def test_what_has_come_of_a_usual_request_counts_as_unfinished(
+    build: ProxyClusterBuilder,
+) -> None:
+    """While the rest of it is awaited without aiohttp's server, and after that too."""
     system = await build(pairs=1, proxy=SMALL)
-    async with unfinished(system.proxy.port, 2, 90 * KIB, None):
-        await until_held(system, 180 * KIB)
-
-        async with unfinished(system.proxy.port, 1, 99 * KIB, None):
-            await until_held(system, 279 * KIB)
-            async with unfinished(system.proxy.port, 1, 90 * KIB, None) as (refused,):
-                line = await refused.readline()
-
-    assert line.startswith(b"HTTP/1.1 503 ")
-    await until_held(system, 0)
+    async with unfinished(system.proxy.port, 2, 30 * KIB, 60 * KIB):
+        await until_unfinished(system, 60 * KIB, 70 * KIB)
+    await until_unfinished(system, 0, 0)
 
 
 async def test_an_open_request_holds_its_bytes_to_its_end(build: ProxyClusterBuilder) -> None:
@@ -121,10 +232,15 @@ async def test_an_open_request_holds_its_bytes_to_its_end(build: ProxyClusterBui
 async def test_memory_of_unfinished_bodies_is_bounded(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """All but the last byte of 14 bodies of 8 MiB, before a budget of 32 MiB."""
+    """All but the last byte of 14 bodies of 8 MiB, before a budget of 32 MiB: at least eleven of
+    them are cut, and memory does not grow by more than the budget and a fifth.
+    """
     system, budget, size = await build(pairs=1), 32 << 20, 8 << 20
     async with (
-        process(system, tmp_path, max_body_bytes=size, body_budget_bytes=budget) as (proxy, url),
+        process(system, tmp_path, max_body_bytes=size, unfinished_body_bytes=budget) as (
+            proxy,
+            url,
+        ),
         aiohttp.ClientSession() as http,
         asyncio.timeout(WITHIN_S),
     ):
@@ -141,7 +257,7 @@ async def test_memory_of_unfinished_bodies_is_bounded(
             for line in lines:
                 line.cancel()
 
-    assert all(line.result().startswith(b"HTTP/1.1 503 ") for line in lines if not line.cancelled())
+    assert all(line.result().startswith(b"HTTP/1.1 408 ") for line in lines if not line.cancelled())
     assert grown < 1.2 * budget
 
 
