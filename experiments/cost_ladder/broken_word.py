@@ -92,7 +92,7 @@ def play(cell: Cell, factor: float, seed: int) -> Played:
         clock.run(clock.now_s + draw.uniform(0.0, STEP_S))
         lost_s = clock.now_s
         hit = {
-            name: proxy.control.progress.token_gap_s(proxy.streams[name], lost_s)
+            name: proxy.control.progress.token_gap_s(proxy.streams[name], lost_s, lost_s)
             for name in names
             if proxy.streams[name].instance == HOME and not proxy.streams[name].outcome
         }

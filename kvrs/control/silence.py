@@ -1,12 +1,15 @@
 """How long a source may be silent, and what excuses it.
 
 A source is an instance that reports its load, an agent, or an attempt that produces tokens.
+
+To give up what is silent serves only what can go on elsewhere. Where no other instance could take
+it, the longest limit applies: a process that was paused goes on with its streams when it is back.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.control.fleet import Instances, overdue_after_s
@@ -15,6 +18,9 @@ from kvrs.ids import InstanceId
 
 # The least silence that counts, however quick the source was before: machines pause.
 SHORTEST_SILENCE_S = 2.0
+# No watch of a process is ended by what others say of it before it was silent for so long: on a
+# busy machine a healthy process, or this one, may lack a processor for many time slices.
+SHORTEST_SUSPICION_S = 0.5
 # Silence lasts for this many of a source's usual intervals, so that one which has become ten times
 # as slow is not silent.
 USUAL_INTERVALS = 20
@@ -46,7 +52,9 @@ class WatchLimits:
 
     usual_s: float
     overdue_s: float  # Enough where gossip reports the process dead.
-    longest_s: float  # For one whose event loop stalls, while its heartbeats come.
+    # For one whose event loop stalls, while its heartbeats come, and where nothing else could take
+    # its streams.
+    longest_s: float
 
     @classmethod
     def of(cls, settings: ProxySettings) -> "WatchLimits":
@@ -55,14 +63,18 @@ class WatchLimits:
         usual_s = silent_after_s(settings.load_interval_s, longest_s)
         return cls(usual_s, overdue_s, longest_s)
 
-    def silence_s(self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0) -> float:
+    def silence_s(
+        self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0, alone_for_s: float = 0.0
+    ) -> float:
         """A gossiped death only shortens the report timeout: it ends no watch by itself. A process
         whose heartbeats have gone on for `beats_for_s` since its last report has until they are
-        overdue, too.
+        overdue, too. One whose streams no other could take until `alone_for_s` after its last
+        report has its time from then on, whatever is gossiped: agents report silence as a death.
         """
         silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
-        if beats_for_s <= 0.0:
+        if beats_for_s <= 0.0 and alone_for_s <= 0.0:
             return silence_s
+        silence_s += max(0.0, alone_for_s)
         return min(self.longest_s, max(silence_s, beats_for_s + self.overdue_s))
 
 
@@ -72,6 +84,16 @@ class SilenceTimer:
     def __init__(self, now_s: float) -> None:
         self.heard_s = now_s
         self._next_s = now_s
+
+    def stalled(self, late_s: float, now_s: float) -> None:
+        """Leave out the time in which this process stood still, until now: nothing could be heard
+        in it.
+        """
+        self.heard_s = min(now_s, self.heard_s + late_s)
+
+    def may_be_suspected(self, now_s: float) -> bool:
+        """Whether it has lasted longer than processes wait for a processor."""
+        return now_s - self.heard_s >= SHORTEST_SUSPICION_S
 
     def look(self, now_s: float, limit_s: float, is_excused: Callable[[], bool]) -> float | None:
         """Return when to look again; None: the source was silent for `limit_s` without an excuse.
@@ -94,16 +116,24 @@ class SilenceTimer:
 class Delivered:
     """What an instance has delivered."""
 
-    last_s: float = -math.inf
+    last_s: float = -inf
     tokens: int = 0  # Of the streams of this process, as far as they are counted.
 
 
 class InstanceProgress:
     """When instances last delivered anything, and how long attempts may wait for them."""
 
-    def __init__(self, instances: Instances, token_gap_s: float) -> None:
+    def __init__(
+        self,
+        instances: Instances,
+        token_gap_s: float,
+        has_others: Callable[[InstanceId, float], bool],
+    ) -> None:
+        """`has_others`: whether others could take now what runs at the instance."""
         self._instances = instances
         self._token_gap_s = token_gap_s
+        self._has_others = has_others
+        self._others_since_s: dict[InstanceId, float] = {}  # Of those that were alone.
         self._delivered: dict[InstanceId, Delivered] = defaultdict(Delivered)
 
     def delivered(self, instance: InstanceId, now_s: float) -> None:
@@ -123,13 +153,29 @@ class InstanceProgress:
         """Return how long it may be silent before an attempt's first token, its queue included."""
         return self._token_gap_s + self._instances.queue_delay_s(instance)
 
-    def token_gap_s(self, live: LiveStream, now_s: float) -> float:
-        """Return how long an attempt may be silent between two tokens of the stream."""
+    def others_since_s(self, instance: InstanceId, now_s: float) -> float:
+        """Return since when, as far as was asked, others could take what runs at the instance;
+        infinite: none can now. Several that were paused together wake one after the other, so that
+        silence from before counts no more.
+        """
+        if not self._has_others(instance, now_s):
+            self._others_since_s[instance] = inf
+            return inf
+        since_s = self._others_since_s.get(instance, -inf)
+        if since_s == inf:
+            since_s = self._others_since_s[instance] = now_s
+        return since_s
+
+    def token_gap_s(self, live: LiveStream, heard_s: float, now_s: float) -> float:
+        """Return how long after its last token an attempt may be silent. Where nothing else could
+        go on with the stream, it waits for its instance as long as a stream may wait.
+        """
         usual_s, instance = live.journal.token_interval_s, live.instance
-        is_stalled = instance is not None and self._instances.is_stalled(instance, now_s)
-        if usual_s is None or is_stalled:
+        if usual_s is None or instance is None or self._instances.is_stalled(instance, now_s):
             return self._token_gap_s
-        return silent_after_s(usual_s, self._token_gap_s)
+        alone_for_s = max(0.0, self.others_since_s(instance, now_s) - heard_s)
+        silence_s = silent_after_s(usual_s, self._token_gap_s)
+        return min(self._token_gap_s, alone_for_s + silence_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
         """Whether it has more streams than it can run at a time, and delivers for some of them.

@@ -10,6 +10,7 @@ that is neither started nor given up on has an alarm set; a stream is moved only
 on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
 """
 
+from collections.abc import Callable
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
@@ -54,6 +55,7 @@ from kvrs.policy.model.events import (
 )
 from kvrs.policy.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.policy.outliers import Outliers
+from kvrs.policy.routing import has_others
 from kvrs.policy.slots import SlotBook
 from kvrs.policy.starter import Starter
 from kvrs.policy.staying import Staying
@@ -114,6 +116,11 @@ class RecoveryPolicy:
     def is_left_at(self, instance: InstanceId) -> bool:
         """Whether streams that were moved from there may still fetch their KV there."""
         return self._kv_locations.is_left_at(instance)
+
+    def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
+        """Whether instances that are heard could take what runs at this one."""
+        member = self._view.members.get(instance)
+        return member is None or has_others(self._view, member, is_heard)
 
     @property
     def has_waiting(self) -> bool:

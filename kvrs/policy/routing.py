@@ -2,7 +2,7 @@
 recoveries to the few targets worth weighing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from kvrs.config.policy import Handoff, PolicySettings
@@ -139,6 +139,26 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
         if homes:
             return Victim(stream.id, homes, pages, excluded_epochs)
     return Victim(stream.id, excluded_epochs=excluded_epochs)
+
+
+def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:
+    """Whether what runs at an instance could go on at others: they are heard, are not to end, and
+    are not ejected.
+    """
+
+    def is_left(other: Member) -> bool:
+        return (
+            other is not member
+            and not other.must_drain
+            and not other.health.is_ejected
+            and is_heard(other.instance.id)
+        )
+
+    others = view.members.values()
+    return (not member.prefills or any(other.prefills and is_left(other) for other in others)) and (
+        not member.decodes
+        or any(other.decodes and view.has_prefill(other) and is_left(other) for other in others)
+    )
 
 
 def apart_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:

@@ -203,7 +203,9 @@ class SimAttempt:
         if not self._is_open or self._connection is not connection:
             return
         progress, now_s = self._control.progress, self.host.now_s
-        limit_s = progress.token_gap_s(self.live, now_s) if self._has_resumed else first_timeout_s
+        limit_s = first_timeout_s
+        if self._has_resumed:
+            limit_s = progress.token_gap_s(self.live, self._silence.heard_s, now_s)
         next_s = self._silence.look(
             now_s,
             limit_s,

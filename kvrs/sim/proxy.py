@@ -129,7 +129,7 @@ class SimProxy:
 
     def suspect(self, name: InstanceId) -> None:
         if not self.control.instances.is_reporting(name, self.now_s):
-            self.watches[name].expire()
+            self.watches[name].expire_if_silent()
 
     def resumed(self, live: SimStream) -> None:
         if live.failed_at_s is not None and len(live.output) > 1:

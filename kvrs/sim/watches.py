@@ -5,6 +5,7 @@ is noticed mostly by silence or a reset.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from kvrs.control.checkpoints import CheckpointHolds
 from kvrs.control.core import Control
@@ -54,6 +55,10 @@ class Watch(ABC):
     @abstractmethod
     def _lose(self, cause: str) -> None: ...
 
+    def _others_since_s(self) -> float:
+        """Since when others could take what this process does."""
+        return -inf
+
     def begin(self) -> None:
         if self._is_over:
             return
@@ -73,9 +78,10 @@ class Watch(ABC):
         session = self._session
         self._later(lambda: self._end(session, "reset"))
 
-    def expire(self) -> None:
-        """Take the silence of the process for its end."""
-        self._end(self._session, SILENT)
+    def expire_if_silent(self) -> None:
+        """Take the silence of the process for its end, unless it has just begun."""
+        if self._silence.may_be_suspected(self._time.now_s):
+            self._end(self._session, SILENT)
 
     def gossiped_dead(self, epoch: int) -> None:
         """Gossip reports the death of the process, in this epoch: check at once for an overdue
@@ -120,7 +126,10 @@ class Watch(ABC):
             return
         now_s = self._time.now_s
         is_dead = self.epoch is not None and self._gossiped_epoch >= self.epoch
-        limit_s = self._line.limits.silence_s(is_gossiped_dead=is_dead)
+        limit_s = self._line.limits.silence_s(
+            is_gossiped_dead=is_dead,
+            alone_for_s=self._others_since_s() - self._silence.heard_s,
+        )
         next_s = self._silence.look(now_s, limit_s, lambda: False)
         if next_s is None:
             overdue_s = self._line.limits.overdue_s
@@ -205,6 +214,9 @@ class InstanceWatch(Watch):
             return
         self._heard()
         self._control.load_reported(self._known, report, self._time.now_s)
+
+    def _others_since_s(self) -> float:
+        return self._control.progress.others_since_s(self._known.id, self._time.now_s)
 
     def _lose(self, cause: str) -> None:
         now_s = self._time.now_s

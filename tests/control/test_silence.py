@@ -4,14 +4,25 @@ from math import inf
 
 import pytest
 
+from kvrs.config.backup import BackupSettings
+from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.proxy import ProxySettings
+from kvrs.control.fleet import Instances
+from kvrs.control.live import LiveStream
 from kvrs.control.silence import (
     EVENT_LOOP_STALL_S,
     SHORTEST_SILENCE_S,
+    SHORTEST_SUSPICION_S,
+    InstanceProgress,
     SilenceTimer,
     WatchLimits,
     mean_interval_s,
 )
+from kvrs.ids import InstanceId, StreamId
+from kvrs.sim.streams import Arrival, SimJournal
+from tests.control.control_world import make_config
+
+P0, D0 = InstanceId("p0"), InstanceId("d0")
 
 
 def never() -> bool:
@@ -81,3 +92,73 @@ def test_the_usual_interval_is_the_mean_over_the_stream(
 ) -> None:
     """In the proxy and in the simulator alike."""
     assert mean_interval_s(first_s, last_s, tokens) == mean_s
+
+
+def test_a_process_whose_streams_nothing_else_could_take_has_the_longest_limit() -> None:
+    """To give it up would gain nothing; agents gossip silence as a death. Once there are others its
+    limit counts from then on.
+    """
+    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
+
+    for is_gossiped_dead, usual_s in ((False, 5.0), (True, 1.0)):
+        allowed_s = [
+            limits.silence_s(is_gossiped_dead=is_gossiped_dead, alone_for_s=alone_for_s)
+            for alone_for_s in (-inf, 3.0, inf)
+        ]
+        assert allowed_s == [usual_s, 3.0 + usual_s, 10.0]
+
+
+def test_a_stall_in_which_no_look_was_due_is_no_silence() -> None:
+    """It was over a moment before the look."""
+    timer = SilenceTimer(0.0)
+    assert timer.look(0.0, 2.0, never) == 2.0
+
+    timer.stalled(1.9, 1.95)
+
+    assert timer.look(2.0, 2.0, never) == 3.9
+    assert timer.look(3.9, 2.0, never) is None
+
+
+def test_a_stall_before_the_last_word_takes_nothing_away() -> None:
+    timer = SilenceTimer(0.0)
+    timer.heard_s = 1.0
+
+    timer.stalled(1.0, 1.2)
+
+    assert timer.heard_s == 1.2
+
+
+def test_silence_of_a_time_slice_is_suspected_by_nobody() -> None:
+    """Half a second at least, whatever attempts say of the process."""
+    timer = SilenceTimer(0.0)
+
+    assert not timer.may_be_suspected(0.042)
+    assert timer.may_be_suspected(SHORTEST_SUSPICION_S)
+
+
+class Paced(SimJournal):
+    """A journal of a stream with a token every 10 ms."""
+
+    @property
+    def token_interval_s(self) -> float | None:
+        return 0.01
+
+
+def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
+    """Until one can: from then on it has the usual time. What wakes first of several that were
+    paused together does not end the others.
+    """
+    has_others = [True]
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    progress = InstanceProgress(Instances(config), 10.0, lambda instance, now_s: has_others[0])
+    arrival = Arrival(0.0, (1, 2), 9, is_text=False, is_keyed=False)
+    live = LiveStream(Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]), instance=D0)
+
+    gaps_s = [progress.token_gap_s(live, 1.0, 1.5)]
+    has_others[0] = False
+    gaps_s.append(progress.token_gap_s(live, 1.0, 4.0))
+    has_others[0] = True
+    gaps_s += [progress.token_gap_s(live, 1.0, now_s) for now_s in (6.0, 7.0)]
+    gaps_s.append(progress.token_gap_s(live, 6.5, 8.0))
+
+    assert gaps_s == [SHORTEST_SILENCE_S, 10.0, 7.0, 7.0, SHORTEST_SILENCE_S]

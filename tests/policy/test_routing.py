@@ -1,8 +1,13 @@
 """Where new streams go, and how long they wait when they can go nowhere."""
 
+import pytest
+
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import GiveUp, Plan, Reason, Recovered, Start, WakeAt
 from kvrs.policy.model.events import (
+    AttemptFailed,
+    DrainEnded,
+    DrainOrdered,
     InstanceUp,
     LoadReported,
     OthersBooked,
@@ -11,6 +16,7 @@ from kvrs.policy.model.events import (
     StreamEnded,
     TimerFired,
 )
+from kvrs.policy.outliers import CONSECUTIVE_FAILURES
 from kvrs.protocol.instance import Role
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
@@ -232,3 +238,52 @@ def test_the_snapshot_is_plain_data() -> None:
             "cause": "",
         },
     }
+
+
+def could_take(harness: PolicyHarness, name: str, *silent: str) -> bool:
+    """Whether others could go on with what runs at the instance, while these are silent."""
+    return harness.policy.has_others(InstanceId(name), lambda other: other not in silent)
+
+
+@pytest.mark.parametrize(
+    ("up", "silent", "expected"),
+    [
+        (("p0", "d0"), ("d0",), False),
+        (("p0", "d0", "d1"), ("d0",), True),
+        (("p0", "d0", "d1"), ("d0", "d1"), False),
+        (("p0", "d0", "b1"), ("d0",), True),
+        (("p0", "d0", "p1"), ("d0",), False),
+    ],
+)
+def test_another_decode_instance_can_take_streams_if_it_is_heard(
+    up: tuple[str, ...], silent: tuple[str, ...], expected: bool
+) -> None:
+    """All that are silent at once have nowhere to send their streams."""
+    assert could_take(PolicyHarness(*up), "d0", *silent) is expected
+
+
+def test_an_instance_of_both_roles_needs_others_for_both() -> None:
+    harness = PolicyHarness("b0", "d1")
+
+    assert not could_take(harness, "b0", "b0")
+    harness.handle(InstanceUp(instance("p1")))
+    assert could_take(harness, "b0", "b0")
+
+
+def test_what_is_to_end_or_is_ejected_takes_nothing() -> None:
+    """Nor does one that is lost."""
+    harness = PolicyHarness("p0", "d0", "d1")
+
+    harness.handle(DrainOrdered(D0, False, {}))
+    drained = could_take(harness, "d1", "d1")
+    harness.handle(DrainEnded(D0))
+    again = could_take(harness, "d1", "d1")
+    for name in [f"s{number}" for number in range(CONSECUTIVE_FAILURES)]:
+        harness.decoding(name, resumed=False)
+    for name in [f"s{number}" for number in range(CONSECUTIVE_FAILURES)]:
+        harness.handle(AttemptFailed(StreamId(name), 1, D0, "broken", 0))
+    ejected = could_take(harness, "d1", "d1")
+    harness.lose("d0")
+
+    assert (drained, again, ejected) == (False, True, False)
+    assert not could_take(harness, "d1", "d1")

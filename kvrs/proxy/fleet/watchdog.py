@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from kvrs.control.silence import SilenceTimer
+from kvrs.control.silence import EVENT_LOOP_STALL_S, SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # A look is at most this late.
@@ -30,6 +30,7 @@ class _Looks:
         self.blocks: dict[asyncio.Task[Any], Watchdog] = {}  # The innermost of each task.
         self._ticks: list[int] = []  # Those of `_due`, as a heap.
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
 
     def add(self, watchdog: "Watchdog", at_s: float) -> int:
         """Have it look at this time, or a little later; returns the tick."""
@@ -45,13 +46,24 @@ class _Looks:
         return tick
 
     def _arm(self) -> None:
+        """For the next tick, and often enough to see every stall of this event loop: one that was
+        over before a look was due would count as silence.
+        """
+        now_s = self._loop.time()
         if self._timer is not None:
+            if self._timer_s <= now_s:
+                return  # It is due, perhaps after a stall, and arms the next one.
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._ticks[0] * _TICK_S, self._look)
+        self._timer_s = min(self._ticks[0] * _TICK_S, now_s + EVENT_LOOP_STALL_S)
+        self._timer = self._loop.call_at(self._timer_s, self._look)
 
     def _look(self) -> None:
         self._timer = None
         now_s = self._loop.time()
+        if (late_s := now_s - self._timer_s) > EVENT_LOOP_STALL_S:
+            for tick, due in self._due.items():
+                for watchdog in due:
+                    watchdog.stalled_in_turn(tick, late_s, now_s)
         # A timer may fire a moment before its time.
         while self._ticks and self._ticks[0] * _TICK_S <= now_s + _TICK_S / 2:
             tick = heapq.heappop(self._ticks)
@@ -130,7 +142,7 @@ class Watchdog:
         next_s = self.silence.look(self._loop.time(), limit_s, self._paused)
         if next_s is None:
             self.exceeded_s = limit_s
-            self.expire()
+            self._expire()
             return
         self._tick = self._looks.add(self, next_s)
 
@@ -139,9 +151,23 @@ class Watchdog:
             self._tick = None
             self.look()
 
-    def expire(self) -> None:
-        """End the block now, as if the limit were passed."""
-        self.exceeded_s = self.exceeded_s or self._loop.time() - self.silence.heard_s
+    def stalled_in_turn(self, tick: int, late_s: float, now_s: float) -> None:
+        """Leave out a stall of this process, which was seen before the look of this tick."""
+        if self._tick == tick:
+            self.silence.stalled(late_s, now_s)
+
+    def expire_if_silent(self) -> bool:
+        """End the block now, as if the limit were passed, unless something was heard a moment ago;
+        whether it ends.
+        """
+        now_s = self._loop.time()
+        if not self.silence.may_be_suspected(now_s):
+            return False
+        self.exceeded_s = self.exceeded_s or now_s - self.silence.heard_s
+        self._expire()
+        return True
+
+    def _expire(self) -> None:
         # Not at once: the task itself may be the one that calls this.
         self._loop.call_soon(self._cancel)
 

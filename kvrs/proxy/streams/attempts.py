@@ -295,9 +295,10 @@ class Attempt:
         return self._plan.decode, self._prefilling
 
     def _limit_s(self) -> float:
-        if not self._has_resumed:
+        relay, now_s = self._relay, self._driver.clock()
+        if not self._has_resumed or relay is None:
             return self._first_token_timeout_s
-        return self._control.progress.token_gap_s(self._live, self._driver.clock())
+        return self._control.progress.token_gap_s(self._live, relay.silence.heard_s, now_s)
 
     def _is_excused(self) -> bool:
         relay = self._relay

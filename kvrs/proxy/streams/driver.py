@@ -110,7 +110,8 @@ class Driver:
             control.checkpoints.leases, self._send_reservations, self._reservations_lost
         )
         self.slots = SlotSender(control.slots, agent_backends)
-        self.end_watch: dict[InstanceId, Callable[[], None]] = {}  # Takes silence for the end.
+        # Takes silence for the end; False: it has not lasted for long.
+        self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
         self.busy_status = 503
         self.clock = clock
         self._metrics = metrics
@@ -292,8 +293,7 @@ class Driver:
         end_watch = self.end_watch.get(instance)
         if end_watch is None or self.control.instances.is_reporting(instance, self.clock()):
             return False
-        end_watch()
-        return True
+        return end_watch()
 
     def resumed(self, live: OpenStream, attempt: int) -> None:
         self.control.resumed(live, attempt, self.clock())

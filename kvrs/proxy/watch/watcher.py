@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 
 import msgspec
 
@@ -84,7 +85,12 @@ class Watcher(ABC):
         return self._limits.silence_s(
             is_gossiped_dead=self._gossip_view.is_dead(self.node, self.id, epoch),
             beats_for_s=self._subject.beat_s - self._reported_s,
+            alone_for_s=self._others_since_s() - self._reported_s,
         )
+
+    def _others_since_s(self) -> float:
+        """Since when others could take what this process does."""
+        return -inf
 
     @asynccontextmanager
     async def _limit(self) -> AsyncIterator[Callable[[], None]]:
@@ -165,7 +171,7 @@ class InstanceWatcher(Watcher):
             self._backend.watch_load(self._interval_s) as reports,
         ):
             assert self._watchdog is not None
-            self._driver.end_watch[known.id] = self._watchdog.expire
+            self._driver.end_watch[known.id] = self._watchdog.expire_if_silent
             try:
                 async for report in reports:
                     heard()
@@ -201,6 +207,9 @@ class InstanceWatcher(Watcher):
                 info = msgspec.structs.replace(info, ranks=now.ranks, layout=now.layout)
                 self._known.info, self._shape = info, shape
         return info
+
+    def _others_since_s(self) -> float:
+        return self._driver.control.progress.others_since_s(self._known.id, self._driver.clock())
 
     def _lose(self, cause: str, death: DeathCause) -> None:
         self._driver.instance_lost(self._known, cause, death)

@@ -92,3 +92,33 @@ def test_a_proxy_that_was_stopped_itself_suspects_no_instance() -> None:
             await asyncio.sleep(0.15)
 
     run_virtually(stopped())
+
+
+def test_a_stall_that_is_over_before_a_look_is_due_is_no_silence() -> None:
+    """Nothing could be heard in it, although no look was late."""
+
+    async def stopped() -> None:
+        with silence_limit(lambda: 2.0) as watchdog:
+            await asyncio.sleep(0.1)
+            virtual_loop().stall(1.85)
+            await asyncio.sleep(1.5)
+            assert not watchdog.has_expired
+            watchdog.heard()
+
+    run_virtually(stopped())
+
+
+def test_a_watch_that_heard_something_a_moment_ago_is_not_ended_by_suspicion() -> None:
+    """A time slice on a busy machine is no silence; half a second is."""
+
+    async def suspected() -> None:
+        with silence_limit(lambda: 5.0) as watchdog:
+            for pause_s in (0.042, 0.5):
+                await asyncio.sleep(pause_s)
+                ended.append(watchdog.expire_if_silent())
+            await asyncio.sleep(1.0)
+
+    ended: list[bool] = []
+    with pytest.raises(SilentError, match=r"silent for 0\.542 s"):
+        run_virtually(suspected())
+    assert ended == [False, True]
