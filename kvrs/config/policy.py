@@ -63,6 +63,10 @@ class RecoverySettings(Settings):
     """Longest wait of a stream for an instance to come up or to have room; then 503 with
     Retry-After, or an error event.
     """
+    role_wait_s: float = Field(default=5.0, ge=0, le=3600)
+    """The same for a request that has begun nowhere, once every instance that could do prefill, or
+    decode, was lost: as long as those take that are started again at once.
+    """
     gather_s: float = Field(default=0.01, ge=0, le=10)
     """Losses within this time are one event."""
     retry_pause_s: float = Field(default=0.05, ge=0, le=60)

@@ -145,8 +145,19 @@ class Instances:
 
     def ready(self) -> bool:
         """Whether a new stream could start now."""
+        missing = self.missing()
+        return not missing or (missing == [Role.PREFILL] and self.computes_prompts())
+
+    def missing(self) -> list[Role]:
+        """The roles of which no instance is up."""
         roles = {known.role for known in self.known.values() if known.health is Health.UP}
-        return Role.BOTH in roles or {Role.PREFILL, Role.DECODE} <= roles
+        needed = () if Role.BOTH in roles else (Role.PREFILL, Role.DECODE)
+        return [role for role in needed if role not in roles]
+
+    def computes_prompts(self) -> bool:
+        """Whether a decode instance is up that needs no prefill instance."""
+        up = (known.info for known in self.known.values() if known.health is Health.UP)
+        return any(info is not None and info.computes_prompts for info in up)
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """Whether the engine continues text, stop strings, usage and sampling itself."""
@@ -169,6 +180,11 @@ class Instances:
         """
         info = self.known[plan.decode].info
         return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
+
+    def has_prompt_computed(self, plan: Plan) -> bool:
+        """Whether the decode instance computes the prompt within the call that decodes it."""
+        info = self.known[plan.decode].info
+        return plan.prefill is None and info is not None and info.computes_prompts
 
     def _can(self, instance: InstanceId, capability: Capability) -> bool:
         info = self.known[instance].info
@@ -261,6 +277,7 @@ class Instances:
             capabilities=frozenset(info.capabilities),
             max_model_len=info.max_model_len or None,
             own_prefill=info.own_prefill if info.own_prefill in self.known else None,
+            computes_prompts=info.computes_prompts and info.role is Role.DECODE,
         )
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:

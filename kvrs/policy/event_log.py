@@ -105,6 +105,7 @@ class _Instance(msgspec.Struct):
     own_prefill: InstanceId | None = None
     moves_kv: bool = True
     tokens: str = ""
+    computes_prompts: bool = False
 
 
 class _Up(msgspec.Struct):
@@ -298,6 +299,7 @@ def _event(fields: dict[str, Any]) -> Event:
             found.own_prefill,
             found.moves_kv,
             found.tokens,
+            found.computes_prompts,
         ),
         up.lives_on,
         up.had_not_ended,

@@ -16,6 +16,7 @@ from kvrs.policy.deadlines import due_s, tightest
 from kvrs.policy.model.actions import Reason
 from kvrs.policy.model.cluster_view import ClusterView
 from kvrs.policy.model.streams import Decision, Stream
+from kvrs.policy.routing import computing_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class LoadShedding:
         if wait_s <= bound_s / 2 or not stream.client:
             return None
         work = self._view.work
-        prefillers = len(self._view.prefillers())
+        prefillers = len(self._view.prefillers() or computing_prompts(self._view))
         share_s = bound_s * prefillers / work.clients_with(stream.client)
         if work.of(stream.client) + chosen.compute_s <= share_s:
             return None

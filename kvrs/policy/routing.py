@@ -12,22 +12,64 @@ from kvrs.policy.dispatch import Victim
 from kvrs.policy.model.cluster_view import ClusterView, Member
 from kvrs.policy.model.streams import Stream
 from kvrs.policy.quarantine import keeps_out
+from kvrs.protocol.instance import Role
 
 # How many targets are looked at per victim: a bound on the time of one decision.
 TARGETS_MAX = 4
+# So many streams at a time may wait for their first token from a decode instance that computes the
+# prompts of new ones. Each step of its batch then has little of them, and running streams keep
+# their pace; a second one is there when the first is done.
+PROMPTS_MAX = 2
 
 
 def pair_for(
     view: ClusterView, stream: Stream, *, barred_too: bool
 ) -> tuple[Member, Member] | None:
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
-    instance does both.
+    instance does both, or computes the prompt since there is no prefill instance.
     """
     prefill = least_work(view, stream, barred_too=barred_too)
     if prefill is None:
-        return None
+        alone = _least_prompts(view, stream, barred_too=barred_too)
+        return None if alone is None else (alone, alone)
     return _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=False) or _pair_of(
         view, prefill, stream, barred_too=barred_too, closed_too=True
+    )
+
+
+def computing_prompts(view: ClusterView) -> list[Member]:
+    """The decode instances that compute the prompts of new streams now: no prefill instance is
+    up.
+    """
+    if view.prefillers():
+        return []
+    return [each for each in view.decoders() if each.instance.computes_prompts]
+
+
+def missing_roles(view: ClusterView) -> list[Role]:
+    """The roles that no instance has, and that none does instead of those that have it."""
+    does = {
+        Role.PREFILL: view.prefillers() or computing_prompts(view),
+        Role.DECODE: view.decoders(),
+    }
+    return [role for role, members in does.items() if not members]
+
+
+def has_room_for_prompt(member: Member) -> bool:
+    """Interrupted streams that are computed there count: they come first."""
+    return len(member.health.awaited) < PROMPTS_MAX
+
+
+def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+    allowed = [
+        member
+        for member in computing_prompts(view)
+        if has_room_for_prompt(member) and _may_have(view, member, stream, barred_too=barred_too)
+    ]
+    return min(
+        allowed,
+        key=lambda each: (not _takes(view, each, stream), len(each.health.awaited), each.rank),
+        default=None,
     )
 
 
@@ -154,10 +196,15 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
             and is_heard(other.instance.id)
         )
 
+    def prefills(other: Member) -> bool:
+        return other.prefills or other.instance.computes_prompts
+
+    def decodes(other: Member) -> bool:
+        return other.decodes and view.has_prefill(other)
+
     others = view.members.values()
-    return (not member.prefills or any(other.prefills and is_left(other) for other in others)) and (
-        not member.decodes
-        or any(other.decodes and view.has_prefill(other) and is_left(other) for other in others)
+    return (not member.prefills or any(prefills(each) and is_left(each) for each in others)) and (
+        not member.decodes or any(decodes(each) and is_left(each) for each in others)
     )
 
 

@@ -1,6 +1,7 @@
 """Placing streams that have no attempt: started, queued for a slot, kept waiting or given up on."""
 
 from collections.abc import Iterable
+from itertools import islice
 from math import inf
 
 import msgspec
@@ -19,9 +20,16 @@ from kvrs.policy.model.lifecycle import Stage
 from kvrs.policy.model.streams import NOWHERE, Decision, Stream
 from kvrs.policy.overload import LoadShedding
 from kvrs.policy.retry_budget import RetryBudget
-from kvrs.policy.routing import apart_for, victim_of
+from kvrs.policy.routing import (
+    PROMPTS_MAX,
+    apart_for,
+    computing_prompts,
+    missing_roles,
+    victim_of,
+)
 from kvrs.policy.slots import SHORTEST_WAIT_S
 from kvrs.policy.timers import SLACK_S, is_past
+from kvrs.protocol.instance import Role
 
 # Streams that wait for the same busy instance come to it within this time.
 _TRY_JITTER_S = 0.2
@@ -51,7 +59,16 @@ class Starter:
         self._actions = actions
         # Waiting streams: victims of losses that are decided together in a moment.
         self._gathered: dict[StreamId, Stream] = {}
+        # New streams that wait for room at decode instances that compute their prompts.
+        self._held_back: dict[StreamId, Stream] = {}
+        self._roles_seen: set[Role] = set()  # Of those an instance was up.
+        self._missing: list[Role] = []  # As last seen,
+        self._missing_since_s = 0.0  # and since when.
         self.retries = RetryBudget()
+
+    @property
+    def holds_back(self) -> bool:
+        return bool(self._held_back)
 
     def reload(self, settings: PolicySettings) -> None:
         """Streams that wait already have their alarms by the settings before."""
@@ -84,6 +101,7 @@ class Starter:
 
     def place_idle(self, now_s: float) -> None:
         """An instance came up: place what waits or queues, and is not gathered."""
+        self._roles_seen |= set(Role) - set(missing_roles(self._view))
         idle = self._ledger.idle.values()
         self.place_all([stream for stream in idle if stream.id not in self._gathered], now_s)
 
@@ -96,6 +114,17 @@ class Starter:
         ]
         if waiting:
             self.place_all(by_urgency(waiting)[:1], now_s)
+
+    def place_held_back(self, now_s: float) -> None:
+        """Place as many new streams as decode instances have room for prompts, in the order in
+        which they came.
+        """
+        computing = computing_prompts(self._view)
+        room = sum(max(0, PROMPTS_MAX - len(member.health.awaited)) for member in computing)
+        for stream in list(islice(self._held_back.values(), room)):
+            del self._held_back[stream.id]
+            if stream.id in self._ledger.idle:
+                self.place_all([stream], now_s)
 
     def place_new(self, stream: Stream, now_s: float) -> None:
         """One that has just arrived: no other is placed with it, and nothing has failed it."""
@@ -188,6 +217,7 @@ class Starter:
 
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
+        self._held_back.pop(stream.id, None)
         self._ledger.forget(stream)
 
     def _back_off(self, stream: Stream, now_s: float) -> None:
@@ -296,6 +326,7 @@ class Starter:
         decode = self._view.members[plan.decode]
         if places := self._ledger.checkpoints.place(stream, decode, prefill):
             plan = msgspec.structs.replace(plan, places=places)
+        self._held_back.pop(stream.id, None)
         self._ledger.begin(stream, plan, decision, now_s)
         if stream.recovery.slot_expired:
             stream.recovery.note_start()
@@ -333,11 +364,9 @@ class Starter:
         next_try_s = self._next_try_s()
         if next_try_s is not None:
             recovery.note_busy(now_s)
-        wait_s = self._settings.recovery.wait_s
-        since_s = stream.waiting_since_s
-        # The wait for a busy instance goes on while it is tried.
-        if recovery.busy_since_s is not None:
-            since_s = min(since_s, recovery.busy_since_s)
+        if stream.is_fresh and computing_prompts(self._view):
+            self._held_back[stream.id] = stream
+        wait_s, since_s = self._longest_wait(stream, now_s)
         wait_ends_s = since_s + wait_s
         budget_s = self._decisions.budget_s(stream, now_s)
         budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
@@ -345,7 +374,7 @@ class Starter:
             not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
         )
         if is_past(wait_ends_s, now_s) or is_hopeless:
-            self._give_up_waiting(stream, next_try_s, now_s)
+            self._give_up_waiting(stream, wait_s, next_try_s, now_s)
         elif is_past(budget_ends_s, now_s):
             self.give_up(stream, Reason.SLO, f"no instance came up in time: {tightest(stream)}")
         else:
@@ -361,16 +390,42 @@ class Starter:
                 alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
             self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
 
+    def _longest_wait(self, stream: Stream, now_s: float) -> tuple[float, float]:
+        """How long a stream waits, and since when. Instances that are started again are back within
+        seconds; beyond that a request that has begun nowhere is better refused than kept silent.
+        """
+        settings, missing = self._settings.recovery, missing_roles(self._view)
+        if missing != self._missing:
+            self._missing, self._missing_since_s = missing, now_s
+        is_new = stream.is_fresh and not stream.attempt.number
+        if is_new and missing and self._roles_seen.issuperset(missing):
+            since_s = max(stream.waiting_since_s, self._missing_since_s)
+            return min(settings.wait_s, settings.role_wait_s), since_s
+        since_s = stream.waiting_since_s
+        # The wait for a busy instance goes on while it is tried.
+        if stream.recovery.busy_since_s is not None:
+            since_s = min(since_s, stream.recovery.busy_since_s)
+        return settings.wait_s, since_s
+
     def _next_try_s(self) -> float | None:
         """When the first busy instance may be tried again; None: none is busy."""
         busy = (each for each in self._view.members.values() if self._view.is_busy(each))
         ends_s = (member.health.busy_until_s for member in busy)
         return min((end_s for end_s in ends_s if end_s is not None), default=None)
 
-    def _give_up_waiting(self, stream: Stream, next_try_s: float | None, now_s: float) -> None:
-        wait_s = self._settings.recovery.wait_s
-        if next_try_s is None:
-            message = f"no instance came up within {wait_s:g} s"
+    def _give_up_waiting(
+        self, stream: Stream, wait_s: float, next_try_s: float | None, now_s: float
+    ) -> None:
+        missing = missing_roles(self._view)
+        if stream.id in self._held_back:
+            message = (
+                f"no prefill instance is up, and no decode instance had room for the prompt within "
+                f"{wait_s:g} s"
+            )
+            self.give_up(stream, Reason.NO_INSTANCE, message, min(wait_s, 30.0))
+        elif next_try_s is None or missing:
+            which = f"{missing[0].value} instance" if len(missing) == 1 else "instance"
+            message = f"no {which} came up within {wait_s:g} s"
             # Others have just waited in vain: a client that retries at once would, too.
             self.give_up(stream, Reason.NO_INSTANCE, message, min(wait_s, 30.0))
         else:

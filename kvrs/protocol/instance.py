@@ -106,6 +106,9 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # The prefill instance of the same server, where there is one: a decode call without a hand-off
     # has the history computed there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
+    # Of a decode instance: it computes the prompt of a new stream within the call that decodes it,
+    # where no prefill instance is up.
+    computes_prompts: bool = False
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
     ranks: list[RankInfo] = []  # None where one process computes everything.
     layout: LayoutInfo | None = None  # Of the ranks.

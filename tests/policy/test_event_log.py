@@ -85,6 +85,7 @@ instances = st.builds(
     own_prefill=st.none() | st.just(InstanceId("p9")),
     moves_kv=st.booleans(),
     tokens=st.text(),
+    computes_prompts=st.booleans(),
     max_model_len=st.none() | st.integers(0, 1 << 24),
 )
 counts = st.dictionaries(st.text(), st.integers())

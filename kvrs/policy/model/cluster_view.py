@@ -39,6 +39,9 @@ class Instance:
     moves_kv: bool = True
     # Instances with equal names go on exactly where another one was cut. Empty: not known.
     tokens: str = ""
+    # A decode instance that computes the prompt of a new stream within the call that decodes it,
+    # where no prefill instance is up.
+    computes_prompts: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -23,9 +23,15 @@ def add_health(
     async def readyz(_: web.Request) -> web.Response:
         if draining():
             return web.Response(text="shutting down\n", status=503)
-        if instances.ready():
-            return web.Response(text="ready\n")
-        return web.Response(text="no instance is up\n", status=503)
+        missing = instances.missing()
+        which = (
+            f"no {missing[0].value} instance is up" if len(missing) == 1 else "no instance is up"
+        )
+        if not instances.ready():
+            return web.Response(text=f"{which}\n", status=503)
+        if missing:
+            return web.Response(text=f"ready: {which}, decode instances compute prompts\n")
+        return web.Response(text="ready\n")
 
     async def health(_: web.Request) -> web.Response:
         """As `readyz`, without a text."""

@@ -172,6 +172,7 @@ class VllmBackend(OpenAiPeer):
             if metrics.cache.get("enable_prefix_caching") == "True"
             else [],
             prefill=_NO_MEASURED_TABLE,
+            computes_prompts=identity.role is Role.DECODE,
         )
 
     async def _probe(self, info: InstanceInfo) -> None:

@@ -151,6 +151,10 @@ class Attempt:
             self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
             self._control.calls_prefill(live, plan.prefill)
             return self._decode(None, continuation)
+        if self._instances.has_prompt_computed(plan) and not live.journal.output_ids:
+            self._prefilling = plan.decode
+            self._control.calls_prefill(live, plan.decode)
+            return self._decode(None, None)
         transfer: msgspec.Raw | None = None
         if (prefill := live.prefills_at(plan)) is not None:
             answer = await self._prefill(prefill)
