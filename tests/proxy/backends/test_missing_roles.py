@@ -1,0 +1,159 @@
+"""Requests while no instance of a role is up."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.proxy.conftest import ProxyClusterBuilder
+from tests.proxy.proxy_cluster import ProxyCluster
+from tests.proxy.scripted import Fault
+from tests.proxy.scripted_model import expected_ids, ids_of
+from tests.proxy.vllm_cluster import LONG, PROMPT, TOKENS, Builder, Vllms
+
+pytestmark = pytest.mark.network
+
+AT_ONCE = {"recovery": {"role_wait_s": 0.0}}
+
+
+async def without_prefill(vllms: Builder, **sections: Any) -> Vllms:
+    system = await vllms(**sections)
+    await system.servers["p0"].kill()
+    await system.until_health(p0="down")
+    return system
+
+
+async def ready(system: ProxyCluster) -> tuple[int, str]:
+    async with system.http.get(f"{system.url}/readyz") as answer:
+        return answer.status, (await answer.text()).strip()
+
+
+async def refusal(system: ProxyCluster) -> tuple[int, str, int]:
+    """Status, message and Retry-After of a new request."""
+    asked = {"prompt": PROMPT, "max_tokens": TOKENS}
+    async with system.http.post(f"{system.url}/v1/completions", json=asked) as answer:
+        error = json.loads(await answer.read())["error"]
+        return answer.status, error["message"], int(answer.headers["Retry-After"])
+
+
+@pytest.mark.parametrize("prompt", [LONG, "hello there"])
+async def test_vllms_decode_instances_compute_prompts_without_a_prefill_instance(
+    vllms: Builder, prompt: list[int] | str
+) -> None:
+    """In the one call that decodes: a hand-off to itself would keep blocks that nobody pulls."""
+    system = await without_prefill(vllms)
+
+    ids = await system.ids(prompt)
+
+    (body,) = [body for name in ("d0", "d1") for body in system.servers[name].bodies]
+    assert ids == expected_ids(ids_of(prompt), TOKENS)
+    assert (body["prompt"], body["stream"]) == (prompt, True)
+    assert "kv_transfer_params" not in body
+    assert await ready(system) == (
+        200,
+        "ready: no prefill instance is up, decode instances compute prompts",
+    )
+
+
+async def test_a_chat_is_rendered_by_the_decode_instance_that_computes_its_prompt(
+    vllms: Builder,
+) -> None:
+    """Its messages go there, and its prompt's ids come back for a recovery."""
+    system = await without_prefill(vllms)
+    messages = [{"role": "user", "content": "hello"}]
+
+    status, answer = await system.complete(messages=messages, max_tokens=TOKENS, temperature=0)
+
+    (body,) = [body for name in ("d0", "d1") for body in system.servers[name].bodies]
+    assert status == 200
+    assert json.loads(answer)["usage"]["completion_tokens"] == TOKENS
+    assert (body["messages"], "kv_transfer_params" in body) == (messages, False)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "abc"])
+async def test_a_stream_is_recomputed_at_another_decode_instance_without_a_prefill_instance(
+    vllms: Builder, prompt: list[int] | str
+) -> None:
+    """At every token, with the ids of a prompt that came as text."""
+    system = await without_prefill(vllms)
+    system.shared.prompt_tokens = len(ids_of(prompt))
+
+    for position in range(TOKENS):
+        system.shared.faults = {position: Fault.RESET}
+        assert await system.ids(prompt) == expected_ids(ids_of(prompt), TOKENS), position
+        assert not system.shared.faults, "the fault happened"
+
+    assert system.shared.violations == []
+
+
+async def test_new_requests_go_to_a_prefill_instance_again_when_it_is_back(
+    vllms: Builder,
+) -> None:
+    system = await without_prefill(vllms)
+    await system.ids()
+
+    await system.servers["p0"].restart()
+    await system.until_health(p0="up")
+    system.servers["p0"].bodies.clear()
+    ids = await system.ids()
+
+    assert ids == expected_ids(PROMPT, TOKENS)
+    assert len(system.servers["p0"].bodies) == 1
+    assert await ready(system) == (200, "ready")
+
+
+async def test_without_a_decode_instance_the_refusal_says_so(vllms: Builder) -> None:
+    """As /readyz does."""
+    system = await vllms(policy=AT_ONCE)
+    for name in ("d0", "d1"):
+        await system.servers[name].kill()
+    await system.until_health(d0="down", d1="down")
+
+    status, message, retry_after_s = await refusal(system)
+
+    assert (status, message) == (503, "no decode instance came up within 0 s")
+    assert retry_after_s >= 1
+    assert await ready(system) == (503, "no decode instance is up")
+
+
+async def test_without_a_prefill_instance_other_engines_refuse_and_say_so(
+    build: ProxyClusterBuilder,
+) -> None:
+    """They get their prompts' KV from prefill instances."""
+    system = await build(pairs=2, policy=AT_ONCE)
+    for name in ("p0", "p1"):
+        await system.instances[name].kill()
+    await system.until_health(p0="down", p1="down")
+
+    status, message, retry_after_s = await refusal(system)
+
+    assert (status, message) == (503, "no prefill instance came up within 0 s")
+    assert retry_after_s >= 1
+    assert await ready(system) == (503, "no prefill instance is up")
+
+
+async def test_without_any_instance_no_role_is_named(build: ProxyClusterBuilder) -> None:
+    system = await build(pairs=1, policy=AT_ONCE)
+    for name in ("p0", "d0"):
+        await system.instances[name].kill()
+    await system.until_health(p0="down", d0="down")
+
+    assert (await refusal(system))[:2] == (503, "no instance came up within 0 s")
+    assert await ready(system) == (503, "no instance is up")
+
+
+async def test_a_request_waits_for_a_prefill_instance_that_is_started_again(
+    build: ProxyClusterBuilder,
+) -> None:
+    """A restart takes seconds, and costs no request its answer."""
+    system = await build(pairs=1, policy={"recovery": {"role_wait_s": 30.0}})
+    await system.instances["p0"].kill()
+    await system.until_health(p0="down")
+
+    asked = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=TOKENS, temperature=0))
+    await system.until_streams_hold(0)
+    await system.instances["p0"].restart()
+    status, _ = await asked
+
+    assert status == 200
