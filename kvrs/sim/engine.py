@@ -49,6 +49,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.answer: str | None = None  # To every call, in place of its work.
         self.hangs = False  # It reports and takes calls, and computes nothing.
         self.most_calls: int | None = None  # It has no room for more.
+        self.is_plain = False  # As vLLM: a decode instance computes prompts itself.
         self.poisoned: Step | None = None  # Ends this process.
         self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
@@ -188,10 +189,11 @@ class SimEngine(SimPagePool, RankedEngine):
             self._site.geometry,
             self._settings.max_model_len,
             0,
-            list(Capability),
+            [Capability.PREFIX_CACHE] if self.is_plain else list(Capability),
             MeasuredPrefill(
                 table.label, table.step_tokens, list(table.seconds), table.covered_to_tokens
             ),
+            computes_prompts=self.is_plain and self.role is Role.DECODE,
             gpus=[str(self.id)],
         )
 
