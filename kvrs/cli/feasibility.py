@@ -103,6 +103,14 @@ def _contradictions(config: Config) -> Iterator[str]:
             f"cluster.engine.max_model_len: got {engine.max_model_len}; allowed: at most {held}, "
             f"the tokens of {engine.pages} pages"
         )
+    if config.proxy.workers > 1:
+        for index, peer in enumerate(config.proxy.peers):
+            if "workers" not in peer.model_fields_set:
+                yield (
+                    f"proxy.peers.{index} ({peer.id}).workers: missing, with proxy.workers: "
+                    f"{config.proxy.workers} here; allowed: proxy.workers of {peer.id!r}, also if "
+                    f"it is 1"
+                )
 
 
 def _doubts(config: Config) -> Iterator[str]:

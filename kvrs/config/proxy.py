@@ -48,10 +48,16 @@ def names_of(proxy: str, workers: int) -> list[str]:
     return [proxy] if workers == 1 else [f"{proxy}.{worker}" for worker in range(workers)]
 
 
+def proxy_of_worker(name: str) -> str | None:
+    """The id of the proxy that a worker is of; None: the name is no worker's."""
+    proxy, _, number = name.rpartition(".")
+    return proxy if proxy and number.isdecimal() else None
+
+
 def are_workers_of_one(one: str, other: str) -> bool:
     """Whether two ids are those of workers of the same proxy."""
-    (proxy, _, number), (its, _, another) = one.rpartition("."), other.rpartition(".")
-    return bool(proxy) and proxy == its and number.isdecimal() and another.isdecimal()
+    proxy = proxy_of_worker(one)
+    return proxy is not None and proxy == proxy_of_worker(other)
 
 
 class PeerSettings(Settings):

@@ -23,6 +23,8 @@ MAX_MESSAGE_BYTES = 256
 
 _PREFIX = b"KVRS-PROOF/1 "
 _REFUSED = _PREFIX + b"refused" + END
+# Why a server that knows the protocol has no such door.
+WRONG_DOOR = "it is another process, or was started with another secret"
 
 
 class ProofError(KvrsError):
@@ -97,7 +99,7 @@ class ClientProof:
         if reply.startswith(b"HTTP/"):
             raise ProofError("another server answers there")
         if reply == _REFUSED:
-            raise ProofError("it is another process, or was started with another secret")
+            raise ProofError(WRONG_DOOR)
         message, end, rest = reply.partition(END)
         fields = _fields(message) if end and not rest and message.startswith(_PREFIX) else []
         if len(fields) != 2 or len(fields[0]) != NONCE_BYTES:

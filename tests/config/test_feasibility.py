@@ -101,6 +101,26 @@ def test_pages_that_cannot_hold_the_longest_request_are_a_fault(tmp_path: Path) 
     assert "one request of at most 256 tokens; max_model_len is 2048" in noted.output
 
 
+def test_a_peer_of_a_proxy_with_workers_says_how_many_it_has(tmp_path: Path) -> None:
+    """One file is often made for all proxies, and without the number none of the others can be
+    reached: every resume there is refused.
+    """
+    peers: list[dict[str, Any]] = [
+        {"id": "a", "peer_port": 9000},
+        {"id": "b", "peer_port": 9010, "workers": 1},
+    ]
+    document = {"proxy": {"workers": 2, "peers": peers}}
+
+    (fault,) = faults_of(tmp_path, document, "--elsewhere")
+    peers[0]["workers"] = 2
+
+    assert fault == (
+        "proxy.peers.0 (a).workers: missing, with proxy.workers: 2 here; allowed: proxy.workers "
+        "of 'a', also if it is 1"
+    )
+    assert check(tmp_path, document, "--elsewhere").exit_code == 0
+
+
 def test_files_that_do_not_exist_are_faults_on_this_machine(tmp_path: Path) -> None:
     """All at once, each with its key."""
     document = {

@@ -129,6 +129,28 @@ def test_helm_renders_manifests_whose_configurations_can_run(tmp_path: Path) -> 
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "clients"}
 
 
+def test_peers_of_the_chart_have_the_workers_of_the_values() -> None:
+    """As far as this is seen without helm: all pods have the same number, and it is passed on."""
+    text = (CHART / "templates" / "_helpers.tpl").read_text()
+
+    (peer,) = re.findall(r'\(dict "id".*?\) }}', text)
+    assert '"workers" $workers' in peer
+    assert "$workers := int ((.root.Values.config.proxy).workers | default 1)" in text
+
+
+@pytest.mark.process
+@needs_helm
+def test_helm_renders_peers_with_the_workers_of_the_values(tmp_path: Path) -> None:
+    """Else no proxy of the chart could reach another one."""
+    made = rendered({"config": {"proxy": {"workers": 4}}}, tmp_path)
+
+    for each in yaml.safe_load_all(made):
+        for text in each["data"].values() if each["kind"] == "ConfigMap" else ():
+            config = parse_config(yaml.safe_load(text))
+            assert [peer.workers for peer in config.proxy.peers] == [4]
+            assert [*faults_of_proxy(config, ENVIRONMENT)] == []
+
+
 @pytest.mark.process
 @needs_helm
 def test_helm_keeps_values_as_they_are(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $name := .root.Release.Name }}
 {{- $peers := list }}
 {{- $hosts := list }}
+{{- $workers := int ((.root.Values.config.proxy).workers | default 1) }}
 {{- range $other := until (int .root.Values.replicas) }}
 {{- $host := printf "%s-%d.%s-peers" $name $other $name }}
 {{- $hosts = append $hosts $host }}
 {{- if ne $other $.number }}
-{{- $peers = append $peers (dict "id" (printf "%s-%d" $name $other) "host" $host "peer_port" 8002) }}
+{{- $peers = append $peers (dict "id" (printf "%s-%d" $name $other) "host" $host "peer_port" 8002 "workers" $workers) }}
 {{- end }}
 {{- end }}
 {{- $proxy := dict "id" (printf "%s-%d" $name .number) "peers" $peers }}

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvrs.config.proxy import are_workers_of_one
+from kvrs.config.proxy import are_workers_of_one, proxy_of_worker
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.http import MAX_BODY_BYTES, News
 from kvrs.protocol.mirror import (
@@ -26,6 +26,7 @@ from kvrs.protocol.mirror import (
     RecordVersion,
     Update,
 )
+from kvrs.protocol.proof import WRONG_DOOR
 from kvrs.proxy.backends.peer import Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import WholeReader
@@ -289,7 +290,7 @@ class Peers:
                 await peer.listen(partial(self._heard, peer))
                 continue  # The peer was silent, or this process was stopped: ask.
             except UpstreamError as error:
-                cause = str(error)
+                cause = _cause(peer, error)
             self.fail(peer, cause)
             if cause != logged:
                 log.warning("proxy not reached", extra={"proxy": peer.id, "cause": cause})
@@ -306,4 +307,14 @@ class Peers:
         try:
             self._heard(peer, await peer.hello(self.hello()))
         except UpstreamError as error:
-            log.warning("proxy not reached", extra={"proxy": peer.id, "cause": str(error)})
+            log.warning("proxy not reached", extra={"proxy": peer.id, "cause": _cause(peer, error)})
+
+
+def _cause(peer: ProxyPeer, error: UpstreamError) -> str:
+    """The error, with the likely mistake where a process answers that is not this peer."""
+    cause = str(error)
+    if WRONG_DOOR not in cause:
+        return cause
+    if (whole := proxy_of_worker(peer.id)) is not None:
+        return f"{cause}; is `workers` of {whole!r} in proxy.peers its proxy.workers?"
+    return f"{cause}; does the entry of {peer.id!r} in proxy.peers lack its `workers: N`?"

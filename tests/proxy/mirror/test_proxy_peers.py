@@ -58,6 +58,34 @@ async def test_a_peer_keeps_its_address() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ({"id": "a"}, "does the entry of 'a' in proxy.peers lack its `workers: N`?"),
+        ({"id": "a.0"}, "is `workers` of 'a' in proxy.peers its proxy.workers?"),
+    ],
+)
+async def test_a_peer_with_another_number_of_workers_is_named_as_the_cause(
+    entry: dict[str, Any], hint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that answers there under another name is most likely that proxy, with workers or
+    without, and not one with another secret.
+    """
+    async with open_proxy_group(2) as group:
+        await _reload(group, _with_peers(group.configs[0], ["proxy-1"], **entry))
+
+        await _until(lambda: any(hint in cause for cause in _causes_of(caplog, entry["id"])))
+
+
+def _causes_of(caplog: pytest.LogCaptureFixture, proxy: str) -> list[str]:
+    """Why a proxy was not reached, as logged."""
+    return [
+        record.__dict__["cause"]
+        for record in caplog.records
+        if record.message == "proxy not reached" and record.__dict__["proxy"] == proxy
+    ]
+
+
 def _with_peers(config: Config, names: list[str], **changes: Any) -> Config:
     document = config.model_dump(mode="json")
     peers = [peer | changes for peer in document["proxy"]["peers"] if peer["id"] in names]
