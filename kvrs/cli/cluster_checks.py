@@ -123,6 +123,8 @@ def _health(row: Mapping[str, Any]) -> str:
 
 
 def _remedy_of_health(row: Mapping[str, Any]) -> str:
+    if any(f"HTTP {status}" in (row.get("reason") or "") for status in (401, 403)):
+        return "give the proxy a key that it takes (KVRS_VLLM_API_KEY), and restart the proxy"
     if row["health"] == "refused":
         return f"make what listens at {row['url']} what the configuration names"
     return f"start it at {row['url']}, or see its log"

@@ -159,6 +159,15 @@ class Instances:
         up = (known.info for known in self.known.values() if known.health is Health.UP)
         return any(info is not None and info.computes_prompts for info in up)
 
+    def all_refused(self) -> str | None:
+        """Why no instance will come up by itself: each answers and must not be used. None: one is
+        up, or may come.
+        """
+        present = list(self.present())
+        if not present or any(known.health is not Health.REFUSED for known in present):
+            return None
+        return "; ".join(f"{known.id}: {known.reason}" for known in present)
+
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """Whether the engine continues text, stop strings, usage and sampling itself."""
         return self._can(instance, Capability.EXACT_RESUME)

@@ -289,6 +289,20 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
 
 
 @pytest.mark.network
+async def test_a_key_that_an_engine_does_not_take_is_a_failure() -> None:
+    """With the variable to set: nothing else of the cluster can mend it."""
+    async with open_proxy_cluster(pairs=1) as system:
+        state, config = await system.state(), system.proxy.reloads.config
+    reason = "HTTP 403 to a completion, by itself or a gateway in front of it: its key"
+    state["instances"][0] |= {"health": "refused", "reason": reason}
+
+    found = cluster(config, state)["instance p0"]
+
+    assert (found.level, reason in found.value) == (Level.FAILURE, True)
+    assert "KVRS_VLLM_API_KEY" in found.remedy
+
+
+@pytest.mark.network
 async def test_another_version_or_configuration_is_a_warning() -> None:
     """Of the proxy that runs, beside the one that is installed and the file that is given."""
     async with open_proxy_cluster(pairs=1) as system:

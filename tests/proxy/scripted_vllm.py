@@ -82,6 +82,9 @@ class ScriptedVllm(ScriptedServer):
         default_factory=dict
     )  # Changes to what prefill hands over; ... removes a field.
     api_key: str | None = None
+    # Status with which a gateway answers completions: all, or those of longer prompts.
+    denies: int | None = None
+    denies_beyond_tokens: int = 0
     running: int = 0
     waiting: int = 0
     pulled: int = 0
@@ -197,6 +200,8 @@ class ScriptedVllm(ScriptedServer):
         }
         parse = parse_chat_request if "messages" in fields else parse_completion_request
         parsed = parse(msgspec.json.encode(fields), VLLM)
+        if self.denies is not None and len(_history(parsed)) > self.denies_beyond_tokens:
+            return _json({"detail": "not for you"}, self.denies)
         transfer = self.bodies[-1].get("kv_transfer_params")
         if "kvrs" in self.bodies[-1]:
             self.script.violations.append("the object kvrs was sent")

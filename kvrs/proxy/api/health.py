@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs import __version__
+from kvrs.control.fleet import Health, Instances
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.proxy.api.answers import json_response
@@ -23,13 +24,10 @@ def add_health(
     async def readyz(_: web.Request) -> web.Response:
         if draining():
             return web.Response(text="shutting down\n", status=503)
-        missing = instances.missing()
-        which = (
-            f"no {missing[0].value} instance is up" if len(missing) == 1 else "no instance is up"
-        )
         if not instances.ready():
-            return web.Response(text=f"{which}\n", status=503)
-        if missing:
+            return web.Response(text=_unready(instances), status=503)
+        if instances.missing():
+            which = _missing(instances)
             return web.Response(text=f"ready: {which}, decode instances compute prompts\n")
         return web.Response(text="ready\n")
 
@@ -58,3 +56,18 @@ def add_health(
     app.router.add_post("/ping", health)
     app.router.add_get("/version", version)
     app.router.add_get("/load", load)
+
+
+def _missing(instances: Instances) -> str:
+    missing = instances.missing()
+    return f"no {missing[0].value} instance is up" if len(missing) == 1 else "no instance is up"
+
+
+def _unready(instances: Instances) -> str:
+    """What to mend comes first: an instance that is refused does not come up by itself."""
+    refused = [
+        f"{known.id}: {known.reason}\n"
+        for known in instances.present()
+        if known.health is Health.REFUSED
+    ]
+    return "".join([f"{_missing(instances)}\n", *refused])

@@ -26,11 +26,12 @@ from kvrs.protocol.openai.chunks import Usage, error_body, error_kind
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import UNREADABLE, BusyError, Peer, UnusableError
+from kvrs.proxy.backends.peer import UNREADABLE, BusyError, DeniedError, Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 
 _BUSY = (429, 503)
+_DENIED = (401, 403)
 
 # A complete response is read to its end, so that its connection can be used again.
 _END_TIMEOUT_S = 1.0
@@ -93,6 +94,9 @@ class OpenAiPeer(Peer):
             await upstream.send(pool.head(call.path, len(body), call.headers), body, reader)
             del call, body  # The answer may take minutes.
             need = await upstream.ended()
+            if upstream.status in _DENIED:
+                answer = _as_openai(upstream.refusal)
+                raise DeniedError(upstream.status, self.UNAUTHORISED, answer)
             if upstream.status != 200:
                 raise _refusal(upstream.status, upstream.headers, upstream.refusal)
             if need is Need.END:

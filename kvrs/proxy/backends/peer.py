@@ -65,6 +65,19 @@ class UnusableError(UpstreamError):
     """The process answers and must not be used: another server, version or secret."""
 
 
+class DeniedError(UnusableError):
+    """A request of a stream got 401 or 403: the process, or a gateway in front of it, does not take
+    this proxy's key, or has something against this one request.
+    """
+
+    def __init__(self, status: int, cause: str, body: bytes) -> None:
+        super().__init__(
+            f"HTTP {status} to a completion, by itself or a gateway in front of it: {cause}"
+        )
+        self.status = status
+        self.body = body  # In OpenAI's form.
+
+
 def new_session(keys: Keys, tls: Certificates | None = None) -> aiohttp.ClientSession:
     """A connection pool for processes that prove that they are the ones at these addresses."""
     return _session(ProvingConnector(keys, tls, **_pool_options()), {})

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvrs.descriptors import is_exhausted
-from kvrs.errors import ConfigError, UpstreamError
+from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     Capability,
@@ -38,6 +38,7 @@ from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.peer import (
     UNREADABLE,
+    DeniedError,
     UnusableError,
     body_of,
     lost,
@@ -113,6 +114,7 @@ class VllmBackend(OpenAiPeer):
         self._identity = identity
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._ft_path: str | None = None  # None: it runs without fault tolerance.
+        self._denied: str | None = None  # Why it must not be used, since it denied one token.
 
     # Identity and load.
 
@@ -120,7 +122,7 @@ class VllmBackend(OpenAiPeer):
         await self._read("/health")
         metrics = VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
         epoch = round(metrics.started_s * 100)
-        if self._info is None or self._info.epoch != epoch:
+        if self._info is None or self._info.epoch != epoch or self._denied is not None:
             info = await self._meet(epoch, metrics)
             self._ft_path = await self._find_ft_path()
             await self._check_engines()
@@ -135,7 +137,7 @@ class VllmBackend(OpenAiPeer):
                 raise UnusableError(
                     f"it refuses one token's request: {error.body.decode(errors='replace')}"
                 ) from None
-            self._info = info
+            self._info, self._denied = info, None
         await self._check_engines()
         return self._info
 
@@ -209,6 +211,8 @@ class VllmBackend(OpenAiPeer):
         read_s, report = 0.0, None
         async with _IdleConnection(self.url) as idle:
             while True:
+                if self._denied is not None:
+                    raise UnusableError(self._denied)
                 # An HTTP server whose engine is dead ends by itself a moment later.
                 await self._read("/health")
                 await self._check_engines()
@@ -275,7 +279,10 @@ class VllmBackend(OpenAiPeer):
     async def prefill(self, call: Call) -> Prefilled:
         info = self._info
         assert info is not None
-        return await self._prefilled(_plain(call), info.geometry.page_size_tokens)
+        try:
+            return await self._prefilled(_plain(call), info.geometry.page_size_tokens)
+        except DeniedError as error:
+            raise await self._judged(error) from None
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
         with _StallMonitor() as stalls:
@@ -292,7 +299,32 @@ class VllmBackend(OpenAiPeer):
     async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info
         assert info is not None
-        await super().decode(_limited(_plain(call), info.max_model_len), reader)
+        try:
+            await super().decode(_limited(_plain(call), info.max_model_len), reader)
+        except DeniedError as error:
+            raise await self._judged(error) from None
+
+    async def ask(self, call: Call) -> bytes:
+        try:
+            return await super().ask(call)
+        except DeniedError as error:
+            raise await self._judged(error) from None
+
+    async def _judged(self, error: DeniedError) -> KvrsError:
+        """The error as it is to be treated. A gateway may deny one request for its content: the
+        server is at fault only if it denies one token's request too, and then ends its watch.
+        """
+        if self._denied is not None:
+            return error
+        assert self._info is not None
+        try:
+            await self._probe(self._info)
+        except DeniedError as denied:
+            self._denied = str(denied)
+            return error
+        except (UpstreamError, RefusedError):
+            return error
+        return RefusedError(error.status, error.body)
 
     def blames_prefill(self, error: Any) -> bool:
         match error:

@@ -18,7 +18,12 @@ from kvrs.policy.model.events import FailureKind
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
-from kvrs.proxy.backends.peer import BusyError, ConnectionLostError, NotConnectedError
+from kvrs.proxy.backends.peer import (
+    BusyError,
+    ConnectionLostError,
+    DeniedError,
+    NotConnectedError,
+)
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs.proxy.fleet.watchdog import SilentError, silence_limit
 from kvrs.proxy.streams.clients import ClientGoneError
@@ -105,6 +110,11 @@ class Attempt:
                 work = await work
         except RefusedError as error:
             live.refusal = Failed(error.status, error.body)
+            self._failed(error, FailureKind.REFUSED)
+        except DeniedError as error:
+            # Another instance may take the key. If none does, the client is told at once.
+            body = error_body(f"{self._instance}: {error}", kind="server_error", code="denied")
+            live.refusal = Failed(502, body)
             self._failed(error, FailureKind.REFUSED)
         except SlotDeniedError as error:
             driver.slot_denied(live, self._attempt, error.target, error.wait_s)

@@ -72,6 +72,7 @@ _STATUS = {
     Reason.POISON: 422,
 }
 _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
+_REFUSED_RETRY_S = 10.0  # Somebody has to mend the instances first.
 # Of new requests: counted, and not logged one by one.
 _SHED = (Reason.OVERLOADED, Reason.OVER_SHARE)
 
@@ -131,6 +132,10 @@ class Driver:
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
+        if not journal.output_ids and (cause := self.control.instances.all_refused()) is not None:
+            message = f"no instance can be used: {cause}"
+            body = error_body(message, kind="server_error", code=Reason.NO_INSTANCE)
+            return Failed(503, body, retry_after_s=_REFUSED_RETRY_S)
         outcome: EagerFuture[Outcome] = EagerFuture(asyncio.get_running_loop())
         journal.request = request = CURRENT.get()
         if request is not None and isinstance(request.trace, RequestTrace):

@@ -234,6 +234,59 @@ async def test_its_own_key_is_sent_where_there_is_one(
     } == {"Bearer of vllm"}
 
 
+async def test_a_key_that_is_not_taken_any_more_is_an_error_at_once(vllms: Builder) -> None:
+    """No instance that still answers /health is tried again and again, and none is called ready."""
+    system = await vllms()
+    request = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    for server in system.servers.values():
+        server.denies = 403
+
+    status, body = await system.ask(request)
+
+    assert (status, msgspec.json.decode(body)["error"]["code"]) == (502, "denied")
+    assert b"p0: HTTP 403 to a completion, by itself or a gateway in front" in body
+    assert [body["prompt"] for body in system.servers["p0"].bodies].count(PROMPT) == 1
+    await system.until_health(p0="refused")
+
+
+async def test_a_request_that_alone_is_denied_blames_no_instance(vllms: Builder) -> None:
+    """A gateway may deny what a prompt says. One client must not take the cluster away from all."""
+    system = await vllms()
+    for server in system.servers.values():
+        server.denies, server.denies_beyond_tokens = 403, len(PROMPT)
+
+    status, body = await system.ask({"prompt": LONG, "temperature": 0, "stream": True})
+
+    assert status == 403
+    assert b"not for you" in body
+    assert await system.ids() == await system.ids()
+    assert set((await system.health()).values()) == {"up"}
+
+
+async def test_what_is_refused_everywhere_is_told_at_once(vllms: Builder) -> None:
+    """Nothing that a client could wait for comes up by itself; `/readyz` says what to mend."""
+
+    def deny(servers: Servers) -> None:
+        for server in servers.values():
+            server.denies = 401
+
+    system = await vllms(prepare=deny, wait=False)
+    await system.until_health(p0="refused", d0="refused", d1="refused")
+
+    status, body = await system.ask({"prompt": PROMPT, "stream": True})
+    async with system.http.get(f"{system.url}/readyz") as response:
+        ready = response.status, await response.text()
+    for server in system.servers.values():
+        server.denies = None
+    await system.until_health(p0="up", d0="up", d1="up")
+
+    assert (status, msgspec.json.decode(body)["error"]["code"]) == (503, "no_instance")
+    assert b"no instance can be used: p0: HTTP 401 to a completion" in body
+    assert ready[0] == 503
+    assert "d1: HTTP 401 to a completion" in ready[1]
+    assert len(await system.ids()) == TOKENS
+
+
 # Bad input, named when it comes up.
 
 
@@ -287,6 +340,11 @@ CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
         "d0",
         {"api_key": "secret"},
         "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY",
+    ),
+    "a key of completions": (
+        "d0",
+        {"denies": 401},
+        "HTTP 401 to a completion, by itself or a gateway in front of it: its --api-key",
     ),
 }
 
