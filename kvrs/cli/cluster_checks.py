@@ -1,5 +1,6 @@
 """What `kvrs doctor` says of the cluster, from the state of a proxy."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -11,6 +12,8 @@ from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
 from kvrs.control.self_tests import Continues
 from kvrs.errors import ConfigError
 
+PATIENCE_S = 5.0  # For instances that have not come up yet.
+_ASK_AGAIN_S = 0.5
 _KEYS = ("instances", "agents", "proxies", "members")
 
 
@@ -26,19 +29,30 @@ class ProxyAnswer:
     is_locked: bool = False
 
 
-def ask(config: Config, environ: Mapping[str, str]) -> ProxyAnswer:
-    """The state of the proxy at the configured admin port."""
+def ask(config: Config, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> ProxyAnswer:
+    """The state of the proxy at the configured admin port, asked again for so long while an
+    instance has not come up yet.
+    """
     from kvrs.load.admin import AdminClient, AdminError
 
     try:
         client = AdminClient.of(config, environ)
     except ConfigError as error:
         return ProxyAnswer("proxy.admin_port", cause="; ".join(error.faults))
+    until_s = time.monotonic() + patience_s
     try:
-        return ProxyAnswer(client.url, client.read("state", *_KEYS))
+        state = client.read("state", *_KEYS)
+        while _is_starting(state["instances"]) and time.monotonic() < until_s:
+            time.sleep(_ASK_AGAIN_S)
+            state = client.read("state", *_KEYS)
+        return ProxyAnswer(client.url, state)
     except AdminError as error:
         is_locked = error.status == HTTPStatus.UNAUTHORIZED
         return ProxyAnswer(client.url, None, error.cause, error.is_taken, is_locked)
+
+
+def _is_starting(rows: list[Mapping[str, Any]]) -> bool:
+    return any(row["health"] == "starting" for row in rows)
 
 
 def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
@@ -75,6 +89,10 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
     else:
         value = f"the proxy is kvrs {', '.join(versions)}, here is {kvrs.__version__}"
         yield doubtful("version", value, "the same version everywhere", "restart what is older")
+    if any(row.get("lacks_tokenizer") for row in rows):
+        value = "cluster.model has no tokenizer.json: streams that are cut continue inexactly"
+        remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
+        yield doubtful("tokenizer of the proxy", value, "the file beside config.json", remedy)
     if len(rows) == 1:  # Workers have configurations of their own, made from the file.
         yield _digest(config, str(rows[0]["config_digest"]))
     down = sorted({name for row in rows for name, is_up in row["peers"].items() if is_up != "up"})
@@ -105,9 +123,9 @@ def _instances(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
         yield good("instances", f"{len(up)} of {len(rows)} up")
     for row in rows:
         check = f"instance {row['id']}"
-        if row["health"] == "starting":
+        if row["health"] == "starting" and row.get("reason") is None:
             yield doubtful(check, "starting", "up", "wait, then run this again")
-        elif row["health"] != "up":
+        elif row["health"] != "up":  # Also one that was asked for and has not answered yet.
             yield bad(check, _health(row), "up", _remedy_of_health(row))
         elif row["drain"] is not None:
             remedy = f"DELETE /kvrs/v1/drain/{row['id']} when it is to be used again"

@@ -39,7 +39,8 @@ def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = F
 
 def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
     """What is allowed, and worth a second look: lines that begin with `note: ` or `warning: `."""
-    return [*notes(config), *_doubts(config), *([] if elsewhere else _unresolved(config))]
+    found = [*notes(config), *_doubts(config)]
+    return found if elsewhere else [*found, *_without_tokenizer(config), *_unresolved(config)]
 
 
 def private_files(
@@ -131,6 +132,20 @@ def _doubts(config: Config) -> Iterator[str]:
                 f"{instance.host!r}, which means another machine on each machine (host: as others "
                 f"reach it; bind: where it listens)"
             )
+
+
+def _without_tokenizer(config: Config) -> Iterator[str]:
+    """Engines of others are continued by the text that the proxy makes itself. (The embedded one
+    does not start without the file.)
+    """
+    cluster = config.cluster
+    if cluster.model is None or cluster.backend is Backend.EMBEDDED:
+        return
+    if not (Path(cluster.model) / "tokenizer.json").is_file():
+        yield (
+            f"warning: cluster.model: {cluster.model} has no tokenizer.json: streams that are cut "
+            f"are not continued exactly, and answers say X-Kvrs-Exact: no"
+        )
 
 
 def _unresolved(config: Config) -> Iterator[str]:

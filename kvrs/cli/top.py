@@ -121,6 +121,9 @@ def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
     if len(shown) < len(instances):
         parts.append(Text(f"... and {len(instances) - len(shown)} more", style="dim"))
     room = max(0, rows - 8 - len(shown))
+    causes = [row for row in instances if row["health"] != "up" and row.get("reason")]
+    parts += [_line(f"{row['id']}: {row['reason']}") for row in causes[:room]]
+    room = max(0, room - len(causes))
     if recoveries and room:
         parts.append(Text("recoveries, the newest first", style="bold"))
         parts += [_recovery(row) for row in recoveries[:room]]
@@ -133,22 +136,22 @@ def _head(overview: Mapping[str, Any], url: str) -> Text:
     stages = ", ".join(f"{count} {stage}" for stage, count in streams["by_stage"].items())
     restorable = streams["restorable"]["streams"]
     policy = overview["policy"]
-    return Text(
+    return _line(
         f"kvrs {overview['proxies'][0]['id']} at {url}\n"
         f"{up} of {len(overview['instances'])} instances up, policy {policy['policy']}, "
         f"backup {policy['backup']}\n"
         f"{streams['open']} streams{f' ({stages})' if stages else ''}, "
-        f"{restorable} could be restored\n",
-        no_wrap=True,
-        overflow="ellipsis",
+        f"{restorable} could be restored\n"
     )
 
 
 def _recovery(row: Mapping[str, Any]) -> Text:
     real = "" if row["real_s"] is None else f", took {row['real_s']:.3f} s"
-    return Text(
+    return _line(
         f"{row['from'] or '-'} > {row['to'] or '-'}  {row['option']} "
-        f"(predicted {row['predicted_s']:.3f} s{real})  {row['outcome']}  {row['cause']}",
-        no_wrap=True,
-        overflow="ellipsis",
+        f"(predicted {row['predicted_s']:.3f} s{real})  {row['outcome']}  {row['cause']}"
     )
+
+
+def _line(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")

@@ -288,6 +288,41 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     assert judged(moves_kv=None).level is Level.OK
 
 
+@pytest.mark.process
+@pytest.mark.network
+async def test_an_instance_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    """With its address and why it is not reached; `kvrs top` shows the same. It was given some
+    seconds to come up.
+    """
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    async with open_proxy_cluster(pairs=1) as system:
+        document = config_of(system)
+        missing = {"id": "d9", "role": "decode", "port": port}
+        document["cluster"]["nodes"][0]["instances"].append(missing)
+        file = tmp_path / "kvrs.yaml"
+        file.write_text(json.dumps(document))
+        order = f"http://127.0.0.1:{system.proxy.admin_port}/kvrs/v1/instances"
+        async with system.http.post(order, json={"node": "n0", **missing}) as answer:
+            assert answer.status == 200, await answer.text()
+
+        async def ran(*command: str) -> tuple[int | None, str]:
+            running = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvrs", *command, "--config", str(file)),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            output, _ = await running.communicate()
+            return running.returncode, output.decode()
+
+        status, report = await ran("doctor")
+        _, shown = await ran("top", "--once")
+
+    cause = f"connection lost: Connection refused ({url})"
+    assert status == 1
+    assert f"failure instance d9: starting ({cause}); allowed: up; to do: start it" in report
+    assert f"d9: {cause}" in shown
+
+
 @pytest.mark.network
 async def test_a_key_that_an_engine_does_not_take_is_a_failure() -> None:
     """With the variable to set: nothing else of the cluster can mend it."""

@@ -180,6 +180,25 @@ def test_a_model_without_its_files_is_a_fault(tmp_path: Path) -> None:
     assert "is no index of weights" in nested[0]
 
 
+def test_a_model_without_a_tokenizer_is_a_warning_before_other_engines(tmp_path: Path) -> None:
+    """The proxy makes their text after a cut, so that exactness would be lost without a word."""
+    node = [
+        {"id": name, "role": role, "port": port}
+        for name, role, port in (("p0", "prefill", 9001), ("d0", "decode", 9002))
+    ]
+    document = model(tmp_path)
+    document["cluster"] |= {"backend": "vllm", "nodes": [{"id": "n0", "instances": node}]}
+    document["profiles"] = {"prefill": "opt-13b-a100-distserve-tp1"}
+
+    without = check(tmp_path, document)
+    model(tmp_path, "tokenizer.json")
+    whole = check(tmp_path, document)
+
+    assert (without.exit_code, whole.exit_code) == (0, 0)
+    assert f"warning: cluster.model: {tmp_path} has no tokenizer.json: streams" in without.output
+    assert "tokenizer" not in whole.output
+
+
 def test_pages_that_do_not_fit_into_memory_are_a_fault(tmp_path: Path) -> None:
     """Of all instances on one host, from the shape of the model's KV."""
     document = model(tmp_path, "tokenizer.json", "model.safetensors", hidden_size=1 << 16)

@@ -31,7 +31,12 @@ def overview(state: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, A
     streams: Sequence[Mapping[str, Any]] = state["streams"]
     return {
         "proxies": [
-            {"id": each["id"], "pid": each.get("pid"), "peers": each["peers"]}
+            {
+                "id": each["id"],
+                "pid": each.get("pid"),
+                "peers": each["peers"],
+                "lacks_tokenizer": each["lacks_tokenizer"],
+            }
             for each in state["proxies"]
         ],
         "policy": policy,

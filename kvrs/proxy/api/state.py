@@ -27,7 +27,7 @@ def describe(
             _instance(known, driver, health.get(known.id), now_s)
             for known in control.instances.present()
         ],
-        "proxies": [proxy],
+        "proxies": [{**proxy, "lacks_tokenizer": lacks_tokenizer(driver)}],
         "members": [] if gossip is None else gossip.pop("members"),
         "gossip": gossip,
         "agents": [
@@ -43,11 +43,19 @@ def describe(
     }
 
 
+def lacks_tokenizer(driver: Driver) -> bool:
+    """Whether instances are in use whose streams cannot be continued exactly for want of a
+    tokenizer: their text is then pieced together.
+    """
+    return not driver.tokenizer.available and driver.control.instances.plain() is not None
+
+
 def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     """Set the series that need not be set at every change."""
     control = driver.control
     metrics.tokens.follow(control.progress.tokens)
     metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
+    metrics.lacks_tokenizer.set(lacks_tokenizer(driver))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
     if control.instances.model is not None:
         metrics.model.labels(control.instances.model).set(1)

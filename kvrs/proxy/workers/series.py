@@ -33,6 +33,7 @@ _HOW = {
     "kvrs_agent_deaths": _Sum.LARGEST,
     "kvrs_damaged_pages": _Sum.LARGEST,
     "kvrs_fleet_orders_aside": _Sum.LARGEST,
+    "kvrs_tokenizer_missing": _Sum.LARGEST,
     "kvrs_worker_ejected": _Sum.LARGEST,
     "kvrs_worker_draining": _Sum.LARGEST,
     "kvrs_checkpoint_lag_pages": _Sum.LARGEST,

@@ -85,4 +85,10 @@ def _of_proxy(states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
             for key in _ADDED_OF_TENANT:
                 into[key] += tenant[key]
     added = {key: sum(row[key] for row in rows) for key in _ADDED}
-    return {"peers": peers, **added, "tenants": [*tenants.values()]}
+    lacks_tokenizer = any(row["lacks_tokenizer"] for row in rows)
+    return {
+        "peers": peers,
+        "lacks_tokenizer": lacks_tokenizer,
+        **added,
+        "tenants": [*tenants.values()],
+    }

@@ -36,7 +36,7 @@ def looks_until(condition: str) -> str:
 
 def a_state(streams: int = 0, recoveries: int = 0, links: int = 0) -> dict[str, Any]:
     return {
-        "proxies": [{"id": "proxy-0", "pid": 1, "peers": {}}],
+        "proxies": [{"id": "proxy-0", "pid": 1, "peers": {}, "lacks_tokenizer": False}],
         "instances": [
             {
                 "id": "d0",

@@ -4,12 +4,15 @@ named at start-up.
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 
+from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
+from kvrs.cli.findings import Level
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -285,6 +288,33 @@ async def test_what_is_refused_everywhere_is_told_at_once(vllms: Builder) -> Non
     assert ready[0] == 503
     assert "d1: HTTP 401 to a completion" in ready[1]
     assert len(await system.ids()) == TOKENS
+
+
+async def test_a_missing_tokenizer_is_seen_wherever_an_operator_looks(
+    vllms: Builder, vllm_model: str
+) -> None:
+    """In the state, of which the live page and `kvrs doctor` are made, and as a series to alert
+    on.
+    """
+    whole = await vllms()
+    seen = (await whole.state())["proxies"][0]["lacks_tokenizer"]
+    counted = await whole.count("kvrs_tokenizer_missing")
+    (Path(vllm_model) / "tokenizer.json").unlink()
+
+    system = await vllms()
+    state = await system.state()
+    admin = f"http://127.0.0.1:{system.proxy.admin_port}"
+    async with system.http.get(f"{admin}/kvrs/v1/overview") as response:
+        overview = await response.json()
+    findings = cluster_findings(system.proxy.reloads.config, ProxyAnswer(admin, state))
+
+    assert (seen, counted) == (False, 0)
+    assert state["proxies"][0]["lacks_tokenizer"]
+    assert overview["proxies"][0]["lacks_tokenizer"]
+    assert await system.count("kvrs_tokenizer_missing") == 1
+    assert any(
+        each.level is Level.WARNING and "has no tokenizer.json" in each.value for each in findings
+    )
 
 
 # Bad input, named when it comes up.
