@@ -94,7 +94,7 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
         remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
         yield doubtful("tokenizer of the proxy", value, "the file beside config.json", remedy)
     if len(rows) == 1:  # Workers have configurations of their own, made from the file.
-        yield _digest(config, str(rows[0]["config_digest"]))
+        yield _digest(config, rows[0])
     down = sorted({name for row in rows for name, is_up in row["peers"].items() if is_up != "up"})
     peers = {name for row in rows for name in row["peers"]}
     if down:
@@ -105,15 +105,17 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
         yield good("peers of the proxy", f"{len(peers)} of {len(peers)} up")
 
 
-def _digest(config: Config, running: str) -> Finding:
-    if running == (here := config_digest(config)):
-        return good("configuration in use", f"{running}, as here")
+def _digest(config: Config, row: Mapping[str, Any]) -> Finding:
+    """By the proxy's own file, or the one that the `kvrs up` was given that started it."""
+    running, here = str(row["config_digest"]), config_digest(config)
+    if here in (running, row.get("source_digest")):
+        return good("configuration in use", f"{here}, as here")
     return doubtful(
         "configuration in use",
         f"{running}, here {here}",
         "the same configuration",
-        "give the proxy's own file as --config (`kvrs up` has one with the ports that it chose in "
-        "its run directory); if it has changed, reload or restart the proxy",
+        "give the file of the proxy, or of its `kvrs up`, as --config; if it has changed, reload "
+        "or restart the proxy, or send USR1 to its `kvrs up`",
     )
 
 

@@ -38,6 +38,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
+LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs up`.
 DemoTrace = Annotated[
     Path | None,
     typer.Option(

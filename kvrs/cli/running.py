@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 import kvrs.cli.options as opt
@@ -14,7 +15,8 @@ from kvrs.cli.common import say
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, demo_nodes
 from kvrs.config.exposure import check_exposure
-from kvrs.config.file import Config, load_config, parse_config, read_secrets
+from kvrs.config.file import Config, config_digest, load_config, parse_config, read_secrets
+from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
 from kvrs.config.workers import with_workers
@@ -88,13 +90,16 @@ def up(
     settings = read_config()
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
-    upkeep = Upkeep(say, read_config)
+    read_launch = partial(_launch, config)
+    upkeep = Upkeep(say, read_config, read_launch)
     # From here on every ending signal takes the same path, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: upkeep.stop.set())
+        # Under nohup the end of the terminal is not to be the end of the cluster.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: upkeep.stop.set())
     # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind.
     signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
-    with Cluster(settings, say, proxies, ray) as cluster:
+    with Cluster(settings, say, proxies, ray, read_launch()) as cluster:
         for proxy, (url, admin_url) in enumerate(
             zip(cluster.urls, cluster.admin_urls, strict=True)
         ):
@@ -103,6 +108,12 @@ def up(
         say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
         upkeep.run(cluster)
         say("ending")
+
+
+def _launch(config: Path | None) -> UpCommand:
+    """What proxies tell of this process; the file as `kvrs doctor` reads it."""
+    file = None if config is None else str(config.resolve())
+    return UpCommand(os.getpid(), file, config_digest(load_config(config, os.environ)))
 
 
 def _up_config(
@@ -166,7 +177,12 @@ def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None
             instance |= {key: value for key, value in of_instances.items() if value is not None}
 
 
-def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv = False) -> None:
+def proxy(
+    config: opt.ConfigFile,
+    workers: opt.Workers = None,
+    no_env: opt.NoEnv = False,
+    launch: opt.LaunchJson = None,
+) -> None:
     """Run one proxy in front of instances that are already up."""
     import uvloop
 
@@ -178,6 +194,8 @@ def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv
         given = load_config(config, None if no_env else os.environ)
         return given if workers is None else with_workers(given, workers)
 
+    launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
+    file = ConfigFile(config, read_config, launched)
     settings = read_config()
     # vLLM's instances name the port of their pages in every hand-off.
     needed = ("port",) if settings.cluster.backend is Backend.VLLM else ("port", "page_port")
@@ -201,10 +219,10 @@ def proxy(config: opt.ConfigFile, workers: opt.Workers = None, no_env: opt.NoEnv
     log_to_stderr(**settings.logs.options)
     secret, *older = read_secrets(settings.security, os.environ)
     if settings.proxy.workers > 1:
-        uvloop.run(supervise(settings, config, read_config, no_env=no_env))
+        uvloop.run(supervise(settings, config, file, no_env=no_env))
         return
     watched = config if settings.proxy.reload_on_change else None
-    uvloop.run(serve(settings, secret, older, read_config, watched=watched))
+    uvloop.run(serve(settings, secret, older, file, watched=watched))
 
 
 def agent(

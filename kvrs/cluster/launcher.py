@@ -43,6 +43,7 @@ from kvrs.config.file import (
     read_admin_tokens,
     read_secret,
 )
+from kvrs.config.origin import UpCommand
 from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
@@ -77,9 +78,15 @@ class Cluster:
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
-        self, config: Config, progress: Progress, proxies: int = 1, ray: str | None = None
+        self,
+        config: Config,
+        progress: Progress,
+        proxies: int = 1,
+        ray: str | None = None,
+        launch: UpCommand | None = None,
     ) -> None:
-        """`ray`: the address of a Ray cluster, of which the machines have the nodes.
+        """`ray`: the address of a Ray cluster, of which the machines have the nodes; `launch`:
+        where the configuration is from, for the proxies to tell.
 
         Raises:
             ConfigError: these proxies, or this backend, cannot be started.
@@ -89,6 +96,7 @@ class Cluster:
         self._asked = config
         self._proxy_settings = several_proxies(config.proxy, proxies)
         self._progress = progress
+        self._launch = launch
         self.processes: dict[InstanceId, Process] = {
             process.name: process for process in processes_of(config)
         }
@@ -313,7 +321,7 @@ class Cluster:
             cluster = cluster.model_copy(update={"model": str(model)})
         self.config = self.config.model_copy(update={"cluster": cluster})
 
-    def renew(self, config: Config) -> None:
+    def renew(self, config: Config, launch: UpCommand | None = None) -> None:
         """Start processes with another configuration of this cluster from now on.
 
         Raises:
@@ -335,6 +343,7 @@ class Cluster:
             if old != new
         ]:
             raise ConfigError(faults)
+        self._launch = launch
         kept = [
             {key: getattr(settings, key) for key in FIXED_OF_PROXY}
             for settings in self._proxy_settings
@@ -391,14 +400,10 @@ class Cluster:
 
     def _start_proxies(self) -> None:
         for settings in self._proxy_settings:
-            # The environment's settings are in the file already, each proxy's own beside them.
-            config_path = str(self._run.config_path(settings.id))
-            command = ("-m", "kvrs", "proxy", "--no-env", "--config", config_path)
-            spawn = partial(self._run.spawn, settings.id, *command)
             self.proxies.append(
                 ProxyProcess(
                     settings,
-                    spawn,
+                    partial(self._run.spawn_proxy, settings.id, lambda: self._launch),
                     partial(self._run.log_tail, settings.id),
                     self._admin_token,
                 )

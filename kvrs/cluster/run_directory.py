@@ -4,10 +4,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from kvrs.config.file import Config, dump_config
+from kvrs.config.origin import UpCommand
 
 # Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
 _LONGEST = 40
@@ -29,6 +33,15 @@ class RunDirectory:
             return subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, process_group=0
             )
+
+    def spawn_proxy(
+        self, name: str, launch: Callable[[], UpCommand | None]
+    ) -> subprocess.Popen[bytes]:
+        """The environment's settings are in its file already, each proxy's own beside them."""
+        arguments = ["-m", "kvrs", "proxy", "--no-env", "--config", str(self.config_path(name))]
+        if (told := launch()) is not None:
+            arguments += ["--launch", msgspec.json.encode(told).decode()]
+        return self.spawn(name, *arguments)
 
     def config_path(self, proxy: str = "config") -> Path:
         """Of the configuration of a proxy; without one, of all other processes."""

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.rolling import RestartError, RollingRestart
 from kvrs.config.file import Config
+from kvrs.config.origin import UpCommand
 from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
 
 LOOK_INTERVAL_S = 0.5
 
@@ -16,12 +18,19 @@ class Upkeep:
     effect in `run`.
     """
 
-    def __init__(self, say: Callable[[str], None], read_config: Callable[[], Config]) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        read_config: Callable[[], Config],
+        read_launch: Callable[[], UpCommand | None] = lambda: None,
+    ) -> None:
         self.stop = threading.Event()
         self._say = say
         self._read_config = read_config  # Reads the file again.
+        self._read_launch = read_launch
         self._reported: set[str] = set()  # Proxies that are reported to be down.
         self._pids: dict[str, int | None] = {}
+        self._starts: dict[InstanceId, int] = {}  # Of instances, servers and agents.
         # Requests for a rolling restart that are not answered yet.
         self._requested = 0
 
@@ -31,7 +40,7 @@ class Upkeep:
     def run(self, cluster: Cluster) -> None:
         """Raises LaunchError, or ProxyError: the cluster cannot go on."""
         self._requested = 0  # A request during the start is fulfilled by it.
-        self._pids = _pids(cluster)
+        self._note(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
             cluster.follow_fleet()
@@ -40,7 +49,11 @@ class Upkeep:
             if self._requested:
                 self._requested = 0
                 self._restart_all(cluster)
-                self._pids = _pids(cluster)
+                self._note(cluster)
+
+    def _note(self, cluster: Cluster) -> None:
+        """What ended before is no news."""
+        self._pids, self._starts = _pids(cluster), _starts(cluster)
 
     def _report_faults(self, cluster: Cluster) -> None:
         """Report, once each, proxies that cannot be restarted while others serve."""
@@ -52,14 +65,18 @@ class Upkeep:
         self._reported = set(faults)
 
     def _report_ends(self, cluster: Cluster) -> None:
-        former, self._pids = self._pids, _pids(cluster)
+        pids, starts = self._pids, self._starts
+        self._note(cluster)
         for name, pid in self._pids.items():
-            if pid != former[name]:
+            if pid != pids[name]:
                 self._say(f"{name} ended and was restarted, as process {pid}")
+        for process, count in self._starts.items():
+            if count > starts.get(process, count):
+                self._say(f"{cluster.processes[process].label} ended and is started again")
 
     def _restart_all(self, cluster: Cluster) -> None:
         try:
-            cluster.renew(self._read_config())
+            cluster.renew(self._read_config(), self._read_launch())
         except (ConfigError, OSError) as error:
             self._say(f"nothing is restarted: {error}")
             return
@@ -79,6 +96,10 @@ class Upkeep:
         if self._requested:
             self._requested = 0
             self._say("a rolling restart is under way already: the request is ignored")
+
+
+def _starts(cluster: Cluster) -> dict[InstanceId, int]:
+    return {name: one.starts for name, one in cluster.keepers.status().items()}
 
 
 def _pids(cluster: Cluster) -> dict[str, int | None]:

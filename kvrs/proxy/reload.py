@@ -10,7 +10,10 @@ from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvrs.config.file import Config, config_digest, parse_config
+from kvrs.config.origin import ConfigFile
 from kvrs.control.fleet_orders import FleetOrders, Nodes
 from kvrs.control.services import Found, with_services
 from kvrs.errors import ConfigError
@@ -33,10 +36,11 @@ class ReloadingPart:
     sections: Sequence[str] = ()  # Of the file, or single keys, that take effect by it.
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadResult:
+class ReloadResult(msgspec.Struct, frozen=True, omit_defaults=True):
     applied: list[str]  # Settings by path, and parts beside the file, that have changed.
     restart_needed: list[str]  # Settings by path that differ and cannot be reloaded.
+    file: str | None = None  # The one that was read.
+    note: str | None = None  # Why that is not the one that an operator edits.
 
 
 class Reloads:
@@ -55,6 +59,7 @@ class Reloads:
         self.found: Found = {}
         self._file: Nodes = self.orders.nodes
         self._read = read
+        self._origin = read if isinstance(read, ConfigFile) else None
         self._parts: list[ReloadingPart] = []
         self._turn = asyncio.Lock()
         self._digest: tuple[Config, str] | None = None
@@ -67,6 +72,12 @@ class Reloads:
         if self._digest is None or self._digest[0] is not self.config:
             self._digest = self.config, config_digest(self.config)
         return self._digest[1]
+
+    @property
+    def source_digest(self) -> str:
+        """Of the file that an operator edits, as far as that is another one."""
+        launch = None if self._origin is None else self._origin.launch
+        return self.digest if launch is None else launch.digest
 
     def add(self, part: ReloadingPart) -> None:
         self._parts.append(part)
@@ -88,7 +99,11 @@ class Reloads:
         result = await self._logged(self._take(read))
         self._file = nodes
         self._read_below()
-        return result
+        if (origin := self._origin) is None:
+            return result
+        if origin.note is not None:
+            log.warning("reloaded a copy", extra={"file": origin.path, "note": origin.note})
+        return msgspec.structs.replace(result, file=str(origin.path), note=origin.note)
 
     async def follow_services(self, found: Found) -> None:
         """Take over the addresses of the services.

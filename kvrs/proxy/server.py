@@ -395,6 +395,7 @@ class Proxy:
             "version": __version__,
             "policy": self.reloads.config.policy.name.value,
             "config_digest": self.reloads.digest,
+            "source_digest": self.reloads.source_digest,
             "orders_aside": self.reloads.orders.aside,  # Why they are not carried out here.
         }
         return identity | self._mirror.describe() | {"tenants": self.tenants.describe()}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,10 +39,12 @@ def ask(method: str, url: str, body: Any = None) -> Any:
 class Launch:
     """`kvrs up` in a process group of its own, as a terminal would start it."""
 
-    def __init__(self, tmp_path: Path, *arguments: str) -> None:
+    def __init__(self, tmp_path: Path, *arguments: str, before: Sequence[str] = ()) -> None:
+        """`before`: a command that runs it, such as nohup."""
         self.directory = tmp_path
         self._log = tmp_path / "up.log"
         command = [
+            *before,
             sys.executable,
             "-m",
             "kvrs",

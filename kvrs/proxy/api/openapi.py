@@ -105,8 +105,12 @@ _RELOAD = {
     "type": "object",
     "required": ["applied", "restart_needed"],
     "properties": {
-        name: {"type": "array", "items": {"type": "string"}}
-        for name in ("applied", "restart_needed")
+        **{
+            name: {"type": "array", "items": {"type": "string"}}
+            for name in ("applied", "restart_needed")
+        },
+        "file": {"type": "string"},
+        "note": {"type": "string"},
     },
 }
 _INSTANCE = {

@@ -55,7 +55,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     control = driver.control
     metrics.tokens.follow(control.progress.tokens)
     metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
-    metrics.lacks_tokenizer.set(lacks_tokenizer(driver))
+    metrics.streams.lacks_tokenizer.set(lacks_tokenizer(driver))
     metrics.unprotected.set(control.checkpoints.count_unprotected())
     if control.instances.model is not None:
         metrics.model.labels(control.instances.model).set(1)

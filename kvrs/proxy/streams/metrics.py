@@ -91,10 +91,6 @@ class Metrics:
             "kvrs_fleet_orders_aside",
             "Orders about instances, given at other proxies, that cannot be carried out here now.",
         )
-        self.lacks_tokenizer = gauge(
-            "kvrs_tokenizer_missing",
-            "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",
-        )
         self.unprotected = gauge(
             "kvrs_streams_unprotected", "Open streams that should have a checkpoint and have none."
         )

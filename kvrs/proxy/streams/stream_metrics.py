@@ -160,6 +160,11 @@ class StreamMetrics:
             "Open streams that have no place at a worker now.",
             registry=registry,
         )
+        self.lacks_tokenizer = Gauge(
+            "kvrs_tokenizer_missing",
+            "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",
+            registry=registry,
+        )
         self._ttft = histogram(
             "kvrs_ttft_seconds", "Time to the first token of a stream.", buckets=LONG_SECONDS
         )

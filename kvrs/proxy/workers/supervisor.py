@@ -240,6 +240,7 @@ class Supervisor:
             "version": __version__,
             "policy": self.reloads.config.policy.name.value,
             "config_digest": self.reloads.digest,
+            "source_digest": self.reloads.source_digest,
         }
 
     async def metrics(self) -> Collector:
@@ -368,7 +369,7 @@ class Supervisor:
 def _added_results(own: ReloadResult, found: Sequence[Reloaded]) -> ReloadResult:
     applied = dict.fromkeys((*own.applied, *(path for each in found for path in each.applied)))
     needed = (*own.restart_needed, *(path for each in found for path in each.restart_needed))
-    return ReloadResult([*applied], [*dict.fromkeys(needed)])
+    return ReloadResult([*applied], [*dict.fromkeys(needed)], own.file, own.note)
 
 
 def _check_obeyed(body: bytes) -> None:

@@ -1,0 +1,41 @@
+"""The file that a proxy reads its configuration from, and the `kvrs up` that has written it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvrs.config.file import Config
+
+
+class UpCommand(msgspec.Struct, frozen=True):
+    """A `kvrs up`, which writes a file for each of its proxies, with the ports that it chose."""
+
+    pid: int
+    file: str | None  # The one that it was given; None: it has none.
+    digest: str  # Of the configuration of that file.
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """Reads the file again whenever it is called."""
+
+    path: Path
+    read: Callable[[], Config]  # Raises ConfigError.
+    launch: UpCommand | None = None
+
+    def __call__(self) -> Config:
+        return self.read()
+
+    @property
+    def note(self) -> str | None:
+        """Why the file is not the one that an operator edits."""
+        if self.launch is None:
+            return None
+        if self.launch.file is None:
+            return "this proxy was started by kvrs up without a file: only its options count"
+        return (
+            f"this proxy was started by kvrs up: kill -USR1 {self.launch.pid} reads "
+            f"{self.launch.file}, and restarts all processes"
+        )

@@ -1,0 +1,89 @@
+"""`kvrs up` as an operator meets it at a terminal: its file, its signals and what it prints."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrs.cli.cluster_checks import ProxyAnswer, cluster_findings
+from kvrs.config.file import load_config
+from tests.cluster.launches import END_S, Launch, ask
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """Of a file, under nohup."""
+    folder = tmp_path_factory.mktemp("up")
+    instances = [{"id": name, "role": role} for name, role in (("p0", "prefill"), ("d0", "decode"))]
+    document = {"cluster": {"nodes": [{"id": "n0", "instances": instances}]}}
+    (folder / "c.yaml").write_text(json.dumps(document))
+    # nohup itself would write to a file where this runs at a terminal.
+    ignoring = ("sh", "-c", 'trap "" HUP; exec "$@"', "-")
+    launch = Launch(folder, "--config", str(folder / "c.yaml"), before=ignoring)
+    try:
+        launch.wait_for_output("kvrs is up")
+        yield launch
+        launch.process.send_signal(signal.SIGTERM)
+        launch.process.wait(END_S)
+    finally:
+        launch.process.kill()
+        launch.process.wait()
+
+
+def file_of(up: Launch) -> Path:
+    return up.directory / "c.yaml"
+
+
+def test_a_reload_below_up_says_which_file_counts(up: Launch) -> None:
+    """The proxy has a copy of its own, which nobody edits: `applied: []` alone would mislead."""
+    _, admin = up.urls
+
+    answer = ask("POST", f"{admin}/kvrs/v1/reload")
+
+    assert answer["file"] == str(up.run_directory / "proxy-0.yaml")
+    assert answer["note"] == (
+        f"this proxy was started by kvrs up: kill -USR1 {up.process.pid} reads {file_of(up)}, and "
+        f"restarts all processes"
+    )
+
+
+def test_the_file_of_up_is_that_of_its_proxy_for_doctor(up: Launch) -> None:
+    """Ports and the like that `kvrs up` chose are no difference; another value is one."""
+    _, admin = up.urls
+    state = ask("GET", f"{admin}/kvrs/v1/state")
+
+    def levels(path: Path) -> str:
+        found = cluster_findings(load_config(path, os.environ), ProxyAnswer(admin, state))
+        return next(each.level.value for each in found if each.check == "configuration in use")
+
+    other = up.directory / "other.yaml"
+    document = json.loads(file_of(up).read_text())
+    other.write_text(json.dumps(document | {"policy": {"name": "always_recompute"}}))
+    assert levels(file_of(up)) == "ok"
+    assert levels(other) == "warning"
+
+
+def test_the_death_of_an_instance_is_printed(up: Launch) -> None:
+    """As that of a proxy is."""
+    _, admin = up.urls
+    rows = ask("GET", f"{admin}/kvrs/v1/state")["instances"]
+
+    os.kill(next(row["pid"] for row in rows if row["id"] == "d0"), signal.SIGKILL)
+
+    up.wait_for_output("instance d0 ended and is started again")
+
+
+def test_a_closing_terminal_does_not_end_what_nohup_started(up: Launch) -> None:
+    """SIGHUP stays ignored where it was when the process began."""
+    up.process.send_signal(signal.SIGHUP)
+    up.process.send_signal(signal.SIGUSR1)  # Its effect is seen after that of the other.
+
+    up.wait_for_output("restarting all processes")
+
+    assert "ending" not in up.output
+    assert up.process.poll() is None
