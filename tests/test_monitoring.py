@@ -125,6 +125,28 @@ def test_every_alert_says_how_grave_it_is_and_what_happened() -> None:
         assert len(rule["annotations"]["summary"]) > 20, name
 
 
+def test_requests_that_are_at_fault_count_neither_as_unavailability_nor_as_given_up() -> None:
+    """In no alert and no panel of failures; how many there are is shown by the outcomes."""
+    rules = yaml.safe_load(alert_rules())["groups"]
+    alerts = [rule["expr"] for group in rules for rule in group["rules"]]
+    panels = {
+        panel["title"]: [target["expr"] for target in panel.get("targets", [])]
+        for panel in dashboard_json()["panels"]
+    }
+    (availability,) = panels["Availability"]
+
+    assert re.findall(r'outcome=~"([^"]*)"', availability) == ["complete", "complete|failed"]
+    assert not any("rejected" in each for each in alerts)
+    for query in [*alerts, *panels["Streams given up"]]:
+        if (
+            given_up := re.search(r"kvrs_streams_given_up_total\{[^}]*reason([^}]*)\}", query)
+        ) is None:
+            assert "kvrs_streams_given_up_total" not in query
+            continue
+        is_left_out = given_up[1].startswith("!") and "refused" in given_up[1]
+        assert is_left_out or "refused" not in given_up[1]
+
+
 def test_panels_neither_overlap_nor_share_a_number() -> None:
     """Grafana moves panels that overlap, and drops those with the number of another."""
     panels = dashboard_json()["panels"]

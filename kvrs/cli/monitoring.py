@@ -28,10 +28,14 @@ def _rate(metric: str, by: str) -> tuple[tuple[str, str], ...]:
 
 
 _OF = '{instance=~"$proxy"}'
+# Requests that were rejected for their own fault, or whose client left, say nothing of the cluster.
+_SERVED = 'sum(rate(kvrs_requests_total{{instance=~"$proxy",outcome=~"{}"}}[$__rate_interval]))'
+_AVAILABILITY = f"{_SERVED.format('complete')} / {_SERVED.format('complete|failed')}"
 
 ROWS: dict[str, list[Panel]] = {
     "What clients see": [
         Panel("Requests by outcome", "reqps", _rate("kvrs_requests_total", "outcome")),
+        Panel("Availability", "percentunit", ((_AVAILABILITY, "complete of those not rejected"),)),
         Panel(
             "Tokens",
             "short",
@@ -65,7 +69,17 @@ ROWS: dict[str, list[Panel]] = {
                 ),
             ),
         ),
-        Panel("Streams given up", "short", _rate("kvrs_streams_given_up_total", "reason")),
+        Panel(
+            "Streams given up",
+            "short",
+            (
+                (
+                    'sum by (reason) (rate(kvrs_streams_given_up_total{instance=~"$proxy",'
+                    'reason!="refused"}[$__rate_interval]))',
+                    "{{reason}}",
+                ),
+            ),
+        ),
     ],
     "Failures and recoveries": [
         Panel("Instances in use", "short", ((f"kvrs_worker_up{_OF}", "{{worker}}"),)),

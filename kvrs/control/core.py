@@ -327,6 +327,7 @@ class Control(Generic[S]):
         now_s: float,
         failure: FailureKind = FailureKind.BROKEN,
         retry_after_s: float | None = None,
+        final: bool = False,
     ) -> None:
         if self._current(live.id, attempt) is not live:
             return
@@ -334,7 +335,7 @@ class Control(Generic[S]):
         if self._goes_on(live, now_s):
             produced = live.produced_tokens
             failed = AttemptFailed(
-                live.id, attempt, instance, cause, produced, abrupt, failure, retry_after_s
+                live.id, attempt, instance, cause, produced, abrupt, failure, retry_after_s, final
             )
             self.tell(failed, now_s)
 

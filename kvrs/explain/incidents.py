@@ -1,5 +1,5 @@
 """Incidents of an event log: losses, the decision for each stream, and the real cost of each
-decision.
+decision. Requests that were at fault themselves are no incidents.
 """
 
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.event_log import LogEntry
-from kvrs.policy.model.actions import GiveUp, PageRange, Plan, Recovered, Settled, Start
+from kvrs.policy.model.actions import GiveUp, PageRange, Plan, Reason, Recovered, Settled, Start
 from kvrs.policy.model.estimates import Estimate, Option
-from kvrs.policy.model.events import AttemptFailed, HolderLost, InstanceLost
+from kvrs.policy.model.events import AttemptFailed, FailureKind, HolderLost, InstanceLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Loss:
     instance: InstanceId  # Or the agent.
     cause: str
     stream: StreamId | None  # Of an attempt that broke alone; None: the instance or agent is lost.
+    is_refusal: bool = False  # Of an attempt, by a 4xx.
 
 
 @dataclass(slots=True)
@@ -28,15 +29,22 @@ class RecordedDecision:
     action: Recovered | GiveUp
     plan: Plan | None  # None: the stream was given up, or stayed where it was.
     settled: Settled | None = None  # None: the attempt, or the log, ended before a token.
+    after_refusal: bool = False  # The attempt before was refused.
 
 
 def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
     """In the order in which they happened."""
     happened: list[Loss | RecordedDecision] = []
     open_: dict[tuple[StreamId, int], RecordedDecision] = {}
+    refused: set[StreamId] = set()  # Their last failure was a refusal.
+    rejected: set[StreamId] = set()  # Their requests were at fault.
     for entry in entries:
         if (loss := _loss(entry)) is not None:
             happened.append(loss)
+            if loss.stream is not None:
+                (refused.add if loss.is_refusal else refused.discard)(loss.stream)
+        if isinstance(entry.event, InstanceLost):
+            refused.difference_update(entry.event.produced_tokens)
         plans = {
             (start.stream, start.attempt): start.plan
             for start in entry.actions
@@ -45,16 +53,32 @@ def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
         for action in entry.actions:
             if isinstance(action, Recovered):
                 attempt = action.stream, action.attempt
-                decision = RecordedDecision(entry.line, entry.now_s, action, plans.get(attempt))
+                decision = RecordedDecision(
+                    entry.line,
+                    entry.now_s,
+                    action,
+                    plans.get(attempt),
+                    after_refusal=action.stream in refused,
+                )
                 open_[attempt] = decision
                 happened.append(decision)
             elif isinstance(action, GiveUp):
+                if action.reason is Reason.REFUSED:
+                    rejected.add(action.stream)
                 happened.append(RecordedDecision(entry.line, entry.now_s, action, None))
             elif isinstance(action, Settled):
                 attempt = action.stream, action.attempt
                 if attempt in open_:
                     open_.pop(attempt).settled = action
-    return happened
+    return [each for each in happened if not _is_about_a_request(each, rejected)]
+
+
+def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) -> bool:
+    """Whether it came of the fault of a request, and no instance is to blame."""
+    if isinstance(each, Loss):
+        return each.is_refusal and each.stream in rejected
+    is_over = isinstance(each.action, GiveUp)
+    return each.action.stream in rejected and (is_over or each.after_refusal)
 
 
 def _loss(entry: LogEntry) -> Loss | None:
@@ -64,7 +88,8 @@ def _loss(entry: LogEntry) -> Loss | None:
     if isinstance(event, HolderLost):
         return Loss(entry.line, entry.now_s, event.holder, event.cause, None)
     if isinstance(event, AttemptFailed):
-        return Loss(entry.line, entry.now_s, event.instance, event.cause, event.stream)
+        is_refusal = event.failure is FailureKind.REFUSED
+        return Loss(entry.line, entry.now_s, event.instance, event.cause, event.stream, is_refusal)
     return None
 
 

@@ -2,8 +2,9 @@
 
 An instance is ejected when it fails after the pause of a failure again, after several failures in a
 row, or for a share of failures that its peers do not have; never more than half of a role. A
-refusal (4xx) counts as a failure only once another instance has accepted the request. Busy answers
-eject nothing: the instance pauses.
+refusal (4xx) counts as a failure only once another instance has accepted the request. One that
+names a fault of the request is final: no other instance is asked. Busy answers eject nothing: the
+instance pauses.
 """
 
 from typing import assert_never
@@ -118,7 +119,8 @@ class Outliers:
 
     def is_the_clients_fault(self, stream: Stream, event: AttemptFailed) -> bool:
         """Whether a refusal goes to the client: nothing was produced, and a second instance has
-        refused too, or there is none to ask and this one is not known to refuse what others accept.
+        refused too, or this one is not known to refuse what others accept and there is no other to
+        ask, or the refusal is final.
         """
         is_refusal = event.failure is FailureKind.REFUSED
         if not is_refusal or stream.first_token_sent or event.produced_tokens:
@@ -128,9 +130,13 @@ class Outliers:
         member = self._view.members.get(event.instance)
         if member is not None and member.health.refuses_wrongly:
             return False
-        return member is None or not any(
-            other is not member and not other.is_drained and not other.health.is_ejected
-            for other in self._peers(member)
+        return (
+            event.final
+            or member is None
+            or not any(
+                other is not member and not other.is_drained and not other.health.is_ejected
+                for other in self._peers(member)
+            )
         )
 
     def left(self, stream: Stream) -> None:

@@ -1,11 +1,14 @@
 """Incidents as they are read from an event log."""
 
+import pytest
+
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.explain.incidents import Loss, RecordedDecision, chosen_of, incidents, others_of, way_of
+from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.event_log import LogEntry, event_line, header_line, read
 from kvrs.policy.model.actions import GiveUp, Reason, Recovered
 from kvrs.policy.model.estimates import Option
-from kvrs.policy.model.events import StreamArrived, TimerFired
+from kvrs.policy.model.events import AttemptFailed, FailureKind, StreamArrived, TimerFired
 from tests.policy.recorded_incident import BACKUP, A, B, incident
 
 HEADER = header_line(PolicySettings(), SloSettings(), BACKUP)
@@ -67,3 +70,47 @@ def test_a_stream_that_was_given_up_is_a_decision_too() -> None:
         {},
         "abort",
     )
+
+
+def refused(stream: StreamId, attempt: int, at: str, kind: FailureKind) -> AttemptFailed:
+    return AttemptFailed(stream, attempt, InstanceId(at), "HTTP 400", 0, failure=kind)
+
+
+def recovered(stream: StreamId, attempt: int) -> Recovered:
+    return Recovered(stream, attempt, Option.START, 0.1, (), "HTTP 400", InstanceId("p0"))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "found"),
+    [
+        (FailureKind.REFUSED, Reason.REFUSED, []),
+        # Nobody knows whose fault the first one was.
+        (FailureKind.REFUSED, Reason.RETRIES, ["p0", "recovered", "p1", "given up"]),
+        # The instance failed, and the request was at fault as well.
+        (FailureKind.BROKEN, Reason.REFUSED, ["p0", "recovered"]),
+    ],
+)
+def test_requests_that_were_at_fault_are_no_incidents(
+    first: FailureKind, last: Reason, found: list[str]
+) -> None:
+    """Nor is what was done only to learn that they are; failures of other streams beside them
+    are.
+    """
+    lines = [
+        HEADER,
+        event_line(0.0, StreamArrived(A, 10), []),
+        event_line(1.0, refused(A, 1, "p0", first), [recovered(A, 2)]),
+        event_line(1.1, refused(B, 1, "p2", FailureKind.BROKEN), []),
+        event_line(1.2, refused(A, 2, "p1", FailureKind.REFUSED), [GiveUp(A, last, "no", 1.0)]),
+    ]
+
+    names = [
+        each.instance
+        if isinstance(each, Loss)
+        else "given up"
+        if isinstance(each.action, GiveUp)
+        else "recovered"
+        for each in happened(lines)
+    ]
+
+    assert sorted(names) == sorted([*found, "p2"])

@@ -27,8 +27,10 @@ def fail(
     at: InstanceId,
     kind: FailureKind = FailureKind.BROKEN,
     at_s: float | None = None,
+    *,
+    final: bool = False,
 ) -> list[Start]:
-    event = AttemptFailed(start.stream, start.attempt, at, "no", 0, failure=kind)
+    event = AttemptFailed(start.stream, start.attempt, at, "no", 0, failure=kind, final=final)
     return of(harness.handle(event, at_s), Start)
 
 
@@ -116,6 +118,46 @@ def test_the_last_instance_decides_a_refusal_unless_it_refuses_what_others_accep
 
     assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * (not known)
     assert [each.plan.decode for each in up] == [B1] * known
+
+
+def test_a_refusal_that_names_the_request_s_fault_is_final() -> None:
+    """No other instance is asked, and the one that was asked is not to blame."""
+    harness = PolicyHarness(*PAIRS)
+    for n in range(20):
+        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20), at_s=n * 0.01), Start)
+        where = start.plan.prefill or start.plan.decode
+
+        assert fail(harness, start, where, FailureKind.REFUSED, final=True) == []
+
+    assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * 20
+    assert of(harness.actions, Ejected) == []
+    assert only(harness.handle(StreamArrived(A, 20), at_s=1.0), Start).plan.prefill == P0
+
+
+def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_believed() -> None:
+    """It gets a probe now and then, whose client must not pay for it."""
+    harness = PolicyHarness("b0")
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    harness.handle(InstanceUp(instance("b1")))
+    (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+    complete(harness, second)
+    probe = only(harness.handle(StreamArrived(B, 20), at_s=2.0), Start)
+    assert probe.plan.decode == B0
+
+    (again,) = fail(harness, probe, B0, FailureKind.REFUSED, final=True)
+
+    assert again.plan.decode == B1
+
+
+def test_a_final_refusal_of_what_has_begun_is_a_failure() -> None:
+    """Another instance had accepted the request."""
+    harness = PolicyHarness("b0", "b1")
+    begun = harness.decoding("A")
+    event = AttemptFailed(A, 1, begun.plan.decode, "no", 5, failure=FailureKind.REFUSED, final=True)
+
+    again = of(harness.handle(event), Start)
+
+    assert [each.attempt for each in again] == [2]
 
 
 def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:

@@ -121,7 +121,9 @@ class Reason(StrEnum):
     SLO = "slo"
     RETRIES = "retries"
     POISON = "poison"  # Two instances died of it in a row.
-    REFUSED = "refused"  # By two instances: the client gets what the last one said.
+    # By two instances, or by one that named the request's fault: the client gets what the last one
+    # said.
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)

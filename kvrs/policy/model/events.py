@@ -308,7 +308,8 @@ class FailureKind(StrEnum):
 
     BROKEN = "broken"
     BUSY = "busy"  # It had no room (429, 503), or took no connection.
-    REFUSED = "refused"  # By a 4xx that may be the client's fault: another instance will tell.
+    # By a 4xx that may be the client's fault: another instance will tell, unless it is final.
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +329,7 @@ class AttemptFailed:
     abrupt: bool = False
     failure: FailureKind = FailureKind.BROKEN
     retry_after_s: float | None = None  # As a busy instance asked for.
+    final: bool = False  # A refusal that names a fault of the request: any instance would refuse.
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import Passed
 from kvrs.proxy.api.responses import ResponsesApi
 from kvrs.proxy.api.tenants import TENANT, Tenants, Use
+from kvrs.proxy.backends.backend import is_the_clients_fault
 from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.keyed import KeyedStream
@@ -203,7 +204,10 @@ class ClientApi:
             return response
 
     def count(self, outcome: Outcome) -> None:
-        self._metrics.requests["complete" if isinstance(outcome, Complete) else "failed"].inc()
+        name = "complete"
+        if isinstance(outcome, Failed):
+            name = "rejected" if outcome.rejected else "failed"
+        self._metrics.requests[name].inc()
 
     # Admission.
 
@@ -434,7 +438,10 @@ class ClientApi:
         await asyncio.sleep(0)  # In a task from here on, as above.
         answer = await self._passed.ask(admitted.parsed.endpoint.path, fields)
         answer.headers.update(admitted.headers)
-        return Complete() if answer.status == 200 else Failed(answer.status, b""), answer
+        if answer.status == 200:
+            return Complete(), answer
+        is_rejected = is_the_clients_fault(answer.status)
+        return Failed(answer.status, b"", rejected=is_rejected), answer
 
     async def _respond_resumable(
         self, admitted: Admitted, resume: ResumeRequest

@@ -28,6 +28,7 @@ from kvrs.protocol.instance import (
     RankRequest,
 )
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.client_faults import is_final
 from kvrs.proxy.wire.upstream import Reader
 
 # These are about the proxy or the moment, not about the client's request.
@@ -39,14 +40,18 @@ def is_the_clients_fault(status: int) -> bool:
 
 
 class RefusedError(KvrsError):
-    """The engine rejected the client's request. If another one does so too, the client gets `body`,
-    in OpenAI's form.
+    """The engine rejected the client's request. If another one does so too, or the refusal is
+    final, the client gets `body`, in OpenAI's form.
     """
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"refused with HTTP {status}")
         self.status = status
         self.body = body
+
+    @property
+    def is_final(self) -> bool:
+        return is_final(self.status, self.body)
 
 
 @dataclass(frozen=True, slots=True)

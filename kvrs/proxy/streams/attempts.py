@@ -57,6 +57,7 @@ class AttemptDriver(Protocol):
         abrupt: bool,
         failure: FailureKind,
         retry_after_s: float | None,
+        final: bool,
     ) -> None: ...
     def slot_denied(
         self, live: OpenStream, attempt: int, target: InstanceId, wait_s: float
@@ -109,7 +110,7 @@ class Attempt:
             while work is not None:
                 work = await work
         except RefusedError as error:
-            live.refusal = Failed(error.status, error.body)
+            live.refusal = Failed(error.status, error.body, rejected=True)
             self._failed(error, FailureKind.REFUSED)
         except DeniedError as error:
             # Another instance may take the key. If none does, the client is told at once.
@@ -146,6 +147,7 @@ class Attempt:
             abrupt=isinstance(error, ConnectionLostError | SilentError),
             failure=failure,
             retry_after_s=error.retry_after_s if isinstance(error, BusyError) else None,
+            final=isinstance(error, RefusedError) and error.is_final,
         )
 
     async def _produce(self) -> "_Work | None":

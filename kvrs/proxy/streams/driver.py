@@ -231,12 +231,18 @@ class Driver:
                 live.outcome.set_exception(error)
 
     def _end(self, live: OpenStream, outcome: ControlOutcome) -> None:
+        is_refused = isinstance(outcome, GiveUp) and outcome.reason is Reason.REFUSED
+        if not is_refused:
+            _blame_refusers(self._metrics, live)
         match outcome:
             case Complete():
                 live.resolve(outcome)
             case GiveUp(reason=Reason.REFUSED):
                 assert live.refusal is not None
                 self._metrics.admission.given_up.labels(Reason.REFUSED).inc()
+                self.recoveries.rejected(live.id)
+                extra = {"stream": live.id, "cause": outcome.message}
+                log.info("request rejected", extra=extra)
                 live.resolve(live.refusal)
             case GiveUp():
                 self._metrics.admission.given_up.labels(outcome.reason).inc()
@@ -301,6 +307,7 @@ class Driver:
         return end_watch()
 
     def resumed(self, live: OpenStream, attempt: int) -> None:
+        _blame_refusers(self._metrics, live)
         self.control.resumed(live, attempt, self.clock())
         self.recoveries.resumed(live.id, attempt)
 
@@ -314,14 +321,17 @@ class Driver:
         abrupt: bool,
         failure: FailureKind,
         retry_after_s: float | None,
+        final: bool,
     ) -> None:
         if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
             return
-        log.warning(
-            "attempt failed",
-            extra={"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause},
-        )
-        self._metrics.failures.labels(instance).inc()
+        extra = {"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause}
+        if failure is FailureKind.REFUSED and not live.journal.output_ids:
+            log.info("attempt refused", extra=extra)
+            live.refused_by = (*live.refused_by, instance)
+        else:
+            log.warning("attempt failed", extra=extra)
+            self._metrics.failures.labels(instance).inc()
         live.task = None  # It is the task that reports this.
         self.control.attempt_failed(
             live,
@@ -331,6 +341,7 @@ class Driver:
             abrupt=abrupt,
             failure=failure,
             retry_after_s=retry_after_s,
+            final=final,
             now_s=self.clock(),
         )
 
@@ -397,6 +408,15 @@ class Driver:
 def _open(live: LiveStream) -> OpenStream:
     assert isinstance(live, OpenStream)
     return live
+
+
+def _blame_refusers(metrics: Metrics, live: OpenStream) -> None:
+    """The request is not at fault, as far as is known: its refusals count as failures."""
+    for instance in live.refused_by:
+        extra = {"stream": live.id, "instance": instance}
+        log.warning("refused a request that is not at fault", extra=extra)
+        metrics.failures.labels(instance).inc()
+    live.refused_by = ()
 
 
 def _note_ejection(metrics: Metrics, effect: Ejected | Readmitted) -> None:

@@ -19,6 +19,7 @@ class Failed:
     status: int
     body: bytes
     retry_after_s: float | None = None
+    rejected: bool = False  # For a fault of the request, which is none of the cluster.
 
 
 Outcome = Complete | Failed
@@ -42,6 +43,8 @@ class OpenStream(LiveStream):
     # Has the current attempt report its next token as if it were its first.
     expect_token: Callable[[], None] | None = None
     refusal: Failed | None = None  # The last one of an instance, for the client if it stands.
+    # Instances that refused it, until it is known whose fault that is.
+    refused_by: tuple[InstanceId, ...] = ()
 
     def __post_init__(self) -> None:
         self.entered_s = self.clock()

@@ -5,6 +5,7 @@ cost.
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -146,6 +147,12 @@ class RecoveryLog:
 
     def denied(self, stream: StreamId) -> None:
         self._settle(stream, "denied")
+
+    def rejected(self, stream: StreamId) -> None:
+        """The stream was tried again only to learn that its request is at fault."""
+        if (recovery := self._running.pop(stream, None)) is not None:
+            with suppress(ValueError):  # It may be older than all that are kept.
+                self.entries.remove(recovery)
 
     def ended(self, stream: StreamId) -> None:
         self._settle(stream, "ended")
