@@ -31,8 +31,11 @@ from experiments.link_monitor.run import (
 from experiments.record import Record
 from kvrs.ids import NodeId
 from kvrs.protocol.frames import MAX_PROBE_BYTES
+from kvrs.transfer.meter import lower_bound
 
 PRESENT = "knows the rate"
+BOUND = "kvrs, lower bound"  # On which decisions count.
+RULES = (*NAMES, BOUND, PRESENT)
 SOURCE = NodeId("n0")
 READ_BYTES = 1 << 18  # So often the puller asks the kernel what has arrived.
 PROBE_WAIT_S = 0.05
@@ -44,7 +47,7 @@ class VirtualLink:
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.trial = Trial(scenario)
-        self.trial.seen[PRESENT] = []
+        self.trial.seen |= {BOUND: [], PRESENT: []}
         self._probed_bytes = 0
         self._scenario = scenario
         self._random = random.Random(seed)
@@ -123,6 +126,7 @@ class VirtualLink:
                 measured = self._meter.measurements(self._looked_s)[SOURCE]
                 self.trial.at_s.append(self._looked_s)
                 self.trial.seen[OURS].append(measured.bytes_per_s)
+                self.trial.seen[BOUND].append(lower_bound(measured, SETTINGS.link))
                 self.trial.seen[PRESENT].append(self._scenario.rate(self._looked_s))
                 for rule in PLAIN:
                     self.trial.seen[rule.name].append(rule.update(samples))
@@ -143,31 +147,27 @@ def measure(seeds: range) -> list[dict[str, Any]]:
                 "settled_error": fmean(trial.settled_error(name) or 0.0 for trial in trials),
                 "probe_share": max(link.probe_share for link in links),
             }
-            for name in (*NAMES, PRESENT)
+            for name in RULES
         ]
     return rows
 
 
 def regrets(rows: list[dict[str, Any]]) -> dict[str, float]:
     """By rule: the mean over the scenarios."""
-    return {
-        name: fmean(row["regret"] for row in rows if row["rule"] == name)
-        for name in (*NAMES, PRESENT)
-    }
+    return {name: fmean(row["regret"] for row in rows if row["rule"] == name) for name in RULES}
 
 
 def as_text(rows: list[dict[str, Any]], seeds: int) -> tuple[bool, str]:
-    names = (*NAMES, PRESENT)
     found = {(row["scenario"], row["rule"]): row["regret"] for row in rows}
     lines = [
         f"regret in virtual time, mean of {seeds} seeds",
-        f"{'scenario':24}" + "".join(f"{name:>20}" for name in names),
+        f"{'scenario':24}" + "".join(f"{name:>20}" for name in RULES),
     ]
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
-        cells = "".join(f"{found[scenario, name]:>20.1%}" for name in names)
+        cells = "".join(f"{found[scenario, name]:>20.1%}" for name in RULES)
         lines.append(f"{scenario:24}{cells}")
     means = regrets(rows)
-    lines.append(f"{'mean':24}" + "".join(f"{means[name]:>20.1%}" for name in names))
+    lines.append(f"{'mean':24}" + "".join(f"{means[name]:>20.1%}" for name in RULES))
     probes = max(row["probe_share"] for row in rows)
     passed = means[OURS] <= BAR_REGRET and probes <= BAR_PROBES
     return passed, "\n".join(

@@ -14,9 +14,15 @@ the last byte that arrived, so a peer that dies silently does not make its link 
 
 Rate and spread are moving averages with a time constant T in seconds: a sample that ends t after
 the one before it has the weight w = 1 - exp(-t / T), rate += w * (sample - rate), and the spread
-follows |sample - rate| with 4 T, so that one step does not saturate it. A step is believed at once
-when a second sample confirms it: one that is far off, and the next that agrees with it, are the new
-rate. `lower_bound` is what a decision may count on: rate - spread - rate * drift * sqrt(age).
+follows |sample - rate| with 4 T, so that one step does not saturate it. Samples that keep to one
+side of the rate have a larger weight, up to 1: the smoothed deviation over the smoothed absolute
+deviation (the adaptive response rate of Trigg and Leach, 1967), which is 1 for a trend without
+noise and near 0 for noise without a trend.
+
+A step is believed at once: a sample that is far off is the new rate. The next one refutes it, if it
+agrees with the rate before, which then holds again; else the spread begins anew. Until then the
+spread after a step upwards is the step, so that decisions still count on the lower rate. They
+take `lower_bound`: rate - spread - rate * drift * sqrt(age).
 
 Times are those of arrival, which may lie before the bytes are read, without those in which the
 sender waited for the reader (`arrivals.py`). Probes are for links without traffic of their own:
@@ -42,10 +48,9 @@ _MAX_SAMPLE_S = 0.1
 _FIRST_SPREAD = 0.25  # Of the rate, after one sample.
 _SPREAD_CONSTANTS = 4  # Time constant of the spread, in those of the rate.
 
-# A step: a sample that differs from the rate by more than this factor, ...
+# A step: a sample that differs from the rate by more than this factor.
 _FAR = 1.5
-# ... and the next one, which differs from it by less than this share of the larger one.
-_AGREE = 0.25
+_TREND = 0.1  # Weight of a sample in the deviations that tell a trend from noise.
 
 _PROBE_OVERHEAD = 1.05  # Frames and packets around the bytes.
 _BLIND_PAUSE_S = 10.0  # After a probe in which nothing could be seen.
@@ -80,14 +85,31 @@ class _MeteredLink:
     bytes: int = 0
     bytes_per_s: float | None = None
     spread: float = 0.0
+    deviation: float = 0.0  # Smoothed, with its sign, ...
+    deviation_size: float = 0.0  # ... and without.
     latest_bytes_per_s: float = 0.0  # Of the last sample alone.
     measured_s: float = -inf
-    is_confirmed: bool = False  # Two samples were taken, or more.
-    is_doubtful: bool = False  # The last sample is far from the estimate, or the only one.
+    is_doubtful: bool = False  # The last sample is a step, or the only one.
+    before: tuple[float, float] | None = None  # Rate and spread before steps that are in doubt.
     probed_s: float = -inf
     probe_bytes: int = 0  # Of the last probe.
     probes: int = 0  # That followed each other at once until now.
     blind: int = 0  # Probes in a row that showed nothing.
+
+    def begin_anew(self, bytes_per_s: float, spread: float) -> None:
+        """Forget all samples before."""
+        self.bytes_per_s, self.spread = bytes_per_s, spread
+        self.deviation = self.deviation_size = 0.0
+
+    def average(self, bytes_per_s: float, constants: float) -> None:
+        """Take a sample into the averages, so many time constants after the one before."""
+        assert self.bytes_per_s is not None
+        off = bytes_per_s - self.bytes_per_s
+        self.deviation += _TREND * (off - self.deviation)
+        self.deviation_size += _TREND * (abs(off) - self.deviation_size)
+        trend = abs(self.deviation) / self.deviation_size if self.deviation_size else 0.0
+        self.spread += (1 - exp(-constants / _SPREAD_CONSTANTS)) * (abs(off) - self.spread)
+        self.bytes_per_s += max(1 - exp(-constants), trend) * off
 
 
 class LinkMeter:
@@ -226,20 +248,32 @@ class LinkMeter:
         elapsed_s = link.last_s - link.since_s
         if elapsed_s >= _MIN_SAMPLE_S:
             rate = link.bytes / elapsed_s
-            before, estimate = link.latest_bytes_per_s, link.bytes_per_s
-            is_step = link.is_doubtful and abs(rate - before) < _AGREE * max(rate, before)
-            link.is_doubtful = not is_step and (estimate is None or _is_far(rate, estimate))
-            if estimate is None or is_step or not link.is_confirmed:
-                link.is_confirmed = estimate is not None
-                link.bytes_per_s, link.spread = rate, rate * _FIRST_SPREAD
-            else:
-                passed = max(0.0, link.last_s - link.measured_s) / self._settings.time_constant_s
-                off = abs(rate - estimate)
-                link.spread += (1 - exp(-passed / _SPREAD_CONSTANTS)) * (off - link.spread)
-                link.bytes_per_s = estimate + (1 - exp(-passed)) * (rate - estimate)
+            self._judge(link, rate)
             link.latest_bytes_per_s, link.measured_s = rate, link.last_s
             link.blind = 0
         link.since_s, link.bytes = link.last_s, 0
+
+    def _judge(self, link: _MeteredLink, rate: float) -> None:
+        estimate, in_doubt, before = link.bytes_per_s, link.is_doubtful, link.before
+        if estimate is None:
+            link.begin_anew(rate, rate * _FIRST_SPREAD)
+            link.is_doubtful = True
+            return
+        constants = max(0.0, link.last_s - link.measured_s) / self._settings.time_constant_s
+        is_step = _is_far(rate, estimate)
+        if is_step and before is not None and not _is_far(rate, before[0]):  # Refuted.
+            link.begin_anew(*before)
+            link.average(rate, constants)
+            link.is_doubtful, link.before = False, None
+        elif is_step:
+            link.before = before or (estimate, link.spread)
+            link.begin_anew(rate, max(rate * _FIRST_SPREAD, rate - link.before[0]))
+            link.is_doubtful = True
+        elif in_doubt:  # Confirmed.
+            link.begin_anew(rate, rate * _FIRST_SPREAD)
+            link.is_doubtful, link.before = False, None
+        else:
+            link.average(rate, constants)
 
 
 def _is_far(rate: float, estimate: float) -> bool:

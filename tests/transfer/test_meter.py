@@ -1,4 +1,6 @@
+import random
 from math import inf, isfinite
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -111,41 +113,88 @@ def test_a_step_does_not_saturate_the_spread() -> None:
         assert lower_bound(measured, LINK) > 0.7e9
 
 
-def test_one_odd_sample_among_many_moves_little() -> None:
-    """However large it is: samples weigh by the time since the one before."""
+def settled_at(bytes_per_s: float, samples: int = 50) -> tuple[LinkMeter, float]:
+    """A meter that has seen nothing else, and the time."""
     meter = LinkMeter(LINK, min_sample_bytes=1000)
     now_s = 0.0
-    for _ in range(50):
-        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+    for _ in range(samples):
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, bytes_per_s)
+    return meter, now_s
 
-    play(meter, A, [(0, 1 << 28)], now_s + 0.1, 1e10)
 
-    assert 0.9e9 < meter.estimates()[A] < 2e9
+@pytest.mark.parametrize("odd", [1e7, 1e8, 2.5e9, 1e10])
+def test_one_odd_sample_is_refuted_by_the_next(odd: float) -> None:
+    """However large it is; rate and spread before it hold again."""
+    meter, now_s = settled_at(1e9)
+    before = meter.measurements(now_s)[A]
+
+    now_s = play(meter, A, [(0, 1 << 28)], now_s + 0.1, odd)
+    now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+
+    after = meter.measurements(now_s)[A]
+    assert after.bytes_per_s == pytest.approx(1e9)
+    assert after.spread <= before.spread
+
+
+@pytest.mark.parametrize("odd", [2.5e9, 1e10, 1e12])
+def test_one_fast_sample_makes_no_decision_count_on_more(odd: float) -> None:
+    """A bucket of tokens that is full lets a probe pass at any rate."""
+    meter, now_s = settled_at(1e9)
+
+    now_s = play(meter, A, [(0, 1 << 28)], now_s + 0.1, odd)
+
+    least_share = LinkSettings(least_share=1e-6)
+    assert lower_bound(meter.measurements(now_s)[A], least_share) <= 1e9 * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("after", [1e8, 4e8, 2.5e9, 1e10])
-def test_a_second_sample_confirms_a_step(after: float) -> None:
-    """Two that agree, far off on one side, are the new rate; the spread begins anew."""
-    meter = LinkMeter(LINK, min_sample_bytes=1000)
-    now_s = 0.0
-    for _ in range(50):
-        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+def test_a_step_is_believed_at_once_and_counted_on_when_the_next_sample_agrees(
+    after: float,
+) -> None:
+    """A rule that waits for the second sample decides worse than the last sample alone. The spread
+    begins anew.
+    """
+    meter, now_s = settled_at(1e9)
 
     now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, after)
-    assert abs(meter.estimates()[A] / after - 1) > 0.3
+    assert meter.estimates()[A] == pytest.approx(after)
     now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, after * 1.1)
 
-    assert abs(meter.estimates()[A] / after - 1) < 0.15
+    assert meter.estimates()[A] == pytest.approx(after * 1.1)
     (measured,) = meter.measurements(now_s).values()
     assert lower_bound(measured, LINK) > after / 2
 
 
+def test_a_trend_is_followed_without_a_lag() -> None:
+    """Samples that keep to one side of the rate have all the weight, where there is no noise; none
+    of them is far enough to be a step.
+    """
+    meter, now_s = settled_at(1e9)
+    rate = 1e9
+    for _ in range(60):
+        rate *= 1.012
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, rate)
+
+    assert meter.estimates()[A] == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_without_a_trend_is_averaged(seed: int) -> None:
+    """The last sample alone is twice as far off."""
+    draw, meter, now_s = random.Random(seed), *settled_at(1e9)
+    off, last_off = list[float](), list[float]()
+    for _ in range(400):
+        sample = 1e9 * draw.uniform(0.8, 1.2)
+        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, sample)
+        off.append(abs(meter.estimates()[A] - 1e9))
+        last_off.append(abs(sample - 1e9))
+
+    assert fmean(off) < fmean(last_off) / 2
+
+
 def test_samples_that_disagree_or_are_near_are_no_step() -> None:
-    """They move the average by their time."""
-    meter = LinkMeter(LINK, min_sample_bytes=1000)
-    now_s = 0.0
-    for _ in range(50):
-        now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, 1e9)
+    """The first one near the rate before refutes all that were far off."""
+    meter, now_s = settled_at(1e9)
 
     for bytes_per_s in (3e9, 1e10, 1.4e9, 1.4e9):
         now_s = play(meter, A, [(0, 1 << 24)], now_s + 0.1, bytes_per_s)
@@ -260,7 +309,7 @@ def test_one_odd_probe_is_refuted_by_the_next_and_both_are_paid_for() -> None:
 def test_a_link_that_never_agrees_with_itself_is_probed_four_times_at_once_and_no_more() -> None:
     meter = LinkMeter(LINK, min_sample_bytes=1000)
 
-    sizes, _ = probe(meter, 0.0, [1e8, 1e6, 1e8, 1e10])
+    sizes, _ = probe(meter, 0.0, [1e8, 1e6, 1e10, 1e4])
 
     assert len(sizes) == 4
 

@@ -1,0 +1,21 @@
+"""The scenarios of experiments/link_monitor in virtual time, one seed each."""
+
+from experiments.link_monitor.run import BAR_PROBES, OURS
+from experiments.link_monitor.simulated import measure
+
+LAST = "last sample"
+
+
+def test_decisions_on_the_estimate_cost_no_more_than_those_on_the_last_sample() -> None:
+    """In no scenario: an average that decides worse than the last sample is not worth its name.
+    Probes keep to their share, and five time constants after a step the estimate is the rate.
+    """
+    rows = {(row["scenario"], row["rule"]): row for row in measure(range(1))}
+
+    scenarios = {scenario for scenario, _ in rows}
+    assert len(scenarios) == 6
+    for scenario in scenarios:
+        ours, last = rows[scenario, OURS], rows[scenario, LAST]
+        assert ours["regret"] <= last["regret"] + 1e-4, scenario
+        assert ours["settled_error"] <= 0.01, scenario
+        assert ours["probe_share"] <= BAR_PROBES, scenario
