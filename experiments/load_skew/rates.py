@@ -61,12 +61,6 @@ def lost(runs: list[dict[str, Any]]) -> float:
     return 1 - good / sum(int(run["requests"]) for run in runs)
 
 
-def nearest(rows: Rows) -> str:
-    """The rate at which `rom` gains what the seed reports, as nearly as any."""
-    own, rom = Handoff.OWN_PAIR.value, Handoff.ROM.value
-    return min(rows, key=lambda rate: abs(gains(rows[rate][own], rows[rate][rom]).mean - PUBLISHED))
-
-
 def kept(path: Path, seconds: float, rates: Sequence[float]) -> Rows:
     """Repeats that the same code has measured in the same way; none of a void result. Without
     rates those that are kept, if there are any.
@@ -108,10 +102,7 @@ def as_text(rows: Rows, repeats: int, seconds: float) -> str:
         own, rom = ways[Handoff.OWN_PAIR.value], ways[Handoff.ROM.value]
         gained = percent(gains(own, rom))
         lines.append(f"{rate:>10}{lost(own):>16.1%}{lost(rom):>12.1%}{gained:>20}")
-    lines += [
-        "",
-        f"the seed reports +{PUBLISHED:.1%} for `rom`: nearest at {nearest(rows)} requests/s",
-    ]
+    lines += ["", f"the seed reports +{PUBLISHED:.1%} for `rom`"]
     return "\n".join(lines) + "\n"
 
 
@@ -153,13 +144,10 @@ def main() -> int:
     text = as_text(rows, done, arguments.seconds)
     print(text, end="")
     record.check_cpu(cpu, MOST_CPU)
-    rate = nearest(rows)
-    gain = gains(*(rows[rate][mode.value] for mode in MODES))
     found = {
         "share": SHARE,
         "repeats": done,
         "seconds": arguments.seconds,
-        "nearest": {"rate": rate, "gain": gain.mean, "half_width": gain.half_width},
     }
     is_void = record.keep(
         None if record.is_void() else arguments.out,
