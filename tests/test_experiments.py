@@ -23,6 +23,7 @@ from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, renewed, shown_in
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
 from experiments.staleness import has_ranks, paths_of, state
+from experiments.verdicts import Verdict
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 READMES = sorted(EXPERIMENTS.glob("*/README.md"))
@@ -123,7 +124,11 @@ def test_the_evidence_shows_the_kept_results() -> None:
 
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
-    waiting = Exhibit("a", "1 s", How.REAL, "small", lambda: "2 s", "tls", "tls/results/none.json")
+    waiting = Exhibit(
+        *("a", "1 s", How.REAL, "small", lambda: "2 s", "tls", "tls/results/none.json"),
+        judged=Verdict.OTHER,
+        because="another measure",
+    )
     asking = replace(waiting, name="c", needs="a GPU")
     filled = replace(asking, name="b", result="tls/results/tls.json")
 
@@ -131,6 +136,7 @@ def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
 
     assert rows["a"]["ours"] == "-"
     assert (rows["a"]["how"], rows["a"]["why"]) == ("missing", "not run yet; small")
+    assert (rows["a"]["verdict"], rows["b"]["verdict"]) == ("missing", "other thing")
     assert (rows["b"]["ours"], rows["b"]["how"], rows["b"]["why"]) == ("2 s", "real", "small")
     assert rows["c"]["why"] == "not run yet, needs a GPU; small"
 

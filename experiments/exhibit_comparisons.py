@@ -1,0 +1,218 @@
+"""Figures of ours beside published ones as ratios, for the verdicts of docs/evidence.md.
+
+Ours comes out of the kept results; the published figures stand here, as in the rows.
+"""
+
+from experiments import exhibit_figures as figures
+from experiments.exhibit_figures import FIXED, STOP
+from experiments.kept import kept
+from experiments.verdicts import Compared, change
+
+
+def skew(path: str = figures.RATES) -> list[Compared]:
+    return [change(f"{rate}/s", 0.086, gain) for rate, gain in figures.skew_gains(path).items()]
+
+
+def impact() -> list[Compared]:
+    """TPOT while an instance is away, over that without a failure."""
+    found = []
+    for case in ("4x1", "8x1", "16x1"):
+        rows = figures.simulated(case).get(STOP, {}).values()
+        if rows:
+            ratio = figures.mean_of([row["tpot_s"] / row["clean_tpot_s"] for row in rows])
+            found.append(Compared(f"TPOT at {case}", 1.6, ratio.mean, ratio.half_width))
+    return found
+
+
+def causes() -> list[Compared]:
+    """The share of the wait that is queueing."""
+    found = []
+    for case in ("4x1", "8x1"):
+        rows = figures.simulated(case)[STOP].values()
+        share = figures.mean_of([row["queue_share"] for row in rows])
+        found.append(
+            Compared(
+                f"share of queueing at {case}", 0.79, share.mean, share.half_width, nothing=0.0
+            )
+        )
+    return found
+
+
+def _of_case(case: str, key: str, published: float, base: str = STOP) -> Compared:
+    against = " against fixed" if base == FIXED else ""
+    what = {"window_s": "window", "ttft_s": "TTFT", "tpot_s": "TPOT"}[key]
+    return change(f"{what} at {case}{against}", published, figures.by_seed(case, key, base))
+
+
+def _ttft(**published: float) -> list[Compared]:
+    """Cases such as `at_8x1`, those that are kept."""
+    return [
+        _of_case(case, "ttft_s", each)
+        for name, each in published.items()
+        if figures.simulated(case := name.removeprefix("at_"))
+    ]
+
+
+def four_workers() -> list[Compared]:
+    return [
+        _of_case("4x1", "window_s", -0.5),
+        _of_case("4x1", "window_s", -0.349, FIXED),
+        _of_case("4x1", "ttft_s", -0.444),
+    ]
+
+
+def eight_workers() -> list[Compared]:
+    return [
+        _of_case("8x1", "window_s", 29.9 / 83.3 - 1),
+        _of_case("8x1", "window_s", 29.9 / 82.8 - 1, FIXED),
+        _of_case("8x1", "ttft_s", -0.296),
+    ]
+
+
+def scheduling() -> list[Compared]:
+    return [
+        _of_case(case, key, published)
+        for case in ("4x1", "8x1")
+        for key, published in (("ttft_s", -0.191), ("tpot_s", 96.7 / 99.3 - 1))
+    ]
+
+
+def request_rates() -> list[Compared]:
+    return [_of_case(case, "ttft_s", -0.333) for case in ("4x1:5.5", "4x1", "4x1:7.5")]
+
+
+def failures_of_eight() -> list[Compared]:
+    return _ttft(at_8x1=-0.296, at_8x2=-0.508, at_8x4=-0.827)
+
+
+def on_processes() -> list[Compared]:
+    published = {"4x1": -0.5, "8x1": 29.9 / 83.3 - 1}
+    return [
+        change(f"window at {case}", published[case], window)
+        for case, (_, window) in figures.changes_on_processes().items()
+        if case in published
+    ]
+
+
+def checkpoint_cost() -> list[Compared]:
+    return [change(part, 0.0, cost) for part, cost in figures.checkpoint_costs().items()]
+
+
+def ten_windows() -> list[Compared]:
+    """Without draft models: the third of the published windows."""
+    return [
+        _of_case("10x1", "window_s", 91.1 / 100.3 - 1),
+        _of_case("10x1", "window_s", 91.1 / 94.9 - 1, FIXED),
+    ]
+
+
+def ten_rates_and_failures() -> list[Compared]:
+    return [
+        _of_case("10x1", "ttft_s", -0.427),
+        _of_case("10x1:7.5", "ttft_s", -0.427),
+        _of_case("10x5", "ttft_s", -0.636),
+        _of_case("10x5", "ttft_s", -0.339, FIXED),
+    ]
+
+
+def a_quarter() -> list[Compared]:
+    return _ttft(at_4x1=-0.468, at_8x2=-0.468, at_16x4=-0.468)
+
+
+def one_failure() -> list[Compared]:
+    """Nothing is published for eight workers."""
+    return _ttft(at_4x1=-0.506, at_64x1=-0.013)
+
+
+def co_failure() -> list[Compared]:
+    found = kept(figures.PLACEMENT)["co_failure"]["load"]
+    return [Compared("share of checkpoints", 0.238, found, nothing=None)]
+
+
+def availability() -> list[Compared]:
+    published = {"Llama-3.1-70B": (1.28, 0.95), "Mixtral-8x22B": (1.71, 0.92)}
+    found = []
+    for model, ours in figures.availability_ratios().items():
+        over, of = published[model]
+        standard, scaled = ours
+        found += [
+            Compared(f"{model} over standard TP", over, standard.mean, standard.half_width),
+            Compared(f"{model} of fault-scaled", of, scaled.mean, scaled.half_width, None),
+        ]
+    return found
+
+
+def seven_of_eight() -> list[Compared]:
+    over_four, over_naive = figures.seven_ratios()
+    return [
+        Compared("over TP 4", 2.0, over_four),
+        Compared("decode over naive", 1.6, over_naive),
+    ]
+
+
+def balance() -> list[Compared]:
+    return _of_balance("", figures.balance_gains())
+
+
+def balance_of_ranks() -> list[Compared]:
+    return [
+        each
+        for how, gains in figures.balance_gains_of_ranks().items()
+        for each in _of_balance(f" {how}", gains)
+    ]
+
+
+def _of_balance(how: str, gains: list[float]) -> list[Compared]:
+    published = {5: 0.16, 6: 0.51, 7: 0.78}
+    return [
+        Compared(f"TP {ranks}{how}", 1 + published[ranks], 1 + gain)
+        for ranks, gain in zip(published, gains, strict=True)
+    ]
+
+
+def long_prompts() -> list[Compared]:
+    ratios = {("recompute", "host"): 22 / 0.53, ("host", "ours"): 530 / 120}
+    return [_waits(above, below, each, "victims_s") for (above, below), each in ratios.items()]
+
+
+def longest_waits() -> list[Compared]:
+    """Of P99; recomputing takes more than 10 s there, so more than so many times as long."""
+    ratios = {("recompute", "host"): 10 / 0.572, ("host", "ours"): 572 / 229}
+    return [
+        _waits(above, below, each, "victims_s", "others_s", share=99)
+        for (above, below), each in ratios.items()
+    ]
+
+
+def _waits(
+    above: str, below: str, published: float, *whose: str, share: float | None = None
+) -> Compared:
+    found = figures.waits_ratio(above, below, *whose, share=share)
+    what = f"{above} over {below}" + (f" at p{share:g}" if share else "")
+    return Compared(what, published, found.mean, found.half_width)
+
+
+def planners() -> list[Compared]:
+    found = figures.planned_shares()
+    return [
+        Compared("cmm of a full reload", 17.56 / 197.31, found["cmm"][0]),
+        Compared("greedy of a full reload", 26.15 / 197.31, found["greedy"][0]),
+    ]
+
+
+def planners_timed() -> list[Compared]:
+    found = {row["planner"]: row for row in kept(figures.ANCHORTP_PLANNERS)["rows"]}
+    full_s = found["full reload"]["reload_s"]
+    cmm, greedy = found["cmm"], found["greedy"]
+    return [
+        Compared(
+            "cmm of a full reload", 19.43 / 197.31, (cmm["reload_s"] + cmm["copy_s"]) / full_s
+        ),
+        Compared("greedy of a full reload", 26.15 / 197.31, greedy["reload_s"] / full_s),
+    ]
+
+
+def degree_by_degree() -> list[Compared]:
+    """TFS at the second loss over that at the first one; it rises from 4.48 s to 4.98."""
+    first, second = kept(figures.ANCHORTP_RECOVERY)["rows"]["in place, KV restored"]["losses"]
+    return [Compared("TFS", 4.98 / 4.48, second["tfs_s"] / first["tfs_s"])]

@@ -1,0 +1,596 @@
+"""Figures of ours for docs/evidence.md, out of the kept results, and beside published ones."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from experiments.kept import kept
+from kvrs.elastic import cmm, on_demand, speed
+from kvrs.elastic.layouts import even, hybrid, staged, uneven
+from kvrs.elastic.plans import HOST
+from kvrs.elastic.units import Units
+from kvrs.profiles import catalog
+from kvrs.report.metrics import percentile
+from kvrs.report.student import Interval, interval
+from kvrs.traces.generator import generate
+from kvrs.traces.presets import PRESETS
+
+SKEW = "load_skew/results/load_skew.json"
+RATES = "load_skew/results/rates.json"
+HAND_OFF = "hand_off_crossover/results/hand_off_crossover.json"
+# With DistServe's servers in place of embedded engines.
+DISTSERVE_HAND_OFF = "hand_off_crossover/results/distserve.json"
+DISTSERVE_RATES = "load_skew/results/distserve_rates.json"
+DISTSERVE_CROSSOVER = "crossover/results/distserve.json"
+CROSSOVER = "crossover/results/crossover.json"
+LINK_COMPUTED = "link_monitor/results/computed.json"
+LINK_SIMULATED = "link_monitor/results/simulated.json"
+DECISION = "decision/results/decision.json"
+TWO_PROXIES = "two_proxies/results/two_proxies.json"
+HEALTHY = "healthy_path/results/healthy_path.json"
+CHECKPOINTS = "checkpoint_cost/results/checkpoint_cost.json"
+PLACEMENT = "placement_spread/results/placement_spread.json"
+KILLS = "kill_series/results/policies.json"
+KILLS_SIMULATED = "kill_series/results/simulated.json"
+THROUGHPUT = "raidserve_throughput/results/raidserve_throughput.json"
+PLANS = "anchortp_plans/results/anchortp_plans.json"
+SHARES = "prefill_shares/results/prefill_shares.json"
+IN_PLACE = "in_place/results/in_place.json"
+COMPUTED = "raidserve_recovery/results/computed.json"
+RAIDSERVE_IN_PLACE = "raidserve_recovery/results/in_place.json"
+SIMULATED = "lumen_simulated/results/lumen_simulated.json"
+SIMULATED_TEN = "lumen_simulated/results/ten.json"
+ON_PROCESSES = "lumen_recovery/results/lumen_recovery.json"
+STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
+RANK_BALANCE = "rank_balance/results/rank_balance.json"
+ANCHORTP_RECOVERY = "anchortp_recovery/results/anchortp_recovery.json"
+ANCHORTP_PLANNERS = "anchortp_recovery/results/anchortp_planners.json"
+
+
+def crossover_map() -> str:
+    of_token_bytes = catalog.kv_geometry("opt-13b-a100-distserve-tp1").bytes_per_token
+    depths = [
+        tokens * of_token_bytes / (gbit_per_s / 8 * 1e9) / 0.06
+        for tokens in (256, 16_384)
+        for gbit_per_s in (1, 100)
+    ]
+    return f"q* from {min(depths):.2f} to {max(depths):,.0f}"
+
+
+def hand_off(path: str = HAND_OFF) -> str:
+    result = kept(path)
+    (row,) = (row for row in result["rows"] if (row["tokens"], row["gbit_per_s"]) == (1475, 25.0))
+    remote_ms = statistics.median(row["remote_s"]) * 1e3
+    depths = {int(depth): statistics.median(times) for depth, times in row["own_s"].items()}
+    slope = statistics.linear_regression(list(depths), list(depths.values())).slope
+    return (
+        f"{slope * 1e3:.0f} ms a request; {remote_ms:.0f} ms for 1.21 GB at 25 Gbit/s; worst of "
+        f"{len(result['rows'])} cells {result['worst_off_measured']:+.1%} by the measured time "
+        f"of a request, {result['worst_off']:+.1%} by the tables that decide"
+    )
+
+
+def hand_off_missed(path: str = HAND_OFF) -> list[str]:
+    """The error of the decision, which goes by the tables, is held against the published one."""
+    off, wanted = kept(path)["worst_off"], kept(path)["wanted"]
+    return (
+        [] if abs(off) <= wanted else [f"{off:.1%} by the tables; published: within {wanted:.0%}"]
+    )
+
+
+def skew() -> str:
+    result = kept(SKEW)
+    gains = []
+    for share in ("60", "90"):
+        base, rom = (
+            statistics.median(run["goodput_per_s"] for run in result["rows"][name][share])
+            for name in ("own_pair", "rom")
+        )
+        gains.append(f"{rom / base - 1:+.1%} at {share} %")
+    return (
+        f"{skew_by_rate()}; at {result['requests_per_s']:g} requests/s, {result['repeats']} runs "
+        f"without an interval, {' and '.join(gains)}"
+    )
+
+
+def skew_by_rate(path: str = RATES) -> str:
+    """Every rate that was measured."""
+    gains = ", ".join(f"{rate}/s {percent(gain, 1)}" for rate, gain in skew_gains(path).items())
+    return f"goodput with `rom` at 90 % and a rate of {gains}"
+
+
+def skew_gains(path: str) -> dict[str, Interval]:
+    """What `rom` serves more than hand-offs that stay, run by run."""
+    return {
+        rate: mean_of(
+            [
+                ours["good"] / stay["good"] - 1
+                for ours, stay in zip(ways["rom"], ways["own_pair"], strict=True)
+            ]
+        )
+        for rate, ways in kept(path)["rows"].items()
+    }
+
+
+def distserve_crossover() -> str:
+    result = kept(DISTSERVE_CROSSOVER)
+    right = ", ".join(f"`{name}` {count}" for name, count in result["right_by_policy"].items())
+    return f"{right} of {result['cells_clear']} cells that differ by more than 20 % are right"
+
+
+def crossover() -> str:
+    result = kept(CROSSOVER)
+    return (
+        f"`rom` picks the faster side in {result['cells_clear_right']} of {result['cells_clear']} "
+        f"cells that differ by more than 20 %"
+    )
+
+
+def link_computed() -> str:
+    """Decisions from an estimate of the link, where nothing is paced and no rate is passed in."""
+    result = kept(LINK_COMPUTED)
+    rows = [row["seconds"] for row in result["rows"]]
+    migrating = sum(row["always_migrate"] < row["always_recompute"] for row in rows)
+    best_s = sum(min(row.values()) for row in rows)
+    above = {
+        way: sum(row[way] for row in rows) / best_s - 1
+        for way in ("auto", "always_migrate", "always_recompute")
+    }
+    costs = ", ".join(f"`{way}` {cost:+.1%}" for way, cost in above.items())
+    costs = costs.replace(",", f" ± {result['half_width']:.1%},", 1)
+    return (
+        f"migrating is faster in {migrating} of {len(rows)} recoveries, by length and rate; "
+        f"seconds above the best way of each: {costs}"
+    )
+
+
+def link_regret() -> str:
+    """The estimate of the link beside the last sample, scenario by scenario."""
+    kvrs, last = (_regrets(rule) for rule in ("kvrs", "last sample"))
+    found = ", ".join(f"{name} {kvrs[name]:.1%} / {last[name]:.1%}" for name in kvrs)
+    more = sum(kvrs[name] > last[name] for name in kvrs)
+    return (
+        f"cost of decisions above one that knows the rate, kvrs / the last sample alone: {found}; "
+        f"mean {statistics.fmean(kvrs.values()):.1%} / {statistics.fmean(last.values()):.1%}; ours "
+        f"costs more in {more} of {len(kvrs)}"
+    )
+
+
+def _regrets(rule: str) -> dict[str, float]:
+    return {
+        row["scenario"]: row["regret"]
+        for row in kept(LINK_SIMULATED)["rows"]
+        if row["rule"] == rule
+    }
+
+
+def healthy() -> str:
+    result = kept(HEALTHY)["figures"]
+    return (
+        f"{result['added']['latency_ms_p50']:.3f} ms added to a token (p50), time per token "
+        f"{result['proxy']['tpot_ms'] / result['plain']['tpot_ms'] - 1:+.1%}, no request more"
+    )
+
+
+def decision() -> str:
+    rows = kept(DECISION)["decision_us"]["opt-13b-a100-distserve-tp1"]
+    return ", ".join(
+        f"`{name}` {rows[name]['512']['median']:.1f} us at 512 tokens, "
+        f"{rows[name]['100000']['median']:.1f} at 100,000"
+        for name in ("rom", "auto")
+    )
+
+
+def slots() -> str:
+    result = kept(TWO_PROXIES)
+    return (
+        f"{result['most_held_seen']} of {result['slots_max']} held at most; {result['exact']} of "
+        f"{result['streams']} victims exact"
+    )
+
+
+def simulated(case: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By scheme and seed."""
+    path = SIMULATED_TEN if case.startswith("10x") else SIMULATED
+    found: dict[str, dict[str, dict[str, float]]] = kept(path)["cases"].get(case, {})
+    return found
+
+
+def means(case: str, scheme: str, key: str) -> float:
+    return statistics.fmean(row[key] for row in simulated(case)[scheme].values())
+
+
+def by_seed(case: str, key: str, base: str = STOP, scheme: str = SCHEDULED) -> Interval:
+    """The change of a scheme against another one, seed by seed, with the interval over seeds."""
+    rows = simulated(case)
+    return mean_of([row[key] / rows[base][seed][key] - 1 for seed, row in rows[scheme].items()])
+
+
+def changed(case: str, key: str, base: str = STOP) -> str:
+    return percent(by_seed(case, key, base))
+
+
+def percent(found: Interval, digits: int = 0) -> str:
+    if found.half_width is None:
+        return f"{found.mean:+.{digits}%} (one run)"
+    return f"{found.mean:+.{digits}%} ± {found.half_width:.{digits}%}"
+
+
+def mean_of(values: Sequence[float]) -> Interval:
+    found = interval(values)
+    assert found is not None
+    return found
+
+
+def instances(*cases: str) -> str:
+    """How many instances the cases that are kept have."""
+    numbers = sorted({int(case.partition("x")[0]) for case in cases if simulated(case)})
+    return " and ".join(map(str, numbers))
+
+
+def at(cases: Sequence[str], of_one: Callable[[str], str], least: int = 1) -> Callable[[], str]:
+    """For each of the cases that is kept; nothing for fewer than the least number of them."""
+
+    def ours() -> str:
+        having = [case for case in cases if simulated(case)]
+        return (
+            "; ".join(f"{case}: {of_one(case)}" for case in having) if len(having) >= least else ""
+        )
+
+    return ours
+
+
+def impact_of_one(case: str) -> str:
+    ttft, clean, tpot, clean_tpot = (
+        means(case, STOP, key) for key in ("ttft_s", "clean_ttft_s", "tpot_s", "clean_tpot_s")
+    )
+    return f"TTFT {clean:.2f} to {ttft:.2f} s, TPOT {tpot / clean_tpot:.2f} times"
+
+
+def causes(case: str) -> str:
+    ttft, share, replay = (
+        means(case, STOP, key) for key in ("ttft_s", "queue_share", "replay_ttft_s")
+    )
+    return f"uninterrupted TTFT {ttft:.1f} s, {share:.0%} of it queueing; replay {replay:.1f} s"
+
+
+def first_scheme(case: str) -> str:
+    return (
+        f"window {changed(case, 'window_s')} / {changed(case, 'window_s', FIXED)} of "
+        f"stop-and-restart / fixed checkpoints; TTFT {changed(case, 'ttft_s')}"
+    )
+
+
+def windows(case: str) -> str:
+    found = " / ".join(f"{means(case, name, 'window_s'):.0f}" for name in (STOP, FIXED, SCHEDULED))
+    return f"windows {found} s; TTFT {changed(case, 'ttft_s')}"
+
+
+def scheduling(case: str) -> str:
+    before, after = (means(case, name, "tpot_s") * 1e3 for name in (STOP, SCHEDULED))
+    return f"TTFT {changed(case, 'ttft_s')}, TPOT {after:.1f} ms of {before:.1f}"
+
+
+def ttft(case: str) -> str:
+    return f"TTFT {means(case, STOP, 'ttft_s'):.2f} s, {changed(case, 'ttft_s')}"
+
+
+def against_both(case: str) -> str:
+    return (
+        f"TTFT {means(case, STOP, 'ttft_s'):.2f} s, {changed(case, 'ttft_s')} / "
+        f"{changed(case, 'ttft_s', FIXED)} of stop-and-restart / fixed checkpoints"
+    )
+
+
+def on_processes() -> str:
+    """The longest pause and the window of + scheduling against stop-and-restart, run by run."""
+    return "; ".join(
+        f"{case}: pause {percent(pause)}, window {percent(window)}"
+        for case, (pause, window) in changes_on_processes().items()
+    )
+
+
+def changes_on_processes() -> dict[str, tuple[Interval, Interval]]:
+    """By case: pause, window."""
+    found = {}
+    for case, schemes in sorted(kept(ON_PROCESSES)["cases"].items()):
+        pairs = list(zip(schemes[SCHEDULED], schemes[STOP], strict=True))
+        found[case] = (
+            mean_of([a["max_gap_s"]["mean"] / b["max_gap_s"]["mean"] - 1 for a, b in pairs]),
+            mean_of([a["recovery_time_s"] / b["recovery_time_s"] - 1 for a, b in pairs]),
+        )
+    return found
+
+
+def checkpoint_cost() -> str:
+    gaps = kept(CHECKPOINTS)["gap_ms"]
+    costs = ", ".join(f"{part} {percent(cost, 1)}" for part, cost in checkpoint_costs().items())
+    return (
+        f"CPU per token: {costs}; time between tokens p50 {gaps['off']['p50']:.2f} to "
+        f"{gaps['on']['p50']:.2f} ms, p99 {gaps['off']['p99']:.1f} to {gaps['on']['p99']:.1f}"
+    )
+
+
+def checkpoint_costs() -> dict[str, Interval]:
+    result = kept(CHECKPOINTS)
+    sums = {"in sum": (result["cost"], result["cost_interval"])}
+    parts = {name: tuple(found) for name, found in result["cost_parts"].items()}
+    return {
+        part: Interval(mean, half, result["rounds"])
+        for part, (mean, half) in (sums | parts).items()
+    }
+
+
+def alphas() -> str:
+    rows = kept(PLACEMENT)["rows"]
+    found = [
+        row["largest_share"]
+        for row in rows
+        if row["placement"] == "load" and row["footprints"].startswith("lognormal")
+    ]
+    return f"largest share on one holder of eight: {' / '.join(f'{share:.2f}' for share in found)}"
+
+
+def co_failure() -> str:
+    found = kept(PLACEMENT)["co_failure"]
+    return f"{found['load']:.1%} (`fixed` {found['fixed']:.1%}, `random` {found['random']:.1%})"
+
+
+def computed_waits(*whose: str) -> dict[str, list[float]]:
+    """By way: the longest time between two tokens of each of these streams, in all runs."""
+    found: dict[str, list[float]] = {}
+    for name, row in sorted(kept(COMPUTED)["cells"].items()):
+        waits_s = [wait_s for key in whose for wait_s in row[key]]
+        found.setdefault(name.partition("#")[0], []).extend(waits_s)
+    return found
+
+
+def waits_ratio(above: str, below: str, *whose: str, share: float | None = None) -> Interval:
+    """How much longer streams wait under one way than under another, run by run: in the mean, or
+    at a percentile.
+    """
+    cells = kept(COMPUTED)["cells"]
+
+    def wait_s(name: str) -> float:
+        waits_s = [each for key in whose for each in cells[name][key]]
+        found_s = statistics.fmean(waits_s) if share is None else percentile(waits_s, share)
+        assert found_s is not None
+        return found_s
+
+    runs = sorted(name.partition("#")[2] for name in cells if name.startswith(f"{above}#"))
+    return mean_of([wait_s(f"{above}#{run}") / wait_s(f"{below}#{run}") for run in runs])
+
+
+def long_prompts() -> str:
+    found = computed_waits("victims_s")
+    medians = " / ".join(
+        f"{statistics.median(found[way]):.2f}" for way in ("recompute", "host", "ours")
+    )
+    return f"recompute / host / ours, p50 of {len(found['ours'])} victims: {medians} s"
+
+
+def longest_waits() -> str:
+    found = computed_waits("victims_s", "others_s")
+    ways = ("recompute", "host", "ours", "oracle")
+    shares = " and ".join(
+        " / ".join(f"{percentile(found[way], share):.2f}" for way in ways) for share in (90, 99)
+    )
+    return f"{' / '.join(ways)}, p90 and p99 of {len(found['ours'])} streams: {shares} s"
+
+
+def table_3_in_place() -> str:
+    rows = kept(RAIDSERVE_IN_PLACE)["rows"]
+    weights, last = (
+        " / ".join(f"{row[key]:.3g}" for row in rows) for key in ("weights_s", "last_s")
+    )
+    return (
+        f"recompute / host / full / oracle: ranks compute again after {weights} s, the last of 56 "
+        f"streams has its next token after {last} s"
+    )
+
+
+def preset(name: str) -> Callable[[], str]:
+    def ours() -> str:
+        trace = generate(replace(PRESETS[name].settings, requests=3000), seed=0)
+        sides = {
+            "in": [request.input_tokens for request in trace.requests],
+            "out": [request.output_tokens for request in trace.requests],
+        }
+        return "generated: " + "; ".join(
+            f"{what} {statistics.fmean(side):,.0f} / {statistics.median(side):,.0f} / {max(side):,}"
+            for what, side in sides.items()
+        )
+
+    return ours
+
+
+def cyclic() -> str:
+    units = Units(12, (1,) * 4, (1,) * 12, (1,), 0)
+    stages = staged(12, [range(3)])
+    naive, cyclic = (
+        max(layout.cells_per_page(rank) for rank in layout.ranks)
+        for layout in (uneven(units, stages), uneven(units, stages, rotate=True))
+    )
+    return f"{naive / cyclic - 1:+.0%} (fullest rank: {naive} cells of a page, {cyclic} cyclic)"
+
+
+def hybrid_attention() -> str:
+    """KV heads that the busiest rank computes, over those of hybrid attention."""
+    found = []
+    for heads, ranks in ((4, 3), (8, 7)):
+        units = Units(1, (1,) * heads, (1,) * ranks, (1,) * ranks, 0)
+        stages = staged(1, [range(ranks)])
+        naive, even_out = (
+            speed.shares(layout, units).cells
+            for layout in (uneven(units, stages), hybrid(units, stages))
+        )
+        found.append(f"{naive / even_out:.2f} times at {heads} heads on {ranks} ranks")
+    return "attention of the busiest rank without: " + ", ".join(found)
+
+
+def kill_pauses() -> str:
+    return f"pause of interrupted streams {real_kills()}"
+
+
+def real_kills() -> str:
+    return _pauses(kept(KILLS)["policies"]["auto"]["pause_s"])
+
+
+def simulated_kills() -> str:
+    return _pauses(kept(KILLS_SIMULATED)["policies"]["auto"]["pause_s"])
+
+
+def _pauses(found: dict[str, float]) -> str:
+    return f"p50 {found['p50']:.2f} s, p99 {found['p99']:.2f} s"
+
+
+def availability() -> str:
+    return "; ".join(
+        f"{model} {standard.mean:.2f} times standard TP, {scaled.mean:.0%} of fault-scaled"
+        for model, (standard, scaled) in availability_ratios().items()
+    )
+
+
+def availability_ratios() -> dict[str, tuple[Interval, Interval]]:
+    """By model: over standard tensor parallelism, of the fault-scaled throughput."""
+    return {
+        model: (
+            mean_of([run["ours"] / run["standard"] for run in runs]),
+            mean_of([run["ours"] / run["fault-scaled"] for run in runs]),
+        )
+        for model, runs in kept(THROUGHPUT)["results"].items()
+    }
+
+
+def rates_of(name: str) -> dict[str, list[float]]:
+    """Of a node, by the number of GPUs that are left."""
+    found: dict[str, list[float]] = kept(THROUGHPUT)["rates"][name]
+    return found
+
+
+def seven_of_eight() -> str:
+    over_four, over_naive = seven_ratios()
+    return f"Llama-3.1-70B {over_four:.2f} times TP 4, {over_naive:.2f} times naive"
+
+
+def seven_ratios() -> tuple[float, float]:
+    rates = rates_of("Llama-3.1-70B")
+    ours = rates["hybrid"][7]
+    return ours / rates["standard"][7], ours / rates["non-uniform"][7]
+
+
+def balance() -> str:
+    return " / ".join(f"{gain:+.0%}" for gain in balance_gains()) + " at 5 / 6 / 7 GPUs"
+
+
+def balance_gains() -> list[float]:
+    """Hybrid over naive at 5, 6 and 7 GPUs."""
+    rates = rates_of("Llama-3.1-70B")
+    return [rates["hybrid"][gpus] / rates["non-uniform"][gpus] - 1 for gpus in (5, 6, 7)]
+
+
+def balance_of_ranks() -> str:
+    gains = {
+        how: " / ".join(f"{gain:+.0%}" for gain in found)
+        for how, found in balance_gains_of_ranks().items()
+    }
+    return "; ".join(f"{gain} {how}" for how, gain in gains.items()) + "; at 5 / 6 / 7 ranks"
+
+
+def balance_gains_of_ranks() -> dict[str, list[float]]:
+    """By how the busiest rank is found: hybrid over naive at 5, 6 and 7 ranks."""
+    found = {(row["layout"], row["ranks"]): row for row in kept(RANK_BALANCE)["rows"]}
+    return {
+        how: [found["naive", ranks][key] / found["hybrid", ranks][key] - 1 for ranks in (5, 6, 7)]
+        for how, key in (("layer by layer", "decode_by_layer_s"), ("in sum", "decode_busiest_s"))
+    }
+
+
+def shares() -> str:
+    rows = kept(SHARES)["rows"].values()
+    ours, arrival = (max(row[key] for row in rows) for key in ("largest_over_mean", "by_arrival"))
+    return (
+        f"the largest load of a rank over the mean: {ours:.2f} at most, {arrival:.2f} in the order "
+        f"of arrival"
+    )
+
+
+def in_place() -> str:
+    passes = kept(IN_PLACE)["passes"]
+    pause = passes["as by default"]["pause_s"]  # The others go on, as in the paper.
+    tokens = [each["tokens"] for each in passes.values()]
+    wrong = sum(each["lost"] + each["repeated"] + each["different"] for each in tokens)
+    return (
+        f"pause of a re-forming p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s; {wrong} of "
+        f"{sum(each['all'] for each in tokens):,} tokens lost, repeated or different"
+    )
+
+
+def recovered() -> str:
+    rows = kept(ANCHORTP_RECOVERY)["rows"]
+    return "; ".join(
+        f"{name}: TFS {each(row, 'tfs_s')} s, TTP {each(row, 'ttp_s')} s, total "
+        f"{row['total_s']:.0f} s"
+        for name, row in rows.items()
+        if row["losses"]
+    )
+
+
+def degree_by_degree() -> str:
+    row = kept(ANCHORTP_RECOVERY)["rows"]["in place, KV restored"]
+    return f"4 to 3 / 3 to 2: TFS {each(row, 'tfs_s')} s, TTP {each(row, 'ttp_s')} s"
+
+
+def each(row: dict[str, Any], key: str) -> str:
+    """Of both losses."""
+    return " / ".join("-" if one[key] is None else f"{one[key]:.2f}" for one in row["losses"])
+
+
+def planners_timed() -> str:
+    return ", ".join(
+        f"{row['planner']} {row['reload_s']:.2f}"
+        + (f" and {row['copy_s']:.2f} between ranks" if row["peer_bytes"] else "")
+        for row in kept(ANCHORTP_PLANNERS)["rows"]
+    )
+
+
+def loaded_on_demand() -> str:
+    units = Units(1, (1,) * 4, (1,) * 12, (1,) * 4, 0)
+    before = even(units, 4)
+    found = []
+    for lost in before.ranks:
+        living = on_demand.survivors(before, [lost])
+        after = on_demand.reshaped(before, units, living)
+        found.append(sorted(len({*after.tiles(r, 0)} - {*before.tiles(r, 0)}) for r in after.ranks))
+    assert all(each == found[0] for each in found)
+    return f"tiles that each survivor loads, whichever is lost: {found[0]}"
+
+
+def figure_3() -> str:
+    shards = [
+        cmm.Shard(gpu, *part)
+        for gpu, part in zip((1, 2, 3, 4), cmm.even_parts(1024, 4), strict=True)
+    ]
+    tasks = cmm.plan_interval(shards, {2}, [1, 3, 4])
+    reloaded = sum(task.bytes for task in tasks if task.source == HOST)
+    moved = sum(task.bytes for task in tasks if task.source not in (HOST, task.target))
+    return f"{reloaded} reloaded, {moved} between ranks"
+
+
+def planners() -> str:
+    return "of the weights: " + ", ".join(
+        f"{name} {least:.1%}" + (f" to {most:.1%}" if most > least else "")
+        for name, (least, most) in planned_shares().items()
+    )
+
+
+def planned_shares() -> dict[str, tuple[float, float]]:
+    """By planner: least and most of a full reload that the host gives, over the lost ranks."""
+    found = {
+        row["planner"]: row["host_bytes"]
+        for row in kept(PLANS)["rows"]
+        if (row["model"], row["ranks"], row["left"]) == ("Mixtral-8x22B", 8, 7)
+    }
+    full = found["full reload"][0]
+    return {name: (least / full, most / full) for name, (least, most) in found.items()}

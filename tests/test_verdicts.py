@@ -1,0 +1,177 @@
+"""Verdicts of the evidence: how they follow from figures, that each row has one, and that no missed
+bar is hidden.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments import evidence, exhibits
+from experiments.exhibits import SEEDS, Exhibit, How
+from experiments.kept import EXPERIMENTS, misses, misses_in
+from experiments.verdicts import MEANING, Compared, Verdict, change, each_of, of_all
+from kvrs.report.student import Interval
+
+ROWS = [each for rows in SEEDS.values() for each in rows]
+FILLED = [each for each in ROWS if each.is_filled]
+RATIOS = st.floats(0.01, 100.0)
+
+
+def compared(
+    published: float, ours: float, half: float | None = None, nothing: float | None = 1.0
+) -> Verdict:
+    return Compared("a", published, ours, half, nothing).verdict()
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        pytest.param(compared(0.56, 0.73, 0.06), Verdict.DIRECTION, id="less of it"),
+        pytest.param(compared(0.56, 0.65, 0.10), Verdict.REPRODUCED, id="in the interval"),
+        pytest.param(compared(1.71, 1.72), Verdict.REPRODUCED, id="near, one run"),
+        pytest.param(compared(1.086, 1.016, 0.01), Verdict.DIRECTION, id="near as a ratio only"),
+        pytest.param(compared(20.0, 14.0, 0.5), Verdict.DIRECTION, id="near as neither"),
+        pytest.param(compared(1.086, 1.058, 0.115), Verdict.NO_DIFFERENCE, id="none and published"),
+        pytest.param(compared(0.5, 1.4, 0.2), Verdict.OTHER, id="the other way"),
+        pytest.param(compared(1.0, 1.01, 0.03), Verdict.REPRODUCED, id="no effect, as claimed"),
+        pytest.param(compared(1.0, 1.05, 0.049), Verdict.OTHER, id="an effect where none is"),
+        pytest.param(compared(0.95, 0.87, 0.0, None), Verdict.REPRODUCED, id="a share"),
+        pytest.param(compared(0.95, 0.5, 0.0, None), Verdict.OTHER, id="another share"),
+    ],
+)
+def test_a_verdict_follows_from_interval_and_ratio(found: Verdict, verdict: Verdict) -> None:
+    assert found is verdict
+
+
+@given(RATIOS, RATIOS, st.floats(0.0, 10.0))
+def test_nothing_is_reproduced_where_no_effect_is_possible(
+    published: float, ours: float, half: float
+) -> None:
+    """An interval that has no effect in it shows none, whatever else lies in it."""
+    found = compared(published, ours, half)
+
+    if ours - half <= 1.0 <= ours + half and published != 1.0:
+        assert found is Verdict.NO_DIFFERENCE
+
+
+def test_the_middle_of_several_comparisons_is_the_verdict() -> None:
+    """The weaker one of two; a contradiction decides alone."""
+    same, less, none, other = (
+        Compared("same", 2.0, 2.0),
+        Compared("less", 2.0, 1.5),
+        Compared("none", 2.0, 1.5, 0.6),
+        Compared("other", 2.0, 0.5),
+    )
+
+    assert of_all([same, less]) is Verdict.DIRECTION
+    assert of_all([none, same, less]) is Verdict.DIRECTION
+    assert of_all([none, same, none, less]) is Verdict.NO_DIFFERENCE
+    assert of_all([same, same, other]) is Verdict.OTHER
+    assert each_of([none, same, less]) == (
+        "reproduced: same; direction: less; no difference shown: none"
+    )
+    assert each_of([same, same]) == "same, same"
+    assert change("a", -0.4, Interval(-0.3, 0.1, 5)) == Compared("a", 0.6, 0.7, 0.1)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row_has_a_verdict_that_is_computed_or_has_a_reason(row: Exhibit) -> None:
+    assert row.verdict in MEANING
+    assert (row.judged is None) == (row.because == "")
+    if row.is_filled:
+        assert (row.judged is None) != (row.compared is None), "one of the two"
+        assert row.grounds
+    else:
+        assert row.verdict is Verdict.MISSING
+
+
+@pytest.mark.parametrize("row", FILLED, ids=lambda row: row.name)
+def test_no_row_hides_a_bar_that_its_result_misses(row: Exhibit) -> None:
+    """What the text of a kept result says of a miss stands in the row, and is its verdict."""
+    missed = misses(row.result) if row.result else []
+
+    assert all(each in row.grounds for each in missed)
+    assert (row.verdict is Verdict.MISSED_BAR) == bool(row.misses)
+    assert row.result or row.how is How.COMPUTED, "a figure without the result that it comes from"
+
+
+def test_a_row_without_a_verdict_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a: no verdict"):
+        _ = Exhibit("a", "1 s", How.REAL, "small", lambda: "2 s").verdict
+
+
+def test_a_row_tells_its_age_and_of_how_many_runs_it_is() -> None:
+    """One whose result is computed as the page is made has no age."""
+    kills = next(each for each in FILLED if each.experiment == "kill_series")
+    alone = replace(kills, sentinels=())
+    computed = next(each for each in FILLED if each.result is None)
+
+    assert alone.note == "measured on 2026-11-24; put together from 2 runs at 2 commits"
+    assert computed.note == ""
+
+
+def test_runs_on_machines_that_differ_are_named() -> None:
+    first = {"commit": "a", "machine": "2 cores, Red, Linux x86_64"}
+    other = {"commit": "a", "machine": "2 cores, Blue, Linux x86_64"}
+
+    assert exhibits.parts_of([first]) == ""
+    assert exhibits.parts_of([first, first]) == "put together from 2 runs"
+    assert exhibits.parts_of([first, other]) == (
+        "put together from 2 runs on machines of 2 kinds (Red and Blue)"
+    )
+
+
+def test_the_page_counts_verdicts_and_hows() -> None:
+    page = evidence.as_markdown()
+    rows = list(evidence.rows())
+
+    for verdict, count in Counter(row["verdict"] for row in rows).items():
+        assert f"| {verdict} | {count} | " in page
+    for how, count in Counter(row["how"] for row in rows).items():
+        assert f"| {how} | {count} | " in page
+    assert "| on a GPU | 0 | " in page
+    assert page.count("| **") == len(rows)
+
+
+def test_every_kept_result_that_misses_a_bar_is_listed() -> None:
+    """Also one that no exhibit shows."""
+    page = evidence.as_markdown().partition("## Kept results that miss a bar")[2]
+
+    texts = [
+        path
+        for path in EXPERIMENTS.glob("*/results/**/*.txt")
+        if any(word in path.read_text() for word in ("MISSED", "FAILED", "   missed\n"))
+    ]
+    names = {
+        f"{path.relative_to(EXPERIMENTS).parts[0]}/"
+        f"{'/'.join(path.relative_to(EXPERIMENTS).with_suffix('').parts[2:])}"
+        for path in texts
+    }
+    assert names
+    assert f"\n{len(names)} of them." in page
+    assert all(f"[{name}](" in page for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        pytest.param("a 1\nPASSED\n", [], id="none"),
+        pytest.param("a 1\nMISSED: p99 3 ms; bar 2\n", ["p99 3 ms; bar 2"], id="named"),
+        pytest.param("a 1\nb   2; bar 1\nFAILED\n", ["b 2; bar 1"], id="before"),
+        pytest.param("a 1\n\nMISSED\nb 2; bar 1\n\nc 9; bar\n", ["b 2; bar 1"], id="behind"),
+        pytest.param("a 1.5 <= 1 x    missed\n", ["a 1.5 <= 1 x missed"], id="in a table"),
+        pytest.param("2 of 3 instances have failed\n", [], id="another failure"),
+    ],
+)
+def test_a_missed_bar_is_found_in_the_text_of_a_result(text: str, found: list[str]) -> None:
+    assert misses_in(text) == found
+
+
+def test_paths_of_rows_are_kept_results_of_their_experiment() -> None:
+    for row in FILLED:
+        if row.result:
+            assert Path(row.result).parts[:2] == (row.experiment, "results"), row.name
