@@ -171,8 +171,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "+0.6 requests/s, +8.6 % at 90 % skew",
             How.PACED,
             "a node alone is beyond saturation at our rate and TTFT limit, so the baseline "
-            "collapses at 90 %; at 60 % it loses what the paper's does. Five of the ten pairs of each "
-            "lower rate were added on another day, since the first five did not tell",
+            "collapses at 90 %; at 60 % it loses what the paper's does. Five of the ten pairs of "
+            "each lower rate were added on another day, since the first five did not tell",
             figures.skew,
             "load_skew",
             result=figures.RATES,

@@ -4,21 +4,29 @@ A figure in a page of docs/ that comes from a kept result has a comment behind i
 
     a token over TLS took the proxy 1.22<!-- kept: tls/results/tls.json ratio .2f --> times the CPU
 
-It names the result below experiments/, where in it the figure is (keys and indices between
-slashes; `name=d0` chooses the entry of a list), and its format, with a factor if need be
-(`.1f*100`). `python -m experiments.run_all --readme` writes the figures anew; a test compares them.
+It names the result below experiments/, where in it the figure is, and its format, with a factor if
+need be (`.1f*100`). A place is keys and indices between slashes; `name=d0` chooses the entries of a
+list that have this. Where it is `*` for all entries, `sum`, `median` or `max` stands before it:
+`median rounds/*/cpu_s`. `python -m experiments.run_all --readme` writes the figures anew; a test
+compares them.
 """
 
 import json
 import re
-from collections.abc import Iterator
-from functools import cache, reduce
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 EXPERIMENTS = Path(__file__).parent
 
-_MARKED = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)(<!-- kept: (\S+) ([^>]+) (\S+) -->)")
+MARKED = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?)(<!-- kept:\s(\S+)\s([^>]+?)\s+(\S+)\s+-->)")
+_OF_ALL: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "median": statistics.median,
+    "max": max,
+}
 _MISS = re.compile(r"\bMISSED\b|\bFAILED\b|\bmissed$")
 
 
@@ -66,22 +74,39 @@ def _missing_lines(lines: list[str]) -> Iterator[str]:
             ]
 
 
-def figure_at(path: str, where: str) -> Any:
+def figure_at(path: str, where: str) -> float:
     """The figure at a place of a kept result.
 
     Raises:
-        KeyError, IndexError, StopIteration: there is nothing at this place.
+        ValueError: there is none.
     """
-    return reduce(_step, where.split("/"), kept(path))
+    of_all, _, place = where.partition(" ")
+    if of_all not in _OF_ALL:
+        of_all, place = "", where
+    try:
+        found = [float(each) for each in _at(kept(path), place.split("/"))]
+    except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"{path}: got {where}; allowed: a place of a figure") from error
+    if len(found) != 1 and not of_all:
+        raise ValueError(f"{path}: got {where}; allowed: the place of one figure")
+    return _OF_ALL[of_all](found) if of_all else found[0]
 
 
-def _step(value: Any, key: str) -> Any:
-    if isinstance(value, dict):
-        return value[key]
-    name, equals, wanted = key.partition("=")
-    if equals:
-        return next(each for each in value if str(each[name]) == wanted)
-    return value[int(key)]
+def _at(value: Any, keys: Sequence[str]) -> Iterator[Any]:
+    if not keys:
+        yield value
+        return
+    name, equals, wanted = keys[0].partition("=")
+    if keys[0] == "*":
+        inner = list(value.values() if isinstance(value, dict) else value)
+    elif isinstance(value, dict):
+        inner = [value[keys[0]]]
+    elif equals:
+        inner = [each for each in value if str(each[name]) == wanted]
+    else:
+        inner = [value[int(keys[0])]]
+    for each in inner:
+        yield from _at(each, keys[1:])
 
 
 def renewed(page: str) -> str:
@@ -89,6 +114,7 @@ def renewed(page: str) -> str:
 
     def figure(match: re.Match[str]) -> str:
         form, _, factor = match[5].partition("*")
-        return f"{figure_at(match[3], match[4]) * float(factor or 1):{form}}{match[2]}"
+        where = " ".join(match[4].split())  # Lines are broken at spaces.
+        return f"{figure_at(match[3], where) * float(factor or 1):{form}}{match[2]}"
 
-    return _MARKED.sub(figure, page)
+    return MARKED.sub(figure, page)
