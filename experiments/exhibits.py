@@ -240,8 +240,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Bandwidth monitor: moving average",
             "claimed, no figure",
             How.SIMULATED,
-            "the estimate is a lower bound, which costs something where nothing is noise but the "
-            "change itself; on links of namespaces: README",
+            "decisions count on the lower bound of the estimate; on links of namespaces: README",
             figures.link_regret,
             "link_monitor",
             figures.LINK_SIMULATED,
