@@ -183,7 +183,8 @@ def _regrets(rule: str) -> dict[str, float]:
 def healthy() -> str:
     result = kept(HEALTHY)["figures"]
     return (
-        f"{result['added']['latency_ms_p50']:.3f} ms added to a token (p50), time per token "
+        f"{result['added']['latency_ms_p50']:.3f} ms added to a token (p50), "
+        f"{result['added']['latency_ms_p99']:.3f} (p99), time per token "
         f"{result['proxy']['tpot_ms'] / result['plain']['tpot_ms'] - 1:+.1%}, no request more"
     )
 
@@ -299,11 +300,21 @@ def against_both(case: str) -> str:
 
 
 def on_processes() -> str:
-    """The longest pause and the window of + scheduling against stop-and-restart, run by run."""
-    return "; ".join(
+    """The longest pause and the window of + scheduling against stop-and-restart, run by run; under
+    any scheme, streams that were not brought back.
+    """
+    changes = "; ".join(
         f"{case}: pause {percent(pause)}, window {percent(window)}"
         for case, (pause, window) in changes_on_processes().items()
     )
+    rows = [
+        row
+        for schemes in kept(ON_PROCESSES)["cases"].values()
+        for rows in schemes.values()
+        for row in rows
+    ]
+    hit, errors = (sum(row[key] for row in rows) for key in ("interrupted", "errors"))
+    return f"{changes}; {errors} of {hit:,} interrupted streams ended with an error"
 
 
 def changes_on_processes() -> dict[str, tuple[Interval, Interval]]:

@@ -65,8 +65,11 @@ class Exhibit:
     def verdict(self) -> Verdict:
         if not self.is_filled:
             return Verdict.MISSING
-        if self.misses:
-            return Verdict.MISSED_BAR
+        return Verdict.MISSED_BAR if self.misses else self._of_figures
+
+    @property
+    def _of_figures(self) -> Verdict:
+        """The verdict, whether or not a bar is missed."""
         if self.judged:
             return self.judged
         assert self.compared is not None, f"{self.name}: no verdict"
@@ -77,12 +80,13 @@ class Exhibit:
         """Why the verdict is what it is, beyond the verdict itself."""
         if not self.is_filled:
             return ""
-        found = self.misses
-        if self.compared:
-            return "; ".join([*found, each_of(self.compared())])
-        if found and self.judged in (Verdict.KEPT_BAR, Verdict.REPRODUCED):
-            return "; ".join(found)  # The reason would be one against the miss.
-        return "; ".join([*found, self.because])
+        reason = each_of(self.compared()) if self.compared else self.because
+        if not self.misses:
+            return reason
+        found = "; ".join(self.misses)
+        if self.judged in (Verdict.KEPT_BAR, Verdict.REPRODUCED):
+            return found  # The reason would be one against the miss.
+        return f"{found}. Beside that: {self._of_figures} ({reason})"
 
     @property
     def note(self) -> str:
