@@ -15,6 +15,7 @@ from kvrs.policy.model.events import (
     DrainReported,
     GpuJudged,
     HolderLost,
+    InstanceExited,
     InstanceLost,
     InstanceReformed,
     InstanceReforming,
@@ -56,6 +57,7 @@ class InstanceEvents:
         self._gpu_degraded: set[InstanceId] = set()
         self._drain_ordered: set[InstanceId] = set()
         self._agents_lost_s: dict[NodeId, float] = {}
+        self._ended_from_outside: set[tuple[InstanceId, int]] = set()
 
     def reload(self, settings: PolicySettings) -> None:
         self._settings = settings
@@ -113,10 +115,18 @@ class InstanceEvents:
             self._view.count_stream(member, event.streams - member.others_streams)
             member.others_streams, member.others_work_s = event.streams, event.work_s
 
-    def lost(self, event: InstanceLost | InstanceRemoved, now_s: float) -> None:
-        if isinstance(event, InstanceRemoved):
-            self._removed(event, now_s)
-            return
+    def ended(self, event: InstanceLost | InstanceRemoved | InstanceExited, now_s: float) -> None:
+        match event:
+            case InstanceLost():
+                self._lost(event, now_s)
+            case InstanceRemoved():
+                self._removed(event, now_s)
+            case InstanceExited():
+                self._exited(event)
+            case _:
+                assert_never(event)
+
+    def _lost(self, event: InstanceLost, now_s: float) -> None:
         member = self._view.members.get(event.instance)
         if member is not None and event.epoch >= member.instance.epoch:
             victims = self._lose(
@@ -133,6 +143,15 @@ class InstanceEvents:
         self._gpu_degraded.discard(event.instance)
         self._restarts.forget(event.instance)
         self._starter.gather(victims, now_s)
+
+    def _exited(self, event: InstanceExited) -> None:
+        """No request ends a process from outside; how it ended otherwise changes nothing: its death
+        was evidence, and stays it.
+        """
+        if event.is_external:
+            self._ended_from_outside.add((event.instance, event.epoch))
+            for stream in self._ledger.streams.values():
+                stream.recovery.note_ended_from_outside(event.instance, event.epoch)
 
     def agent_lost(self, event: HolderLost, now_s: float) -> None:
         """No request ends an agent: what dies with it on its node dies with the node."""
@@ -261,8 +280,10 @@ class InstanceEvents:
 
     def _has_own_cause(self, member: Member, now_s: float) -> bool:
         """Whether its death says nothing of its streams: it was about to end, is drained by an
-        operator, its GPU fails, or its node is lost.
+        operator, its GPU fails, its process was ended from outside, or its node is lost.
         """
+        if (member.instance.id, member.instance.epoch) in self._ended_from_outside:
+            return True
         agent_lost_s = self._agents_lost_s.get(member.instance.node, -inf)
         return member.must_drain or now_s - agent_lost_s < _LOST_WITH_ITS_NODE_S
 

@@ -32,6 +32,7 @@ from kvrs.policy.model.events import (
     GpuJudged,
     HolderLost,
     HolderUp,
+    InstanceExited,
     InstanceLost,
     InstanceReformed,
     InstanceReforming,
@@ -195,8 +196,8 @@ class RecoveryPolicy:
                 self._instances.up(event, now_s)
             case PagesKept():
                 self._kv_locations.kept_pages(event)
-            case InstanceLost() | InstanceRemoved():
-                self._instances.lost(event, now_s)
+            case InstanceLost() | InstanceRemoved() | InstanceExited():
+                self._instances.ended(event, now_s)
             case GpuJudged():
                 self._instances.gpu_judged(event, now_s)
             case DrainReported():

@@ -22,6 +22,7 @@ from kvrs.policy.model.events import (
     GpuJudged,
     HolderLost,
     HolderUp,
+    InstanceExited,
     InstanceLost,
     InstanceReformed,
     InstanceReforming,
@@ -286,6 +287,9 @@ class Rough:
                     {stream: self.random.randint(0, 50) for stream in self.started},
                 )
             )
+            if self.random.random() < 0.5:
+                is_external = self.random.random() < 0.5
+                self.handle(InstanceExited(name, self.epochs[name], "signal 9", is_external))
 
     def handle(self, event: Event) -> None:
         for action in self.recorder.handle(event, self.random.uniform(0, 0.02)):

@@ -10,6 +10,7 @@ from kvrs.policy.model.events import (
     DrainReported,
     GpuJudged,
     HolderLost,
+    InstanceExited,
     InstanceLost,
     InstanceUp,
     LoadReported,
@@ -266,13 +267,18 @@ def test_a_stream_that_flowed_does_not_wait_for_a_suspected_one() -> None:
     assert only(actions, Start).stream == B
 
 
-@pytest.mark.parametrize("cause", ["drain", "gpu", "node before", "node after"])
+@pytest.mark.parametrize(
+    "cause", ["drain", "gpu", "node before", "node after", "exit before", "exit after"]
+)
 def test_a_death_with_a_cause_of_its_own_is_no_evidence(cause: str) -> None:
-    """An instance that was about to end, whose GPU fails, or that is lost with its node."""
+    """An instance that was about to end, whose GPU fails, that is lost with its node, or whose
+    process was ended from outside, as its supervisor says.
+    """
     harness = PolicyHarness("p0", "d1", "d2")
     harness.agents("n0", "n1", "n2")
     first = harness.decoding("A", resumed=False).plan.decode
     agent_lost = HolderLost(InstanceId(f"agent-n{first[1:]}"), 1, "connection lost")
+    exited = InstanceExited(first, 1, "signal 9 from outside", is_external=True)
     # What has no peer keeps its streams, also when it is about to end.
     harness.lose({"d1": "d2", "d2": "d1"}[first])
 
@@ -283,17 +289,45 @@ def test_a_death_with_a_cause_of_its_own_is_no_evidence(cause: str) -> None:
             harness.handle(GpuJudged(first, GpuState.FAILING, "xid 79", {}))
         case "node before":
             harness.handle(agent_lost)
+        case "exit before":
+            harness.handle(exited)
         case _:
             pass
     harness.lose(first)
     if cause == "node after":
         harness.handle(agent_lost)
+    if cause == "exit after":
+        harness.handle(exited)
     second = only(harness.handle(InstanceUp(instance("d3"))), Start).plan.decode
     harness.lose(second)
     third = only(harness.handle(InstanceUp(instance("d4"))), Start)
 
     assert third.stream == A
     assert of(harness.actions, GiveUp) == []
+
+
+def test_an_exit_that_a_request_may_have_caused_stays_evidence() -> None:
+    """A segmentation fault, an exception, out of memory."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+
+    second = only(harness.lose(first), Start).plan.decode
+    harness.handle(InstanceExited(first, 1, "signal 11", is_external=False))
+    given_up = only(harness.lose(second), GiveUp)
+
+    assert given_up.reason is Reason.POISON
+
+
+def test_an_exit_of_another_epoch_says_nothing() -> None:
+    """That of the process before was another death."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    first = harness.decoding("A", resumed=False).plan.decode
+
+    second = only(harness.lose(first), Start).plan.decode
+    harness.handle(InstanceExited(first, 0, "signal 9 from outside", is_external=True))
+    given_up = only(harness.lose(second), GiveUp)
+
+    assert given_up.reason is Reason.POISON
 
 
 def test_a_stream_whose_instance_turns_out_to_live_runs_anywhere_again() -> None:

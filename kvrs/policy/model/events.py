@@ -56,6 +56,20 @@ class InstanceLost:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceExited:
+    """A supervisor reports how the process of an instance ended. It comes before or after the
+    `InstanceLost` of that epoch, or without one, and changes nothing of what is up.
+    """
+
+    instance: InstanceId
+    epoch: int
+    cause: str
+    # Ended from outside: SIGKILL or SIGTERM that was sent to it, a lost node or device, an order, a
+    # restart. So no request caused it.
+    is_external: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GpuJudged:
     """The worst state of the GPUs that the instance runs on, as reported by its node's agent; sent
     when it has changed.
@@ -369,6 +383,7 @@ class SettingsReloaded:
 Event = (
     InstanceUp
     | InstanceLost
+    | InstanceExited
     | PagesKept
     | GpuJudged
     | DrainReported

@@ -232,6 +232,13 @@ class RecoveryState:
             death for death in self.deaths if death.node != node or death.lost_s < since_s
         )
 
+    def note_ended_from_outside(self, instance: InstanceId, epoch: int) -> None:
+        """Its process, in this epoch, did not end of a stream."""
+        self.broken.pop((instance, epoch), None)
+        self.deaths = tuple(
+            death for death in self.deaths if (death.instance, death.epoch) != (instance, epoch)
+        )
+
     def note_fate(self, instance: InstanceId, *, had_not_ended: bool) -> None:
         """An instance that had fallen silent is up: its process did not end, or another one runs
         in its place.
