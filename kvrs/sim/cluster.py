@@ -11,7 +11,7 @@ import msgspec
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pace import Pace
@@ -58,6 +58,9 @@ class Outcome:
     slot_denials: int = 0  # By agents, because other proxies had the slots.
     local_grants: int = 0  # Slots that a proxy granted itself: no agent could be asked.
     adopted: int = 0  # Streams that went on at another proxy.
+    poison_deaths: Counter[StreamId] = field(default_factory=Counter)  # By poisoned request.
+    innocents_refused: int = 0  # Streams that were refused as poison, and had ended nothing.
+    innocents_lost: int = 0  # The same by any reason, which ended without being complete.
     tokens: int = 0
     span_s: float = 0.0
     steps: int = 0
@@ -207,8 +210,9 @@ class SimCluster:
         if engine.alive and engine.life == life:
             self.kill(engine, with_node=False)
 
-    def _poisoned(self, engine: SimEngine) -> None:
+    def _poisoned(self, engine: SimEngine, stream: StreamId) -> None:
         self.note(POISONED, engine.id, self.streams_on(engine.id))
+        self.outcome.poison_deaths[stream] += 1
         self.kill(engine, with_node=False)
 
     def _gossip_loss(self, watch: Watch, epoch: int) -> None:

@@ -5,7 +5,8 @@ It does what `kvrs/engine/core.py` does around them, step by step, and knows wha
 every page.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
@@ -50,7 +51,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.hangs = False  # It reports and takes calls, and computes nothing.
         self.most_calls: int | None = None  # It has no room for more.
         self.is_plain = False  # As vLLM: a decode instance computes prompts itself.
-        self.poisoned: Step | None = None  # Ends this process.
+        self.poisoned: Callable[[StreamId], None] | None = None  # Ends this process.
         self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
         self._settings = site.config.cluster.engine
@@ -98,7 +99,7 @@ class SimEngine(SimPagePool, RankedEngine):
             call.reply.broke("HTTP 503")
             return
         if call.is_poison and not call.prefill_only and self.poisoned is not None:
-            self.later(_POISON_ACTS_S, self.poisoned)
+            self.later(_POISON_ACTS_S, partial(self.poisoned, call.stream))
         if call.number < self._attempts.get(call.stream, (0, 0)):
             call.reply.broke("fenced")
             return

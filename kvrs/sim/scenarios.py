@@ -229,6 +229,47 @@ def poisoned(seed: int, *, keep_log: bool = False) -> World:
     return World(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
 
 
+def outage(seed: int, spread_s: float, *, both: bool = False, keep_log: bool = False) -> World:
+    """Eight instances under load, four of which are killed within `spread_s`: four pairs, or eight
+    that do both stages. No request caused it, and all agents live on.
+    """
+    rng = Random(seed)
+    config = _both(8) if both else _pairs(4, {})
+    arrivals = _poisson(rng, per_s=40.0, from_s=1.0, to_s=6.0, max_tokens=40)
+    names = [instance.id for _, instance in config.cluster.instances()]
+    deaths = [_killed(name, 3.0 + rng.uniform(0.0, spread_s)) for name in rng.sample(names, 4)]
+    deaths.sort(key=lambda death: death.at_s)
+    return World(config, arrivals, deaths, seed=seed, proxies=1, keep_log=keep_log)
+
+
+def _killed(name: str, at_s: float) -> FaultEvent:
+    row = {"when": {"at_s": at_s}, "what": "kill", "whom": {"id": name}}
+    return FaultEvent(f"{name} killed", at_s, tuple(parse_faults([row])))
+
+
+def poisons_at_once(
+    seed: int, pairs: int, per_s: float = 10.0, *, stay_away: float = 0.1, keep_log: bool = False
+) -> World:
+    """Pairs under load, and three requests within 10 ms that end every decode instance they get,
+    beside ten others of the same moment.
+    """
+    rng = Random(seed)
+    arrivals = _poisson(rng, per_s=per_s, from_s=1.0, to_s=9.0, max_tokens=40)
+    beside = _poisson(rng, per_s=1300.0, from_s=4.0, to_s=4.01, max_tokens=40)
+    poisons = rng.sample(range(len(beside)), 3)
+    arrivals += [replace(asked, is_poison=n in poisons) for n, asked in enumerate(beside)]
+    arrivals.sort(key=lambda asked: asked.at_s)
+    return World(
+        _pairs(pairs, {}),
+        arrivals,
+        [],
+        seed=seed,
+        proxies=1,
+        stay_away=stay_away,
+        keep_log=keep_log,
+    )
+
+
 def in_turn(seed: int, *, keep_log: bool = False) -> World:
     """Every kind of death and fault, one after the other in random order, while three proxies have
     streams at three pairs, two of which have ranks. Some last until the next ones have come.
@@ -286,6 +327,11 @@ def _pairs(count: int, cluster: dict[str, Any], sections: dict[str, Any] | None 
         for n in range(count)
     ]
     return parse_config({"cluster": {"nodes": nodes} | cluster} | (sections or {}))
+
+
+def _both(count: int) -> Config:
+    nodes = [{"id": f"n{n}", "instances": [{"id": f"b{n}", "role": "both"}]} for n in range(count)]
+    return parse_config({"cluster": {"nodes": nodes}})
 
 
 def _poisson(

@@ -20,6 +20,7 @@ from kvrs.faults.language import (
     phase_of,
 )
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.policy.model.actions import Reason
 from kvrs.sim.cluster import MOVED, Outcome, SimCluster, holders_of
 from kvrs.sim.disturbances import Disturbances
 from kvrs.sim.engine import SimEngine
@@ -167,6 +168,9 @@ class World:
         for proxy in self.cluster.proxies:
             lives = proxy.streams.values()
             outcome.ended.update(live.outcome for live in lives if live.outcome != MOVED)
+            innocents = [live.outcome for live in lives if not live.arrival.is_poison]
+            outcome.innocents_refused += innocents.count(Reason.POISON.value)
+            outcome.innocents_lost += sum(each not in ("complete", MOVED) for each in innocents)
             outcome.tokens += sum(len(live.output) for live in lives)
             outcome.recovered_streams += sum(live.recoveries > 0 for live in lives)
             outcome.given_up.update(proxy.given_up)
