@@ -22,7 +22,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # Files on which no run depends: a tree that differs only in them is the commit's.
-NOT_CODE = (":!*.md", ":!experiments/*/results/*", ":!docs/evidence.json")
+NOT_CODE = (
+    ":!*.md",
+    ":!experiments/*/results/*",
+    ":!experiments/sentinels/kept.json",
+    ":!docs/evidence.json",
+)
 # More than this share of the machine's CPU in other processes, before or during a run, and its
 # times are theirs too.
 MOST_OTHERS = 0.1
