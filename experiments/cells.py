@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Record
-from experiments.staleness import run_of, state
+from experiments.results import is_of_this_code, run_of
 
 
 class Cells:
@@ -25,7 +25,7 @@ class Cells:
         self.found: dict[str, Any] = {}
         self._runs: list[Any] = []
         path = out / f"{name}.json"
-        if state(path, folder) != "current":
+        if not is_of_this_code(path, folder):
             return
         document = json.loads(path.read_text())
         # As they come back from the file.

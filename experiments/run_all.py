@@ -1,15 +1,14 @@
-"""All experiments: what each needs, whether its kept result is still that of the code, and the
-commands that make it again.
+"""All experiments: what each needs, its kept result with commit and age, and the commands that make
+it again.
 
-    python -m experiments.run_all                      # The list.
-    python -m experiments.run_all --stale [--dry-run]  # Run what is stale and can run here.
-    python -m experiments.run_all --only poison tls    # Run these, stale or not.
-    python -m experiments.run_all --readme             # Put the kept results into the READMEs.
+    python -m experiments.run_all                    # The list.
+    python -m experiments.run_all --only poison tls  # Run these.
+    python -m experiments.run_all --readme           # Put the kept results into the READMEs.
 
-A result is stale when files on which its experiment depends have changed since its commit
-(experiments/staleness.py), when the commit is unknown, and when it is void. Nothing else should run
-on the machine meanwhile. A run that takes three times as long as listed is ended. Exit status 1: a
-run failed, missed a bar, or is void.
+A result is a dated measurement, which a change of the product makes older and nothing else. It is
+void if the run said so, or if its method has changed since (experiments/results.py). Nothing else
+should run on the machine during a run. A run that takes three times as long as listed is ended.
+Exit status 1: a run failed, missed a bar, or is void.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from experiments.conversation_trace.trace import DEFAULT_TRACE
 from experiments.raidserve_throughput.run import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.readme import renewed
 from experiments.record import ROOT, shown
-from experiments.staleness import run_of, state
+from experiments.results import KEPT, age, run_of, state
 
 EXPERIMENTS = ROOT / "experiments"
 _LEAST_LIMIT_S = 300.0
@@ -99,8 +98,9 @@ class Experiment:
         return [EXPERIMENTS / self.folder / "results" / f"{name}.json" for name in self.results]
 
     def state(self) -> str:
+        """Of the first result that is not simply kept."""
         states = [state(path, self.folder) for path in self.paths]
-        return next((found for found in states if found != "current"), "current")
+        return next((found for found in states if found != KEPT), KEPT)
 
     def missing(self) -> list[str]:
         return [why for need in self.needs if (why := need.missing())]
@@ -381,18 +381,28 @@ ALL = (
         Experiment("gpu", (name,), 5, f"python -m experiments.gpu.{name}", (GPU,))
         for name in ("page_bandwidth", "tpot", "recovery", "holder")
     ),
-    _plain("gossip_detection", 30),
+    Experiment(
+        "gossip_detection",
+        ("gossip_detection", "hours"),
+        30,
+        "python -m experiments.gossip_detection.run",
+    ),
     _plain("soak", 125),
 )
 
 
 def listing(experiments: Sequence[Experiment]) -> str:
-    lines = [f"{'result':<38}{'minutes':>8}  {'needs':<22}{'commit':<18}state"]
+    lines = [f"{'result':<38}{'minutes':>8}  {'needs':<22}{'commit':<18}{'age':<10}state"]
     for each in experiments:
-        path = each.paths[0]
-        commit = shown(run_of(path).get("commit", "?")) if path.exists() else "-"
         needs = ", ".join(need.name for need in each.needs) or "-"
-        lines.append(f"{each.name:<38}{each.minutes:>8g}  {needs:<22}{commit:<18}{each.state()}")
+        for path, name in zip(each.paths, each.results, strict=True):
+            run = run_of(path) if path.exists() else None
+            commit = "-" if run is None else shown(run.get("commit", "unknown"))
+            old = "-" if run is None else age(run)
+            lines.append(
+                f"{f'{each.folder}/{name}':<38}{each.minutes:>8g}  {needs:<22}{commit:<18}{old:<10}"
+                f"{state(path, each.folder)}"
+            )
         lines.append(f"    {each.command}")
         lines += [f"    cannot run here: {why}" for why in each.missing()]
     return "\n".join(lines)
@@ -479,7 +489,7 @@ def run_all(experiments: Sequence[Experiment], logs: Path) -> bool:
         put_into_readmes()
         after = each.state()
         print(f"    {how}; result: {after}", flush=True)
-        if not how.startswith("done") or after != "current":
+        if not how.startswith("done") or after != KEPT:
             all_good = False
             last = log.read_text(errors="replace").splitlines()[-10:]
             print(*(f"    | {line}" for line in last), sep="\n", flush=True)
@@ -503,8 +513,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stale", action="store_true", help="run what is stale and can run here")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="folder, or result")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="run these: folders, or results"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list, and run nothing")
     parser.add_argument(
         "--readme",
@@ -520,9 +531,7 @@ def main() -> int:
         experiments = chosen(arguments.only)
     except ValueError as error:
         parser.error(str(error))
-    if arguments.stale:
-        experiments = [each for each in experiments if each.state() != "current"]
-    if arguments.dry_run or not (arguments.stale or arguments.only):
+    if arguments.dry_run or not arguments.only:
         print(listing(experiments))
         return 0
     # What is under way ends too, with all that it has started.

@@ -22,11 +22,11 @@ class Quiet(Record):
 
 
 @pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of the kept result, as a test wants it."""
-    of = {"state": "current"}
+def code(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether it is that of the kept result, as a test wants it."""
+    of = {"same": True}
     monkeypatch.setattr(
-        cells_module, "state", lambda path, folder: of["state"] if path.exists() else "no result"
+        cells_module, "is_of_this_code", lambda path, folder: of["same"] and path.exists()
     )
     return of
 
@@ -48,7 +48,7 @@ def measured(out: Path, *names: str, void: str = "", size: int = 1) -> list[str]
     return done
 
 
-def test_a_run_goes_on_from_the_cells_that_are_kept(tmp_path: Path, state: dict[str, str]) -> None:
+def test_a_run_goes_on_from_the_cells_that_are_kept(tmp_path: Path, code: dict[str, bool]) -> None:
     """And says which runs there were."""
     assert measured(tmp_path, "a", "b") == ["a", "b"]
     assert measured(tmp_path, "a", "b", "c") == ["c"]
@@ -56,16 +56,16 @@ def test_a_run_goes_on_from_the_cells_that_are_kept(tmp_path: Path, state: dict[
 
 
 def test_cells_of_other_code_or_settings_do_not_count(
-    tmp_path: Path, state: dict[str, str]
+    tmp_path: Path, code: dict[str, bool]
 ) -> None:
     """They are measured again."""
     measured(tmp_path, "a")
     assert measured(tmp_path, "a", size=2) == ["a"]
-    state["state"] = "stale: 1 commits since"
+    code["same"] = False
     assert measured(tmp_path, "a", size=2) == ["a"]
 
 
-def test_a_void_run_leaves_what_is_kept(tmp_path: Path, state: dict[str, str]) -> None:
+def test_a_void_run_leaves_what_is_kept(tmp_path: Path, code: dict[str, bool]) -> None:
     """Its own cells are lost."""
     measured(tmp_path, "a")
     assert measured(tmp_path, "b", void="the machine was busy") == ["b"]
@@ -73,7 +73,7 @@ def test_a_void_run_leaves_what_is_kept(tmp_path: Path, state: dict[str, str]) -
 
 
 def test_no_cell_is_begun_that_would_go_beyond_the_limit(
-    tmp_path: Path, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, code: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it takes as long as the longest one before it. One is always measured."""
     now_s = 0.0
@@ -91,7 +91,7 @@ def test_no_cell_is_begun_that_would_go_beyond_the_limit(
 
 
 def test_a_cell_that_could_not_be_measured_is_left_to_another_run(
-    tmp_path: Path, state: dict[str, str]
+    tmp_path: Path, code: dict[str, bool]
 ) -> None:
     """Those behind it are measured and kept."""
     cells = open_at(tmp_path)

@@ -1,5 +1,5 @@
-"""READMEs of experiments show the kept results; the list of experiments is whole and says which
-results are stale.
+"""READMEs of experiments show the kept results; the list of experiments is whole and says how old
+results are and which are void.
 """
 
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,8 +21,8 @@ from experiments.kill_series import policies
 from experiments.kill_series.run import missed
 from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, renewed, shown_in
+from experiments.results import age, is_of_this_code, method_of, run_of, state
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
-from experiments.staleness import has_ranks, paths_of, state
 from experiments.verdicts import Verdict
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
@@ -162,7 +162,7 @@ def test_every_experiment_is_listed_with_its_commands() -> None:
     """A folder with a script, and every kept result; each result is of one command."""
     folders = {path.parent.name for path in EXPERIMENTS.glob("*/run.py")} | {"gpu"}
     results = [path for each in ALL for path in each.paths]
-    kept = {path for path in EXPERIMENTS.glob("*/results/**/*.json") if path.name != "hours.json"}
+    kept = {*EXPERIMENTS.glob("*/results/**/*.json")}
 
     assert {each.folder for each in ALL} == folders
     assert len(results) == len(set(results))
@@ -173,15 +173,35 @@ def test_every_experiment_is_listed_with_its_commands() -> None:
         assert (EXPERIMENTS.parent / f"{module.replace('.', '/')}.py").is_file(), module
 
 
-def test_an_experiment_depends_on_what_it_imports_and_starts() -> None:
-    """One that starts clusters depends on all of kvrs; a result's form changes no figure."""
-    decision, kills = paths_of("decision"), paths_of("kill_series")
+def test_every_kept_result_names_its_commit_and_its_time() -> None:
+    """A measurement without a commit is of nothing that can be looked at."""
+    for path in EXPERIMENTS.glob("*/results/**/*.json"):
+        run = run_of(path)
 
-    assert {"experiments/decision", "kvrs/policy", "kvrs/protocol"} <= decision
-    assert not {"kvrs", "kvrs/proxy", "kvrs/engine", "experiments/record.py"} & decision
-    assert {"experiments/kill_series", "experiments/kills.py", "kvrs"} <= kills
-    assert "tests/proxy/proxy_cluster.py" in paths_of("poison")
-    assert "distserve_patches" in paths_of("distserve_kill_series")
+        commit = run["commit"].removesuffix("-dirty")
+        assert len(commit) == 40, path
+        assert set(commit) <= set("0123456789abcdef"), path
+        assert age(run).endswith(("day", "days")), path
+
+
+def test_the_method_is_the_folder_and_what_it_imports_of_experiments_and_tests() -> None:
+    """Product and the keeping of results are none of it."""
+    kills = {*method_of("kill_series")}
+
+    assert {"experiments/kill_series", "experiments/kills.py"} <= kills
+    assert not {"experiments/record.py", "experiments/results.py"} & kills
+    assert not any(path.startswith("kvrs") for path in kills)
+    assert "tests/proxy/proxy_cluster.py" in method_of("poison")
+    assert "experiments/kill_series/run.py" in method_of("distserve_kill_series")
+
+
+def test_a_result_has_its_age_in_days() -> None:
+    now = datetime(2026, 3, 3, 12, tzinfo=UTC)
+
+    assert age({"at": "2026-03-03T11:00:00Z"}, now) == "0 days"
+    assert age({"at": "2026-03-02T11:00:00Z"}, now) == "1 day"
+    assert age({"at": "2026-01-02T11:00:00Z"}, now) == "60 days"
+    assert age({}, now) == "unknown"
 
 
 def git_in(folder: Path, *words: str) -> str:
@@ -192,87 +212,117 @@ def git_in(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_experiments_have_ranks_that_name_their_settings_or_their_code() -> None:
-    assert has_ranks("rank_kills")  # "tp": 2
-    assert has_ranks("alerts")  # ["tp"] = 2
-    assert has_ranks("rank_exchange")  # It imports them.
-    assert not has_ranks("kill_series")
-    assert not has_ranks("soak")  # A file on which it depends has the name of a process of ranks.
+class Repository:
+    """A temporary one, with one experiment, its harness and a product; results name commits."""
 
+    RESULT = "experiments/kill_series/results/a.json"
 
-@pytest.mark.process
-def test_code_of_ranks_is_none_of_an_experiment_without(tmp_path: Path) -> None:
-    """But for the files that every engine runs."""
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._git("init", "-q")
+        for name in (
+            "experiments/kill_series/run.py",
+            "experiments/kill_series/README.md",
+            "experiments/kills.py",
+            "experiments/decision/run.py",
+            "experiments/record.py",
+            "kvrs/policy/rules.py",
+        ):
+            self.write(name, "before")
+        self.commit = self.committed()
 
-    def write(name: str, text: str) -> None:
-        path = tmp_path / name
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def found() -> list[str]:
-        states = []
-        for folder in ("kill_series", "rank_kills"):
-            name = f"experiments/{folder}/results/a.json"
-            write(name, json.dumps({"run": {"commit": commit}}))
-            states.append(state(tmp_path / name, folder, tmp_path))
-        return states
+    def committed(self) -> str:
+        self._git("add", ".")
+        self._git("commit", "-q", "-m", "a")
+        return self._git("rev-parse", "HEAD")
 
-    git = partial(git_in, tmp_path)
-    git("init", "-q")
-    for name in ("group", "cells"):
-        write(f"kvrs/engine/ranks/{name}.py", "before")
-    git("add", ".")
-    git("commit", "-q", "-m", "a")
-    commit = git("rev-parse", "HEAD")
+    def amended(self) -> None:
+        """As a rebase leaves it: former commits are in no history."""
+        self._git("commit", "-q", "--amend", "-m", "d")
 
-    write("kvrs/engine/ranks/group.py", "after")
-    git("commit", "-q", "-a", "-m", "b")
-    assert found() == ["current", "stale: 1 commits since"]
-    write("kvrs/engine/ranks/cells.py", "after")
-    git("commit", "-q", "-a", "-m", "c")
-    assert found() == ["stale: 1 commits since", "stale: 2 commits since"]
+    def state(self, **run: Any) -> str:
+        self.write(self.RESULT, json.dumps({"run": run}))
+        return state(self.root / self.RESULT, "kill_series", self.root)
+
+    def may_go_on(self) -> bool:
+        self.write(self.RESULT, json.dumps({"run": {"commit": self.commit}}))
+        return is_of_this_code(self.root / self.RESULT, "kill_series", self.root)
+
+    def _git(self, *words: str) -> str:
+        return git_in(self.root, *words)
 
 
 @pytest.mark.process
-def test_a_result_is_stale_when_what_it_depends_on_has_changed(tmp_path: Path) -> None:
-    """Since its commit; Markdown, results and other packages do not count."""
+@pytest.mark.parametrize("changed", ["experiments/kill_series/run.py", "experiments/kills.py"])
+def test_a_changed_method_makes_a_result_void(tmp_path: Path, changed: str) -> None:
+    """Of the experiment's own folder or its harness, committed or not."""
+    repository = Repository(tmp_path)
+    assert repository.state(commit=repository.commit) == "kept"
 
-    git = partial(git_in, tmp_path)
+    repository.write(changed, "after")
 
-    def write(name: str, text: str) -> None:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    assert repository.state(commit=repository.commit) == "void: method changed"
+    repository.committed()
+    assert repository.state(commit=repository.commit) == "void: method changed"
+    assert not repository.may_go_on()
 
-    def found(**run: Any) -> str:
-        write("experiments/decision/results/decision.json", json.dumps({"run": run}))
-        return state(tmp_path / "experiments/decision/results/decision.json", "decision", tmp_path)
 
-    others = ("kvrs/proxy/app.py", "experiments/decision/README.md")
-    for name in ("kvrs/policy/rules.py", *others):
-        write(name, "before")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "a")
-    commit = git("rev-parse", "HEAD")
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("changed", "may_go_on"),
+    [
+        ("kvrs/policy/rules.py", False),
+        ("experiments/decision/run.py", True),
+        ("experiments/record.py", True),
+        ("experiments/kill_series/README.md", True),
+    ],
+)
+def test_any_other_change_makes_a_result_only_older(
+    tmp_path: Path, changed: str, may_go_on: bool
+) -> None:
+    """That of the product, too; but one measurement has one product, so no run goes on then."""
+    repository = Repository(tmp_path)
 
-    assert state(tmp_path / "none.json", "decision", tmp_path) == "no result"
-    assert found() == "stale: of an unknown commit"
-    assert found(commit=f"{commit}-dirty").startswith("stale: ")
-    assert "is not in this history" in found(commit="0" * 40)
-    assert found(commit=commit, void="busy") == "void: busy"
-    assert found(commit=commit) == "current"
-    for name in others:
-        write(name, "after")
-    git("commit", "-q", "-a", "-m", "b")
-    assert found(commit=commit) == "current"
-    write("kvrs/policy/rules.py", "after")
-    assert found(commit=commit) == "stale: changes without a commit"
-    git("commit", "-q", "-a", "-m", "c")
-    assert found(commit=commit) == "stale: 1 commits since"
-    former = git("rev-parse", "HEAD")
-    git("commit", "-q", "--amend", "-m", "d")  # As a rebase leaves it.
-    assert "is not in this history" in found(commit=former)
+    repository.write(changed, "after")
+    repository.committed()
+
+    assert repository.state(commit=repository.commit) == "kept"
+    assert repository.may_go_on() is may_go_on
+
+
+@pytest.mark.process
+def test_what_has_changed_since_a_result_may_be_unknown(tmp_path: Path) -> None:
+    """Without its commit nothing is claimed; a run that was void stays so."""
+    repository = Repository(tmp_path)
+
+    assert state(tmp_path / "none.json", "kill_series", tmp_path) == "no result"
+    assert repository.state() == "unknown: it names no commit"
+    assert repository.state(commit=repository.commit, void="busy") == "void: busy"
+    dirty = repository.state(commit=f"{repository.commit}-dirty")
+    assert dirty.startswith("unknown: ")
+    assert dirty.endswith("had changes that no commit has")
+    assert repository.state(commit="0" * 40) == "unknown: there is no commit 0000000000 here"
+    repository.amended()
+    assert repository.state(commit=repository.commit) == "kept"
+
+
+@pytest.mark.process
+def test_without_a_repository_it_is_unknown_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the tree, or a machine without git."""
+    result = tmp_path / "a.json"
+    result.write_text(json.dumps({"run": {"commit": "1" * 40}}))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    found = state(result, "kill_series", tmp_path)
+
+    assert found == "unknown: there is no commit 1111111111 here"
 
 
 def test_the_rates_go_on_from_repeats_of_the_same_code(
@@ -282,8 +332,8 @@ def test_the_rates_go_on_from_repeats_of_the_same_code(
     path = tmp_path / "rates.json"
     rows = {"4": {mode.value: [{"good": 3}] for mode in rates.MODES}}
     path.write_text(json.dumps({"seconds": 20.0, "rows": rows}))
-    states = ["current"] * 3 + ["stale: 1 commits since"]
-    monkeypatch.setattr(rates, "state", lambda *_: states.pop(0))
+    same = [True] * 3 + [False]
+    monkeypatch.setattr(rates, "is_of_this_code", lambda *_: same.pop(0))
 
     found = [
         rates.kept(path, seconds, asked)
@@ -311,7 +361,7 @@ def test_the_list_says_why_an_experiment_cannot_run_here() -> None:
 
     lines = listing([each]).splitlines()
 
-    assert lines[1].split() == ["no_such/r", "3", "a", "-", "no", "result"]
+    assert lines[1].split() == ["no_such/r", "3", "a", "-", "-", "no", "result"]
     assert lines[2:] == ["    python -m experiments.no_such.run", "    cannot run here: no a"]
 
 

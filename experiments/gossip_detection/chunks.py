@@ -2,7 +2,7 @@
 declared death is a false one.
 
 A chunk is one seed for one hour; finished chunks are kept in a file, so that hours add up over runs
-of unchanged code.
+of unchanged code. The file names the commit and the time of the last run.
 """
 
 import gc
@@ -19,6 +19,7 @@ from pathlib import Path
 import kvrs.gossip.detector
 import kvrs.sim
 from experiments.gossip_detection.clusters import joined
+from experiments.record import ROOT, commit_of
 from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event, MemberChanged
 from kvrs.gossip.suspicion import Suspicion
@@ -122,9 +123,11 @@ def kept(path: Path, loss: float) -> list[Chunk]:
 
 def keep(path: Path, chunks: list[Chunk]) -> None:
     lines = ",\n".join(json.dumps(asdict(chunk)) for chunk in chunks)
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    run = json.dumps({"commit": commit_of(ROOT), "at": at})
     # Replaced atomically: a kill in the middle loses nothing.
     part = path.with_suffix(".part")
-    part.write_text(f'{{"code": "{code_version()}", "chunks": [\n{lines}\n]}}\n')
+    part.write_text(f'{{"run": {run}, "code": "{code_version()}", "chunks": [\n{lines}\n]}}\n')
     part.replace(path)
 
 

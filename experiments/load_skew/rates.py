@@ -27,7 +27,7 @@ from experiments.distserve_servers import add_option, check_option, processes_fo
 from experiments.load_skew.run import MOST_CPU, figures, load, requests, settings, start
 from experiments.processes import cpu_ticks, share_used
 from experiments.record import Record
-from experiments.staleness import state
+from experiments.results import is_of_this_code
 from kvrs.config.policy import Handoff
 from kvrs.report.student import Interval, interval
 
@@ -66,7 +66,7 @@ def kept(path: Path, seconds: float, rates: Sequence[float]) -> Rows:
     rates those that are kept, if there are any.
     """
     nothing: Rows = {f"{rate:g}": {mode.value: [] for mode in MODES} for rate in rates}
-    if state(path, "load_skew") != "current":
+    if not is_of_this_code(path, "load_skew"):
         return nothing
     found = json.loads(path.read_text())
     rows: Rows = found["rows"]

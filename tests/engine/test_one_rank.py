@@ -1,6 +1,4 @@
-"""An instance of one process runs no code of ranks, but for what every engine has of them. So a
-change there leaves the results of experiments without ranks as they are (experiments/staleness.py).
-"""
+"""An instance of one process runs no code of ranks, but for what every engine has of them."""
 
 import sys
 import threading
@@ -11,13 +9,13 @@ from types import FrameType
 
 import pytest
 
-from experiments.staleness import WITHOUT_RANKS
 from kvrs.engine import ranks
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 FOLDER = Path(ranks.__file__).parent
+WITHOUT_RANKS = {"__init__.py", "cells.py", "settings.py"}
 
 
 @contextmanager
