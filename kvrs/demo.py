@@ -17,6 +17,7 @@ from kvrs.report.html import write_html
 from kvrs.report.output import claim_directory
 from kvrs.report.report import Report, build_report, write_report
 from kvrs.report.table import terminal_table
+from kvrs.tables import output
 from kvrs.traces.formats import load_trace
 from kvrs.traces.generator import GeneratorSettings, generate
 from kvrs.traces.mooncake import Trace, at_rate, jitter, replay_requests, scale, window
@@ -66,7 +67,7 @@ def run_demo(options: DemoOptions) -> bool:
     Raises:
         ConfigError, TraceError: a file is wrong; nothing was started.
     """
-    console = Console()
+    console = output()
     if options.fault is None and options.requests < FEWEST_REQUESTS:
         allowed = (
             f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 10 "

@@ -18,6 +18,7 @@ RANK = {
     "memory": 0,
     "large_work": 0,
     "garbage": 0,
+    "tables": 0,
     "eager_tasks": 0,
     "origins": 0,
     "private_files": 0,

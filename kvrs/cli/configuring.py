@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from kvrs.config.cluster import Backend
 from kvrs.config.commented import flow
 from kvrs.config.file import load_config, load_source
 from kvrs.errors import ConfigError
+from kvrs.tables import folded, output
 
 DIFFERENT = 1  # The exit status of `diff`, as that of diff(1).
 
@@ -61,7 +61,7 @@ def diff(first: File, second: Other, as_json: opt.Json = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
     elif found:
-        Console(highlight=False).print(_difference_table(first, second, found))
+        output().print(_difference_table(first, second, found), highlight=False)
     else:
         console.print("no difference in effect", style="green")
     raise typer.Exit(DIFFERENT if found else 0)
@@ -93,4 +93,4 @@ def _difference_table(first: Path, second: Path, found: list[dict[str, Any]]) ->
     for each in found:
         values = (flow(each[side]) if side in each else "-" for side in ("first", "second"))
         table.add_row(Text(each["key"]), *map(Text, values))
-    return table
+    return folded(table)

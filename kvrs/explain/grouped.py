@@ -5,6 +5,7 @@ and what another policy would have decided at the same moments.
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvrs.policy.event_log import Header, LogEntry, read
 from kvrs.policy.model.actions import GiveUp, Recovered
 from kvrs.policy.model.events import SettingsReloaded
 from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.tables import folded, output
 
 # Losses and decisions within this time of the last ones belong to the same incident.
 _APART_S = 2.0
@@ -117,6 +119,31 @@ def _decided(actions: Iterable[object]) -> list[OtherDecision]:
     return decided
 
 
+@dataclass(frozen=True, slots=True)
+class _Began:
+    """The first moment of a log, on its own clock and on the wall's."""
+
+    now_s: float
+    wall_s: float | None  # Older logs have none.
+
+    @classmethod
+    def of(cls, entry: LogEntry | None) -> "_Began":
+        return cls(0.0, None) if entry is None else cls(entry.now_s, entry.wall_s)
+
+    def utc(self, at_s: float) -> str | None:
+        """A moment as ISO 8601 has it, to be laid beside other records."""
+        if self.wall_s is None:
+            return None
+        moment = datetime.fromtimestamp(self.wall_s + at_s - self.now_s, UTC)
+        return moment.isoformat(timespec="milliseconds")
+
+    def shown(self, at_s: float) -> str:
+        """UTC; seconds since the beginning where the log does not tell the time."""
+        if (utc := self.utc(at_s)) is None:
+            return f"{at_s - self.now_s:.3f}"
+        return utc.removesuffix("+00:00").replace("T", " ")
+
+
 def show_incidents(
     path: Path,
     number: int | None,
@@ -130,7 +157,7 @@ def show_incidents(
     Raises:
         LogError: the log cannot be read, or has no incident of this number.
     """
-    console = console or Console()
+    console = console or output()
     lines, notes = lines_of(path)
     try:
         records = [*read(lines)]
@@ -144,7 +171,7 @@ def show_incidents(
         instead = {} if policy is None else what_if(records, policy, asked)
     except LogError as error:
         raise LogError(f"{path}: {error}") from error
-    began_s = next((record.now_s for record in records if isinstance(record, LogEntry)), 0.0)
+    began = _Began.of(next((record for record in records if isinstance(record, LogEntry)), None))
     if as_json:
         console.print_json(
             data={
@@ -152,7 +179,7 @@ def show_incidents(
                 "log": path.name,
                 "notes": notes,
                 "what_if": None if policy is None else policy.value,
-                "incidents": [_plain(each, began_s, instead) for each in found],
+                "incidents": [_plain(each, began, instead) for each in found],
             }
         )
         return
@@ -161,18 +188,19 @@ def show_incidents(
     if not found:
         console.print("nothing was lost")
     elif number is None:
-        console.print(_list_of(found, began_s, policy, instead))
+        console.print(_list_of(found, began, policy, instead))
     else:
-        _show_one(found[0], began_s, policy, instead, console)
+        _show_one(found[0], began, policy, instead, console)
 
 
 def _list_of(
     found: Sequence[Incident],
-    began_s: float,
+    began: _Began,
     policy: PolicyName | None,
     instead: dict[int, list[OtherDecision]],
 ) -> Table:
-    columns = ["id", "at s", "cause", "victims", "decided", "outcome", "worst s", "regret s"]
+    at = "at s" if began.wall_s is None else "at, UTC"
+    columns = ["id", at, "cause", "victims", "decided", "outcome", "worst s", "regret s"]
     table = Table(*columns, *([] if policy is None else [f"other by {policy.value}"]))
     for each in found:
         settled = [one.settled for one in each.decisions if one.settled is not None]
@@ -184,7 +212,7 @@ def _list_of(
         changed = sum(_differs(one, instead) for one in each.decisions)
         row = [
             str(each.number),
-            f"{each.at_s - began_s:.3f}",
+            began.shown(each.at_s),
             escape(each.cause),
             str(len({one.action.stream for one in each.decisions})),
             ", ".join(f"{count} {option}" for option, count in options.items()),
@@ -193,22 +221,23 @@ def _list_of(
             f"{regret:+.3f}" if settled else "",
         ]
         table.add_row(*row, *([] if policy is None else [f"{changed} of {len(each.decisions)}"]))
-    return table
+    return folded(table)
 
 
 def _show_one(
     incident: Incident,
-    began_s: float,
+    began: _Began,
     policy: PolicyName | None,
     instead: dict[int, list[OtherDecision]],
     console: Console,
 ) -> None:
-    title = f"incident {incident.number}, {incident.at_s - began_s:.3f} s: {incident.cause}"
+    at = began.shown(incident.at_s) + (" s" if began.wall_s is None else " UTC")
+    title = f"incident {incident.number}, {at}: {incident.cause}"
     console.print(title, style="bold", markup=False)
     for loss in incident.losses:
         where = "" if loss.stream is None else f" ({loss.stream})"
         console.print(
-            f"  {loss.at_s - began_s:.3f} s  {loss.instance}{where}: {loss.cause}", markup=False
+            f"  {loss.at_s - began.now_s:.3f} s  {loss.instance}{where}: {loss.cause}", markup=False
         )
     table = Table("stream", "decided", "predicted s", "real s", "regret s", "options")
     if policy is not None:
@@ -226,20 +255,21 @@ def _show_one(
         ]
         other = _instead_of(each, instead)
         table.add_row(*row, *([] if policy is None else [_words(other)]))
-    console.print(table)
+    console.print(folded(table))
 
 
 def _plain(
-    incident: Incident, began_s: float, instead: dict[int, list[OtherDecision]]
+    incident: Incident, began: _Began, instead: dict[int, list[OtherDecision]]
 ) -> dict[str, Any]:
     return {
         "id": incident.number,
-        "at_s": incident.at_s - began_s,
+        "at_s": incident.at_s - began.now_s,
+        "at_utc": began.utc(incident.at_s),
         "cause": incident.cause,
         "outcome": incident.outcome,
         "losses": [
             {
-                "at_s": each.at_s - began_s,
+                "at_s": each.at_s - began.now_s,
                 "instance": each.instance,
                 "stream": each.stream,
                 "cause": each.cause,

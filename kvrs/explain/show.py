@@ -19,6 +19,7 @@ from kvrs.policy import options
 from kvrs.policy.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
+from kvrs.tables import folded, output
 
 _PREFIX = {
     "": 1,
@@ -84,7 +85,7 @@ def run_explain(options: ExplainOptions, console: Console | None = None) -> None
             ).decode()
         )
     else:
-        _show(profile, question, explanation, console or Console())
+        _show(profile, question, explanation, console or output())
 
 
 def ask(options: ExplainOptions) -> tuple[Profile, Question]:
@@ -291,7 +292,7 @@ def _show(profile: Profile, question: Question, explanation: Explanation, consol
         f"{explanation.kv_bytes / 1e9:.3g} GB for the prompt",
         style="dim",
     )
-    console.print(_table(explanation))
+    console.print(folded(_table(explanation)))
     others = ", ".join(
         f"{name.value}: {option.value}" for name, option in explanation.by_policy.items()
     )

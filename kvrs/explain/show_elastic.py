@@ -18,6 +18,7 @@ from kvrs.explain.elastic import (
 )
 from kvrs.explain.show import local_bytes_per_s, parse_bandwidth
 from kvrs.profiles import catalog
+from kvrs.tables import output
 
 _TOKENS = re.compile(r"([0-9]{1,9})(k?)")
 _MAX_REQUESTS = 1 << 16
@@ -58,7 +59,7 @@ def run_explain_elastic(options: ElasticOptions, console: Console | None = None)
         found = {"version": 1, "question": question, "answer": answer, "notes": CONTRADICTIONS}
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
-        _show(question, answer, console or Console())
+        _show(question, answer, console or output())
 
 
 def ask_elastic(options: ElasticOptions) -> ElasticQuestion:

@@ -27,6 +27,7 @@ from kvrs.explain.incidents import (
 from kvrs.logs import old_parts
 from kvrs.policy.event_log import Header, LogEntry, Rerun, read, rerun
 from kvrs.policy.model.actions import GiveUp
+from kvrs.tables import folded, output
 
 
 def explain_log(path: Path, *, as_json: bool = False, console: Console | None = None) -> bool:
@@ -39,7 +40,7 @@ def explain_log(path: Path, *, as_json: bool = False, console: Console | None = 
     Raises:
         LogError: the file cannot be read, or one of its lines is none.
     """
-    console = console or Console()
+    console = console or output()
     lines, notes = lines_of(path)
     try:
         records = [*read(lines)]
@@ -149,7 +150,7 @@ def _show_log(
         console.print(f"begins at {began:%Y-%m-%d %H:%M:%S} UTC", markup=False)
     for each in happened:
         table.add_row(f"{each.at_s - began_s:.3f}", str(each.line), *map(escape, _log_row(each)))
-    console.print(table if happened else "nothing was lost")
+    console.print(folded(table) if happened else "nothing was lost")
     console.print(_verdict(again), markup=False)
 
 

@@ -27,6 +27,7 @@ from kvrs.report.metrics import Slo
 from kvrs.report.output import claim_directory
 from kvrs.report.report import Report, build_report, write_report
 from kvrs.report.table import terminal_table
+from kvrs.tables import output
 from kvrs.tls import Certificates
 from kvrs.traces.formats import load_trace
 from kvrs.traces.generator import generate
@@ -119,7 +120,7 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
         AdminError, FaultError: the state cannot be read, or a fault cannot be carried out.
     """
     faults = _faults(options)
-    console = Console(stderr=options.json)
+    console = Console(stderr=True) if options.json else output()
     _check(options)
     claim_directory(options.out)
     served = uvloop.run(served_tokens(options.url, options.dialect))

@@ -12,6 +12,7 @@ from kvrs.report.measures import ReportError, load_report, outline
 from kvrs.report.output import claim_directory
 from kvrs.report.report import SCHEMA_VERSION
 from kvrs.report.table import terminal_table
+from kvrs.tables import output
 
 
 def run_report(paths: Sequence[Path], out: Path | None, as_json: bool) -> None:
@@ -36,7 +37,7 @@ def _one(path: Path, out: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(outline(report), indent=2))
     else:
-        _drawn(path, lambda: Console().print(terminal_table(report)))
+        _drawn(path, lambda: output().print(terminal_table(report)))
     if out is not None:
         # Here and not above: matplotlib takes a second to load.
         from kvrs.report.html import write_html
@@ -50,7 +51,7 @@ def _several(paths: Sequence[Path], out: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(comparison(names, reports), indent=2))
     else:
-        Console().print(compare_reports(paths))
+        output().print(compare_reports(paths))
     if out is not None:
         from kvrs.report.html import render_comparison
 

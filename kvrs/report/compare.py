@@ -16,6 +16,7 @@ from kvrs.report.measures import MEASURES, Report, ReportError, load_report, out
 from kvrs.report.report import SCHEMA_VERSION
 from kvrs.report.student import Interval, interval, ratio
 from kvrs.report.table import recoveries_by_option
+from kvrs.tables import folded
 
 NOTE = (
     "Times count from arrival. ± and [ ] are 95 % intervals (Student) over repeated "
@@ -96,9 +97,9 @@ def _table(names: Sequence[str], reports: Sequence[Report]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("")
     for number, name in enumerate(names):
-        table.add_column(Text(name), justify="right", no_wrap=True)
+        table.add_column(Text(name), justify="right")
         if number:
-            table.add_column(Text(f"/ {names[0]}"), justify="right", no_wrap=True)
+            table.add_column(Text(f"/ {names[0]}"), justify="right")
     _add(table, "runs", [str(len(report["repeats"])) for report in reports])
     _add(
         table,
@@ -122,7 +123,7 @@ def _table(names: Sequence[str], reports: Sequence[Report]) -> Table:
         _add(
             table, f"setting: {key}", [str(report["settings"].get(key, "-")) for report in reports]
         )
-    return table
+    return folded(table)
 
 
 def _add(table: Table, title: str, cells: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 from kvrs.report.measures import MEASURES
 from kvrs.report.metrics import LATE_S
 from kvrs.report.report import Report
+from kvrs.tables import folded
 
 _SHARE_OFF = 0.01  # Beyond it the client did not offer what it was asked for.
 
@@ -216,7 +217,7 @@ def _quantities(report: Report) -> Table:
         words = _both(costs["predicted_s"], costs["real_s"])
         row(f"{option}: predicted / real cost", Text(words))
         row("  off by (share of the real cost)", share(costs["absolute_error_share"]))
-    return table
+    return folded(table)
 
 
 def _add_fault_rows(report: Report, row: Any) -> None:
@@ -259,7 +260,7 @@ def _intervals(report: Report) -> Table:
         )
     table.title = f"over {runs} runs (Student's t)"
     table.title_justify = "left"
-    return table
+    return folded(table)
 
 
 def interval_rows(report: Report) -> list[tuple[str, str, dict[str, Any]]]:

@@ -29,6 +29,7 @@ from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
+from kvrs.tables import folded, output
 from kvrs.traces.formats import load_trace
 from kvrs.traces.generator import GeneratorSettings, generate
 from kvrs.traces.mooncake import at_rate, check_lasts, clip, replay_requests, scale, window
@@ -81,9 +82,9 @@ def run_simulation(options: SimulateOptions) -> int:
     if options.json:
         print(json.dumps(document, indent=2))
     elif len(found) == 1:
-        Console().print(summary(*found.values()))
+        output().print(summary(*found.values()))
     else:
-        Console().print(side_by_side(found))
+        output().print(side_by_side(found))
     missed = missed_faults(found, faults)
     for name, count in sorted(missed.items()):
         Console(stderr=True).print(
@@ -268,7 +269,7 @@ def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns.values()))
     verdict = "All invariants held." if not broken else "Invariants were violated."
-    return Group(Text(verdict, style="red" if broken else "green"), *broken, table)
+    return Group(Text(verdict, style="red" if broken else "green"), *broken, folded(table))
 
 
 def described(

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -26,6 +26,7 @@ from kvrs.sim.command import (
     missed_faults,
     simulate_policies,
 )
+from kvrs.tables import folded, output
 
 COMPLETE = "complete"  # As the simulator counts streams that got all their tokens.
 # Seconds that a run's streams waited for their recoveries, over all of its streams.
@@ -80,7 +81,7 @@ def run_comparison(options: SimulateOptions) -> int:
     if options.json:
         print(json.dumps(document, indent=2))
     else:
-        Console().print(_shown(found, comparisons))
+        output().print(_shown(found, comparisons))
     missed = missed_faults(found, faults)
     return 1 if missed or any(each.broken for each in found.values()) else 0
 
@@ -193,7 +194,9 @@ def _shown(
         "Means over the seeds; of all streams, interrupted or not. Differences between runs of the "
         "same seed, each with its 95 % interval (Student)."
     )
-    return Group(Text(verdict(comparisons), style="bold"), *broken, table, Text(note, style="dim"))
+    return Group(
+        Text(verdict(comparisons), style="bold"), *broken, folded(table), Text(note, style="dim")
+    )
 
 
 def _spread(found: Interval, scale: float, unit: str) -> str:

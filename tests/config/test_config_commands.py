@@ -131,6 +131,31 @@ def test_diff_shows_list_items_that_only_one_file_has(tmp_path: Path) -> None:
     assert found["security.hosts"] == {"key": "security.hosts", "first": ["a"], "second": []}
 
 
+@pytest.mark.parametrize("columns", ["80", None])
+def test_diff_never_cuts_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    """Two long keys that begin alike can be told apart on a narrow terminal, and in a pipe each row
+    is one line.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    files = [tmp_path / name for name in ("a-rather-long-name.yaml", "another-long-name.yaml")]
+    for file, port in zip(files, (9000, 9100), strict=True):
+        instance = {"id": "b0", "role": "both", "port": port, "page_port": port + 1}
+        nodes = [{"id": "n0", "instances": [instance]}]
+        file.write_text(json.dumps({"cluster": {"nodes": nodes}}))
+
+    shown = config("diff", *files).stdout
+
+    rows = [line for line in shown.splitlines() if "cluster.nodes.0.instances.0." in line]
+    assert [row.split()[0].rpartition(".")[2] for row in rows] == ["port", "page_port"]
+    assert "…" not in shown
+    if columns is None:
+        assert [row.split()[1:] for row in rows] == [["9000", "9100"], ["9001", "9101"]]
+
+
 def test_init_writes_a_file_and_keeps_one_that_exists(tmp_path: Path) -> None:
     """Nothing is overwritten."""
     path = tmp_path / "kvrs.yaml"

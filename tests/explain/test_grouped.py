@@ -1,6 +1,7 @@
 """`kvrs incidents`: groups of losses and decisions, and what another policy would have decided."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,27 @@ def test_it_is_shown_in_a_terminal(log: Path, arguments: list[str]) -> None:
 
     assert shown.exit_code == 0
     assert "d0" in shown.stdout
+
+
+def test_incidents_have_date_and_time(tmp_path: Path) -> None:
+    """They are laid beside the records of others, which know nothing of the proxy's clock."""
+    header, *lines = incident()
+    entries = [json.loads(line) for line in lines]
+    path = tmp_path / "events.jsonl"
+    wall_s = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC).timestamp()
+    for each in entries:
+        each["wall_s"] = wall_s + each["at_s"] - entries[0]["at_s"]
+    path.write_text("\n".join([header, *map(json.dumps, entries)]) + "\n")
+
+    shown = CliRunner().invoke(app, ["incidents", str(path)]).output
+    one = CliRunner().invoke(app, ["incidents", str(path), "1", "--what-if", "rom"]).output
+    found = json.loads(CliRunner().invoke(app, ["incidents", str(path), "--json"]).output)
+
+    (first, *_) = found["incidents"]
+    assert first["at_utc"].startswith("2026-03-04T05:06:")
+    clock = first["at_utc"].replace("T", " ").removesuffix("+00:00")
+    assert clock in shown
+    assert f"incident 1, {clock} UTC: d0 lost" in one
 
 
 def test_an_incident_that_is_not_there_is_named_with_what_is(log: Path) -> None:

@@ -356,6 +356,25 @@ def test_the_page_of_one_report_is_drawn_again(kept: list[Path], tmp_path: Path)
     assert "Exact" in result.output
 
 
+def test_reports_in_80_columns_keep_the_names_of_their_rows(
+    kept: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are told apart by them; a value that is too wide goes over several lines."""
+    names = [tmp_path / f"a-directory-with-a-long-name-{number}" for number in range(2)]
+    for path, name in zip(kept, names, strict=True):
+        path.rename(name)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    narrow = CliRunner().invoke(app, ["report", *map(str, names)]).output
+    monkeypatch.delenv("COLUMNS")
+    piped = CliRunner().invoke(app, ["report", *map(str, names)]).output
+
+    assert "streams completed" in narrow
+    assert "recoveries, run 1" in narrow
+    assert "…" not in narrow + piped
+    assert all(name.name in piped.splitlines()[0] for name in names)
+
+
 def test_several_reports_are_laid_over_each_other(kept: list[Path], tmp_path: Path) -> None:
     """One page, nothing from outside, names escaped, a line per run in each plot."""
     out = tmp_path / "page"
