@@ -25,10 +25,17 @@ class Topology:
         assert instance not in self.leaving
         return self._control.instances.add(instance, node, role)
 
-    def remove(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
-        """Begin to; it is removed when `gone` returns it."""
+    def remove(self, instance: InstanceId, drain_s: float, now_s: float) -> bool:
+        """Begin to; it is removed when `gone` returns it. True: it is already, since it was never
+        up and has nothing that could leave it.
+        """
+        known = self._control.instances.known[instance]
+        if known.health is not Health.UP and known.info is None:
+            self._take_out(known, now_s)
+            return True
         self.leaving[instance] = now_s + drain_s
         self._control.drains.leave(instance, drain_s, now_s)
+        return False
 
     def gone(self, now_s: float) -> list[InstanceId]:
         """Remove what streams have left; ask again and again while any is `leaving`."""

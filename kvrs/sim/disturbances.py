@@ -162,18 +162,23 @@ class Disturbances:
         rng, now_s = self._cluster.rng, self._cluster.clock.now_s
         if proxy.control.instances.known[engine.id].health is Health.REMOVED:
             return
-        topology.remove(engine.id, rng.uniform(0.0, 2.0), now_s)
-        self._see_off(proxy, engine, topology)
+        if topology.remove(engine.id, rng.uniform(0.0, 2.0), now_s):
+            self._come_back(proxy, engine, topology)
+        else:
+            self._see_off(proxy, engine, topology)
 
     def _see_off(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
         if proxy.control.instances.known[engine.id].health is Health.REMOVED:
             return
         if topology.gone(self._cluster.clock.now_s):
-            proxy.watches[engine.id].end()
-            again = partial(self._add_again, proxy, engine, topology)
-            proxy.after(self._cluster.rng.uniform(0.1, 3.0), again)
+            self._come_back(proxy, engine, topology)
         else:
             proxy.after(0.05, partial(self._see_off, proxy, engine, topology))
+
+    def _come_back(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
+        proxy.watches[engine.id].end()
+        again = partial(self._add_again, proxy, engine, topology)
+        proxy.after(self._cluster.rng.uniform(0.1, 3.0), again)
 
     def _add_again(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
         known = topology.add(engine.id, engine.node, engine.role)

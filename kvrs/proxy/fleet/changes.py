@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
@@ -84,11 +84,14 @@ class Fleet:
     async def _take_leave(self) -> None:
         while self._topology.leaving:
             await asyncio.sleep(_LOOK_S)
-            for name in self._topology.gone(self._driver.clock()):
-                self._unwatch(name)
-                self._links.backends.pop(name).leave()
-                self._metrics.remove_worker(name)
-                log.info("instance removed", extra={"instance": name})
+            self._drop(self._topology.gone(self._driver.clock()))
+
+    def _drop(self, gone: Iterable[InstanceId]) -> None:
+        for name in gone:
+            self._unwatch(name)
+            self._links.backends.pop(name).leave()
+            self._metrics.remove_worker(name)
+            log.info("instance removed", extra={"instance": name})
 
     @property
     def part(self) -> ReloadingPart:
@@ -166,8 +169,10 @@ class Fleet:
                 self._move(after, node, instance)
         for name in known.keys() - wanted.keys():
             log.info("instance leaves", extra={"instance": name})
-            self._topology.remove(name, after.cluster.drain_s, now_s)
-            self._any_leaves.set()
+            if self._topology.remove(name, after.cluster.drain_s, now_s):
+                self._drop([name])
+            else:
+                self._any_leaves.set()
         for node in after.cluster.nodes if after.agents_run else ():
             agent = agents.pop(node.agent_id, None)
             if agent is None:

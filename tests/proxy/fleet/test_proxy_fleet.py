@@ -13,6 +13,7 @@ import pytest
 
 from kvrs.config.file import Config, load_config
 from kvrs.protocol.instance import Role
+from tests.free_ports import free_ports
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import Scripted
@@ -108,6 +109,23 @@ async def test_a_removed_instance_that_is_added_again_is_a_new_one(
 
         assert status == 200
         assert "POST /v1/completions" in system.instances["d0"].calls
+
+
+async def test_what_never_came_up_is_gone_at_once(build: ProxyClusterBuilder) -> None:
+    """Nothing is to be drained there, so that its id is free for the next order or reload."""
+    system = await build(pairs=1)
+    (port,) = free_ports(1)
+    row = {"node": "n1", "id": "d9", "role": "decode", "port": port}
+    statuses = []
+    for _ in range(3):
+        statuses += [(await ask(system, "POST", "instances", row))[0]]
+        statuses += [(await ask(system, "DELETE", "instances/d9"))[0]]
+        assert "d9" not in await names_in(system)
+
+    status, body = await system.ask(REQUEST)
+
+    assert statuses == [200] * 6
+    assert (status, b"error" in body) == (200, False)
 
 
 @pytest.mark.parametrize(
