@@ -284,6 +284,7 @@ ALL = (
     _plain("strangers", 1),
     _plain("large_bodies", 3),
     Experiment("large_bodies", ("served",), 1, "python -m experiments.large_bodies.served"),
+    Experiment("large_bodies", ("unfinished",), 2, "python -m experiments.large_bodies.unfinished"),
     Experiment("tenants", ("attacks", "memory"), 6, "python -m experiments.tenants.run"),
     _plain("networks", 5, ROOT_USER),
     _plain("link_monitor", 6, ROOT_USER),

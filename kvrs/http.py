@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.connections import ConnectionLimits, Connections
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http_connection import HttpConnection, log
+from kvrs.http_connection import HttpConnection, ReadingTurns, log
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Door, DoorKey
@@ -154,6 +154,7 @@ class HttpPort:
             HttpConnection,
             self._runner.server,
             self._connections,
+            ReadingTurns(),
             self._keys,
             loop=asyncio.get_running_loop(),
             access_log=None,

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 from aiohttp import web
@@ -42,6 +43,33 @@ log = logging.getLogger(__name__)
 log.addFilter(_BrokenHttp())
 
 
+# A connection that has brought so much in one read waits for its turn before the next one, of
+# which there are so many in each turn of the event loop: about a millisecond's work.
+_MUCH_BYTES = 16 << 10
+_READS_AT_ONCE = 4
+
+
+class ReadingTurns:
+    """The turns of a port's connections that bring much: what they bring together would otherwise
+    keep all others from the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[HttpConnection, None] = {}
+
+    def wait(self, connection: "HttpConnection") -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+        self._waiting[connection] = None
+
+    def _next(self) -> None:
+        for connection in [*islice(self._waiting, _READS_AT_ONCE)]:
+            del self._waiting[connection]
+            connection.read_on()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
 class HttpConnection(web.RequestHandler):
     """A connection that counts. `door` is the one of which the client has proved the key.
     `room_changed` is called with whether its client reads as fast as is written to it,
@@ -51,17 +79,26 @@ class HttpConnection(web.RequestHandler):
     """
 
     __slots__ = (
-        *("_abort", "_again", "_among", "_begun", "_proof", "_taken"),
+        *("_abort", "_again", "_among", "_begun", "_proof", "_taken", "_turns", "_waits"),
         *("address", "data_came", "door", "room_changed"),
     )
 
     def __init__(
-        self, server: web.Server, among: Connections, keys: Sequence[DoorKey], **settings: Any
+        self,
+        server: web.Server,
+        among: Connections,
+        turns: ReadingTurns,
+        keys: Sequence[DoorKey],
+        **settings: Any,
     ) -> None:
         super().__init__(server, **settings)
         self._among = among
+        self._turns = turns
+        self._waits = False  # For its turn to read.
         self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
-        self._again = partial(HttpConnection, server, among, (), **settings) if keys else None
+        self._again = (
+            partial(HttpConnection, server, among, turns, (), **settings) if keys else None
+        )
         self._begun: bytes | None = None  # Of what follows a proof, if that may be a preface.
         self.address = ""
         self.door: Door | None = None
@@ -111,6 +148,20 @@ class HttpConnection(web.RequestHandler):
         super().data_received(data)
         if self.data_came is not None:
             self.data_came()
+        if len(data) >= _MUCH_BYTES and self.door is None and not self._waits:
+            self._waits = True
+            self._pause_transport_reading()
+            self._turns.wait(self)
+
+    def read_on(self) -> None:
+        """Its turn has come."""
+        self._waits = False
+        if not self._reading_paused and not self._buffer_paused:
+            self._resume_transport_reading()
+
+    def _resume_transport_reading(self) -> None:
+        if not self._waits:
+            super()._resume_transport_reading()
 
     def _become_trunk(self, data: bytes) -> None:
         """The connections in it are served from now on, and counted."""

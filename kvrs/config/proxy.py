@@ -127,7 +127,7 @@ class ProxySettings(Settings):
     """Memory for requests that are open, of which one client address gets three quarters. Beyond it
     new requests get 503 with Retry-After.
     """
-    unfinished_body_bytes: int = Field(default=128 << 20, ge=0)
+    unfinished_body_bytes: int = Field(default=128_000_000, ge=0)
     """Memory for bodies above 64 kB of which the end has not come. Beyond it those that make least
     progress get 408; the only one is never cut.
     """

@@ -21,23 +21,52 @@ from kvrs.unfinished import Cut, UnfinishedBodies
 log = logging.getLogger(__name__)
 
 
+# What comes in smaller pieces is put together to such parts.
+_PART_BYTES = 16 << 10
+
+
 class _ComingBody:
-    """A body that is being read. `timeout` ends the reading, also when it is cut."""
+    """A body that is being read. `timeout` ends the reading, also when it is cut.
+
+    It is kept in the parts in which it came: one buffer would be moved about in memory as it grows,
+    beside those of others, and leave holes there.
+    """
 
     def __init__(self, content: StreamReader, timeout: asyncio.Timeout) -> None:
         self.content = content
-        self.read = bytearray()
+        self.read_bytes = 0
         self.is_cut = False
         self._timeout = timeout
+        self._parts: list[bytes] = []
+        self._small = bytearray()
+
+    def add(self, piece: bytes) -> None:
+        self.read_bytes += len(piece)
+        if len(piece) < _PART_BYTES:
+            self._small += piece
+            if len(self._small) < _PART_BYTES:
+                return
+            piece = b""
+        if self._small:
+            self._parts.append(bytes(self._small))
+            self._small = bytearray()
+        if piece:
+            self._parts.append(piece)
+
+    def whole(self) -> bytes:
+        """All of it, which is held here no longer."""
+        parts, self._parts = self._parts, []
+        return b"".join((*parts, self._small))
 
     @property
     def held_bytes(self) -> int:
-        """With what has come and is not read yet, and with room that `read` has for more."""
-        return sys.getsizeof(self.read) + self.content.total_bytes - len(self.read)
+        """With what has come and is not read yet, and with the buffer's room for more."""
+        room_bytes = sys.getsizeof(self._small) - len(self._small)
+        return self.content.total_bytes + room_bytes
 
     def cut(self) -> None:
         self.is_cut = True
-        self.read.clear()
+        self._parts, self._small = [], bytearray()
         self._timeout.reschedule(asyncio.get_running_loop().time())
 
 
@@ -94,11 +123,12 @@ class ClientBodies:
                 if counted is not None:
                     counted.data_came = partial(self._note, body)
                 self._note(body)
-                while chunk := await content.readany():
+                while not body.is_cut and not content.at_eof():
+                    # No name holds a piece while the next one is awaited.
+                    body.add(await content.readany())
+                    self._note(body)
                     if not body.is_cut:
-                        body.read += chunk
-                        self._note(body)
-                        await self._check(len(body.read), held, use)
+                        await self._check(body.read_bytes, held, use)
         except TimeoutError:
             if body is None or not body.is_cut:
                 raise RequestError(
@@ -116,7 +146,7 @@ class ClientBodies:
                 status=408,
                 code="body_cut",
             )
-        return bytes(body.read)
+        return body.whole()
 
     def _note(self, body: _ComingBody) -> None:
         """Some of it may have come, or been read."""
