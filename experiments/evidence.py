@@ -21,9 +21,9 @@ _HEADER = """# Evidence: what was published, and ours beside it
 kvrs unites five systems, the seeds. This page lists every table and figure of their papers with the
 published figures, ours, a verdict on the two, how ours came about, and why the two differ.
 `evidence.json` beside it has the same rows. Both are made from the kept results by `python -m
-experiments.run_all --readme`; a test compares them. What a run needs, and how old its
-result is: `python -m experiments.run_all`. No paper's hardware was at hand, so ratios and orders
-can be compared, seconds cannot.
+experiments.run_all --readme`; a test compares them. What a run needs, and how old its result is:
+`python -m experiments.run_all`. No paper's hardware was at hand, so ratios and orders can be
+compared, seconds cannot.
 """
 
 _VERDICTS = """

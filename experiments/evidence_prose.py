@@ -197,6 +197,8 @@ def distserve() -> str:
                 "Migrate or recompute, decided by the tables that the stages measure themselves: "
                 "`crossover.run --distserve`. `rom` is wrong there where a stage reads many known "
                 "tokens one a step.",
+                "All of it: `run_all --only distserve_kill_series distserve_overhead load_skew "
+                "crossover hand_off_crossover`.",
             ),
             "What no command answers yet:",
             _list("**A GPU.** Copies of pages between device and host run there only."),
