@@ -423,6 +423,8 @@ class _Pulling:
 
         def page(index: int) -> None:
             number = pull.sequence.pages[wanted.start + index]
+            if gone and pull.sequence.phase is SequencePhase.FINISHED:
+                return  # Asked for before more cells were lost: another sequence asks anew.
             if gone:
                 self._verify_left(number, tags[index], gone)
             engine.received(number, tags[index])
