@@ -142,8 +142,9 @@ class ProxySettings(Settings):
     max_streams: int = Field(default=4096, ge=1)
     """Beyond it new requests get 503 with Retry-After. At most a quarter of the descriptors."""
     token_gap_s: float = Field(default=10.0, gt=0)
-    """Longest silence of a stream, and of an instance while its event loop stalls. Of a stream that
-    has sent its first tokens: 20 usual intervals, at least 2 s.
+    """Longest silence of a stream, and of an instance while its event loop stalls or no other could
+    take its streams. Of a stream that has sent its first tokens, and that others could take: 20
+    usual intervals, at least 2 s.
     """
     load_interval_s: float = Field(default=0.25, gt=0, le=60)
     """How often instances report their load, and agents what they hold."""

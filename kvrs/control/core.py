@@ -119,7 +119,9 @@ class Control(Generic[S]):
             slot_share(config),
             count_slot,
         )
-        self.progress = InstanceProgress(self.instances, config.proxy.token_gap_s, self.has_others)
+        self.progress = InstanceProgress(
+            self.instances, config.proxy.token_gap_s, self.policy.has_others
+        )
         self.fences = FenceTable()
         self.drains = Drains(self.instances, self.produced_on, self.tell)
         self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
@@ -353,13 +355,7 @@ class Control(Generic[S]):
         if lost := self.leases.unknown(instance, streams):
             self.tell(RetentionLost(instance, lost), now_s)
 
-    # What watches ask and report.
-
-    def has_others(self, instance: InstanceId, now_s: float) -> bool:
-        """Whether other instances that report could take now what runs at this one."""
-        return self.policy.has_others(
-            instance, lambda other: self.instances.is_reporting(other, now_s)
-        )
+    # What watches report.
 
     def instance_up(self, known: KnownInstance, info: InstanceInfo, now_s: float) -> None:
         """The instance can be used, in a new epoch. Attempts of a process that lives on run on:

@@ -145,19 +145,16 @@ class Instances:
 
     def ready(self) -> bool:
         """Whether a new stream could start now."""
-        missing = self.missing()
-        return not missing or (missing == [Role.PREFILL] and self.computes_prompts())
+        missing = missing_roles(self)
+        return not missing or (
+            missing == [Role.PREFILL]
+            and any(map(self.computes_prompts, filter(self.is_up, self.known)))
+        )
 
-    def missing(self) -> list[Role]:
-        """The roles of which no instance is up."""
-        roles = {known.role for known in self.known.values() if known.health is Health.UP}
-        needed = () if Role.BOTH in roles else (Role.PREFILL, Role.DECODE)
-        return [role for role in needed if role not in roles]
-
-    def computes_prompts(self) -> bool:
-        """Whether a decode instance is up that needs no prefill instance."""
-        up = (known.info for known in self.known.values() if known.health is Health.UP)
-        return any(info is not None and info.computes_prompts for info in up)
+    def computes_prompts(self, instance: InstanceId) -> bool:
+        """Whether it is a decode instance that needs no prefill instance for a new stream."""
+        info = self.known[instance].info
+        return info is not None and info.computes_prompts and info.role is Role.DECODE
 
     def all_refused(self) -> str | None:
         """Why no instance will come up by itself: each answers and must not be used. None: one is
@@ -189,11 +186,6 @@ class Instances:
         """
         info = self.known[plan.decode].info
         return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
-
-    def has_prompt_computed(self, plan: Plan) -> bool:
-        """Whether the decode instance computes the prompt within the call that decodes it."""
-        info = self.known[plan.decode].info
-        return plan.prefill is None and info is not None and info.computes_prompts
 
     def _can(self, instance: InstanceId, capability: Capability) -> bool:
         info = self.known[instance].info
@@ -301,6 +293,13 @@ class Instances:
         known.reason = cause
         known.load = None
         known.lost = known.info
+
+
+def missing_roles(instances: Instances) -> list[Role]:
+    """The roles of which no instance is up."""
+    roles = {known.role for known in instances.present() if known.health is Health.UP}
+    needed = () if Role.BOTH in roles else (Role.PREFILL, Role.DECODE)
+    return [role for role in needed if role not in roles]
 
 
 class Agents:

@@ -127,9 +127,11 @@ class InstanceProgress:
         self,
         instances: Instances,
         token_gap_s: float,
-        has_others: Callable[[InstanceId, float], bool],
+        has_others: Callable[[InstanceId, Callable[[InstanceId], bool]], bool],
     ) -> None:
-        """`has_others`: whether others could take now what runs at the instance."""
+        """`has_others`: whether those for which a function holds could take now what runs at an
+        instance.
+        """
         self._instances = instances
         self._token_gap_s = token_gap_s
         self._has_others = has_others
@@ -158,7 +160,7 @@ class InstanceProgress:
         infinite: none can now. Several that were paused together wake one after the other, so that
         silence from before counts no more.
         """
-        if not self._has_others(instance, now_s):
+        if not self._has_others(instance, lambda other: self._instances.is_reporting(other, now_s)):
             self._others_since_s[instance] = inf
             return inf
         since_s = self._others_since_s.get(instance, -inf)

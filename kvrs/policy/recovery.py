@@ -104,8 +104,7 @@ class RecoveryPolicy:
         if self._slots.any_waiting:
             while (served := self._slots.next_served(now_s)) is not None:
                 self._steps.apply(served, SlotFree(), now_s)
-        if self._starter.holds_back:
-            self._starter.place_held_back(now_s)
+        self._starter.place_held_back(now_s)
         if self._timers.any_set and (wake := self._timers.next_wake(now_s)) is not None:
             self._actions.append(wake)
         actions = self._actions.copy()

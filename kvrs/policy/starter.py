@@ -14,6 +14,7 @@ from kvrs.policy.decisions import Decisions
 from kvrs.policy.dispatch import assign, ceiling
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.actions import Action, GiveUp, Plan, Reason, Recovered, Start
+from kvrs.policy.model.cluster_view import ClusterView
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.model.health import fraction
 from kvrs.policy.model.lifecycle import Stage
@@ -66,10 +67,6 @@ class Starter:
         self._missing_since_s = 0.0  # and since when.
         self.retries = RetryBudget()
 
-    @property
-    def holds_back(self) -> bool:
-        return bool(self._held_back)
-
     def reload(self, settings: PolicySettings) -> None:
         """Streams that wait already have their alarms by the settings before."""
         self._settings = settings
@@ -119,6 +116,8 @@ class Starter:
         """Place as many new streams as decode instances have room for prompts, in the order in
         which they came.
         """
+        if not self._held_back:
+            return
         computing = computing_prompts(self._view)
         room = sum(max(0, PROMPTS_MAX - len(member.health.awaited)) for member in computing)
         for stream in list(islice(self._held_back.values(), room)):
@@ -361,7 +360,7 @@ class Starter:
         """
         self._ledger.wait(stream, now_s)
         recovery = stream.recovery
-        next_try_s = self._next_try_s()
+        next_try_s = _next_try_s(self._view)
         if next_try_s is not None:
             recovery.note_busy(now_s)
         if stream.is_fresh and computing_prompts(self._view):
@@ -407,12 +406,6 @@ class Starter:
             since_s = min(since_s, stream.recovery.busy_since_s)
         return settings.wait_s, since_s
 
-    def _next_try_s(self) -> float | None:
-        """When the first busy instance may be tried again; None: none is busy."""
-        busy = (each for each in self._view.members.values() if self._view.is_busy(each))
-        ends_s = (member.health.busy_until_s for member in busy)
-        return min((end_s for end_s in ends_s if end_s is not None), default=None)
-
     def _give_up_waiting(
         self, stream: Stream, wait_s: float, next_try_s: float | None, now_s: float
     ) -> None:
@@ -439,3 +432,10 @@ class Starter:
         retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
         self.forget(stream)
         self._actions.append(GiveUp(stream.id, reason, message, retry_after_s))
+
+
+def _next_try_s(view: ClusterView) -> float | None:
+    """When the first busy instance may be tried again; None: none is busy."""
+    busy = (each for each in view.members.values() if view.is_busy(each))
+    ends_s = (member.health.busy_until_s for member in busy)
+    return min((end_s for end_s in ends_s if end_s is not None), default=None)

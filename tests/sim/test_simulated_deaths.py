@@ -156,7 +156,7 @@ BREAKS = {
     "a gossiped death ends a watch": (
         WatchLimits,
         "silence_s",
-        lambda self, *, is_gossiped_dead: 0.0 if is_gossiped_dead else self.usual_s,
+        lambda self, *, is_gossiped_dead, **_: 0.0 if is_gossiped_dead else self.usual_s,
         "reports, and was lost",
     ),
     "a draining instance halts nothing": (

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs import __version__
-from kvrs.control.fleet import Health, Instances
+from kvrs.control.fleet import Health, Instances, missing_roles
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.proxy.api.answers import json_response
@@ -26,7 +26,7 @@ def add_health(
             return web.Response(text="shutting down\n", status=503)
         if not instances.ready():
             return web.Response(text=_unready(instances), status=503)
-        if instances.missing():
+        if missing_roles(instances):
             which = _missing(instances)
             return web.Response(text=f"ready: {which}, decode instances compute prompts\n")
         return web.Response(text="ready\n")
@@ -59,7 +59,7 @@ def add_health(
 
 
 def _missing(instances: Instances) -> str:
-    missing = instances.missing()
+    missing = missing_roles(instances)
     return f"no {missing[0].value} instance is up" if len(missing) == 1 else "no instance is up"
 
 

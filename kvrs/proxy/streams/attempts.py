@@ -163,7 +163,8 @@ class Attempt:
             self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
             self._control.calls_prefill(live, plan.prefill)
             return self._decode(None, continuation)
-        if self._instances.has_prompt_computed(plan) and not live.journal.output_ids:
+        computes_prompt = plan.prefill is None and self._instances.computes_prompts(plan.decode)
+        if computes_prompt and not live.journal.output_ids:
             self._prefilling = plan.decode
             self._control.calls_prefill(live, plan.decode)
             return self._decode(None, None)
