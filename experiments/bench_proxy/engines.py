@@ -153,6 +153,10 @@ class Engines:
         self._process.wait(10)
         self._process.stdout.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def order(self, command: str) -> dict[str, Any]:
         """The engine's answer to one command."""
         assert self._process.stdin is not None

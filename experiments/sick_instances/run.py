@@ -1,6 +1,8 @@
-"""One of three prefill or decode instances fails every call while its reports are healthy.
+"""One of three prefill or decode instances fails every call while its reports are healthy; or
+instances are paused, or have no processor to spare.
 
 python -m experiments.sick_instances.run [--seed 0] [--seeds 4] [--out DIR]
+python -m experiments.sick_instances.run --part paused|busy [--streams N] [--out DIR]
 """
 
 import argparse
@@ -9,11 +11,13 @@ import itertools
 import json
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from experiments.record import Record
+from experiments.sick_instances import paused
 from kvrs.protocol.openai.chunks import error_body
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 
@@ -85,13 +89,25 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def measure_part(record: Record, part: str, streams: int | None, out: Path | None) -> int:
+    with tempfile.TemporaryDirectory(prefix="kvrs-paused-") as directory:
+        rows = paused.measure(part, Path(directory), streams)
+    print(paused.as_text(rows))
+    record.keep(out, part, {"rows": rows}, paused.as_text(rows))
+    return 0 if all(map(paused.is_met, rows)) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", choices=("answers", *paused.STREAMS), default="answers")
+    parser.add_argument("--streams", type=int, help="of the parts paused and busy")
     options = parser.parse_args()
     record = Record(options.seed)
+    if options.part != "answers":
+        return measure_part(record, options.part, options.streams, options.out)
     rows = asyncio.run(measure_all(range(options.seed, options.seed + options.seeds)))
     print(as_text(rows))
     record.keep(options.out, "sick_instances", {"rows": rows}, as_text(rows))
