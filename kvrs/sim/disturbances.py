@@ -177,12 +177,8 @@ class Disturbances:
 
     def _come_back(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
         proxy.watches[engine.id].end()
-        again = partial(self._add_again, proxy, engine, topology)
+        again = partial(_add_again, proxy, engine, topology)
         proxy.after(self._cluster.rng.uniform(0.1, 3.0), again)
-
-    def _add_again(self, proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
-        known = topology.add(engine.id, engine.node, engine.role)
-        proxy.watch_anew(known)
 
     def _sicken(self) -> None:
         """It answers every call with an error, at once, and its reports are healthy."""
@@ -350,3 +346,8 @@ class Disturbances:
 
 def _with_time(call: Callable[[float], None], clock: Clock) -> None:
     call(clock.now_s)
+
+
+def _add_again(proxy: SimProxy, engine: SimEngine, topology: Topology) -> None:
+    known = topology.add(engine.id, engine.node, engine.role)
+    proxy.watch_anew(known)
