@@ -78,17 +78,18 @@ def test_options_of_a_replay_are_grouped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "level"), [(["--log-level", "debug"], "DEBUG"), ([], "INFO"), (None, "WARNING")]
+    ("given", "before", "level"),
+    [(["--log-level", "debug"], "nonsense", "DEBUG"), ([], "", "INFO"), ([], "warning", "WARNING")],
 )
 def test_the_log_level_reaches_the_processes_that_are_started(
-    monkeypatch: pytest.MonkeyPatch, given: list[str] | None, level: str
+    monkeypatch: pytest.MonkeyPatch, given: list[str], before: str, level: str
 ) -> None:
     """By the environment, which may have it already."""
-    monkeypatch.setenv(LEVEL_ENV_NAME, "nonsense" if given is not None else "warning")
+    monkeypatch.setenv(LEVEL_ENV_NAME, before)
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.NOTSET)
 
-    assert CliRunner().invoke(app, [*(given or []), "config", "schema"]).exit_code == 0
+    assert CliRunner().invoke(app, [*given, "config", "schema"]).exit_code == 0
     log_to(io.StringIO())
 
     assert logging.getLevelName(logging.root.level) == level

@@ -17,8 +17,8 @@ from kvrs.cli.doctor import doctor
 from kvrs.cli.examples import examples
 from kvrs.cli.top import top
 from kvrs.config.logs import LogLevel
-from kvrs.errors import KvrsError
-from kvrs.logs import LEVEL_ENV_NAME
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.logs import LEVEL_ENV_NAME, LEVELS
 
 INTERRUPTED = 130  # The exit status after Ctrl-C.
 
@@ -98,3 +98,6 @@ def _options(
     """Options of `kvrs` itself; `--version` has ended the process before any command runs."""
     if log_level is not None:
         os.environ[LEVEL_ENV_NAME] = log_level.value
+    elif (asked := os.environ.get(LEVEL_ENV_NAME, "")).lower() not in ("", *LEVELS):
+        fault = f"got {asked!r}; allowed: {', '.join(LEVELS)}"
+        raise ConfigError([f"environment variable {LEVEL_ENV_NAME}: {fault}"])

@@ -14,7 +14,7 @@ import kvrs.cli.options as opt
 from kvrs.cli.common import console
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import flow
-from kvrs.config.file import load_config, load_source
+from kvrs.config.file import checked, load_config, load_source
 from kvrs.errors import ConfigError
 from kvrs.tables import folded, output
 
@@ -37,9 +37,9 @@ def check(file: File, elsewhere: Elsewhere = False) -> None:
     """Print every fault of a configuration file at once."""
     from kvrs.cli.feasibility import faults_of, remarks_on
 
-    config = load_config(file, os.environ)
+    config = checked(source := load_source(file, os.environ))
     if found := faults_of(config, os.environ, elsewhere=elsewhere):
-        raise ConfigError(found)
+        raise ConfigError([source.located(fault) for fault in found])
     for line in remarks_on(config, elsewhere=elsewhere):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)

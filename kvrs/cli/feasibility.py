@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
-from kvrs.config.settings import is_numeric
+from kvrs.config.settings import HOST_OF_PORT, is_numeric
 from kvrs.config.tenants import read_tenants
 from kvrs.config.tls import TlsSettings
 from kvrs.protocol.geometry import KvGeometry
 
 _RESOLVE_S = 3.0
 _MOST_SHOWN = 3
+_FIRST_PORT_OF_ALL = 1024  # Below it a system may ask for a privilege.
 
 
 def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = False) -> list[str]:
@@ -40,7 +42,7 @@ def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = F
 def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
     """What is allowed, and worth a second look: lines that begin with `note: ` or `warning: `."""
     found = [*notes(config), *_doubts(config)]
-    return found if elsewhere else [*found, *_without_tokenizer(config), *_unresolved(config)]
+    return found if elsewhere else [*found, *_here(config)]
 
 
 def private_files(
@@ -108,7 +110,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         for index, peer in enumerate(config.proxy.peers):
             if "workers" not in peer.model_fields_set:
                 yield (
-                    f"proxy.peers.{index} ({peer.id}).workers: missing, with proxy.workers: "
+                    f"proxy.peers.{index}.workers: missing, with proxy.workers: "
                     f"{config.proxy.workers} here; allowed: proxy.workers of {peer.id!r}, also if "
                     f"it is 1"
                 )
@@ -132,6 +134,29 @@ def _doubts(config: Config) -> Iterator[str]:
                 f"{instance.host!r}, which means another machine on each machine (host: as others "
                 f"reach it; bind: where it listens)"
             )
+
+
+def _here(config: Config) -> Iterator[str]:
+    """The same of what is looked up on this machine."""
+    yield from _without_tokenizer(config)
+    yield from _forbidden_ports(config)
+    yield from _unresolved(config)
+
+
+def _forbidden_ports(config: Config) -> Iterator[str]:
+    """Low ports, which this user may not bind; the one that starts the proxy may."""
+    for key in ("port", "admin_port", "peer_port"):
+        host, port = getattr(config.proxy, HOST_OF_PORT[key]), getattr(config.proxy, key)
+        if 0 < port < _FIRST_PORT_OF_ALL and is_numeric(host):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as trial, suppress(OSError):
+                try:
+                    trial.bind((host, port))
+                except PermissionError:
+                    yield (
+                        f"warning: proxy.{key}: got {port}, which this user may not bind; allowed: "
+                        f"{_FIRST_PORT_OF_ALL} and above, or the capability CAP_NET_BIND_SERVICE"
+                    )
 
 
 def _without_tokenizer(config: Config) -> Iterator[str]:

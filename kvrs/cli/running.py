@@ -11,14 +11,23 @@ import msgspec
 import typer
 
 import kvrs.cli.options as opt
-from kvrs.cli.common import say
+from kvrs.cli.common import faults_in, say
 from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import Backend, demo_nodes
 from kvrs.config.exposure import check_exposure
-from kvrs.config.file import Config, config_digest, load_config, parse_config, read_secrets
+from kvrs.config.file import (
+    Config,
+    checked,
+    config_digest,
+    load_config,
+    load_source,
+    parse_config,
+    read_secrets,
+)
 from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
+from kvrs.config.source import Source
 from kvrs.config.workers import with_workers
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
@@ -139,7 +148,7 @@ def _up_config(
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
         preset = SystemPreset.BEST
-    given = load_config(config, os.environ, preset)
+    given = checked(source := load_source(config, os.environ, preset))
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -167,8 +176,14 @@ def _up_config(
             document["proxy"][key] = value
     _set_degrees(document, of_instances)
     asked = parse_config(document)
-    check_exposure(asked, os.environ)
+    _check_exposure(asked, source)
     return asked
+
+
+def _check_exposure(config: Config, source: Source) -> None:
+    """Raises ConfigError, with the places in the file."""
+    if faults := faults_in(partial(check_exposure, config, os.environ)):
+        raise ConfigError(list(map(source.located, faults)))
 
 
 def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None]) -> None:

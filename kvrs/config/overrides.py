@@ -48,6 +48,8 @@ def override(
     for path, name in sorted(found, key=lambda each: [(len(str(p)), str(p)) for p in each[0]]):
         try:
             _put(source, path, name, _parsed(name, environ[name]), defaults)
+            if not environ[name].strip():
+                source.empty.add(path)
         except ConfigError as error:
             faults += error.faults
     if faults:

@@ -177,7 +177,20 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
         if fault["type"] in ("model_type", "model_attributes_type")
         else fault["msg"]
     )
-    return f"{path}: got {shown}; {message[0].lower()}{message[1:]}"
+    return f"{path}: got {shown}; {message[0].lower()}{message[1:]}{_hint(fault)}"
+
+
+def _hint(fault: Any) -> str:
+    """YAML reads words and numbers that are meant as text."""
+    if fault["type"] != "string_type":
+        return ""
+    match fault["input"]:
+        case bool():
+            return " (no, off, yes and the like are truth values: quote it)"
+        case int() | float():
+            return " (quote it)"
+        case _:
+            return ""
 
 
 def _allowed_keys(path: tuple[str | int, ...], model: type[Settings]) -> list[str]:

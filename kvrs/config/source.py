@@ -15,7 +15,9 @@ from kvrs.errors import ConfigError
 # Variables whose values are never shown, so that they are no part of a configuration.
 SECRETS = frozenset(("KVRS_SECRET", "KVRS_ADMIN_TOKEN", "KVRS_KEYS", "KVRS_VLLM_API_KEY"))
 _VARIABLE = re.compile(r"\$?\$\{([^}]*)\}")
+_PATH = re.compile(r"[a-z_]+(\.\w+)*(?=:)", re.ASCII)  # That a fault begins with.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_NOWHERE = object()
 _FLOW_HINT = " (within { } a value with ${NAME} must stand in quotes, or on a line of its own)"
 
 
@@ -29,6 +31,7 @@ class Source:
     places: dict[KeyPath, str] = field(default_factory=dict)
     # Paths that environment variables override, with their names.
     variables: dict[KeyPath, str] = field(default_factory=dict)
+    empty: set[KeyPath] = field(default_factory=set)  # Those of variables without a value.
 
     def place_of(self, path: KeyPath) -> str | None:
         """Where a value, or the section or list that holds it, stands; None: nowhere."""
@@ -38,11 +41,41 @@ class Source:
         return next((self.places[each] for each in whole if each in self.places), self.name)
 
     def located(self, fault: str) -> str:
-        """A fault, which starts with its path, with the variable or the file that it is in."""
+        """A fault, which starts with its path, with the variable, or the file and line, that it is
+        in, and the id of the item of a list.
+        """
         for path, variable in self.variables.items():
             if fault.startswith((f"{shown_path(path)}:", f"{shown_path(path)}.")):
+                if path in self.empty:
+                    fault = fault.replace(": got None; ", ": is empty; ", 1)
                 return f"environment variable {variable}: {fault}"
-        return f"{self.name}: {fault}"
+        if fault.startswith("environment variable "):
+            return fault
+        shown = "" if (found := _PATH.match(fault)) is None else found[0]
+        path = tuple(int(part) if part.isdecimal() else part for part in shown.split("."))
+        named = self._with_ids(path) if shown else ""
+        return f"{self._file_of(path)}: {named}{fault[len(shown) :]}"
+
+    def _file_of(self, path: KeyPath) -> str:
+        """The file, with the line of a value, or of what holds it."""
+        while path and not _holds(self.document, path):
+            path = path[:-1]
+        place = self.place_of(path) if path else None
+        name = Path(self.name).name
+        if place is None or not place.startswith(f"{name}:"):
+            return self.name if place is None else place
+        return self.name + place.removeprefix(name)
+
+    def _with_ids(self, path: KeyPath) -> str:
+        """The path; after the index of the last item of a list, its id."""
+        parts = [str(part) for part in path]
+        for depth in range(len(path), 0, -1):
+            if isinstance(path[depth - 1], int):
+                item = _at(self.document, path[:depth])
+                if isinstance(item, dict) and isinstance(item.get("id"), str):
+                    parts[depth - 1] += f" ({item['id']})"
+                break
+        return ".".join(parts)
 
 
 def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
@@ -172,6 +205,11 @@ def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -
 
 def _holds(document: Any, path: KeyPath) -> bool:
     """Whether a document has a value at the path."""
+    return not path or _at(document, path, _NOWHERE) is not _NOWHERE
+
+
+def _at(document: Any, path: KeyPath, otherwise: Any = None) -> Any:
+    """The value at a path."""
     for part in path:
         match document, part:
             case dict(), str() if part in document:
@@ -179,5 +217,5 @@ def _holds(document: Any, path: KeyPath) -> bool:
             case list(), int() if part < len(document):
                 document = document[part]
             case _:
-                return False
-    return True
+                return otherwise
+    return document

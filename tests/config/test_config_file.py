@@ -1,11 +1,14 @@
 """The YAML file: every fault at once, each with its place, value and what is allowed."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from kvrs.cli import app
 from kvrs.config.file import (
     Config,
     SecuritySettings,
@@ -182,6 +185,51 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     )
 
 
+def test_faults_have_line_key_and_id(tmp_path: Path) -> None:
+    """Also those that only the check of a machine finds: the file is mended where they stand."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        """proxy:
+  host: 0.0.0.0
+cluster:
+  model: /none
+  nodes:
+  - id: n0
+    instances:
+    - {id: p0, role: prefill}
+    - id: d0
+      role: decode
+      port: x
+      prt: 1
+"""
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    path.write_text(path.read_text().replace("port: x", "port: 1").replace("prt: 1", "pp: 1"))
+
+    checked = CliRunner().invoke(app, ["config", "check", str(path)])
+
+    item = "cluster.nodes.0.instances.1 (d0)"
+    assert [fault.partition(";")[0] for fault in caught.value.faults] == [
+        f"{path}:11: {item}.port: got 'x'",
+        f"{path}:12: {item}.prt: unknown key",
+    ]
+    assert isinstance(checked.exception, ConfigError)
+    assert [fault.split(", ")[0] for fault in checked.exception.faults] == [
+        f"{path}:2: proxy.host: got '0.0.0.0'",
+        f"{path}:4: cluster.model: /none has no config.json; allowed: a Hugging Face directory",
+    ]
+
+
+def test_text_that_yaml_takes_for_something_else_has_a_hint(tmp_path: Path) -> None:
+    """`no` is a truth value and 7 a number; quotes make them names."""
+    path = tmp_path / "bad.yaml"
+    for text, hint in (("no", "truth values: quote it"), ("7", "(quote it)")):
+        path.write_text(f"proxy: {{id: {text}}}")
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            load_config(path)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -197,7 +245,7 @@ def test_what_yaml_allows_and_we_do_not_is_named(tmp_path: Path, text: str, reas
     path = tmp_path / "kvrs.yaml"
     path.write_text(text)
 
-    with pytest.raises(ConfigError, match=rf"kvrs\.yaml: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"kvrs\.yaml(:1)?: .*{reason}"):
         load_config(path)
 
 

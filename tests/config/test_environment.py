@@ -119,7 +119,31 @@ def test_a_fault_names_the_variable_that_it_is_in(tmp_path: Path) -> None:
     faults = faults_of({"KVRS_PROXY__PORT": "x"}, path)
 
     assert faults[0].startswith("environment variable KVRS_PROXY__PORT: proxy.port: got 'x'; ")
-    assert faults[1].startswith(f"{path}: slo.abort: got 3; ")
+    assert faults[1].startswith(f"{path}:1: slo.abort: got 3; ")
+
+
+def test_a_variable_without_a_value_is_called_empty() -> None:
+    """As compose files and charts set them; `got None` would name what nobody wrote."""
+    (fault,) = faults_of({"KVRS_PROXY__PORT": ""})
+
+    assert fault == (
+        "environment variable KVRS_PROXY__PORT: proxy.port: is empty; input should be a valid "
+        "integer"
+    )
+
+
+def test_a_log_level_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `--log-level`, which comes before the variable."""
+    monkeypatch.setenv("KVRS_LOG_LEVEL", "loud")
+
+    refused = CliRunner().invoke(app, ["config", "show"])
+    given = CliRunner().invoke(app, ["--log-level", "info", "config", "show"])
+
+    assert isinstance(refused.exception, ConfigError)
+    assert refused.exception.faults == [
+        "environment variable KVRS_LOG_LEVEL: got 'loud'; allowed: debug, info, warning, error"
+    ]
+    assert given.exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -217,7 +241,7 @@ def test_a_section_of_the_wrong_type_stays_a_fault_of_the_file(tmp_path: Path) -
 
     (fault,) = faults_of({"KVRS_PROXY__PORT": "1"}, path)
 
-    assert fault == f"{path}: proxy: got 3; allowed: a section"
+    assert fault == f"{path}:1: proxy: got 3; allowed: a section"
     assert load_source(path, {}).document == {"proxy": 3}
 
 

@@ -120,10 +120,8 @@ def test_the_commands_refuse_what_is_exposed(
 
     for result in (checked, started):
         assert isinstance(result.exception, ConfigError)
-        assert [fault.partition(":")[0] for fault in result.exception.faults] == [
-            "proxy.host",
-            "proxy.admin_host",
-            "proxy.peer_host",
+        assert [fault.split(": ")[:2] for fault in result.exception.faults] == [
+            [f"{file}:1", f"proxy.{key}"] for key in ("host", "admin_host", "peer_host")
         ]
 
 

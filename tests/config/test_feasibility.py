@@ -24,7 +24,9 @@ def check(folder: Path, document: dict[str, Any], *options: str) -> Result:
 def faults_of(folder: Path, document: dict[str, Any], *options: str) -> list[str]:
     result = check(folder, document, *options)
     assert isinstance(result.exception, ConfigError), result.output
-    return result.exception.faults
+    place = f"{folder / 'kvrs.yaml'}:1: "
+    assert all(fault.startswith(place) for fault in result.exception.faults)
+    return [fault.removeprefix(place) for fault in result.exception.faults]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,24 @@ def test_a_peer_of_a_proxy_with_workers_says_how_many_it_has(tmp_path: Path) -> 
         "of 'a', also if it is 1"
     )
     assert check(tmp_path, document, "--elsewhere").exit_code == 0
+
+
+def test_a_port_that_the_user_may_not_bind_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user may start the proxy. A port that can be bound, or is taken, is none."""
+
+    class Denied(socket.socket):
+        def bind(self, address: Any, /) -> None:
+            raise PermissionError if address[1] == 80 else OSError
+
+    monkeypatch.setattr("kvrs.cli.feasibility.socket.socket", Denied)
+
+    result = check(tmp_path, {"proxy": {"port": 80, "admin_port": 81}})
+
+    warnings = [line for line in result.output.splitlines() if "may not bind" in line]
+    assert result.exit_code == 0, result.output
+    assert [line.partition(", ")[0] for line in warnings] == ["warning: proxy.port: got 80"]
 
 
 def test_files_that_do_not_exist_are_faults_on_this_machine(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_several_workers_need_a_system_with_shared_ports(
 
     assert isinstance(result.exception, ConfigError)
     assert result.exception.faults == [
-        "proxy.workers: got 2, and this system has no SO_REUSEPORT, by which they share a port; "
-        "allowed: 1"
+        f"{file}:1: proxy.workers: got 2, and this system has no SO_REUSEPORT, by which they share "
+        "a port; allowed: 1"
     ]
     check_shared_ports(parse_config({"proxy": {"workers": 1}}))
