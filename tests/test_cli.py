@@ -77,6 +77,28 @@ def test_options_of_a_replay_are_grouped() -> None:
     assert "mooncake-conversation" in shown
 
 
+def test_options_are_called_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports and --no-env of `up` are those of `proxy`; a trace's preset has a name of its own, and
+    the one that it had.
+    """
+    file = tmp_path / "kvrs.yaml"
+    file.write_text("proxy: {host: 0.0.0.0, admin_port: 9001}")
+    monkeypatch.setenv("KVRS_PROXY__PORT", "x")
+
+    def refusal(*command: str) -> str:
+        return str(CliRunner().invoke(app, [*command]).exception)
+
+    config = ("--config", str(file))
+    assert "KVRS_PROXY__PORT" in refusal("up", *config)
+    assert "KVRS_PROXY__PORT" not in (alone := refusal("up", *config, "--no-env"))
+    assert "proxy.host" in alone
+    assert "port 9001 is used" in refusal("proxy", *config, "--no-env", "--port", "9001")
+    replay = ("replay", "--url", "http://127.0.0.1:1", "--out", str(tmp_path))
+    named = [refusal(*replay, flag, "none") for flag in ("--trace-preset", "--preset")]
+    assert named[0] == named[1]
+    assert "mooncake-conversation" in named[0]
+
+
 @pytest.mark.parametrize(
     ("given", "before", "level"),
     [(["--log-level", "debug"], "nonsense", "DEBUG"), ([], "", "INFO"), ([], "warning", "WARNING")],

@@ -6,7 +6,7 @@ _EXAMPLES = {
     "proxy": ["KVRS_SECRET=... kvrs proxy --config vllm.yaml"],
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
     "replay": [
-        "kvrs replay --url http://127.0.0.1:8000 --preset mooncake-conversation",
+        "kvrs replay --url http://127.0.0.1:8000 --trace-preset mooncake-conversation",
         "kvrs replay --url http://127.0.0.1:8000 --trace conversation_trace.jsonl --window 0:500 "
         "--rate 10 --oracle",
     ],

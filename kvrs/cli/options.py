@@ -115,7 +115,12 @@ ReplayTrace = Annotated[
 ]
 TracePreset = Annotated[
     str | None,
-    typer.Option(help=f"Or a generated trace: {', '.join(PRESETS)}", rich_help_panel=TRACE),
+    typer.Option(
+        "--trace-preset",
+        "--preset",
+        help=f"Or a generated trace: {', '.join(PRESETS)}",
+        rich_help_panel=TRACE,
+    ),
 ]
 Window = Annotated[
     str | None,

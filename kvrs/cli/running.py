@@ -77,6 +77,7 @@ def up(
     tp: opt.Tp = None,
     pp: opt.Pp = None,
     ray: opt.Ray = None,
+    no_env: opt.NoEnv = False,
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.cluster.launcher import Cluster
@@ -84,8 +85,10 @@ def up(
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
     of_instances = {"tp": tp, "pp": pp}
+    environ = None if no_env else os.environ
     read_config = partial(
         _up_config,
+        environ,
         config,
         preset,
         proxies,
@@ -99,7 +102,7 @@ def up(
     settings = read_config()
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
-    read_launch = partial(_launch, config)
+    read_launch = partial(_launch, config, environ)
     upkeep = Upkeep(say, read_config, read_launch)
     # From here on every ending signal takes the same path, which always cleans up.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -119,13 +122,14 @@ def up(
         say("ending")
 
 
-def _launch(config: Path | None) -> UpCommand:
+def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
     """What proxies tell of this process; the file as `kvrs doctor` reads it."""
     file = None if config is None else str(config.resolve())
-    return UpCommand(os.getpid(), file, config_digest(load_config(config, os.environ)))
+    return UpCommand(os.getpid(), file, config_digest(load_config(config, environ)))
 
 
 def _up_config(
+    environ: Mapping[str, str] | None,
     config: Path | None,
     preset: SystemPreset | None,
     proxies: int,
@@ -148,7 +152,7 @@ def _up_config(
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
         preset = SystemPreset.BEST
-    given = checked(source := load_source(config, os.environ, preset))
+    given = checked(source := load_source(config, environ, preset))
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -194,6 +198,8 @@ def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None
 
 def proxy(
     config: opt.ConfigFile,
+    port: opt.Port = None,
+    admin_port: opt.AdminPort = None,
     workers: opt.Workers = None,
     no_env: opt.NoEnv = False,
     launch: opt.LaunchJson = None,
@@ -207,7 +213,13 @@ def proxy(
 
     def read_config() -> Config:
         given = load_config(config, None if no_env else os.environ)
-        return given if workers is None else with_workers(given, workers)
+        given = given if workers is None else with_workers(given, workers)
+        asked = {"port": port, "admin_port": admin_port}
+        ports = {key: value for key, value in asked.items() if value is not None}
+        if not ports:
+            return given
+        document = given.model_dump(mode="json")
+        return parse_config(document | {"proxy": document["proxy"] | ports})
 
     launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
     file = ConfigFile(config, read_config, launched)

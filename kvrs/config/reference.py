@@ -194,7 +194,7 @@ settings classes in `kvrs/config` by `make reference`.
 | `kvrs config init FILE --for SITUATION` | writes a first file with comments |
 | `kvrs config check FILE` | reports everything that is wrong, and starts nothing |
 | `kvrs config show FILE` | prints the configuration in effect, and where each value comes from |
-| `kvrs config diff A B` | prints what two files configure differently |
+| `kvrs config diff A B` | prints what two files configure differently; status 1: something |
 | `kvrs config schema` | prints the JSON schema, for editors and other checkers |
 
 `kvrs config check` also looks for what cannot work although every value is in its range: files,
