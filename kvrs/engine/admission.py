@@ -12,7 +12,8 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.large_work import LargeWork
 from kvrs.protocol.frames import MAX_NAME_BYTES
 from kvrs.protocol.instance import KvrsParams, KvTransferParams
-from kvrs.protocol.openai.requests import TOO_LONG, ChatRequest, CompletionRequest
+from kvrs.protocol.openai.chunks import TOO_LONG
+from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
 from kvrs.scheduling.sources import PullSource
 from kvrs.transfer.peers import TrafficClass

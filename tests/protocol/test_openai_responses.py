@@ -135,3 +135,11 @@ def test_a_request_that_is_wrong_is_refused(body: bytes) -> None:
     """With an error of the request, whatever it holds."""
     with pytest.raises(RequestError):
         parse_response_request(body)
+
+
+def test_what_is_allowed_is_said_in_words_of_json() -> None:
+    """Clients know null, and no None."""
+    body = b'{"input":"hi","previous_response_id":"resp_1"}'
+
+    with pytest.raises(RequestError, match=r"is not supported; allowed: null$"):
+        parse_response_request(body)

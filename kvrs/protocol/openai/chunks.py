@@ -3,11 +3,18 @@
 The first part is what engines of ours write, the second what a proxy reads of any engine's chunks.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from kvrs.protocol.instance import KvTransferParams, TokenId
+
+# The code of what is longer than the model takes, by which clients fall back to another one.
+TOO_LONG = "context_length_exceeded"
+# In the words of vLLM.
+_TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 # Written. In every choice `token_ids` stays last, so that a proxy can cut it out of the bytes by
 # offset.
@@ -225,6 +232,16 @@ def error_body(
     return msgspec.json.encode(
         {"error": {"message": message, "type": kind, "param": param, "code": code}}
     )
+
+
+def refusal_body(error: Mapping[str, Any]) -> bytes:
+    """An engine's refusal of a client's request, in the one form that a port has for them, whatever
+    type and code the engine gives: vLLM's are `BadRequestError` and a number.
+    """
+    message, param, code = str(error.get("message")), error.get("param"), error.get("code")
+    if not isinstance(code, str):
+        code = TOO_LONG if _TOO_LONG.search(message) else None
+    return error_body(message, param=param if isinstance(param, str) else None, code=code)
 
 
 def error_kind(error: Any) -> str:

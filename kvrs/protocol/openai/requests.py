@@ -14,8 +14,6 @@ from kvrs.protocol.openai.fields import EMBEDDED, VLLM, ApiKind, check_fields, t
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 from kvrs.protocol.token_ids import packed
 
-# The code of what is longer than the model takes, by which clients fall back to another one.
-TOO_LONG = "context_length_exceeded"
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 16
 MAX_STREAMS = 128  # Of one request: its prompts, each as often as it has choices.

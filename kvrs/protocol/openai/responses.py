@@ -95,7 +95,8 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Ask
     for name, value in fields.items():
         if name in _NEUTRAL:
             if not is_among(value, _NEUTRAL[name]):
-                allowed = " or ".join(map(repr, (*_NEUTRAL[name], None)))
+                neutral = (*_NEUTRAL[name], None)
+                allowed = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
                 raise _not_supported(name, value, allowed)
         elif name not in {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES}:
             allowed = ", ".join(sorted({*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}))

@@ -18,9 +18,9 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES, LargeWork
 from kvrs.policy.model.events import Deadlines
-from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.chunks import TOO_LONG, error_body
 from kvrs.protocol.openai.fields import VLLM
-from kvrs.protocol.openai.requests import TOO_LONG, CompletionRequest, Fields
+from kvrs.protocol.openai.requests import CompletionRequest, Fields
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.answers import (

@@ -145,7 +145,8 @@ class Passed:
         if path == DETOKENIZE:
             return await self._detokenize(fields)
         raise RequestError(
-            f"{path} is not served by the engine {self._backend!r}; allowed: an engine of vLLM",
+            f"{path} is not served by the engine {str(self._backend)!r}; "
+            "allowed: an engine of vLLM",
             status=404,
         )
 

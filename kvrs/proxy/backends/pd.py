@@ -22,7 +22,7 @@ from kvrs.protocol.instance import (
     RankAnswer,
     RankRequest,
 )
-from kvrs.protocol.openai.chunks import Usage, error_body, error_kind
+from kvrs.protocol.openai.chunks import Usage, error_body, error_kind, refusal_body
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
@@ -196,15 +196,15 @@ def _decoded(body: bytes) -> Any:
 
 
 def _as_openai(body: bytes) -> bytes:
-    """An engine's refusal in the form that clients read, on one line, as it must be in an event.
+    """An engine's refusal in the form that clients read.
 
     Older versions of vLLM have a flat form, and a server in front of an engine may have any.
     """
     match _decoded(body):
-        case {"error": {"message": str()}} as answer:
-            return msgspec.json.encode(answer)
-        case {"message": str(message)}:
-            return error_body(message)
+        case {"error": {"message": str()} as error}:
+            return refusal_body(error)
+        case {"message": str()} as error:
+            return refusal_body(error)
         case _:
             return error_body(
                 f"the engine refused the request: {body[:300].decode(errors='replace')}"

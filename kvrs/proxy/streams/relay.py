@@ -7,8 +7,6 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-import msgspec
-
 from kvrs.control.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
@@ -17,6 +15,7 @@ from kvrs.protocol.openai.chunks import (
     ReceivedChoice,
     ReceivedChunk,
     error_kind,
+    refusal_body,
 )
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.peer import UNREADABLE
@@ -415,6 +414,6 @@ def _raise_error_event(error: Any) -> None:
     match error:
         case {"message": str(), "code": int(code)} if is_the_clients_fault(code):
             # vLLM sends it when it finds the fault after the status.
-            raise RefusedError(code, msgspec.json.encode({"error": error}))
+            raise RefusedError(code, refusal_body(error))
         case _:
             raise ErrorEventError(error)

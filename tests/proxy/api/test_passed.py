@@ -68,6 +68,7 @@ async def test_what_is_not_served_is_refused_by_name(
     answer = await posted(system, path, **fields)
 
     assert (answer[0], answer[1]["error"]["param"]) == (status, param), answer
+    assert "Backend." not in answer[1]["error"]["message"]
     assert not any(instance.bodies for instance in system.instances.values())
 
 

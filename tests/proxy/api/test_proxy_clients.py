@@ -338,6 +338,60 @@ async def test_a_refusal_has_openai_s_form_on_one_line(
     assert msgspec.json.decode(answer)["error"]["message"].startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("error", "param", "code"),
+    [
+        ({"message": "no such field", "type": "BadRequestError", "code": 400}, None, None),
+        ({"message": "no such model", "type": "NotFoundError", "code": "x"}, None, "x"),
+        (
+            {
+                "message": "This model's maximum context length is 8 tokens. However, you ...",
+                "type": "BadRequestError",
+                "param": "input_tokens",
+                "code": 400,
+            },
+            "input_tokens",
+            "context_length_exceeded",
+        ),
+        (
+            {
+                "message": "The decoder prompt (length 9) is longer than the maximum model length",
+                "type": "ValueError",
+                "param": 3,
+                "code": None,
+            },
+            None,
+            "context_length_exceeded",
+        ),
+    ],
+)
+@pytest.mark.parametrize("flat", [False, True])
+async def test_refusals_of_engines_have_one_form(
+    build: ProxyClusterBuilder,
+    error: dict[str, object],
+    param: str | None,
+    code: str | None,
+    *,
+    flat: bool,
+) -> None:
+    """vLLM's type is the name of an exception, and its code the status: agents look for
+    `context_length_exceeded`.
+    """
+    system = await build(pairs=1)
+    body = msgspec.json.encode(error if flat else {"error": error})
+    system.instances["d0"].refusal = (400, body)
+
+    status, answer = await system.complete(**REQUEST)
+
+    assert status == 400
+    assert msgspec.json.decode(answer)["error"] == {
+        "message": error["message"],
+        "type": "invalid_request_error",
+        "param": param,
+        "code": code,
+    }
+
+
 async def test_a_stream_that_flows_outlives_the_refusal_of_its_next_instance(
     build: ProxyClusterBuilder,
 ) -> None:

@@ -217,7 +217,8 @@ async def test_a_client_s_fault_is_reported_to_the_client(vllms: Builder) -> Non
     status, body = await system.ask({"prompt": PROMPT, "temperature": 0, "stream": True})
 
     assert status == 400
-    assert msgspec.json.decode(body) == {"error": REFUSED}
+    form = {"type": "invalid_request_error", "code": None}
+    assert msgspec.json.decode(body) == {"error": REFUSED | form}
     assert (await system.state())["recoveries"] == []
 
 
