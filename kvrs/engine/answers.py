@@ -240,9 +240,9 @@ def _delta(delta: TextDelta) -> ChatDelta:
     calls = [_tool_call(call) for call in delta.tool_calls]
     for call, shown in zip(delta.tool_calls, calls, strict=True):
         shown.index = call.index
-    return ChatDelta(
-        content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls
-    )
+    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
+    content = None if says_nothing else delta.text
+    return ChatDelta(content=content, reasoning_content=delta.reasoning or None, tool_calls=calls)
 
 
 def _message(delta: TextDelta) -> ChatMessage:

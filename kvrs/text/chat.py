@@ -10,6 +10,7 @@ What only looks like a call stays content.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from hashlib import blake2b
 from typing import assert_never
@@ -213,7 +214,9 @@ class ChatSplitter:
         )
 
     def _taken(self) -> TextDelta:
-        delta, self._delta = self._delta, TextDelta("")
+        is_content = self._mode in (_Mode.OPENING, _Mode.CONTENT) and not self._held
+        delta = replace(self._delta, is_content=is_content and not self.calls)
+        self._delta = TextDelta("")
         return delta
 
 

@@ -6,7 +6,7 @@ or of a possible stop string too.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -38,6 +38,8 @@ class TextDelta:
     stopped: str | None = None  # The stop string that ended the text, itself not in it.
     reasoning: str = ""
     tool_calls: tuple[ParsedToolCall, ...] = ()
+    # Whether `text` is content also where it is empty: half a character is, a part of a call not.
+    is_content: bool = field(default=True, compare=False)
 
     def then(self, later: "TextDelta") -> "TextDelta":
         """Both in one."""
@@ -46,6 +48,7 @@ class TextDelta:
             later.stopped or self.stopped,
             self.reasoning + later.reasoning,
             self.tool_calls + later.tool_calls,
+            later.is_content,
         )
 
 

@@ -21,6 +21,7 @@ from kvrs.engine.answers import ChatAnswer, CompletionAnswer
 from kvrs.engine.requests import GenerationRun, Sampled, StepOutput, Vocabulary, make_run
 from kvrs.engine.worker import Worker
 from kvrs.ids import StreamId
+from kvrs.protocol.openai.chunks import ChatChunkChoice
 from kvrs.protocol.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -28,8 +29,9 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs.protocol.tags import root_tag
+from kvrs.proxy.wire.requests import CHAT
 from kvrs.scheduling.sequences import Chunk, Sequence
-from kvrs.text.output import load_tokenizer
+from kvrs.text.output import TextDelta, load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from tests.engine.serving import serving
 
@@ -184,6 +186,26 @@ def test_a_message_that_called_ends_with_tool_calls(tokenizer: Tokenizer) -> Non
     assert not any("content" in event["choices"][0]["delta"] for event in events[1:])
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     assert usage["usage"]["completion_tokens"] == len(output)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_token_of_half_a_character_has_empty_content(
+    tokenizer: Tokenizer, tools: list[dict[str, Any]] | None
+) -> None:
+    """As with vLLM: `text += delta.content` fails where a client finds none."""
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    request = parse_chat_request(msgspec.json.encode(body))
+    output = [*tokenizer.encode("🙂 é 🚀", add_special_tokens=False).ids, END_ID]
+
+    events = [json.loads(event) for event in forced(request, tokenizer, "x", output, 0)]
+
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    assert "".join(delta["content"] for delta in deltas) == "🙂 é 🚀"
+    assert "" in [delta["content"] for delta in deltas[1:-1]]
+    for delta in (TextDelta(""), TextDelta("", is_content=False), TextDelta("", None, "hm")):
+        choice = CHAT.choice(delta)
+        assert isinstance(choice, ChatChunkChoice)
+        assert choice.delta.content == ("" if delta == TextDelta("") and delta.is_content else None)
 
 
 @pytest.mark.parametrize("text", ["日本 🙂 é and 🚀", "one two three END", "one EN", "é END"])

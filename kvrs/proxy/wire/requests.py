@@ -50,9 +50,9 @@ def _chat_delta(delta: TextDelta) -> ChatDelta:
         ToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.index)
         for call in delta.tool_calls
     ]
-    return ChatDelta(
-        content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls
-    )
+    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
+    content = None if says_nothing else delta.text
+    return ChatDelta(content=content, reasoning_content=delta.reasoning or None, tool_calls=calls)
 
 
 @dataclass(frozen=True, slots=True)
