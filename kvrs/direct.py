@@ -14,13 +14,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE
 from aiohttp.tcp_helpers import tcp_keepalive
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvrs.connections import Connections
 from kvrs.eager_tasks import EagerTask
-from kvrs.http_connection import HttpConnection, address_of, refuse
+from kvrs.http_connection import SERVER, HttpConnection, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
 from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
 
@@ -491,7 +490,7 @@ def _written(response: web.Response, *, keeps_open: bool) -> bytes:
         **response.headers,
         "Content-Length": str(len(body)),
         "Date": rfc822_formatted_time(),
-        "Server": SERVER_SOFTWARE,
+        "Server": SERVER,
     }
     if not keeps_open:
         fields["Connection"] = "close"

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvrs.connections import ConnectionLimits, Connections
 from kvrs.errors import ConfigError, RequestError
-from kvrs.http_connection import HttpConnection, ReadingTurns, log
+from kvrs.http_connection import SERVER, HttpConnection, ReadingTurns, log
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.secrets import Door, DoorKey
@@ -42,8 +42,8 @@ _OF_ADMIN = frozenset(("/kvrs/v1/faults", "/reset_prefix_cache"))
 
 _TLS_ONLY = error_body("this port speaks TLS only: use https://")
 _IN_PLAIN = (
-    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_TLS_ONLY), _TLS_ONLY)
+    b"HTTP/1.1 400 Bad Request\r\nServer: kvrs\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(_TLS_ONLY), _TLS_ONLY)
 )
 
 _WATCHES = web.AppKey("watches", set[asyncio.Task[None]])
@@ -131,6 +131,7 @@ class HttpPort:
         if names is not None:
             app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
         app.middlewares.insert(0, _begin)
+        app.on_response_prepare.append(_name_server)
         self._keys = keys
         # A client that leaves cancels its handler.
         self._runner = web.AppRunner(
@@ -193,6 +194,10 @@ class HttpPort:
             await self._direct.close(self._shutdown_timeout_s)
         await self._runner.cleanup()
         self._connections.abort()  # Trunks, whose connections have ended.
+
+
+async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.setdefault("Server", SERVER)
 
 
 @web.middleware

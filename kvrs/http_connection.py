@@ -18,9 +18,10 @@ from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.secrets import Door, DoorKey
 from kvrs.trunk import PREFACE, Trunk
 
+SERVER = "kvrs"  # In every response; versions are for nobody at a port.
 _FULL = error_body("too many connections are open", kind="server_error")
 _REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %s\r\nConnection: close\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nServer: kvrs\r\nRetry-After: %s\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 )
 
@@ -226,6 +227,8 @@ class HttpConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        if not resp.prepared:
+            resp.headers.setdefault("Server", SERVER)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:

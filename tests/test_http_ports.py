@@ -253,3 +253,22 @@ async def test_a_client_with_a_wrong_proof_gets_nothing(tmp_path: Path) -> None:
         writer.close()
 
     assert received == b""
+
+
+@pytest.mark.parametrize("opened", [agent, engine, proxy, admin, peer])
+async def test_responses_of_every_port_name_no_version(opened: Opened, tmp_path: Path) -> None:
+    """Neither of Python nor of aiohttp: whole, refused, not there, and to what is no HTTP."""
+    requests = [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+        b"no HTTP at all\r\n\r\n",
+    ]
+    async with opened(tmp_path) as port:
+        answers = [await exchange(port, request) for request in requests]
+
+    for answer in answers:
+        head = answer.partition(b"\r\n\r\n")[0].lower()
+        servers = [line for line in head.split(b"\r\n") if line.startswith(b"server:")]
+        assert servers == [b"server: kvrs"], answer

@@ -10,10 +10,9 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE
 
 from kvrs.direct import DirectConnection, DirectRequest
-from kvrs.http_connection import HttpConnection
+from kvrs.http_connection import SERVER, HttpConnection
 from kvrs.proxy.wire.request_context import header_lines, noted_lines
 
 # More than this unsent: the client does not read as fast as the engine writes.
@@ -24,7 +23,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 # The head of a stream of events, but for what each has of its own.
 _EVENT_STREAM = (
     " 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
-    f"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\nServer: {SERVER_SOFTWARE}\r\n"
+    f"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\nServer: {SERVER}\r\n"
 )
 _CHUNKED = "Transfer-Encoding: chunked\r\n"
 _LAST_OF_CONNECTION = "Connection: close\r\n"
