@@ -64,9 +64,9 @@ class RollingRestart:
                 raise RestartError(proxy.fault)
             return proxy.pid != former and not cluster.down()
 
-        return self._until(is_new, name, self._start_s + proxy.settings.drain_s) and self._all_up(
-            name, self._start_s
-        )
+        return self._until(
+            is_new, name, self._start_s + proxy.settings.drain_delay_s + proxy.settings.drain_s
+        ) and self._all_up(name, self._start_s)
 
     def _restart(self, process: Process) -> bool:
         cluster = self._cluster

@@ -166,9 +166,14 @@ class ProxySettings(Settings):
     """
     mirror_bytes: int = Field(default=256 << 20, ge=LEAST_MIRROR_BYTES)
     """Memory for the records of streams that can be resumed, here and at other proxies."""
+    drain_delay_s: float = Field(default=0.0, ge=0, le=300)
+    """On SIGTERM: how long new requests are still taken while /readyz says 503, so that load
+    balancers learn of it before requests are refused. A second SIGTERM, or SIGINT, ends it. 0 suits
+    clients that repeat a refused request, and `kvrs up`.
+    """
     drain_s: float = Field(default=600.0, ge=0, le=3600)
-    """On SIGTERM: how long streams without a key may run to their end. The process ends when none
-    is left, or at a second signal.
+    """On SIGTERM, after that: how long streams without a key may run to their end. The process ends
+    when none is left, or at another signal.
     """
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
     """Requests that a plain engine could not continue exactly (docs/openai.md): mark or refuse."""

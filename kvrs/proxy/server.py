@@ -327,6 +327,10 @@ class Proxy:
         """Serve until cancelled; an exception is an internal error."""
         await asyncio.gather(*self._background)
 
+    async def leave(self) -> None:
+        if self._api is not None and (self._link is None or self._link.all_drain):
+            await self._api.leave(self._config.proxy.drain_delay_s)  # Else other workers serve on.
+
     async def drain(self) -> None:
         """Admit no new streams, hand over those with a key if a peer is up, and wait for the rest
         to end.
@@ -482,7 +486,7 @@ async def serve(
     `watched` file, has it `read` its configuration again. One of several workers of a proxy
     (`link`) ends with its supervisor too.
     """
-    proxy, stop = Proxy(config, secret, older, read, link), Stop()
+    proxy, stop = Proxy(config, secret, older, read, link), Stop(config.proxy.drain_delay_s)
 
     def ready() -> None:
         keep_what_is_there()

@@ -88,7 +88,8 @@ def test_manifests_go_with_the_configuration(tmp_path: Path) -> None:
         "admin": proxy.admin_port,
         "peers": proxy.peer_port,
     }
-    assert spec["terminationGracePeriodSeconds"] > proxy.drain_s
+    assert proxy.drain_delay_s > 0
+    assert spec["terminationGracePeriodSeconds"] > proxy.drain_delay_s + proxy.drain_s
     assert services["kvrs-peers"]["clusterIP"] == "None"
     assert services["kvrs-peers"]["publishNotReadyAddresses"] is True
     assert all(service["selector"].items() <= labels.items() for service in services.values())

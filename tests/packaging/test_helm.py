@@ -122,7 +122,9 @@ def test_helm_renders_manifests_whose_configurations_can_run(tmp_path: Path) -> 
         assert [*faults_of_proxy(config, ENVIRONMENT)] == []
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         assert ports == {"clients": proxy.port, "admin": proxy.admin_port, "peers": proxy.peer_port}
-        assert pods["template"]["spec"]["terminationGracePeriodSeconds"] > proxy.drain_s
+        assert proxy.drain_delay_s > 0
+        grace_s = pods["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s > proxy.drain_delay_s + proxy.drain_s
     assert {*found["Service"]} == {"east", "east-peers"}
     assert all(each["spec"]["selector"].items() <= labels for each in found["Service"].values())
     assert pods["selector"]["matchLabels"].items() <= labels

@@ -210,3 +210,53 @@ async def test_a_signal_while_a_proxy_starts_does_not_end_it(
         answer = await http.post(f"http://127.0.0.1:{port}/v1/completions", json=REQUEST)
 
         assert answer.status == 200
+
+
+async def test_a_proxy_that_leaves_is_not_ready_and_serves_new_requests(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """For `proxy.drain_delay_s`: load balancers learn late of what is not ready. A second SIGTERM
+    ends the delay: new requests are refused, and streams that run have time to end.
+    """
+    system = await build()
+    async with (
+        process(system, tmp_path, drain_delay_s=300.0) as (proxy, url),
+        aiohttp.ClientSession() as http,
+        asyncio.timeout(WITHIN_S),
+    ):
+        ready = url.replace("/v1/completions", "/readyz")
+        proxy.send_signal(signal.SIGTERM)
+        while (await http.get(ready)).status != 503:
+            await asyncio.sleep(0.01)
+        async with http.post(url, json=REQUEST) as answer:
+            served = answer.status
+        system.script.gate, system.script.gate_at = asyncio.Event(), 2
+        running = await http.post(url, json=REQUEST | {"stream": True})
+        await running.content.readuntil(b"\n\n")
+
+        proxy.send_signal(signal.SIGTERM)
+        refused = 200
+        while refused == 200:
+            async with http.get(url.replace("/v1/completions", "/load")) as answer:
+                assert answer.status == 200
+            async with http.post(url, json=REQUEST | {"max_tokens": 1}) as answer:
+                refused = answer.status
+        system.script.gate.set()
+        events = await running.read()
+        status = await proxy.wait()
+
+    assert (served, refused, status) == (200, 503, 0)
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+async def test_sigint_waits_for_no_delay(build: ProxyClusterBuilder, tmp_path: Path) -> None:
+    """It comes from a terminal, where no load balancer has to learn of it."""
+    system = await build()
+    async with (
+        process(system, tmp_path, drain_delay_s=300.0) as (proxy, _),
+        asyncio.timeout(WITHIN_S),
+    ):
+        proxy.send_signal(signal.SIGINT)
+        status = await proxy.wait()
+
+    assert status == 0

@@ -104,6 +104,7 @@ class ClientApi:
         tenants: Tenants,
         large: LargeWork,
     ) -> None:
+        self.leaving = False  # It is not ready any more, and serves on.
         self.draining = False  # No new streams are admitted.
         self._settings = settings
         self._backend = backend
@@ -123,6 +124,13 @@ class ClientApi:
         self._bodies = ClientBodies(settings, metrics.admission, clock)
         metrics.admission.request_bytes.set_function(lambda: self.budget.held_bytes)
 
+    async def leave(self, delay_s: float) -> None:
+        """Say that no more requests should come, and serve those that do for so long."""
+        if delay_s:
+            self.leaving = True
+            log.info("leaving", extra={"delay_s": delay_s})
+            await asyncio.sleep(delay_s)
+
     def application(self) -> web.Application:
         pages = [] if self._pages is None else [self._pages.middleware()]
         app = web.Application(middlewares=[*pages, errors_as_openai, self._tenants.authenticate])
@@ -132,7 +140,7 @@ class ClientApi:
         ResponsesApi(self, *parts).add_to(app)
         self._passed.add_to(app)
         add_models(app, self._driver.control.instances)
-        add_health(app, self._backend, self._driver, lambda: self.draining)
+        add_health(app, self._backend, self._driver, lambda: self.leaving or self.draining)
         add_document(app, clients_document())
         return app
 

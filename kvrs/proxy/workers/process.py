@@ -89,7 +89,7 @@ class WorkerPlace:
                 await asyncio.sleep(_FIRST_PAUSE_S / 5)
 
     def drain(self) -> None:
-        """Have it end, and start no other one; a second time: at once."""
+        """Have it end, and start no other one; again, as by a signal: sooner."""
         self._ending = True
         if self.channel is not None:
             self.channel.tell(DRAIN)

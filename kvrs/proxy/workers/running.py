@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrs.descriptors import raise_descriptor_limit
 from kvrs.errors import ConfigError
@@ -22,20 +22,33 @@ _LOOK_AT_FILE_S = 1.0
 class Service(Protocol):
     async def start(self) -> None: ...
     async def run(self) -> None: ...  # Until cancelled.
+    async def leave(self) -> None: ...  # Be no more ready; go on serving for a delay, if any.
     async def drain(self) -> None: ...
     async def close(self) -> None: ...
     async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
 
 
 class Stop:
-    """What asks a service to end. `asked` is called by signals; a second time skips draining."""
+    """What asks a service to end. `asked` is called by SIGTERM: while the service has a delay, a
+    second time ends the delay; after that it skips draining. SIGINT waits for no delay.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float = 0.0) -> None:
         self.first = asyncio.Event()
+        self.no_delay = asyncio.Event()
         self.at_once = asyncio.Event()
+        if not delay_s:
+            self.no_delay.set()
 
     def asked(self) -> None:
-        (self.at_once if self.first.is_set() else self.first).set()
+        for step in (self.first, self.no_delay, self.at_once):
+            if not step.is_set():
+                step.set()
+                return
+
+    def interrupted(self) -> None:
+        self.no_delay.set()
+        self.asked()
 
 
 async def run_service(
@@ -46,8 +59,8 @@ async def run_service(
     """
     asked_to_reload = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.asked)
+    loop.add_signal_handler(signal.SIGTERM, stop.asked)
+    loop.add_signal_handler(signal.SIGINT, stop.interrupted)
     loop.add_signal_handler(signal.SIGHUP, asked_to_reload.set)
     # `kvrs up` restarts its processes on it; its default here would end this one.
     ignored = "SIGUSR1 is ignored: only `kvrs up` restarts its processes on it"
@@ -65,6 +78,7 @@ async def run_service(
         await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             await running
+        await _leave(service, stop, running)
         draining, hurried = (
             asyncio.ensure_future(service.drain()),
             asyncio.ensure_future(stop.at_once.wait()),
@@ -80,6 +94,20 @@ async def run_service(
         for task in (running, stopping, reloading, watching):
             task.cancel()
         await service.close()
+
+
+async def _leave(service: Service, stop: Stop, running: asyncio.Future[None]) -> None:
+    """Until its delay is over, or is ended."""
+    leaving = asyncio.ensure_future(service.leave())
+    ended = asyncio.ensure_future(stop.no_delay.wait())
+    waited: set[asyncio.Future[Any]] = {leaving, ended, running}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stop.no_delay.set()
+    for task in (leaving, ended):
+        task.cancel()
+    await asyncio.gather(leaving, ended, return_exceptions=True)
+    if not leaving.cancelled():
+        await leaving
 
 
 async def _watch(path: Path | None, changed: asyncio.Event) -> None:

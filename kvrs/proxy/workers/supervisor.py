@@ -65,6 +65,7 @@ _ASK_INTERVAL_S = 1.0
 _RELOAD_S = 30.0
 _REPEAT_S = 1.0
 _LAST_WORDS_S = 2.0
+_TIMES_TO_END = 3  # To leave, to end the delay, to skip draining.
 _ENDED_WITHIN_S = 10.0  # After the second signal.
 
 
@@ -189,17 +190,26 @@ class Supervisor:
         for task in done:
             task.result()
 
-    async def drain(self) -> None:
-        """Have all workers drain and end; a second time: at once."""
+    async def leave(self) -> None:
+        """Have all workers leave, and drain after that: each waits for the same delay."""
         for place in self.places:
             place.drain()
+        try:
+            await asyncio.sleep(self._config.proxy.drain_delay_s)
+        except asyncio.CancelledError:
+            for place in self.places:
+                place.drain()
+            raise
+
+    async def drain(self) -> None:
+        """Wait for the workers to end."""
         await asyncio.wait(self._tasks[: len(self.places)])
 
     async def close(self) -> None:
         """End all workers, and release all resources."""
         for place in self.places:
-            place.drain()
-            place.drain()
+            for _ in range(_TIMES_TO_END):
+                place.drain()
         running = self._tasks[: len(self.places)]
         if running:
             await asyncio.wait(running, timeout=_ENDED_WITHIN_S)
@@ -401,4 +411,9 @@ async def supervise(
         ports = {"port": supervisor.port, "admin_port": supervisor.admin_port}
         log.info("proxy ready", extra=ports | {"workers": config.proxy.workers})
 
-    await run_service(supervisor, ready, Stop(), path if config.proxy.reload_on_change else None)
+    await run_service(
+        supervisor,
+        ready,
+        Stop(config.proxy.drain_delay_s),
+        path if config.proxy.reload_on_change else None,
+    )
