@@ -462,6 +462,7 @@ def _arrival(live: LiveStream, now_s: float) -> StreamArrived | StreamAdopted:
             journal.deadlines,
             journal.client,
             journal.tenant,
+            journal.name,
         )
     return StreamAdopted(
         journal.stream,
@@ -472,6 +473,7 @@ def _arrival(live: LiveStream, now_s: float) -> StreamArrived | StreamAdopted:
         now_s - journal.arrived_s,
         journal.kept,
         journal.tenant,
+        journal.name,
     )
 
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import inf
 
 from kvrs.config.file import Config
+from kvrs.control.names import NameBook, names_of
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.model.actions import Place, Plan
 from kvrs.policy.model.cluster_view import Instance
@@ -114,6 +115,7 @@ class Instances:
         # weights.
         self._served: InstanceInfo | None = None
         self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
+        self.names = NameBook(lambda: (known.info for known in self.known.values()))
 
     def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
         known = self.known[instance] = KnownInstance(instance, node, role)
@@ -122,6 +124,7 @@ class Instances:
     def remove(self, known: KnownInstance) -> None:
         known.health, known.reason = Health.REMOVED, None
         known.info = known.load = known.lost = self._plain = None
+        self.names.changed()
 
     def present(self) -> Iterator[KnownInstance]:
         """Those of the configuration."""
@@ -268,6 +271,7 @@ class Instances:
         known.reason = None
         known.lost = None
         self._served, self._plain = info, None
+        self.names.changed()
         return Instance(
             id=info.id,
             node=info.node,
@@ -279,6 +283,7 @@ class Instances:
             max_model_len=info.max_model_len or None,
             own_prefill=info.own_prefill if info.own_prefill in self.known else None,
             computes_prompts=info.computes_prompts and info.role is Role.DECODE,
+            names=names_of(info),
         )
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:

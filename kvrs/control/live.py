@@ -44,6 +44,7 @@ class StreamJournal(Protocol):
     deadlines: Deadlines
     client: str  # Shares the queues with the others; empty: it is not known.
     tenant: str  # Its mark; all are the same where there are no tenants.
+    name: str  # Key of the alias or adapter that it is of (`names.py`); empty: all have it.
     kept: tuple[Kept, ...]  # KV of the stream as the proxy before this one knew it.
 
     @property

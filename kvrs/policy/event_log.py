@@ -106,6 +106,7 @@ class _Instance(msgspec.Struct):
     moves_kv: bool = True
     tokens: str = ""
     computes_prompts: bool = False
+    names: tuple[str, ...] = ()
 
 
 class _Up(msgspec.Struct):
@@ -300,6 +301,7 @@ def _event(fields: dict[str, Any]) -> Event:
             found.moves_kv,
             found.tokens,
             found.computes_prompts,
+            found.names,
         ),
         up.lives_on,
         up.had_not_ended,

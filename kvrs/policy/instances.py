@@ -1,6 +1,7 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import assert_never
 
@@ -22,6 +23,7 @@ from kvrs.policy.model.events import (
     InstanceRemoved,
     InstanceUp,
     LoadReported,
+    NamesListed,
     OthersBooked,
     SelfTested,
 )
@@ -178,10 +180,20 @@ class InstanceEvents:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
 
-    def self_tested(self, event: SelfTested) -> None:
+    def learned(self, event: SelfTested | NamesListed, now_s: float) -> None:
+        """Other facts of an instance that runs on."""
         member = self._view.members.get(event.instance)
-        if member is not None and event.epoch == member.instance.epoch:
-            self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
+        if member is None or event.epoch != member.instance.epoch:
+            return
+        match event:
+            case SelfTested():
+                self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
+            case NamesListed():
+                # With the table of all its ranks, from which the other one is made.
+                member.set_instance(replace(member.unscaled, names=event.names))
+                self._starter.place_idle(now_s)
+            case _:
+                assert_never(event)
 
     def drain_reported(self, event: DrainReported, now_s: float) -> None:
         """Streams on an instance that is about to end are moved while their KV is still there."""

@@ -134,7 +134,10 @@ class Outliers:
             event.final
             or member is None
             or not any(
-                other is not member and not other.is_drained and not other.health.is_ejected
+                other is not member
+                and stream.is_served_at(other)
+                and not other.is_drained
+                and not other.health.is_ejected
                 for other in self._peers(member)
             )
         )

@@ -41,6 +41,7 @@ from kvrs.policy.model.events import (
     Kept,
     LinkMeasured,
     LoadReported,
+    NamesListed,
     OthersBooked,
     PagesKept,
     PrefillDone,
@@ -205,8 +206,8 @@ class RecoveryPolicy:
                 self._instances.ordered(event, now_s)
             case InstanceReforming() | InstanceReformed():
                 self._instances.reforming(event, now_s)
-            case SelfTested():
-                self._instances.self_tested(event)
+            case SelfTested() | NamesListed():
+                self._instances.learned(event, now_s)
             case LoadReported():
                 self._instances.reported(event, now_s)
             case OthersBooked():

@@ -154,10 +154,13 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
     """
     excluded_epochs: frozenset[InstanceId] = frozenset()
     if stream.excluded_epochs:
-        targets = view.targets()
+        targets = view.targets(stream.name)
         excluded_epochs = frozenset(member.instance.id for member in targets if stream.bars(member))
         if barred_too and len(excluded_epochs) == len(targets):
             excluded_epochs = frozenset()
+    if stream.name:
+        lacking = (each for each in view.targets() if not stream.is_served_at(each))
+        excluded_epochs |= frozenset(member.instance.id for member in lacking)
     if not stream.first_token_sent:
         kept = (each.instance.id for each in view.decoders() if keeps_out(view, each, stream))
         excluded_epochs |= frozenset(kept)
@@ -173,7 +176,10 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
         open_ = (
             member
             for member in view.on_node(node)
-            if member.decodes and not member.is_drained and view.is_healthy(member)
+            if member.decodes
+            and not member.is_drained
+            and view.is_healthy(member)
+            and stream.is_served_at(member)
         )
         homes = tuple(
             member.instance.id for member in open_ if member.instance.id not in excluded_epochs
@@ -212,7 +218,7 @@ def apart_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member 
     """The decode instance where a suspected stream can go on apart: one without streams, if there
     is any.
     """
-    targets = view.targets()
+    targets = view.targets(stream.name)
     for barred in (False, True) if barred_too else (False,):
         for member in targets:
             if _may_have(view, member, stream, barred_too=barred):
@@ -224,7 +230,7 @@ def _foreign(
     view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
 ) -> frozenset[InstanceId]:
     """The targets at which the stream would go on with other tokens, if there are better ones."""
-    open_ = [member for member in view.targets() if member.instance.id not in excluded]
+    open_ = [member for member in view.targets(stream.name) if member.instance.id not in excluded]
     foreign = [member for member in open_ if not member.continues(stream.tokens)]
     is_left = len(foreign) < len(open_)
     return frozenset(member.instance.id for member in foreign if is_left)
@@ -272,7 +278,8 @@ def hand_off_to(
     if planned.own_prefill == prefill.instance.id:
         return planned  # One call for both stages: it decodes already.
     is_left = planned.reforming is not None and planned.is_drained
-    if settings.handoff is Handoff.OWN_PAIR and not is_left and planned.is_clear(view.now_s):
+    is_own = settings.handoff is Handoff.OWN_PAIR and stream.is_served_at(planned)
+    if is_own and not is_left and planned.is_clear(view.now_s):
         return planned
     others = (
         member
@@ -280,6 +287,8 @@ def hand_off_to(
         if member.continues(stream.tokens) and view.is_healthy(member)
     )
     is_kept = planned.quarantined_for not in (None, stream.id)
+    if not stream.is_served_at(planned):
+        return next(others, None)
     if is_left or is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
         return next(others, None if keeps_out(view, planned, stream) else planned)
     if settings.handoff is Handoff.OWN_PAIR:
@@ -363,13 +372,16 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
 
 def _is_free(stream: Stream, *, barred_too: bool) -> bool:
     """Whether any instance that is clear may get the stream."""
-    return not stream.shunned and (barred_too or not stream.excluded_epochs)
+    return not stream.shunned and not stream.name and (barred_too or not stream.excluded_epochs)
 
 
 def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
-    """Whether an instance may get this stream at all, however well or ill it does: it has asked for
-    no pause, has not failed the stream, and a suspected stream would run apart there.
+    """Whether an instance may get this stream at all, however well or ill it does: it serves the
+    name, has asked for no pause, has not failed the stream, and a suspected stream would run apart
+    there.
     """
+    if stream.name and not stream.is_served_at(member):
+        return False
     busy_until_s = member.health.busy_until_s
     if busy_until_s is not None and view.now_s < busy_until_s:
         return False

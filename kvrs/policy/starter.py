@@ -131,9 +131,17 @@ class Starter:
         self.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
-        """Decide the streams of one event together, the most urgent first (DESIGN section 5)."""
+        """Decide the streams of one event together, the most urgent first (DESIGN section 5). Those
+        of another name have other targets, and are decided after them.
+        """
         self._decisions.begin(now_s)
-        ordered = by_urgency(streams)
+        by_name: dict[str, list[Stream]] = {}
+        for stream in by_urgency(streams):
+            by_name.setdefault(stream.name, []).append(stream)
+        for name, ordered in by_name.items():
+            self._place_together(name, ordered, now_s)
+
+    def _place_together(self, name: str, ordered: list[Stream], now_s: float) -> None:
         for stream in ordered:
             self._back_off(stream, now_s)
         suspects = [stream for stream in ordered if stream.recovery.is_suspect]
@@ -146,7 +154,7 @@ class Starter:
             for stream in ordered
             if not stream.is_fresh
         ]
-        targets = self._view.targets() if victims else []
+        targets = self._view.targets(name) if victims else []
         loads = {member.instance.id: member.streams for member in targets}
         assigned = assign(self._settings.dispatch, victims, loads)
         limit = ceiling(len(victims), loads)

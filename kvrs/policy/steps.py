@@ -130,6 +130,7 @@ class Steps:
             event.tenant,
             now_s,
             event.client,
+            event.name,
         )
         self._arrivals += 1
         self._ledger.admit(stream)
@@ -147,6 +148,7 @@ class Steps:
             self._deadlines,
             event.tenant,
             arrived_s=now_s - event.age_s,
+            name=event.name,
             produced_tokens=event.produced_tokens,
             prefilled=True,
             adopted=True,
@@ -194,6 +196,8 @@ class Steps:
         if planned is not None and not (leaves and planned.is_drained):
             decode = hand_off_to(view, stream, prefill, planned, self._settings)
             cause = "a suspected request runs apart on the only decode instance"
+            if not stream.is_served_at(planned):
+                cause = "the decode instance has unloaded the adapter during prefill"
         if planned is None or decode is None:
             if planned is not None:
                 self._halt(stream)

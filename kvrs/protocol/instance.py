@@ -86,6 +86,23 @@ class LayoutInfo(msgspec.Struct, frozen=True):
     re_forms: bool = True
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter, which is asked for by its name in place of the model's."""
+
+    name: str
+    root: str = ""  # Where its weights lie.
+
+
+class ModelNames(msgspec.Struct, frozen=True):
+    """What an instance serves beside its model's own name."""
+
+    aliases: tuple[str, ...] = ()  # Of the same weights.
+    adapters: tuple[Adapter, ...] = ()
+
+
+NO_OTHER_NAMES = ModelNames()
+
+
 class InstanceInfo(msgspec.Struct, frozen=True):
     """Answer of `GET /kvrs/v1/instance`."""
 
@@ -119,6 +136,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # Leading full pages of streams that ran in the process before, whose memory it has taken over;
     # they are leased as those of a hand-off.
     kept: dict[StreamId, Natural] = {}
+    names: ModelNames = NO_OTHER_NAMES
 
 
 # The source of the link on which instances of a node copy pages out of the memory of its agent.
@@ -192,6 +210,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
     full_degree: Natural = 0  # Ranks that it was configured with.
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
+    names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -1,9 +1,9 @@
 """Content addresses of KV pages.
 
 A tag is a hash of *all* token ids up to the end of its page, chained page by page from a root that
-names the model and the tenant. Two equal tags therefore mean bit-equal KV, wherever the page lies
-and whichever engine computed it: the same identity serves the prefix cache, KV retained at prefill,
-checkpoints and restore.
+names the model, its adapter and the tenant. Two equal tags therefore mean bit-equal KV, wherever
+the page lies and whichever engine computed it: the same identity serves the prefix cache, KV
+retained at prefill, checkpoints and restore.
 """
 
 from array import array
@@ -17,12 +17,24 @@ TAG_BYTES = 16
 
 
 def root_tag(fingerprint: str, salt: str = "") -> Tag:
-    """The tag of the empty prefix of one model (`fingerprint`) and tenant (`salt`)."""
+    """The tag of the empty prefix of one model (`fingerprint`), and of one tenant and adapter
+    (`salt`).
+    """
     return Tag(
         blake2b(
             salt.encode(), digest_size=TAG_BYTES, key=blake2b(fingerprint.encode()).digest()
         ).digest()
     )
+
+
+def salt_of(cache_salt: str, adapter: str) -> str:
+    """The salt of a request's pages: with an adapter, equal tokens have other KV. An alias of a
+    model is no adapter.
+    """
+    if not adapter:
+        return cache_salt
+    key = blake2b(adapter.encode()).digest()
+    return blake2b(cache_salt.encode(), digest_size=TAG_BYTES, key=key).hexdigest()
 
 
 def next_tag(parent: Tag, page_token_ids: Sequence[int]) -> Tag:

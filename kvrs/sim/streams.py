@@ -38,6 +38,7 @@ class SimJournal:
     deadlines: Deadlines = field(default_factory=Deadlines)
     client: str = ""
     tenant: str = ""
+    name: str = ""
     kept: tuple[Kept, ...] = ()
     inexact: tuple[str, ...] = ()
     first_token_s: float | None = None

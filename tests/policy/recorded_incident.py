@@ -31,6 +31,7 @@ from kvrs.policy.model.events import (
     Kept,
     LinkMeasured,
     LoadReported,
+    NamesListed,
     OthersBooked,
     PagesKept,
     PrefillDone,
@@ -106,6 +107,9 @@ def incident() -> list[str]:
     return recorder.lines
 
 
+NAMES = ("tiny", "lora")
+
+
 class Rough:
     """Four nodes on which everything comes and goes, so that most events and actions occur."""
 
@@ -166,6 +170,7 @@ class Rough:
                     fresh,
                     self.random.randint(50, 900),
                     deadlines=Deadlines(self.random.choice([None, 0.5])),
+                    name="lora" if fresh.endswith("7") else "",
                 )
             )
         elif drawn < 0.5:
@@ -212,6 +217,8 @@ class Rough:
         """What waits at an instance, as it reports it or as other workers have sent it."""
         if drawn >= 850_000:
             return self.re_formed(name, drawn, stream)
+        if drawn < 806_000:
+            return NamesListed(name, self.epochs[name], NAMES[: drawn % 3])
         if drawn < 815_000:
             return OthersBooked(name, seconds, drawn % 4)
         return LoadReported(name, seconds)
@@ -270,7 +277,8 @@ class Rough:
             if self.started and self.random.random() < 0.5:
                 stream = self.random.choice(sorted(self.started))
                 self.handle(PagesKept(name, self.epochs[name], {stream: 3}))
-            self.handle(InstanceUp(instance(name, self.epochs[name])))
+            names = NAMES if name[1] in "012" else NAMES[:1]
+            self.handle(InstanceUp(instance(name, self.epochs[name], names=names)))
 
     def fall(self, name: InstanceId) -> None:
         self.up.discard(name)

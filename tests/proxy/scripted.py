@@ -17,6 +17,7 @@ from aiohttp import web
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
+    NO_OTHER_NAMES,
     Capability,
     FenceRequest,
     InstanceInfo,
@@ -24,6 +25,7 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     LoadReport,
     MeasuredPrefill,
+    ModelNames,
     RankAnswer,
     RankInfo,
     RankRequest,
@@ -172,6 +174,7 @@ class Scripted(ScriptedServer):
     draws: bool = True  # Else it refuses a temperature, as DistServe.
     moves_kv: bool = True  # Else what it should fetch does not come, and it computes that.
     fetched_pages: int | None = 0
+    names: ModelNames = NO_OTHER_NAMES
     hangs_on: str = ""  # Streams whose ids begin so get no answer.
 
     def routes(self, router: web.UrlDispatcher) -> None:
@@ -199,6 +202,7 @@ class Scripted(ScriptedServer):
             prefill=MeasuredPrefill("test", 256, [0.001, 0.01, 0.02]),
             own_prefill=None if self.own_prefill is None else InstanceId(self.own_prefill),
             ranks=self.ranks,
+            names=self.names,
         )
 
     async def _info(self, _: web.Request) -> web.Response:

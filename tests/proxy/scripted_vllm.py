@@ -75,6 +75,9 @@ class ScriptedVllm(ScriptedServer):
     started_s: int = 0
     model: str = "tiny"
     root: str = "/models/tiny"
+    aliases: list[str] = field(default_factory=list)
+    # By name: where their weights lie.
+    adapters: dict[str, str] = field(default_factory=lambda: {"adapter": "/adapters/a"})
     version: str = "0.32.0"
     connector: bool = True
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
@@ -125,6 +128,10 @@ class ScriptedVllm(ScriptedServer):
         self.script.engines.discard(self.engine)
 
     @property
+    def names(self) -> list[str]:
+        return [self.model, *self.aliases, *self.adapters]
+
+    @property
     def is_dead(self) -> bool:
         return self.engine not in self.script.engines
 
@@ -153,20 +160,15 @@ class ScriptedVllm(ScriptedServer):
             and request.headers.get("Authorization") != f"Bearer {self.api_key}"
         ):
             return _json({"error": "Unauthorized"}, 401)
-        adapter = {
-            "id": "adapter",
-            "root": "/adapters/a",
-            "parent": self.model,
-            "max_model_len": None,
-        }
-        return _json(
-            {
-                "data": [
-                    adapter,
-                    {"id": self.model, "root": self.root, "parent": None, "max_model_len": 4096},
-                ]
-            }
-        )
+        adapters = [
+            {"id": name, "root": root, "parent": self.model, "max_model_len": None}
+            for name, root in self.adapters.items()
+        ]
+        models = [
+            {"id": name, "root": self.root, "parent": None, "max_model_len": 4096}
+            for name in (self.model, *self.aliases)
+        ]
+        return _json({"data": [*adapters, *models]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         labels = f'engine="0",model_name="{self.model}"'
@@ -203,6 +205,9 @@ class ScriptedVllm(ScriptedServer):
         if self.denies is not None and len(_history(parsed)) > self.denies_beyond_tokens:
             return _json({"detail": "not for you"}, self.denies)
         transfer = self.bodies[-1].get("kv_transfer_params")
+        if (asked := self.bodies[-1].get("model", self.model)) not in self.names:
+            error = {"message": f"The model `{asked}` does not exist.", "type": "NotFoundError"}
+            return _json({"error": error | {"param": "model", "code": 404}}, 404)
         if "kvrs" in self.bodies[-1]:
             self.script.violations.append("the object kvrs was sent")
         if self.is_dead:
@@ -331,9 +336,11 @@ class ScriptedVllm(ScriptedServer):
             token_ids = choice.pop("token_ids")
             choice |= {"prompt_token_ids": prompt or None, "token_ids": token_ids}
             prompt = []
-            yield _event([{key: value for key, value in choice.items() if key not in self.lacks}])
+            kept = {key: value for key, value in choice.items() if key not in self.lacks}
+            yield _event([kept], model=parsed.model or self.model)
         if parsed.stream_options is not None and parsed.stream_options.include_usage:
-            yield _event([], {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1})
+            usage = {"prompt_tokens": 1, "total_tokens": 2, "completion_tokens": 1}
+            yield _event([], usage, model=parsed.model or self.model)
         yield DONE
 
 
@@ -341,12 +348,14 @@ def _history(parsed: CompletionRequest | ChatRequest) -> list[int]:
     return ids_of(parsed.prompt) if isinstance(parsed, CompletionRequest) else rendered(parsed)
 
 
-def _event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+def _event(
+    choices: list[dict[str, Any]], usage: dict[str, int] | None = None, *, model: str
+) -> bytes:
     event: dict[str, Any] = {
         "id": "cmpl-x",
         "object": "text_completion",
         "created": 7,
-        "model": "tiny",
+        "model": model,
         "choices": choices,
     }
     return sse(msgspec.json.encode(event if usage is None else event | {"usage": usage}))

@@ -42,6 +42,7 @@ class Instance:
     # A decode instance that computes the prompt of a new stream within the call that decodes it,
     # where no prefill instance is up.
     computes_prompts: bool = False
+    names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
 
 
 @dataclass(slots=True, eq=False)
@@ -376,14 +377,16 @@ class ClusterView:
         """
         return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
 
-    def targets(self) -> list[Member]:
-        """Where a stream can go on: the healthy decode instances, least loaded first. Where none
-        answers well, all that are not busy.
+    def targets(self, name: str = "") -> list[Member]:
+        """Where a stream of this name can go on: the healthy decode instances that serve it, least
+        loaded first. Where none answers well, all that are not busy.
         """
         possible = [
             member
             for member in self._decoders
-            if (member.own_prefill is None or self.has_prefill(member)) and not self.is_busy(member)
+            if (member.own_prefill is None or self.has_prefill(member))
+            and not self.is_busy(member)
+            and (not name or name in member.instance.names)
         ]
         return [member for member in possible if self.is_healthy(member)] or possible
 

@@ -174,6 +174,15 @@ class SelfTested:
 
 
 @dataclass(frozen=True, slots=True)
+class NamesListed:
+    """The instance serves these names from now on: adapters come and go while it runs."""
+
+    instance: InstanceId
+    epoch: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReported:
     instance: InstanceId
     queue_delay_s: float
@@ -258,6 +267,7 @@ class StreamArrived(msgspec.Struct, frozen=True, gc=False):
     deadlines: Deadlines = NO_DEADLINES
     client: str = ""  # Shares the queues with the others; empty: it is not known.
     tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
+    name: str = ""  # One of `Instance.names`, which its instances must have; empty: all have it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +298,7 @@ class StreamAdopted:
     age_s: float = 0.0  # Since the request arrived.
     kept: tuple[Kept, ...] = ()
     tenant: str = ""
+    name: str = ""
 
 
 class PrefillDone(msgspec.Struct, frozen=True, gc=False):
@@ -393,6 +404,7 @@ Event = (
     | InstanceReforming
     | InstanceReformed
     | SelfTested
+    | NamesListed
     | LoadReported
     | OthersBooked
     | LinkMeasured

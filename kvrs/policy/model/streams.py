@@ -296,6 +296,7 @@ class Stream:
     tenant: str = ""
     arrived_s: float = 0.0
     client: str = ""
+    name: str = ""  # As of `StreamArrived`.
     produced_tokens: int = 0  # As reported at the last failure.
     flows_since_s: float = 0.0  # Since the first token of its last attempt that brought any,
     flows_from_tokens: int = 0  # which had so many before it.
@@ -338,6 +339,10 @@ class Stream:
 
     def bars(self, member: Member) -> bool:
         return self.excluded_epochs.get(member.instance.id) == member.instance.epoch
+
+    def is_served_at(self, member: Member) -> bool:
+        """Whether the instance has the model, alias or adapter that the stream is of."""
+        return not self.name or self.name in member.instance.names
 
     def exclude(self, member: Member) -> None:
         instance = member.instance

@@ -191,6 +191,7 @@ def cached_at(stream: Stream, target: Member) -> list[Holder]:
         for holder in stream.holders.values()
         if holder.pages
         and has_cached(stream, holder.member)
+        and stream.is_served_at(holder.member)
         and holder.member is not target
         and target.moves_kv
         and target.takes_from(holder.member)

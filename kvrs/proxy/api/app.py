@@ -33,7 +33,7 @@ from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
 from kvrs.proxy.api.endings import Response, end_stream, missing_end, whole_response
 from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient, read_generate
 from kvrs.proxy.api.health import add_health
-from kvrs.proxy.api.models import add_models, check_model
+from kvrs.proxy.api.models import add_models, find_model
 from kvrs.proxy.api.openapi import add_document, clients_document
 from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import Passed
@@ -253,9 +253,8 @@ class ClientApi:
         """Check a parsed request against the cluster and the limits of its tenant, and open the
         journals of its choices.
         """
-        if use.tenant.secret is not None:
-            parsed = salted(parsed, use.tenant.secret)
-        check_model(self._driver.control.instances, parsed.request.model)
+        model = find_model(self._driver.control.instances, parsed.request.model)
+        parsed = salted(parsed, use.tenant.secret, model.adapter)
         inexact = await self._inexact(parsed)
         deadlines = deadlines_of(request.headers)
         is_generate = request.path == generate.PATH
@@ -282,7 +281,7 @@ class ClientApi:
             ]
             journals[0].wants_usage = parsed.request.wants_usage and len(journals) == 1
         for journal in journals:
-            journal.tenant = use.tenant.mark
+            journal.tenant, journal.name = use.tenant.mark, model.key
         use.begin(journals, is_resumed=found is not None)
         headers = use.tenant.rate_headers(self._clock())
         if inexact:
@@ -444,7 +443,8 @@ class ClientApi:
     async def _respond_by_one(self, admitted: Admitted, fields: Fields) -> tuple[Outcome, Response]:
         """One engine answers; another one where it dies."""
         await asyncio.sleep(0)  # In a task from here on, as above.
-        answer = await self._passed.ask(admitted.parsed.endpoint.path, fields)
+        path, name = admitted.parsed.endpoint.path, admitted.journals[0].name
+        answer = await self._passed.ask(path, fields, name)
         answer.headers.update(admitted.headers)
         if answer.status == 200:
             return Complete(), answer

@@ -12,6 +12,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from kvrs.control.core import Control
+from kvrs.control.names import is_served_at
 from kvrs.errors import ConfigError, RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.large_work import LargeWork
@@ -21,7 +22,7 @@ from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
 from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
 from kvrs.proxy.api.answers import json_response, refusal
-from kvrs.proxy.api.models import check_model
+from kvrs.proxy.api.models import find_model
 from kvrs.proxy.api.tenants import TENANT, Use
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
@@ -137,9 +138,9 @@ class Passed:
         """
         fields = await self._large.run(len(body), partial(_fields, path, body))
         model = decode_as(_MODEL, bytes(fields.get("model", b"null")), "model")
-        check_model(self._control.instances, model)
+        found = find_model(self._control.instances, model)
         if self._backend == VLLM:
-            return await self.ask(path, fields)
+            return await self.ask(path, fields, found.key)
         if path == TOKENIZE:
             return await self._tokenize(fields)
         if path == DETOKENIZE:
@@ -188,10 +189,16 @@ class Passed:
 
     # By an instance.
 
-    async def ask(self, path: str, fields: Fields) -> web.Response:
-        """From one instance after the other, the least loaded first, until one answers."""
+    async def ask(self, path: str, fields: Fields, key: str) -> web.Response:
+        """From one instance after the other that serves the name of this key, the least loaded
+        first, until one answers.
+        """
         instances, failure = self._control.instances, Failed(503, _NO_INSTANCE, 1.0)
-        up = [name for name in instances.known if instances.is_up(name)]
+        up = [
+            name
+            for name, known in instances.known.items()
+            if instances.is_up(name) and is_served_at(known.info, key)
+        ]
         for name in sorted(up, key=instances.queued):
             try:
                 return json_response(await self._ask_one(name, path, fields))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvrs.control.fleet import Health, KnownAgent, KnownInstance
+from kvrs.control.names import listed_names
 from kvrs.ids import StreamId
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import OpenStream
@@ -97,6 +98,7 @@ def _instance(
         "health": known.health,
         **_ranks(known, now_s),
         "epoch": None if known.info is None else known.info.epoch,
+        "models": [] if known.info is None else listed_names(known.info),
         "load": None if known.load is None else msgspec.to_builtins(known.load),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.

@@ -20,6 +20,7 @@ from kvrs.descriptors import is_exhausted
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
+    Adapter,
     Capability,
     InstanceInfo,
     KvTransferParams,
@@ -27,6 +28,7 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     LoadReport,
     MeasuredPrefill,
+    ModelNames,
     RankAnswer,
     RankRequest,
     Role,
@@ -175,6 +177,7 @@ class VllmBackend(OpenAiPeer):
             else [],
             prefill=_NO_MEASURED_TABLE,
             computes_prompts=identity.role is Role.DECODE,
+            names=_names_beside(model, listed),
         )
 
     async def _probe(self, info: InstanceInfo) -> None:
@@ -221,8 +224,26 @@ class VllmBackend(OpenAiPeer):
                         clock(),
                         self._load((await self._read("/metrics")).decode(errors="replace")),
                     )
+                    report = msgspec.structs.replace(report, names=await self._listed())
                 yield report
                 await idle.wait(interval_s)
+
+    async def _listed(self) -> ModelNames | None:
+        """What it serves now: adapters are loaded and unloaded while it runs. None: it did not say,
+        and its other answers tell whether it lives.
+        """
+        info = self._info
+        try:
+            listed = await self.control("GET", "/v1/models", None, _Models)
+        except UpstreamError:
+            return None
+        model = next((each for each in listed.data if info and each.id == info.model), None)
+        if info is None or model is None:
+            return None
+        names = _names_beside(model, listed)
+        if names != info.names:
+            self._info = msgspec.structs.replace(info, names=names)
+        return names
 
     async def _find_ft_path(self) -> str | None:
         for path in _FT_PATHS:
@@ -343,6 +364,15 @@ class VllmBackend(OpenAiPeer):
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         raise UpstreamError("vLLM cannot be fenced")
+
+
+def _names_beside(model: _Model, listed: _Models) -> ModelNames:
+    """The aliases and adapters in a list of models."""
+    others = [each for each in listed.data if each.id != model.id]
+    return ModelNames(
+        tuple(each.id for each in others if each.parent is None and each.root == model.root),
+        tuple(Adapter(each.id, each.root or "") for each in others if each.parent is not None),
+    )
 
 
 def _plain(call: Call) -> Call:

@@ -50,6 +50,7 @@ class Journal:
     client: str = ""
     request: RequestContext | None = None
     tenant: str = ""  # Its mark; without API keys empty.
+    name: str = ""  # As of `StreamJournal`.
     # Of a stream that can be resumed elsewhere: where the client stands after each event that it
     # has not been given yet.
     marks: list[int] | None = None

@@ -15,9 +15,11 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.control.fleet import Health, KnownAgent, KnownInstance
+from kvrs.control.names import listed_names, names_of
 from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits
 from kvrs.errors import UpstreamError
-from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport
+from kvrs.policy.model.events import NamesListed
+from kvrs.protocol.instance import NO_OTHER_NAMES, AgentInfo, InstanceInfo, LoadReport
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
@@ -193,9 +195,22 @@ class InstanceWatcher(Watcher):
             # Again: another instance may have become the measure since this one was met.
             self._check(info)
             self._driver.control.instance_up(known, info, self._driver.clock())
+            if info.names != NO_OTHER_NAMES:
+                log.info("names", extra={"instance": known.id, "names": listed_names(info)})
             self._gossip_view.up(known.id)
+        if report.names is not None and report.names != info.names:
+            info = msgspec.structs.replace(info, names=report.names)
+            self._relisted(info)
+            log.info("names", extra={"instance": known.id, "names": listed_names(info)})
         self._driver.control.load_reported(known, report, self._driver.clock())
         return await self._with_ranks(info, report) if report.full_degree else info
+
+    def _relisted(self, info: InstanceInfo) -> None:
+        """The same process serves other names than before."""
+        control, self._known.info = self._driver.control, info
+        control.instances.names.changed()
+        listed = NamesListed(info.id, info.epoch, names_of(info))
+        control.tell(listed, self._driver.clock())
 
     async def _with_ranks(self, info: InstanceInfo, report: LoadReport) -> InstanceInfo:
         """Ranks and layout change without a new epoch."""

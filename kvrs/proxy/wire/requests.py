@@ -25,6 +25,7 @@ from kvrs.protocol.openai.requests import (
     read_prompt,
 )
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
+from kvrs.protocol.tags import salt_of
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.budget import Held
@@ -269,8 +270,13 @@ def _parsed(
     return parsed
 
 
-def salted(parsed: ParsedRequest, secret: TenantSecret) -> ParsedRequest:
-    """The request with its tenant's salt, so that no other tenant finds its pages in a cache."""
-    salt = msgspec.Raw(msgspec.json.encode(secret.salt(parsed.request.cache_salt)))
-    more = tuple(salted(each, secret) for each in parsed.more)
-    return replace(parsed, fields={**parsed.fields, "cache_salt": salt}, more=more)
+def salted(parsed: ParsedRequest, secret: TenantSecret | None, adapter: str = "") -> ParsedRequest:
+    """The request with the salt of its adapter and of its tenant, so that neither another adapter
+    nor another tenant finds its pages in a cache.
+    """
+    if secret is None and not adapter:
+        return parsed
+    salt = salt_of(parsed.request.cache_salt, adapter)
+    found = msgspec.Raw(msgspec.json.encode(salt if secret is None else secret.salt(salt)))
+    more = tuple(salted(each, secret, adapter) for each in parsed.more)
+    return replace(parsed, fields={**parsed.fields, "cache_salt": found}, more=more)
