@@ -193,3 +193,65 @@ def test_a_busy_instance_gets_new_streams_again_when_one_has_ended_there() -> No
 
     assert during.plan.decode == b1
     assert after.plan.decode == b0
+
+
+class Rates:
+    """Calls of instances that do both stages, with known answers; `failures` never come in rows of
+    three.
+    """
+
+    def __init__(self) -> None:
+        self.harness = PolicyHarness("b0", "b1", "b2")
+        self.outliers = self.harness.policy._ledger.outliers
+        self.members = self.harness.policy._view.members
+
+    def count(self, name: str, answers: int, failures: int) -> None:
+        """All at once, so that nothing of it has faded."""
+        health = self.members[InstanceId(name)].health
+        health.answers, health.failures = float(answers), float(failures)
+        health.counted_s = self.harness.now_s
+        health.consecutive = 0
+
+    def is_outlier(self, name: str) -> bool:
+        return self.outliers._is_outlier(self.members[InstanceId(name)])
+
+
+@pytest.mark.parametrize(("failures", "is_outlier"), [(2, False), (3, True), (5, True)])
+def test_three_failures_of_ten_make_an_outlier(failures: int, *, is_outlier: bool) -> None:
+    """Its peers fail nothing; fewer may be chance."""
+    rates = Rates()
+    rates.count("b0", 10 - failures, failures)
+    rates.count("b1", 10, 0)
+
+    assert rates.is_outlier("b0") is is_outlier
+
+
+def test_fewer_than_ten_answers_and_failures_make_no_outlier() -> None:
+    rates = Rates()
+    rates.count("b0", 4, 5)
+
+    assert not rates.is_outlier("b0")
+
+
+@pytest.mark.parametrize(("of_peers", "is_outlier"), [(19, True), (21, False), (35, False)])
+def test_an_outlier_fails_twice_as_often_as_its_peers(of_peers: int, *, is_outlier: bool) -> None:
+    """Where all fail, the cause is not the instance: 40 of 100 beside so many of 100."""
+    rates = Rates()
+    rates.count("b0", 60, 40)
+    rates.count("b1", 100 - of_peers, of_peers)
+
+    assert rates.is_outlier("b0") is is_outlier
+
+
+@pytest.mark.parametrize(("good_s", "ejections"), [(55.0, 4), (65.0, 1)])
+def test_ejections_are_forgiven_after_a_minute(good_s: float, ejections: int) -> None:
+    """The pauses of one that was ejected again soon go on doubling."""
+    rates = Rates()
+    start = only(rates.harness.handle(StreamArrived(A, 20), at_s=good_s), Start)
+    failing = rates.members[start.plan.decode].health
+    failing.ejections, failing.readmitted_s, failing.consecutive = 3, 0.0, 2
+
+    fail(rates.harness, start, start.plan.decode)
+
+    assert only(rates.harness.actions, Ejected).instance == start.plan.decode
+    assert failing.ejections == ejections
