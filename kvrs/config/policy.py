@@ -73,6 +73,11 @@ class RecoverySettings(Settings):
     """Before the only instance left is tried again; doubles with each try, up to 2 s."""
     max_attempts: int = Field(default=8, ge=1, le=100)
     """Failures of one stream without a token in between. Moves and busy answers do not count."""
+    poison_deaths: int = Field(default=3, ge=2, le=10)
+    """Instances that die under one request, without a token in between, before it is refused (422).
+    Deaths with an outside cause do not count. With 2 a poisoned request ends one instance less, and
+    an innocent one may be refused that was at two deaths by chance.
+    """
 
 
 class AdmissionSettings(Settings):

@@ -1,13 +1,13 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import inf
 from typing import assert_never
 
 from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
-from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.policy import quarantine
+from kvrs.policy.incident_book import LostInstance
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.cluster_view import Member, have_roles_of
 from kvrs.policy.model.events import (
@@ -35,9 +35,6 @@ from kvrs.policy.staying import Staying
 from kvrs.policy.steps import Steps
 from kvrs.protocol.gpus import GpuState
 
-# An instance and the agent of its node that are lost within this time are lost with the node.
-_LOST_WITH_ITS_NODE_S = 2.0
-
 
 class InstanceEvents:
     def __init__(
@@ -50,6 +47,7 @@ class InstanceEvents:
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
+        self._incidents = ledger.incidents
         self._starter = starter
         self._staying = staying
         self._steps = steps
@@ -58,8 +56,6 @@ class InstanceEvents:
         # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
         self._gpu_degraded: set[InstanceId] = set()
         self._drain_ordered: set[InstanceId] = set()
-        self._agents_lost_s: dict[NodeId, float] = {}
-        self._ended_from_outside: set[tuple[InstanceId, int]] = set()
 
     def reload(self, settings: PolicySettings) -> None:
         self._settings = settings
@@ -83,11 +79,8 @@ class InstanceEvents:
         self._ledger.kv_locations.instance_up(self._view.members[instance.id])
         if sum(m.instance.role is instance.role for m in self._view.members.values()) == 1:
             # The wait to run apart begins when there is anywhere to run.
-            wait_s = quarantine.first_wait_s(self._settings.recovery.wait_s)
-            for stream in self._ledger.idle.values():
-                stream.recovery.wait_apart(now_s + wait_s)
-        for stream in self._ledger.streams.values():
-            stream.recovery.note_fate(instance.id, had_not_ended=event.had_not_ended)
+            self._incidents.postpone(now_s)
+        self._incidents.up(instance.id, had_not_ended=event.had_not_ended)
         self._starter.gather(lost, now_s)
         self._starter.place_idle(now_s)
 
@@ -105,11 +98,14 @@ class InstanceEvents:
         if (reforming := member.reforming) is not None:
             reforming.queue_s = event.queue_delay_s
             member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)
-        idle = self._ledger.idle
-        broken = [stream for stream in idle.values() if stream.recovery.broken]
-        freed = [each for each in broken if each.recovery.note_alive(member.instance, now_s)]
-        for stream in freed:
-            if stream.id in idle:  # Else it was gathered, and placed with one before it.
+        epoch = member.instance.epoch
+        self._place_freed(self._incidents.alive(event.instance, epoch, now_s), now_s)
+
+    def _place_freed(self, freed: Iterable[StreamId], now_s: float) -> None:
+        """Streams that are suspected of less than before."""
+        for stream_id in freed:
+            # Else an attempt runs, or it was gathered and placed with one before it.
+            if (stream := self._ledger.idle.get(stream_id)) is not None:
                 self._starter.place_again(stream, now_s)
 
     def others_booked(self, event: OthersBooked) -> None:
@@ -124,7 +120,7 @@ class InstanceEvents:
             case InstanceRemoved():
                 self._removed(event, now_s)
             case InstanceExited():
-                self._exited(event)
+                self._exited(event, now_s)
             case _:
                 assert_never(event)
 
@@ -146,24 +142,19 @@ class InstanceEvents:
         self._restarts.forget(event.instance)
         self._starter.gather(victims, now_s)
 
-    def _exited(self, event: InstanceExited) -> None:
-        """No request ends a process from outside; how it ended otherwise changes nothing: its death
-        was evidence, and stays it.
-        """
-        if event.is_external:
-            self._ended_from_outside.add((event.instance, event.epoch))
-            for stream in self._ledger.streams.values():
-                stream.recovery.note_ended_from_outside(event.instance, event.epoch)
+    def _exited(self, event: InstanceExited, now_s: float) -> None:
+        freed = self._incidents.exited(
+            event.instance, event.epoch, now_s, is_external=event.is_external
+        )
+        self._place_freed(freed, now_s)
 
     def agent_lost(self, event: HolderLost, now_s: float) -> None:
         """No request ends an agent: what dies with it on its node dies with the node."""
         agent = self._view.agents.get(event.holder)
         if agent is None or event.epoch < agent.epoch:
             return
-        self._agents_lost_s[agent.node] = now_s
-        for stream in self._ledger.streams.values():
-            stream.recovery.note_node_lost(agent.node, now_s - _LOST_WITH_ITS_NODE_S)
         self._ledger.kv_locations.agent_lost(event)
+        self._place_freed(self._incidents.node_lost(agent.node, now_s), now_s)
 
     def gpu_judged(self, event: GpuJudged, now_s: float) -> None:
         treatment = treatment_of(self._settings.gpu, event.state)
@@ -277,11 +268,7 @@ class InstanceEvents:
         """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
         self._restarts.died(member, now_s)
-        wait_s = self._settings.recovery.wait_s
-        streams = self._ledger.streams.values()
-        suspects = []
-        if not self._has_own_cause(member, now_s):
-            suspects = quarantine.note_death(self._view, streams, member, wait_s, may_live=may_live)
+        suspects = self._note_death(member, now_s, may_live=may_live)
         waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
         for stream_id in list(member.held):
             self._ledger.kv_locations.forget(stream_id, member.instance.id)
@@ -290,14 +277,24 @@ class InstanceEvents:
         self._starter.clear_suspects(member.instance.id, cause)
         return [*victims, *waiting]
 
-    def _has_own_cause(self, member: Member, now_s: float) -> bool:
-        """Whether its death says nothing of its streams: it was about to end, is drained by an
-        operator, its GPU fails, its process was ended from outside, or its node is lost.
-        """
-        if (member.instance.id, member.instance.epoch) in self._ended_from_outside:
-            return True
-        agent_lost_s = self._agents_lost_s.get(member.instance.node, -inf)
-        return member.must_drain or now_s - agent_lost_s < _LOST_WITH_ITS_NODE_S
+    def _note_death(self, member: Member, now_s: float, *, may_live: bool) -> list[Stream]:
+        """The streams that may have caused it, as far as the book does not know better."""
+        streams, instance = self._ledger.streams.values(), member.instance
+        if member.must_drain:  # It was about to end, is drained by an operator, or its GPU fails.
+            freed = self._incidents.exited(instance.id, instance.epoch, now_s, is_external=True)
+            return [stream for stream in streams if stream.id in freed]
+        suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
+        names = {stream.id: stream.first_token_sent for stream in suspects}
+        self._incidents.lost(
+            LostInstance(
+                instance.id, instance.epoch, member.own_prefill or instance.id, instance.node
+            ),
+            names,
+            member.running - names.keys(),
+            now_s,
+            may_live=may_live,
+        )
+        return suspects
 
     def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
         """What runs there, and what queues for a slot there, is to be placed again."""

@@ -5,6 +5,7 @@ bytes on links, slots, alarms, room for checkpoints).
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy import quarantine
 from kvrs.policy.checkpoints import Checkpoints
+from kvrs.policy.incident_book import IncidentBook
 from kvrs.policy.kv_locations import KvLocations
 from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.cluster_view import ClusterView, Link, Member
@@ -25,12 +26,14 @@ class Ledger:
         timers: Timers,
         checkpoints: Checkpoints,
         outliers: Outliers,
+        incidents: IncidentBook,
     ) -> None:
         self.view = view
         self.slots = slots
         self.timers = timers
         self.checkpoints = checkpoints
         self.outliers = outliers
+        self.incidents = incidents
         self.streams: dict[StreamId, Stream] = {}
         self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
         self.kv_locations = KvLocations(view, checkpoints, self.streams)
@@ -172,6 +175,9 @@ class Ledger:
                 attempt.decodes_on.health.left(stream.id)
             self.view.count_stream(decode, 1)
         attempt.runs_on, attempt.decodes_on = member, decode
+        attempt.is_guest = stream.first_token_sent and (
+            member.quarantined_for not in (None, stream.id)
+        )
         member.running.add(stream.id)
         self.outliers.awaits(stream)
         self._enter(stream, stage)

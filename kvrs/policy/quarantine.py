@@ -1,56 +1,44 @@
-"""Quarantine: a request that may kill what it runs on brings down no third instance, and costs no
-other stream more than a recovery.
+"""Quarantine: a request that may kill what it runs on runs where no other stream can be suspected,
+and costs no other stream more than a recovery.
 
 A stream is suspected when an instance died from which it waited for its first token: streams that
 had one there have shown that the instance can serve them, and one that was prefilled before, that
 no prefill instance dies of it. A suspected stream runs apart: where no other stream waits for its
-first token, and nothing else is sent meanwhile. So the next death has one suspect only. A stream
-that is the only one at its second death is refused; any other has a token by then, and is suspected
-no longer.
-
-An instance that only fell silent may be frozen or cut off. A stream that would be refused for it
-waits until that instance is up again: if its process had not ended, it was no death.
+first token, and nothing else is sent meanwhile. So the next death has one suspect only. What its
+deaths mean, and when it is refused, says the book of incidents (`incident_book.py`).
 
 While a suspected stream runs apart on the last instance of a role, streams without a token wait:
-one that came along would be a second suspect, and the killer would have a third instance.
+one that came along would be a second suspect, and the killer would have another instance.
 """
 
 from collections.abc import Iterable
 
+from kvrs.policy.incident_book import IncidentBook
 from kvrs.policy.model.cluster_view import ClusterView, Member
 from kvrs.policy.model.streams import Stream
 from kvrs.protocol.instance import Role
 
-# A stream that was suspected once waits so long to run apart: most instances die of other causes,
-# and of many with one such death in common the last ones would wait for all others.
-FIRST_WAIT_S = 1.0
 # How often a stream that waits to run apart looks for an instance.
 LOOK_S = 0.05
 
 
-def note_death(
-    view: ClusterView, streams: Iterable[Stream], member: Member, wait_s: float, *, may_live: bool
+def suspects_at(
+    book: IncidentBook, streams: Iterable[Stream], member: Member, now_s: float
 ) -> list[Stream]:
-    """Suspect the streams that waited for their first token from an instance that has died, or has
-    fallen silent (`may_live`).
+    """The streams that waited for their first token from an instance which is lost. One that is a
+    guest where a suspected stream ran apart is none, nor one whose prompt another instance has
+    prefilled before.
     """
     instance, waiting = member.instance, member.health.awaited
-    suspects = [
+    return [
         stream
         for stream in streams
-        if (stream.id in waiting or stream.recovery.broke_at(instance, view.now_s))
+        if (
+            (stream.id in waiting and not stream.attempt.is_guest)
+            or book.broke_at(stream.id, instance.id, instance.epoch, now_s)
+        )
         and not (instance.role is Role.PREFILL and _was_prefilled(stream))
     ]
-    for stream in suspects:
-        stream.recovery.note_death(
-            instance,
-            view.now_s,
-            first_wait_s(wait_s),
-            wait_s / 2,
-            is_alone=len(suspects) == 1,
-            may_live=may_live,
-        )
-    return suspects
 
 
 def _was_prefilled(stream: Stream) -> bool:
@@ -58,14 +46,10 @@ def _was_prefilled(stream: Stream) -> bool:
     return stream.prefilled and stream.produced_tokens == 0
 
 
-def first_wait_s(wait_s: float) -> float:
-    """How long a stream that was suspected once waits to run apart."""
-    return min(FIRST_WAIT_S, wait_s / 2)
-
-
-def occupied(view: ClusterView, stream: Stream) -> frozenset[str]:
+def occupied(view: ClusterView, book: IncidentBook, stream: Stream) -> frozenset[str]:
     """The instances where this stream would not be apart, or that others cannot spare."""
-    names = {
+    names: set[str] = set(book.in_doubt(stream.id))
+    names |= {
         member.instance.id
         for member in view.members.values()
         if member.quarantined_for not in (None, stream.id)
@@ -77,19 +61,21 @@ def occupied(view: ClusterView, stream: Stream) -> frozenset[str]:
     return frozenset(names)
 
 
-def reserve(view: ClusterView, stream: Stream) -> None:
+def reserve(view: ClusterView, stream: Stream, until_s: float) -> None:
     """Keep new work from the instances that are the next to be free for it."""
     prefillers, decoders = _roles(view)
     roles = [prefillers, decoders] if stream.is_fresh else [decoders]
     kept = [_next_free(view, stream, role) for role in roles]
-    begin(stream, [member for member in kept if member is not None])
+    begin(stream, [member for member in kept if member is not None], until_s)
 
 
-def begin(stream: Stream, members: Iterable[Member]) -> None:
-    """Keep other streams from these instances until `end`, as long as there are others."""
+def begin(stream: Stream, members: Iterable[Member], until_s: float) -> None:
+    """Keep other streams from these instances until `end`, as long as there are others; where they
+    are the only ones, until then.
+    """
     for member in members:
         member.quarantined_for = stream.id
-        member.quarantined_until_s = stream.recovery.apart_until_s
+        member.quarantined_until_s = until_s
         stream.reserved = (*stream.reserved, member)
 
 

@@ -18,6 +18,7 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.checkpoints import Checkpoints, protection
 from kvrs.policy.decisions import Decisions
+from kvrs.policy.incident_book import IncidentBook
 from kvrs.policy.instances import InstanceEvents
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.actions import Action
@@ -81,7 +82,10 @@ class RecoveryPolicy:
         self._timers = Timers()
         checkpoints = Checkpoints(self._view, backup)
         outliers = Outliers(self._view, policy.recovery, self._actions)
-        self._ledger = Ledger(self._view, self._slots, self._timers, checkpoints, outliers)
+        incidents = IncidentBook(policy.recovery)
+        self._ledger = Ledger(
+            self._view, self._slots, self._timers, checkpoints, outliers, incidents
+        )
         self._kv_locations = self._ledger.kv_locations
         self._decisions = Decisions(self._view, self._slots, policy, slo)
         self._starter = Starter(self._ledger, self._decisions, policy, self._actions)
@@ -174,6 +178,7 @@ class RecoveryPolicy:
         self._view.reload(policy.assumed_link_bytes_per_s)
         self._slots.reload(policy.slots_max)
         self._ledger.outliers.reload(policy.recovery)
+        self._ledger.incidents.reload(policy.recovery)
         self._decisions.reload(policy, slo)
         self._starter.reload(policy)
         self._staying.reload(policy)

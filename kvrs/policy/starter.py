@@ -12,6 +12,7 @@ from kvrs.policy import quarantine
 from kvrs.policy.deadlines import by_urgency, tightest
 from kvrs.policy.decisions import Decisions
 from kvrs.policy.dispatch import assign, ceiling
+from kvrs.policy.incident_book import Ruling
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.actions import Action, GiveUp, Plan, Reason, Recovered, Start
 from kvrs.policy.model.cluster_view import ClusterView
@@ -38,6 +39,8 @@ _TRY_JITTER_S = 0.2
 _SPARE_LOOK_S = 0.25
 # The same for one that a suspected stream keeps out.
 _KEPT_OUT_LOOK_S = 0.1
+# The same for one that waits for news of deaths.
+_NEWS_LOOK_S = 0.1
 
 
 class Starter:
@@ -52,6 +55,7 @@ class Starter:
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
+        self._incidents = ledger.incidents
         self._slots = ledger.slots
         self._timers = ledger.timers
         self._decisions = decisions
@@ -144,9 +148,9 @@ class Starter:
     def _place_together(self, name: str, ordered: list[Stream], now_s: float) -> None:
         for stream in ordered:
             self._back_off(stream, now_s)
-        suspects = [stream for stream in ordered if stream.recovery.is_suspect]
+        suspects = [stream for stream in ordered if self._incidents.is_suspect(stream.id)]
         if suspects:
-            ordered = [stream for stream in ordered if not stream.recovery.is_suspect]
+            ordered = [stream for stream in ordered if not self._incidents.is_suspect(stream.id)]
         for stream in ordered:  # Those that were suspected until now may run anywhere again.
             stream.shunned = NOWHERE
         victims = [
@@ -168,36 +172,46 @@ class Starter:
 
     def _place_apart(self, stream: Stream, now_s: float) -> None:
         """A suspected stream is placed by itself (`quarantine.py`)."""
-        recovery = stream.recovery
         quarantine.end(stream)
-        if recovery.awaits_fate and not is_past(recovery.fate_until_s, now_s):
-            self._await_fate(stream, now_s)
+        verdict = self._incidents.judge(stream.id, now_s)
+        if verdict.ruling is Ruling.REFUSE:
+            self._refuse(stream)
             return
-        is_apart = not is_past(recovery.apart_until_s, now_s)
-        stream.shunned = quarantine.occupied(self._view, stream) if is_apart else NOWHERE
-        barred_too = is_past(recovery.retry_at_s, now_s)
+        if verdict.ruling is Ruling.WAIT:
+            self._await_news(stream, verdict.until_s, now_s)
+            return
+        is_apart = not is_past(verdict.until_s, now_s)
+        occupied = quarantine.occupied(self._view, self._incidents, stream)
+        stream.shunned = occupied if is_apart else NOWHERE
+        barred_too = is_past(stream.recovery.retry_at_s, now_s)
         target = apart_for(self._view, stream, barred_too=barred_too)
         self._place(stream, None if target is None else target.instance.id, 0, now_s)
         if stream.id not in self._ledger.streams or not is_apart:
             return
         if stream.stage is Stage.WAITING:
-            quarantine.reserve(self._view, stream)
+            quarantine.reserve(self._view, stream, verdict.until_s)
         elif stream.stage is not Stage.QUEUED:
             plan = stream.attempt.plan
             assert plan is not None, stream
             names = {plan.decode, plan.prefill or plan.decode}
-            quarantine.begin(stream, [self._view.members[name] for name in names])
+            members = [self._view.members[name] for name in names]
+            quarantine.begin(stream, members, verdict.until_s)
 
-    def _await_fate(self, stream: Stream, now_s: float) -> None:
-        """Wait for news of the instances that it may have ended, and not beyond its deadline."""
+    def _await_news(self, stream: Stream, until_s: float, now_s: float) -> None:
+        """Wait for news of the deaths that it is suspected of, and not beyond its deadline."""
         budget_s = self._decisions.budget_s(stream, now_s)
         budget_ends_s = inf if budget_s is None else now_s + budget_s
         if is_past(budget_ends_s, now_s):
-            message = f"its instances are silent, and no news came in time: {tightest(stream)}"
+            message = f"instances died, and no news of the cause came in time: {tightest(stream)}"
             self.give_up(stream, Reason.SLO, message)
             return
         self._ledger.wait(stream, now_s)
-        self._timers.set(stream.id, min(stream.recovery.fate_until_s, budget_ends_s))
+        self._timers.set(stream.id, min(until_s, budget_ends_s, now_s + _NEWS_LOOK_S))
+
+    def _refuse(self, stream: Stream) -> None:
+        self._incidents.left(stream.id, is_refused=True)
+        message = "the request ended every instance that it ran on; it is not tried again"
+        self.give_up(stream, Reason.POISON, message)
 
     def place_again(self, stream: Stream, now_s: float) -> None:
         """One stream, because its time has come; with the others, if it is gathered. A stream that
@@ -207,6 +221,8 @@ class Starter:
             self.place_all(list(self._gathered.values()), now_s)
         elif (awaited := self._slots.awaited_by(stream.id)) is None:
             self.place_all([stream], now_s)
+        elif self._incidents.judge(stream.id, now_s).ruling is Ruling.REFUSE:
+            self._refuse(stream)
         else:
             self._decisions.begin(now_s)
             self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
@@ -225,6 +241,7 @@ class Starter:
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
         self._held_back.pop(stream.id, None)
+        self._incidents.left(stream.id, is_refused=False)
         self._ledger.forget(stream)
 
     def _back_off(self, stream: Stream, now_s: float) -> None:
@@ -263,10 +280,6 @@ class Starter:
                 f"{recovery.cause}"
             )
             self.give_up(stream, Reason.RETRIES, message)
-            return
-        if recovery.is_poison:
-            message = "the request ended every instance that it ran on; it is not tried again"
-            self.give_up(stream, Reason.POISON, message)
             return
         decision: Decision | None = None
         if stream.is_fresh:

@@ -160,7 +160,7 @@ class Staying:
                 self._stay(stream, reforming, decision, now_s)
                 continue
             self._leave(stream, home, reforming.cause, now_s)
-            if stream.recovery.is_suspect:
+            if self._ledger.incidents.is_suspect(stream.id):
                 self._starter.place_all([stream], now_s)
             else:
                 self._starter.carry_out(stream, decision, now_s)

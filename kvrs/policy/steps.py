@@ -36,7 +36,6 @@ from kvrs.policy.model.lifecycle import (
     StreamEvent,
 )
 from kvrs.policy.model.streams import Stream
-from kvrs.policy.quarantine import first_wait_s
 from kvrs.policy.routing import hand_off_to
 from kvrs.policy.starter import Starter
 from kvrs.policy.staying import Staying
@@ -226,6 +225,7 @@ class Steps:
         if home is not None:
             self._ledger.outliers.answered(stream, home)
         self._ledger.resume(stream)
+        self._ledger.incidents.progressed(stream.id)
         stream.note_resumed(now_s)
 
     # Its attempt ends.
@@ -250,9 +250,10 @@ class Steps:
             stream.recovery.note_attempt_failed()
         member = self._ledger.view.members.get(event.instance)
         is_broken = event.abrupt and event.failure is FailureKind.BROKEN
-        if is_broken and member is not None and not stream.attempt.resumed:
-            wait_s = first_wait_s(self._settings.recovery.wait_s)
-            stream.recovery.note_broken(member.instance, now_s, wait_s)
+        attempt = stream.attempt
+        if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
+            epoch = member.instance.epoch
+            self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
         # One that took no connection may be dead.
         if event.failure is not FailureKind.BUSY or event.abrupt:
             stream.recovery.suspect(event.instance)

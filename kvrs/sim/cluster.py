@@ -12,6 +12,7 @@ from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.ids import InstanceId, StreamId
+from kvrs.policy.model.events import Event, InstanceExited
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pace import Pace
@@ -60,7 +61,7 @@ class Outcome:
     adopted: int = 0  # Streams that went on at another proxy.
     poison_deaths: Counter[StreamId] = field(default_factory=Counter)  # By poisoned request.
     innocents_refused: int = 0  # Streams that were refused as poison, and had ended nothing.
-    innocents_lost: int = 0  # The same by any reason, which ended without being complete.
+    innocents_lost: int = 0  # The same, for any reason, of those that were taken.
     tokens: int = 0
     span_s: float = 0.0
     steps: int = 0
@@ -75,13 +76,16 @@ class SimCluster:
         proxies: int,
         stay_away: float,
         reload_s: float | None = None,
+        is_supervised: bool = False,
         keep_log: bool,
         rank_model: RankModel | None = None,
     ) -> None:
         """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
-        it is back after exactly so long.
+        it is back after exactly so long. `is_supervised`: a moment after a process has ended, the
+        proxies are told how.
         """
         self.rng = Random(seed)
+        self._exits_rng = Random(f"{seed} exits") if is_supervised else None
         self.clock = Clock()
         pace = config.cluster.engine.pace or PACE
         config = _complete(config, proxies)
@@ -114,7 +118,7 @@ class SimCluster:
         nodes = config.cluster.nodes if backup.mode is not BackupMode.OFF else []
         for engine in self.engines.values():
             engine.poisoned = partial(self._poisoned, engine)
-            engine.given_up = partial(self.kill, engine, with_node=False)
+            engine.given_up = partial(self.kill, engine, with_node=False, is_external=False)
         self.agents = {node.agent_id: SimAgent(node.agent_id, node.id, site) for node in nodes}
         for agent in self.agents.values():
             agent.slot_ended = lambda asked: self._grants.released(asked)
@@ -171,10 +175,15 @@ class SimCluster:
             for live in open_streams(proxy)
         )
 
-    def kill(self, holder: SimHolder, *, with_node: bool) -> None:
+    def kill(self, holder: SimHolder, *, with_node: bool, is_external: bool = True) -> None:
         """With its node nothing is left that would reset connections, and the node's memory is
         lost.
         """
+        if isinstance(holder, SimEngine) and holder.alive and self._exits_rng is not None:
+            exited = InstanceExited(holder.id, holder.epoch, "it has ended", is_external)
+            for proxy in self.running_proxies():
+                tell = partial(self._tell, proxy, exited)
+                proxy.after(self._exits_rng.uniform(0.001, 0.4), tell)
         if isinstance(holder, SimEngine):
             holder.kill(silently=with_node)
         else:
@@ -195,6 +204,9 @@ class SimCluster:
             back_s = self._reload_s
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
+    def _tell(self, proxy: SimProxy, event: Event) -> None:
+        proxy.control.tell(event, self.clock.now_s)
+
     def _bring_back(self, holder: SimHolder, life: int) -> None:
         if not holder.alive and holder.life == life:
             holder.start()
@@ -213,7 +225,7 @@ class SimCluster:
     def _poisoned(self, engine: SimEngine, stream: StreamId) -> None:
         self.note(POISONED, engine.id, self.streams_on(engine.id))
         self.outcome.poison_deaths[stream] += 1
-        self.kill(engine, with_node=False)
+        self.kill(engine, with_node=False, is_external=False)
 
     def _gossip_loss(self, watch: Watch, epoch: int) -> None:
         """What one proxy has lost, the others hear of; what they measured, too."""

@@ -73,6 +73,7 @@ def scenario(seed: int, *, keep_log: bool = False) -> World:
         seed=seed,
         proxies=proxies,
         stay_away=rng.choice([0.0, 0.05, 0.3]),
+        is_supervised=rng.random() < 0.5,
         keep_log=keep_log,
     )
 
@@ -229,17 +230,33 @@ def poisoned(seed: int, *, keep_log: bool = False) -> World:
     return World(_pairs(6, {}), arrivals, [], seed=seed, proxies=1, keep_log=keep_log)
 
 
-def outage(seed: int, spread_s: float, *, both: bool = False, keep_log: bool = False) -> World:
+def outage(
+    seed: int,
+    spread_s: float,
+    *,
+    both: bool = False,
+    poison_deaths: int = 3,
+    is_supervised: bool = False,
+    keep_log: bool = False,
+) -> World:
     """Eight instances under load, four of which are killed within `spread_s`: four pairs, or eight
     that do both stages. No request caused it, and all agents live on.
     """
     rng = Random(seed)
-    config = _both(8) if both else _pairs(4, {})
+    config = (_both if both else _pairs)(8 if both else 4, {}, _refusing(poison_deaths))
     arrivals = _poisson(rng, per_s=40.0, from_s=1.0, to_s=6.0, max_tokens=40)
     names = [instance.id for _, instance in config.cluster.instances()]
     deaths = [_killed(name, 3.0 + rng.uniform(0.0, spread_s)) for name in rng.sample(names, 4)]
     deaths.sort(key=lambda death: death.at_s)
-    return World(config, arrivals, deaths, seed=seed, proxies=1, keep_log=keep_log)
+    return World(
+        config,
+        arrivals,
+        deaths,
+        seed=seed,
+        proxies=1,
+        is_supervised=is_supervised,
+        keep_log=keep_log,
+    )
 
 
 def _killed(name: str, at_s: float) -> FaultEvent:
@@ -248,10 +265,19 @@ def _killed(name: str, at_s: float) -> FaultEvent:
 
 
 def poisons_at_once(
-    seed: int, pairs: int, per_s: float = 10.0, *, stay_away: float = 0.1, keep_log: bool = False
+    seed: int,
+    pairs: int,
+    per_s: float = 10.0,
+    *,
+    poison_deaths: int = 3,
+    load_interval_s: float = 0.25,
+    stay_away: float = 0.1,
+    is_supervised: bool = False,
+    keep_log: bool = False,
 ) -> World:
     """Pairs under load, and three requests within 10 ms that end every decode instance they get,
-    beside ten others of the same moment.
+    beside ten others of the same moment. Reports come `load_interval_s` apart, some of them late by
+    as much.
     """
     rng = Random(seed)
     arrivals = _poisson(rng, per_s=per_s, from_s=1.0, to_s=9.0, max_tokens=40)
@@ -259,15 +285,21 @@ def poisons_at_once(
     poisons = rng.sample(range(len(beside)), 3)
     arrivals += [replace(asked, is_poison=n in poisons) for n, asked in enumerate(beside)]
     arrivals.sort(key=lambda asked: asked.at_s)
+    settings = _refusing(poison_deaths) | {"proxy": {"load_interval_s": load_interval_s}}
     return World(
-        _pairs(pairs, {}),
+        _pairs(pairs, {}, settings),
         arrivals,
         [],
         seed=seed,
         proxies=1,
         stay_away=stay_away,
+        is_supervised=is_supervised,
         keep_log=keep_log,
     )
+
+
+def _refusing(poison_deaths: int) -> dict[str, Any]:
+    return {"policy": {"recovery": {"poison_deaths": poison_deaths}}}
 
 
 def in_turn(seed: int, *, keep_log: bool = False) -> World:
@@ -329,9 +361,9 @@ def _pairs(count: int, cluster: dict[str, Any], sections: dict[str, Any] | None 
     return parse_config({"cluster": {"nodes": nodes} | cluster} | (sections or {}))
 
 
-def _both(count: int) -> Config:
+def _both(count: int, cluster: dict[str, Any], sections: dict[str, Any]) -> Config:
     nodes = [{"id": f"n{n}", "instances": [{"id": f"b{n}", "role": "both"}]} for n in range(count)]
-    return parse_config({"cluster": {"nodes": nodes}})
+    return parse_config({"cluster": {"nodes": nodes} | cluster} | sections)
 
 
 def _poisson(

@@ -33,6 +33,8 @@ LOOK_S = 0.01  # How often the faults that are left look whether their time has 
 STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
 # Nothing that is not stuck takes that long behind the last arrival and the longest waits.
 LONGEST_S = 3600.0
+# Of streams that ended nothing; the last two were not taken, since the queues were too long.
+_NOT_LOST = ("complete", MOVED, Reason.OVERLOADED.value, Reason.OVER_SHARE.value)
 
 
 class World:
@@ -46,17 +48,17 @@ class World:
         proxies: int = 1,
         stay_away: float = 0.1,
         reload_s: float | None = None,
+        is_supervised: bool = False,
         keep_log: bool = False,
     ) -> None:
-        """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
-        it is back after exactly so long.
-        """
+        """As `SimCluster`."""
         self.cluster = SimCluster(
             config,
             seed=seed,
             proxies=proxies,
             stay_away=stay_away,
             reload_s=reload_s,
+            is_supervised=is_supervised,
             keep_log=keep_log,
         )
         self._disturbances = Disturbances(self.cluster)
@@ -170,7 +172,7 @@ class World:
             outcome.ended.update(live.outcome for live in lives if live.outcome != MOVED)
             innocents = [live.outcome for live in lives if not live.arrival.is_poison]
             outcome.innocents_refused += innocents.count(Reason.POISON.value)
-            outcome.innocents_lost += sum(each not in ("complete", MOVED) for each in innocents)
+            outcome.innocents_lost += sum(each not in _NOT_LOST for each in innocents)
             outcome.tokens += sum(len(live.output) for live in lives)
             outcome.recovered_streams += sum(live.recoveries > 0 for live in lives)
             outcome.given_up.update(proxy.given_up)

@@ -35,6 +35,7 @@ def worlds(draw: st.DrawFn) -> World:
         wait_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
         gather_s=draw(st.sampled_from([0.0, 0.01, 0.3])),
         max_attempts=draw(st.sampled_from([2, 8, 50])),
+        poison_deaths=draw(st.integers(2, 5)),
     )
     policy = PolicySettings(
         name=draw(st.sampled_from(PolicyName)),
@@ -164,6 +165,7 @@ def settings_for(seed: int) -> PolicySettings:
     recovery: dict[str, Any] = {
         "wait_s": 0.5 if seed % 4 == 0 else 20.0,
         "max_attempts": 3 if seed % 2 else 20,
+        "poison_deaths": 2,
     }
     return PolicySettings(
         name=PolicyName.AUTO if seed % 7 == 0 else list(PolicyName)[seed % 5],

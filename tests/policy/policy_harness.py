@@ -16,6 +16,7 @@ from kvrs.policy.model.events import (
     PrefillDone,
     StreamArrived,
     StreamResumed,
+    TimerFired,
 )
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles.tables import PrefillTable
@@ -58,10 +59,16 @@ class PolicyHarness:
         wait_s: float = 30.0,
         max_attempts: int = 8,
         gather_s: float = 0.0,
+        poison_deaths: int = 3,
         backup: BackupSettings | None = None,
         **settings: Any,
     ) -> None:
-        recovery = RecoverySettings(wait_s=wait_s, max_attempts=max_attempts, gather_s=gather_s)
+        recovery = RecoverySettings(
+            wait_s=wait_s,
+            max_attempts=max_attempts,
+            gather_s=gather_s,
+            poison_deaths=poison_deaths,
+        )
         policy = PolicySettings(name=name, recovery=recovery, **settings)
         self.policy = RecoveryPolicy(policy, slo or SloSettings(), backup or BackupSettings())
         self.now_s = 0.0
@@ -74,6 +81,13 @@ class PolicyHarness:
         self.now_s = self.now_s if at_s is None else at_s
         actions = self.policy.handle(event, self.now_s)
         self.actions += actions
+        return actions
+
+    def look_until(self, at_s: float) -> list[Action]:
+        """Timers fire every 0.05 s until then; the actions they led to."""
+        actions: list[Action] = []
+        while self.now_s < at_s:
+            actions += self.handle(TimerFired(), min(at_s, self.now_s + 0.05))
         return actions
 
     def decoding(self, name: str, prompt_tokens: int = 100, *, resumed: bool = True) -> Start:

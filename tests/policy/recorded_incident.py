@@ -115,6 +115,7 @@ class Rough:
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
+        self.exits = Random(seed)
         self.slots_max = self.random.choice([1, 32])
         self.recorder = Recorder(
             self._settings(),
@@ -295,8 +296,8 @@ class Rough:
                     {stream: self.random.randint(0, 50) for stream in self.started},
                 )
             )
-            if self.random.random() < 0.5:
-                is_external = self.random.random() < 0.5
+            if self.exits.random() < 0.5:
+                is_external = self.exits.random() < 0.5
                 self.handle(InstanceExited(name, self.epochs[name], "signal 9", is_external))
 
     def handle(self, event: Event) -> None:

@@ -30,7 +30,7 @@ from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
-from kvrs.sim.scenarios import contended, in_turn, scenario, sick
+from kvrs.sim.scenarios import contended, in_turn, poisoned, scenario, sick
 from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
 
@@ -73,6 +73,7 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     outcomes = [outcome_of(seed) for seed in range(min(SEEDS, 160))]
 
     ended = sum((outcome.ended for outcome in outcomes), Counter[str]())
+    ended += poisoned(0).run().ended  # No outage refuses a stream as poison.
     recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
     hit: Counter[str] = Counter()
     for one in (one for outcome in outcomes for one in outcome.hits):

@@ -120,7 +120,7 @@ class Reason(StrEnum):
     OVER_SHARE = "over_share"  # The queues are long, and its client has its share of them.
     SLO = "slo"
     RETRIES = "retries"
-    POISON = "poison"  # Two instances died of it in a row.
+    POISON = "poison"  # `recovery.poison_deaths` instances died of it in a row.
     # By two instances, or by one that named the request's fault: the client gets what the last one
     # said.
     REFUSED = "refused"

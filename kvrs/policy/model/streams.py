@@ -13,7 +13,7 @@ import msgspec
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.policy.model.actions import Plan
-from kvrs.policy.model.cluster_view import Agent, Instance, Link, Member
+from kvrs.policy.model.cluster_view import Agent, Link, Member
 from kvrs.policy.model.estimates import Estimate, Option
 from kvrs.policy.model.events import NO_DEADLINES, Deadlines
 from kvrs.policy.model.lifecycle import Stage
@@ -22,15 +22,6 @@ from kvrs.protocol.geometry import KvGeometry
 # Between two tries of the same instance, which double from `recovery.retry_pause_s`.
 LONGEST_PAUSE_S = 2.0
 _JITTER = 0.25
-# So many deaths in a row make a request poison.
-_DEATHS_OF_POISON = 2
-# The death of an instance is known within this time from the first connection that broke.
-_DEATH_KNOWN_AFTER_S = 2.0
-# A stream at which a second connection breaks waits so long for news of the instances.
-_FATE_KNOWN_AFTER_S = 1.0
-# A report shows that an instance lives if it comes so long after the connection broke; an earlier
-# one may have been on its way.
-_ALIVE_AFTER_S = 0.3
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -56,20 +47,6 @@ class StoredCheckpoint:
     booked_bytes: int = 0
     pages: int = 0
     booked_for: NodeId | None = None  # The node that decodes the stream.
-
-
-class Death(msgspec.Struct, frozen=True, gc=False):
-    """The loss of an instance that a stream waited at for its first token, for no other known
-    reason.
-    """
-
-    instance: InstanceId
-    epoch: int
-    node: NodeId
-    lost_s: float
-    broke_s: float  # When the stream's attempt broke there; the loss may have been known later.
-    is_alone: bool  # No other stream waited there.
-    may_live: bool  # The instance has only fallen silent.
 
 
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):
@@ -113,6 +90,9 @@ class AttemptState:
     booked_on: Member | None = None
     booked_s: float = 0.0
     promise: Promise | None = None  # While it stays at an instance that re-forms.
+    # Of a stream that flowed, where nothing else was left than an instance kept for a suspected
+    # one: if that dies, this attempt is no suspect.
+    is_guest: bool = False
     # With the bytes that it has put on each.
     links: list[tuple[Link, int]] = field(default_factory=list)
 
@@ -134,11 +114,6 @@ class RecoveryState:
     token_at_s: float = -inf  # When the token may be used.
     busy_since_s: float | None = None  # Since the first busy answer.
     retry_at_s: float = 0.0  # Not before this is an instance tried again that failed the stream.
-    deaths: tuple[Death, ...] = ()
-    apart_until_s: float = -inf  # Until then it runs only where no other stream can be suspected.
-    # Instances where an attempt broke that had brought nothing, and when: they may have died of it.
-    broken: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
-    fate_until_s: float = -inf  # Until then it waits to learn whether they have.
     removed: frozenset[Option] = frozenset()
     slot_expired: bool = False  # What the attempt before fetches may still be under way.
 
@@ -164,92 +139,6 @@ class RecoveryState:
         pause_s = min(LONGEST_PAUSE_S, pause_s * 2**self.failures)
         self.retry_at_s = now_s + pause_s * (1 - _JITTER * jitter)
         self.failures += 1
-
-    @property
-    def is_poison(self) -> bool:
-        if len(self.deaths) < _DEATHS_OF_POISON:
-            return False
-        return max(self.deaths, key=lambda death: (death.broke_s, death.lost_s)).is_alone
-
-    @property
-    def is_suspect(self) -> bool:
-        return bool(self.deaths or self.broken)
-
-    @property
-    def awaits_fate(self) -> bool:
-        """Whether news of the instances would decide whether it is refused."""
-        is_open = self.is_poison and any(death.may_live for death in self.deaths)
-        return (bool(self.broken) or is_open) and self.fate_until_s > -inf
-
-    def note_broken(self, instance: Instance, now_s: float, first_wait_s: float) -> None:
-        self.broken[instance.id, instance.epoch] = now_s
-        self.apart_until_s = max(self.apart_until_s, now_s + first_wait_s)
-        self._await_fate(now_s + _FATE_KNOWN_AFTER_S)
-
-    def _await_fate(self, until_s: float) -> None:
-        if len(self.deaths) + len(self.broken) >= _DEATHS_OF_POISON:
-            self.fate_until_s = max(self.fate_until_s, until_s)
-
-    def wait_apart(self, until_s: float) -> None:
-        if self.is_suspect:
-            self.apart_until_s = max(self.apart_until_s, until_s)
-
-    def note_alive(self, instance: Instance, now_s: float) -> bool:
-        """It reports, after an attempt has broken there; whether that is news."""
-        key = instance.id, instance.epoch
-        if now_s - self.broken.get(key, now_s) < _ALIVE_AFTER_S:
-            return False
-        del self.broken[key]
-        return True
-
-    def broke_at(self, instance: Instance, now_s: float) -> bool:
-        broke_s = self.broken.get((instance.id, instance.epoch), -inf)
-        return now_s - broke_s < _DEATH_KNOWN_AFTER_S
-
-    def note_death(
-        self,
-        instance: Instance,
-        now_s: float,
-        first_wait_s: float,
-        wait_s: float,
-        *,
-        is_alone: bool,
-        may_live: bool,
-    ) -> None:
-        name, epoch = instance.id, instance.epoch
-        broke_s = self.broken.pop((name, epoch), now_s)
-        death = Death(name, epoch, instance.node, now_s, broke_s, is_alone, may_live)
-        self.deaths = (*self.deaths, death)
-        self._await_fate(now_s + _FATE_KNOWN_AFTER_S)
-        if self.is_poison and any(death.may_live for death in self.deaths):
-            self._await_fate(now_s + wait_s)
-        is_first = len(self.deaths) < _DEATHS_OF_POISON
-        self.apart_until_s = now_s + (first_wait_s if is_first else wait_s)
-
-    def note_node_lost(self, node: NodeId, since_s: float) -> None:
-        """Its instances died with the node, and not of the stream."""
-        self.deaths = tuple(
-            death for death in self.deaths if death.node != node or death.lost_s < since_s
-        )
-
-    def note_ended_from_outside(self, instance: InstanceId, epoch: int) -> None:
-        """Its process, in this epoch, did not end of a stream."""
-        self.broken.pop((instance, epoch), None)
-        self.deaths = tuple(
-            death for death in self.deaths if (death.instance, death.epoch) != (instance, epoch)
-        )
-
-    def note_fate(self, instance: InstanceId, *, had_not_ended: bool) -> None:
-        """An instance that had fallen silent is up: its process did not end, or another one runs
-        in its place.
-        """
-        is_open = [death.may_live and death.instance == instance for death in self.deaths]
-        if any(is_open):
-            self.deaths = tuple(
-                msgspec.structs.replace(death, may_live=False) if was_open else death
-                for death, was_open in zip(self.deaths, is_open, strict=True)
-                if not (was_open and had_not_ended)
-            )
 
     def pay_token(self, at_s: float) -> None:
         self.owes_token, self.token_at_s = False, at_s

@@ -37,7 +37,7 @@ async def wait_for(system: ProxyCluster, kills: int) -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 0], ids=["prefill", "decode"])
-async def test_a_request_that_kills_what_it_runs_on_kills_two_and_no_stream(
+async def test_a_request_that_kills_what_it_runs_on_kills_three_and_no_stream(
     build: ProxyClusterBuilder, position: int
 ) -> None:
     """It is refused with an error that no client repeats; streams beside it go on."""
@@ -53,7 +53,7 @@ async def test_a_request_that_kills_what_it_runs_on_kills_two_and_no_stream(
     answers = await asyncio.gather(*beside)
     error = msgspec.json.decode(body)["error"]
     assert (status, error["code"], error["type"]) == (422, "poison", "invalid_request_error")
-    assert kills_of(system, "poison") == 2
+    assert kills_of(system, "poison") == 3
     assert {status for status, _ in answers} == {200}
     assert {msgspec.json.decode(body)["choices"][0]["text"] for _, body in answers} == {WHOLE}
     await settled(system)
@@ -79,7 +79,7 @@ async def test_streams_that_begin_beside_poison_are_not_charged(
 
     answers = await asyncio.gather(*asked)
     assert (await poison)[0] == 422
-    assert kills_of(system, "poison") <= 2
+    assert kills_of(system, "poison") <= 3
     assert {status for status, _ in answers} == {200}
     await settled(system)
 
@@ -101,7 +101,7 @@ async def test_three_poisoned_requests_cost_no_other_stream(build: ProxyClusterB
     answers = await asyncio.gather(*beside)
     restarting.cancel()
     assert {status for status, _ in answers} == {200}
-    assert max(kills_of(system, user) for user in "abc") <= 2
+    assert max(kills_of(system, user) for user in "abc") <= 3
     await settled(system)
 
 
@@ -117,7 +117,7 @@ async def restart_what_dies(system: ProxyCluster) -> None:
 async def test_a_request_that_kills_late_is_refused_and_costs_no_other_stream(
     build: ProxyClusterBuilder,
 ) -> None:
-    """It has had tokens, as all others; two kills in one recovery do not end it, a third does."""
+    """It has had tokens, as all others: the kill while it flowed does not count, three more do."""
     system = await build(pairs=6)
     system.script.poisons = {"poison": 5}
     system.script.pause_s = 0.01
@@ -130,6 +130,6 @@ async def test_a_request_that_kills_late_is_refused_and_costs_no_other_stream(
     answers = await asyncio.gather(*beside)
     error = msgspec.json.decode(events_of(body)[-2][6:])["error"]
     assert (status, error["code"]) == (200, "poison")
-    assert kills_of(system, "poison") <= 3
+    assert kills_of(system, "poison") <= 4
     assert {status for status, _ in answers} == {200}
     await settled(system)

@@ -1,0 +1,107 @@
+"""Outages that no request caused, and poisoned requests that come at once, in virtual time: the two
+look alike to a stream that is at two of the deaths.
+"""
+
+import pytest
+
+from kvrs.policy.incident_book import IncidentBook, Ruling, Verdict
+from kvrs.sim.scenarios import outage, poisons_at_once
+
+SEEDS = 20
+BLOCKS = 2  # Of the seeds: a few seconds each.
+HALVES = [range(block, SEEDS, BLOCKS) for block in range(BLOCKS)]
+IDS = [f"half{block}" for block in range(BLOCKS)]
+
+
+@pytest.mark.parametrize("seeds", HALVES, ids=IDS)
+@pytest.mark.parametrize("allowed", [2, 3])
+@pytest.mark.parametrize("spread_s", [0.0, 0.06, 0.3])
+def test_an_outage_refuses_no_stream(seeds: range, spread_s: float, allowed: int) -> None:
+    """Four of eight instances are killed within a moment, with pairs and with instances that do
+    both stages in turn. Every stream that was taken is complete.
+    """
+    refused, victims = {}, 0
+
+    for seed in seeds:
+        both = bool(seed % 4 // 2)
+        outcome = outage(seed, spread_s, both=both, poison_deaths=allowed).run()
+        victims += outcome.recovered_streams
+        if outcome.innocents_lost:
+            refused[seed] = outcome.given_up
+
+    assert refused == {}
+    assert victims > 100
+
+
+@pytest.mark.parametrize("seeds", HALVES, ids=IDS)
+@pytest.mark.parametrize("allowed", [2, 3])
+@pytest.mark.parametrize("pairs", [4, 6])
+def test_poisoned_requests_that_come_at_once_end_no_more_instances_than_allowed(
+    seeds: range, pairs: int, allowed: int
+) -> None:
+    """Three within 10 ms, beside ten others: each is refused, and no other stream is lost."""
+    worlds = {seed: poisons_at_once(seed, pairs, poison_deaths=allowed).run() for seed in seeds}
+
+    assert {each.ended["poison"] for each in worlds.values()} == {3}
+    assert max(max(each.poison_deaths.values()) for each in worlds.values()) <= allowed
+    assert {seed: each.given_up for seed, each in worlds.items() if each.innocents_lost} == {}
+
+
+@pytest.mark.parametrize("seeds", HALVES, ids=IDS)
+@pytest.mark.parametrize("allowed", [2, 3])
+def test_poisoned_requests_under_load_end_no_more_instances_than_allowed(
+    seeds: range, allowed: int
+) -> None:
+    """Four pairs at three times the rate, all of which are back soon after they died: more streams
+    wait where a poisoned one died.
+    """
+    outcomes = [
+        poisons_at_once(seed, 4, 30.0, poison_deaths=allowed, stay_away=0.0).run() for seed in seeds
+    ]
+
+    assert max(max(each.poison_deaths.values()) for each in outcomes) <= allowed
+    assert [each.given_up for each in outcomes if each.innocents_lost] == []
+
+
+@pytest.mark.parametrize("allowed", [2, 3])
+def test_poisoned_requests_end_no_more_instances_than_allowed_when_reports_are_late(
+    allowed: int,
+) -> None:
+    """A report that was under way while its instance died clears nobody of that death."""
+    outcomes = [
+        poisons_at_once(seed, 6, poison_deaths=allowed, load_interval_s=1.0).run()
+        for seed in (6, 10, 11, 14 if allowed == 2 else 7)
+    ]
+
+    assert max(max(each.poison_deaths.values()) for each in outcomes) <= allowed
+
+
+def test_a_supervisor_that_tells_the_causes_changes_no_refusal() -> None:
+    """Processes that a request ended are told apart from those that were killed."""
+    attack = poisons_at_once(0, 6, is_supervised=True).run()
+    killed = outage(2, 0.3, both=True, is_supervised=True).run()
+
+    assert attack.ended["poison"] == 3
+    assert max(attack.poison_deaths.values()) <= 3
+    assert attack.events["InstanceExited"] == sum(attack.poison_deaths.values())
+    assert killed.events["InstanceExited"] == 4
+    assert set(killed.ended) == {"complete"}
+
+
+def test_simulator_notices_a_rule_that_refuses_at_the_second_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bounds above can be broken: this was the rule before."""
+    real = IncidentBook.judge
+
+    def judge(self: IncidentBook, stream: object, now_s: float) -> Verdict:
+        case = self._cases.get(stream)  # type: ignore[call-overload]
+        if case is not None and len(case.deaths) > 1 and case.deaths[-1].is_alone:
+            return Verdict(Ruling.REFUSE)
+        return real(self, stream, now_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(IncidentBook, "judge", judge)
+
+    refused = [outage(seed, 0.3, both=True).run().innocents_refused for seed in (2, 6, 12)]
+
+    assert sum(refused) > 0
