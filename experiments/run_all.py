@@ -279,6 +279,7 @@ ALL = (
     _plain("busy_survivors", 1),
     _plain("sick_instances", 1),
     _plain("poison", 1),
+    Experiment("poison", ("worlds",), 12, "python -m experiments.poison.worlds"),
     _plain("overload", 3),
     _plain("abuse", 3),
     _plain("strangers", 1),

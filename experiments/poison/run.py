@@ -17,11 +17,11 @@ from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 # Name, pairs, the poisons' output position (-1: they end prefill instances), poisons, seconds until
 # a dead instance is back (None: never), the most deaths that one request may cause.
 CELLS = [
-    ("one request, prefill", 10, -1, 1, None, 2),
-    ("one request, before its first token", 10, 0, 1, None, 2),
-    ("three requests, four pairs that restart", 4, 0, 3, 1.0, 2),
-    ("three requests, prefill, four pairs that restart", 4, -1, 3, 1.0, 2),
-    ("one request, after five tokens", 10, 5, 1, None, 3),
+    ("one request, prefill", 10, -1, 1, None, 3),
+    ("one request, before its first token", 10, 0, 1, None, 3),
+    ("three requests, four pairs that restart", 4, 0, 3, 1.0, 3),
+    ("three requests, prefill, four pairs that restart", 4, -1, 3, 1.0, 3),
+    ("one request, after five tokens", 10, 5, 1, None, 4),
 ]
 BESIDE = 40
 TOKENS = 150
