@@ -64,7 +64,6 @@ from kvrs.tracing.settings import trace_settings
 
 log = logging.getLogger(__name__)
 
-
 _LOOK_AGAIN_S = 0.02
 _SEEN_WITHIN_S = 2.0  # A worker takes requests then, also if no instance is up.
 _LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
@@ -328,8 +327,10 @@ class Proxy:
         await asyncio.gather(*self._background)
 
     async def leave(self) -> None:
-        if self._api is not None and (self._link is None or self._link.all_drain):
-            await self._api.leave(self._config.proxy.drain_delay_s)  # Else other workers serve on.
+        delay_s = self._config.proxy.drain_delay_s
+        if delay_s and self._api is not None and (self._link is None or self._link.all_drain):
+            self._api.leaving = True  # Else other workers serve on.
+            await asyncio.sleep(delay_s)
 
     async def drain(self) -> None:
         """Admit no new streams, hand over those with a key if a peer is up, and wait for the rest

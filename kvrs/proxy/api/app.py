@@ -124,13 +124,6 @@ class ClientApi:
         self._bodies = ClientBodies(settings, metrics.admission, clock)
         metrics.admission.request_bytes.set_function(lambda: self.budget.held_bytes)
 
-    async def leave(self, delay_s: float) -> None:
-        """Say that no more requests should come, and serve those that do for so long."""
-        if delay_s:
-            self.leaving = True
-            log.info("leaving", extra={"delay_s": delay_s})
-            await asyncio.sleep(delay_s)
-
     def application(self) -> web.Application:
         pages = [] if self._pages is None else [self._pages.middleware()]
         app = web.Application(middlewares=[*pages, errors_as_openai, self._tenants.authenticate])

@@ -98,6 +98,8 @@ async def run_service(
 
 async def _leave(service: Service, stop: Stop, running: asyncio.Future[None]) -> None:
     """Until its delay is over, or is ended."""
+    if not stop.no_delay.is_set():
+        log.info("leaving")
     leaving = asyncio.ensure_future(service.leave())
     ended = asyncio.ensure_future(stop.no_delay.wait())
     waited: set[asyncio.Future[Any]] = {leaving, ended, running}

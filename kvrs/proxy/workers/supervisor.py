@@ -300,7 +300,7 @@ class Supervisor:
 
     async def _order(self, order: DrainOrder) -> None:
         answers = await self._ask_all(ORDER, body=packed(order))
-        if silent := self._silent(answers):
+        if silent := _silent(self.places, answers):
             raise RequestError(f"{silent}: no answer; allowed: when all workers are up", status=503)
         for body in answers.values():
             _check_obeyed(body)
@@ -317,12 +317,8 @@ class Supervisor:
             raise RequestError("no worker has answered; allowed: while one is up", status=503)
         _check_obeyed(body)
 
-    def _silent(self, answers: Container[int]) -> str:
-        """The names of workers that have not answered."""
-        return ", ".join(place.name for place in self.places if place.plan.worker not in answers)
-
     def _check_all_in(self, answers: Container[int]) -> None:
-        if silent := self._silent(answers):
+        if silent := _silent(self.places, answers):
             fault = f"{silent}: no answer to a reload; allowed: when all workers are up"
             log.error("not reloaded", extra={"cause": fault})
             raise ConfigError([fault])
@@ -380,6 +376,11 @@ def _added_results(own: ReloadResult, found: Sequence[Reloaded]) -> ReloadResult
     applied = dict.fromkeys((*own.applied, *(path for each in found for path in each.applied)))
     needed = (*own.restart_needed, *(path for each in found for path in each.restart_needed))
     return ReloadResult([*applied], [*dict.fromkeys(needed)], own.file, own.note)
+
+
+def _silent(places: Sequence[WorkerPlace], answers: Container[int]) -> str:
+    """The names of workers that have not answered."""
+    return ", ".join(place.name for place in places if place.plan.worker not in answers)
 
 
 def _check_obeyed(body: bytes) -> None:
