@@ -225,8 +225,10 @@ async def test_a_proxy_that_leaves_is_not_ready_and_serves_new_requests(
         asyncio.timeout(WITHIN_S),
     ):
         ready = url.replace("/v1/completions", "/readyz")
+        while await _said(http, ready) != "ready\n":
+            await asyncio.sleep(0.01)
         proxy.send_signal(signal.SIGTERM)
-        while (await http.get(ready)).status != 503:
+        while await _said(http, ready) != "shutting down\n":
             await asyncio.sleep(0.01)
         async with http.post(url, json=REQUEST) as answer:
             served = answer.status
@@ -247,6 +249,11 @@ async def test_a_proxy_that_leaves_is_not_ready_and_serves_new_requests(
 
     assert (served, refused, status) == (200, 503, 0)
     assert events.endswith(b"data: [DONE]\n\n")
+
+
+async def _said(http: aiohttp.ClientSession, url: str) -> str:
+    async with http.get(url) as answer:
+        return await answer.text()
 
 
 async def test_sigint_waits_for_no_delay(build: ProxyClusterBuilder, tmp_path: Path) -> None:
