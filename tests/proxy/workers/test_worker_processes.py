@@ -248,6 +248,31 @@ async def test_a_signalled_proxy_drains_all_workers(
     assert all(body.endswith(b"data: [DONE]\n\n") for body in ended)
 
 
+async def test_workers_that_leave_serve_until_a_second_signal(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """All of them wait for `proxy.drain_delay_s`, and drain when that is ended."""
+    system = await build()
+    async with open_workers(system, tmp_path, proxy={"drain_delay_s": 300.0}) as proxy:
+        ready = f"{proxy.url}/readyz"
+        while (await proxy.http.get(ready)).status != 200:
+            await asyncio.sleep(0.01)
+        proxy.process.send_signal(signal.SIGTERM)
+        await proxy.until_logged(b"leaving")
+        while (await proxy.http.get(ready)).status != 503:
+            await asyncio.sleep(0.01)
+        begun = await until_each_has_a_stream(system, proxy, 2)
+
+        proxy.process.send_signal(signal.SIGTERM)
+        await proxy.until_logged(b"draining")
+        assert system.script.gate is not None
+        system.script.gate.set()
+        ended = [await each.read() for each in begun]
+
+        assert await proxy.process.wait() == 0
+    assert all(body.endswith(b"data: [DONE]\n\n") for body in ended)
+
+
 async def test_a_second_signal_ends_all_workers_at_once(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
