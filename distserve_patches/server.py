@@ -32,7 +32,7 @@ from kvrs.elastic import grain
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.probe import probe_digest
-from kvrs.engine.page_port import EPOCHS_PER_START, InstancePlace
+from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedModel
 from kvrs.engine.server import serve_http
@@ -42,7 +42,7 @@ from kvrs.http import cut_watches
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
-from kvrs.protocol.instance import Role
+from kvrs.protocol.instance import EPOCHS_PER_START, Role
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks

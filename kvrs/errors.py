@@ -115,12 +115,15 @@ class LogError(KvrsError):
 
 
 class RanksLostError(KvrsError):
-    """Ranks of an instance have died, or were killed because they hung."""
+    """Ranks of an instance have died, or were killed because they hung. `status`: of the process
+    that did, below 0 minus the signal that ended it; None: it is not known.
+    """
 
-    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+    def __init__(self, ranks: Sequence[int], reason: str, status: int | None = None) -> None:
         numbers = ", ".join(map(str, ranks))
         super().__init__(f"rank {numbers} {reason}")
         self.ranks = tuple(ranks)
+        self.status = status
 
 
 class LayoutError(KvrsError):

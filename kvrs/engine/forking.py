@@ -108,6 +108,7 @@ class AdoptedChild:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.has_ended = False
+        self.status: int | None = None  # As `exit_status`; None: it runs, or that is not known.
         self._handle = os.pidfd_open(pid)
         self._one = threading.Lock()
 
@@ -118,6 +119,7 @@ class AdoptedChild:
                 try:
                     found = os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOHANG)
                     self.has_ended = found is not None
+                    self.status = None if found is None else exit_status(found)
                 except ChildProcessError:  # Buried by a signal handler of this process.
                     self.has_ended = True
         return self.has_ended
@@ -155,14 +157,45 @@ class AdoptedChild:
 
 def tend(line: socket.socket, child: Child) -> None:
     """Fork for each message, until the line is closed; the descriptor that comes with it goes to
-    `child`. Children are the nursery's, and outlive it.
+    `child`. Children are the nursery's, and outlive it. When one ends, "exit STATUS" is sent on its
+    line, which is closed then: the nursery alone can learn the status.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel buries them.
-    for theirs in _requests(line):
-        if _fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            line.close()
-            child(theirs)
+    gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
+    lines: dict[int, socket.socket] = {}  # Of children that run, by their handles.
+    waiting = select.poll()
+    waiting.register(line, select.POLLIN)
+    while True:
+        for handle, _ in waiting.poll():
+            if handle in lines:
+                waiting.unregister(handle)
+                _tell_end(handle, lines.pop(handle))
+            elif (theirs := _request(line)) is None:
+                return
+            elif (pid := _fork()) == 0:
+                # Open here, they would hide the ends of others.
+                for other, its_line in lines.items():
+                    os.close(other)
+                    its_line.close()
+                line.close()
+                child(theirs)
+            else:
+                started = os.pidfd_open(pid)
+                lines[started] = theirs
+                waiting.register(started, select.POLLIN)
+
+
+def _tell_end(handle: int, line: socket.socket) -> None:
+    found = os.waitid(os.P_PIDFD, handle, os.WEXITED)
+    os.close(handle)
+    assert found is not None, "it has ended"
+    with line, suppress(OSError):  # Nobody may listen any more.
+        line.send(f"exit {exit_status(found)}".encode(), socket.MSG_DONTWAIT)
+
+
+def exit_status(found: os.waitid_result) -> int:
+    """The status of a process that has ended, as `subprocess` has it: below 0 minus a signal."""
+    status = int(found.si_status)
+    return status if found.si_code == os.CLD_EXITED else -status
 
 
 def tend_for(parent: int, line: socket.socket, child: Child) -> None:
@@ -208,12 +241,15 @@ def _adopting_orphans() -> Iterator[None]:
 
 def _requests(line: socket.socket) -> Iterator[socket.socket]:
     gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
-    while True:
-        message, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 1)
-        if not message:
-            return
-        with socket.socket(fileno=fds[0]) as theirs:
+    while (theirs := _request(line)) is not None:
+        with theirs:
             yield theirs
+
+
+def _request(line: socket.socket) -> socket.socket | None:
+    """The line of a process that is to be forked; None: no more are."""
+    message, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 1)
+    return socket.socket(fileno=fds[0]) if message else None
 
 
 def _fork() -> int:

@@ -9,6 +9,7 @@ it is a spare, with its weights mapped.
                    that are new); a closed line ends it at once
     from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
                    the same configuration would end likewise
+    for it:        "exit STATUS", from the nursery, when it has ended; 0: it has drained
 
 A nursery ends when its line is closed; its processes do not.
 """
@@ -116,10 +117,12 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def be_spare(line: socket.socket) -> NoReturn:
+        status = 1
         try:
             spare = Spare(given.config, given.instance, line)
             try:
                 spare.run()
+                status = 0
             except KvrsError as error:
                 print(error, file=sys.stderr, flush=True)
                 spare.report_fault(str(error))
@@ -127,7 +130,7 @@ def main() -> None:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(status)
 
     with socket.socket(fileno=given.line) as line:
         tend(line, be_spare)

@@ -45,10 +45,6 @@ from kvrs.transfer.unix_sockets import listen_at
 
 log = logging.getLogger(__name__)
 
-# Within one start of the process an instance's epoch rises with every fence, and where a stage can
-# be restarted with every restart.
-EPOCHS_PER_START = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class InstancePlace:

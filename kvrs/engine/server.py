@@ -14,7 +14,6 @@ from kvrs.config.file import Config
 from kvrs.connections import ConnectionLimits
 from kvrs.descriptors import raise_descriptor_limit
 from kvrs.engine.instance import EngineInstance, LoadedModel
-from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedInstance
 from kvrs.engine.spans import tracing
@@ -22,6 +21,7 @@ from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Door, door_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.fault_route import add_fault_route

@@ -12,6 +12,9 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 
+# Within one start of the process an instance's epoch rises with every fence, and where a stage can
+# be restarted with every restart.
+EPOCHS_PER_START = 1 << 20
 _MOST = (1 << 63) - 1  # What page frames can carry, and msgspec can compare.
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -322,6 +325,17 @@ class RankRequest(msgspec.Struct, frozen=True):
 
 class RankAnswer(msgspec.Struct, frozen=True):
     refused: str | None = None  # Why; None: it is carried out.
+
+
+class ExitReport(msgspec.Struct, frozen=True):
+    """Body of `POST /kvrs/v1/exits/{id}` at the admin port of a proxy: a supervisor tells how the
+    process of an instance ended.
+    """
+
+    start: Natural  # Its number: that of the epochs from `start * EPOCHS_PER_START` on.
+    cause: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    # It was ended from outside, so that no request caused it.
+    is_external: bool
 
 
 # Messages of a node's agent. As a holder of checkpoints it takes leases like an instance (`POST

@@ -19,13 +19,14 @@ from distserve_patches.core import DecodeCore, PrefillCore, PrefillQueue
 from distserve_patches.instances import StageInstance
 from distserve_patches.jobs import Job, Stage
 from kvrs.config.file import parse_config
-from kvrs.engine.page_port import EPOCHS_PER_START, InstancePlace
+from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedModel
 from kvrs.http import cut_watches
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks

@@ -15,9 +15,9 @@ import yaml
 
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Door, door_key
 from tests.agent.agents import SECRET, AgentProcess
 from tests.free_ports import free_ports

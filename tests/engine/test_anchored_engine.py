@@ -14,13 +14,12 @@ import torch
 
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.page_port import EPOCHS_PER_START
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import MEMORY, MeasuredPrefill
+from kvrs.protocol.instance import EPOCHS_PER_START, MEMORY, MeasuredPrefill
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.scheduling.sequences import Chunk
 from tests.agent.agents import SECRET, AgentProcess

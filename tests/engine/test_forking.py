@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrs.cluster.keeper import forked
 from kvrs.engine import forking
 from kvrs.engine.forking import AdoptedChild, Nursery
 
@@ -112,6 +113,46 @@ def test_a_child_may_be_buried_while_another_thread_waits_for_it(
 
     with line:
         assert child.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_child_knows_how_it_has_ended(nursery: Nursery, number: signal.Signals) -> None:
+    child, line = adopted(nursery)
+
+    with line:
+        before = child.status
+        os.kill(child.pid, number)
+        assert child.wait()
+
+    assert (before, child.status) == (None, -number)
+    child.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, None])
+def test_a_nursery_tells_how_its_children_end(number: signal.Signals | None) -> None:
+    """On the line of each, which ends then; those of the others stay open."""
+    nursery = Nursery(["tests.engine.forked_echo", "0"], {})
+    lines = [forked(nursery) for _ in range(2)]
+    try:
+        first, second = (int(line.recv(100)) for line in lines)
+        if number is None:
+            lines[0].send(b"end")
+        else:
+            os.kill(first, number)
+
+        told = [lines[0].recv(100) for _ in range(2)]
+
+        status = 0 if number is None else -number
+        assert told == [f"exit {status}".encode(), b""]
+        assert Path(f"/proc/{second}").exists()
+        assert not Path(f"/proc/{first}").exists()
+        lines[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            lines[1].recv(100)
+    finally:
+        for line in lines:
+            line.close()
+        nursery.close()
 
 
 def _nursery_beside(child: AdoptedChild) -> int:

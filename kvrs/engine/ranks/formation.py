@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrs.elastic.layouts import Layout
 from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.ranks.exchange import Areas, FormationMemory
-from kvrs.engine.ranks.seats import RankSeat, Shared
+from kvrs.engine.ranks.seats import RankSeat, Shared, status_of
 from kvrs.engine.ranks.wire import batch_of, encode
 from kvrs.errors import RanksLostError
 from kvrs.scheduling.sequences import Chunk
@@ -118,7 +118,8 @@ class RankFormation:
         """While a batch is computed."""
         dead = [rank for rank, seat in self._seats.items() if seat.process.poll()]
         if dead or self.has_ended:
-            raise RanksLostError(dead, "has died")
+            status = status_of([self._seats[rank] for rank in dead])
+            raise RanksLostError(dead, "has died", status)
         is_hanging = watch.look(self.memory.progress(), time.monotonic())
         if is_hanging and (stuck := self.memory.stuck(self._batch)):
             # Before anything else goes on: what they would write later reaches nothing.

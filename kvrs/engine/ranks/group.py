@@ -199,7 +199,7 @@ class RankGroup(StageRanks):
         by_base = {base: cells_of(self.layout, rank, base) for base in {0, *bases}}
         cells = {base: own for base, own in by_base.items() if own}
         self.lost_devices.add(rank)
-        self.processes.seats[rank].kill()
+        self.processes.seats[rank].kill(with_device=True)
         if cells:
             self.pool.lose(cells, bases)
         return cells

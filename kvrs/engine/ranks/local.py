@@ -110,7 +110,7 @@ class LocalStages(StageRanks):
         await staged.restore(len(pages))
 
     def kill_rank(self, rank: int) -> None:
-        self.processes.seats[rank].kill()
+        self.processes.seats[rank].kill(with_device=True)
 
     def end(self) -> None:
         self._formation.end()
@@ -126,7 +126,8 @@ class LocalStages(StageRanks):
     def _watch(self) -> None:
         while (told := self.processes.told.get()) is not None:
             if isinstance(told, Ended):
-                self._lost(RanksLostError([told.seat.rank], "has died"))
+                seat = told.seat
+                self._lost(RanksLostError([seat.rank], "has died", seat.status()))
 
     def _lost(self, error: RanksLostError) -> None:
         with self._ending:

@@ -44,7 +44,7 @@ from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of
 from kvrs.engine.ranks.processes import RankProcesses, Told
 from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
-from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat
+from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, status_of
 from kvrs.engine.ranks.stages import step_factors
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
@@ -433,7 +433,10 @@ class Reformer:
         self._has_ended = True
         self._group.freeze(at_once=True)
         self.now = None
-        self._group.give_up(RanksLostError(ranks or sorted(self._group.lost), reason))
+        ranks = ranks or sorted(self._group.lost)
+        seats = self._processes.seats
+        status = status_of([seats[rank] for rank in ranks if rank in seats])
+        self._group.give_up(RanksLostError(ranks, reason, status))
         self._group.changed()
 
     # Back to the full degree.

@@ -19,6 +19,7 @@ from kvrs.errors import KvrsError, RanksLostError
 from kvrs.memory import free_bytes
 
 _ORDER_TIMEOUT_S = 5.0  # Until a rank that takes no order has gone.
+_STATUS_S = 0.5  # Until one that computes nothing any more has ended, and its status is known.
 END_S = 1.0  # Until a rank that is told to end has ended.
 
 
@@ -124,6 +125,7 @@ class RankSeat:
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, UnitAt] = {}
         self.is_loaded = False
+        self._is_ending = self._was_killed = False  # By itself or from outside; because it hung.
         self.has_died = False  # It computes nothing any more; its memory is perhaps still freed.
         self.began_s = time.monotonic()
         self._sending = threading.Lock()
@@ -162,12 +164,20 @@ class RankSeat:
         self.is_loaded = True
         self._threads.append(self._run(self._await_end))
 
-    def kill(self) -> None:
-        """End it; it computes nothing any more when this returns."""
+    def kill(self, *, with_device: bool = False) -> None:
+        """End it, which hangs or is lost with its device; it computes nothing any more when this
+        returns.
+        """
+        self._was_killed |= not (with_device or self._is_ending or self.process.poll())
         self.process.kill()
         if not self.has_died:
             self.process.wait()
             self.has_died = True
+
+    def status(self) -> int | None:
+        """How it has ended, as `exit_status`; None: it hung, or that is not known."""
+        self.process.wait(_STATUS_S)
+        return None if self._was_killed else self.process.status
 
     def close(self, patience_s: float = 0.0) -> None:
         """End it, and give its memory back."""
@@ -196,11 +206,18 @@ class RankSeat:
             try:
                 answer = self._answers.receive()
             except RankGoneError:
+                self._is_ending = True
                 self._tell(Ended(self))
                 return
             self._tell(Answered(self, answer))
 
     def _await_end(self) -> None:
         self._life.await_end()
-        self.has_died = True
+        self._is_ending = self.has_died = True
         self._tell(Ended(self))
+
+
+def status_of(seats: Iterable[RankSeat]) -> int | None:
+    """How all of them have ended; None: differently, or that is not known of one."""
+    found = {seat.status() for seat in seats}
+    return found.pop() if len(found) == 1 else None
