@@ -4,7 +4,7 @@ Only one model is served at a time. There are no agents when `backup.mode` is of
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
@@ -17,6 +17,7 @@ from kvrs.policy.model.events import HolderUp
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import (
+    EPOCHS_PER_START,
     AgentInfo,
     AgentReport,
     Capability,
@@ -24,6 +25,8 @@ from kvrs.protocol.instance import (
     LoadReport,
     Role,
 )
+
+_STARTS_KEPT = 8  # Of each instance, to which a report of an exit may belong.
 
 
 def overdue_after_s(interval_s: float) -> float:
@@ -55,6 +58,7 @@ class KnownInstance:
     # When its last heartbeat came: while its event loop stalls, it has these alone.
     beat_s: float = -inf
     lost: InstanceInfo | None = None  # The process that was last lost and may still run.
+    epochs: dict[int, int] = field(default_factory=dict)  # The last of each of its last starts.
 
     def is_same_process(self, info: InstanceInfo) -> bool:
         """Whether this is the process, with the workers, that has been up all the time: another
@@ -64,6 +68,12 @@ class KnownInstance:
         if self.health is not Health.UP or before is None or not _can_fence(info):
             return False
         return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
+
+    def note_epoch(self, epoch: int) -> None:
+        """It is up in this epoch."""
+        self.epochs[epoch // EPOCHS_PER_START] = epoch
+        if len(self.epochs) > _STARTS_KEPT:
+            del self.epochs[next(iter(self.epochs))]
 
     def had_not_ended(self, info: InstanceInfo) -> bool:
         """Whether the process, with its workers, ran on while it was taken for lost. One without a
@@ -125,6 +135,7 @@ class Instances:
         known.health, known.reason = Health.REMOVED, None
         known.info = known.load = known.lost = self._plain = None
         self.names.changed()
+        known.epochs.clear()
 
     def present(self) -> Iterator[KnownInstance]:
         """Those of the configuration."""
@@ -270,6 +281,7 @@ class Instances:
         known.health = Health.UP
         known.reason = None
         known.lost = None
+        known.note_epoch(info.epoch)
         self._served, self._plain = info, None
         self.names.changed()
         return Instance(

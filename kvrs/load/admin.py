@@ -10,7 +10,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from kvrs.config.settings import netloc
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.faults.orders import FaultRequest
 from kvrs.origins import has_origin
+from kvrs.protocol.instance import ExitReport
 from kvrs.protocol.secrets import Door, DoorKey, door_key
 from kvrs.proving import Address, ProvingConnector, UnprovenError, address_of
 from kvrs.tls import CertificateFiles, Certificates, pinned_client
@@ -123,6 +124,15 @@ class AdminClient:
         """
         self._ask("POST", "/kvrs/v1/reload", _TIMEOUT_S)
 
+    def note_exit(self, instance: str, report: ExitReport) -> None:
+        """Report how a process of an instance ended.
+
+        Raises:
+            AdminError: there is no answer, or it refuses.
+        """
+        path = f"/kvrs/v1/exits/{quote(instance, safe='')}"
+        self._ask("POST", path, _TIMEOUT_S, msgspec.json.encode(report))
+
     def read(self, what: str, *keys: str) -> Any:
         """`/kvrs/v1/WHAT`, which has these keys.
 
@@ -148,11 +158,11 @@ class AdminClient:
         """
         return self._ask("GET", path, timeout_s)
 
-    def _ask(self, method: str, path: str, timeout_s: float) -> bytes:
+    def _ask(self, method: str, path: str, timeout_s: float, body: bytes | None = None) -> bytes:
         url = self.url + path
         with closing(self._connect(url, timeout_s)) as connection:
             try:
-                connection.request(method, self._path + path, headers=self._headers)
+                connection.request(method, self._path + path, body, headers=self._headers)
                 response = connection.getresponse()
                 body = response.read()
             except ssl.SSLError as error:  # The server asks for a certificate.

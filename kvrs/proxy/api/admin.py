@@ -23,6 +23,7 @@ from kvrs.proxy.api.exposition import Exposition
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
+from kvrs.proxy.fleet.exits import Exited, note_exit, parse_exit
 from kvrs.proxy.fleet.orders import (
     DrainOrder,
     FleetChange,
@@ -66,6 +67,7 @@ class AdminSource(Protocol):
     async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
     async def drain_instance(self, order: DrainOrder) -> None: ...  # Raises RequestError.
     async def order_rank(self, order: RankOrder) -> None: ...  # Raises RequestError.
+    async def note_exit(self, exited: Exited) -> None: ...  # Raises RequestError.
     async def change_fleet(self, change: FleetChange) -> ReloadResult: ...  # Raises ConfigError.
     def serves(self) -> bool: ...  # Whether it takes requests of clients.
 
@@ -109,6 +111,9 @@ class OwnSource:
     async def order_rank(self, order: RankOrder) -> None:
         await pass_on(order, self._driver.control, self._driver.backends)
 
+    async def note_exit(self, exited: Exited) -> None:
+        note_exit(self._driver.control, exited, self._driver.clock())
+
     async def change_fleet(self, change: FleetChange) -> ReloadResult:
         result = await self._reloads.order(change.order, is_trial=change.is_trial)
         if not change.is_trial:
@@ -144,6 +149,7 @@ class Admin:
         app.router.add_delete("/kvrs/v1/drain/{id}", self._end_drain)
         app.router.add_post(_RANK, partial(self._order_rank, leaves=True))
         app.router.add_delete(_RANK, partial(self._order_rank, leaves=False))
+        app.router.add_post("/kvrs/v1/exits/{id}", self._note_exit)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/healthz", self._healthz)
         add_document(app, admin_document())
@@ -257,6 +263,15 @@ class Admin:
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
         return answer({"instance": name, "rank": rank, "leaves": leaves})
+
+    async def _note_exit(self, request: web.Request) -> web.Response:
+        """A supervisor tells how the process of an instance ended."""
+        try:
+            exited = parse_exit(request.match_info["id"], await request.read())
+            await self._source.note_exit(exited)
+        except RequestError as fault:
+            return error(fault.status, str(fault), param=fault.param)
+        return answer({"instance": exited.instance, "start": exited.report.start})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the text format, or in OpenMetrics where that is asked for."""

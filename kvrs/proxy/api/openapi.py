@@ -139,6 +139,20 @@ _LEAVE = {
         "leaves": {"type": "boolean"},
     },
 }
+_EXIT = {
+    "type": "object",
+    "required": ["start", "cause", "is_external"],
+    "properties": {
+        "start": {"type": "integer", "minimum": 0},
+        "cause": {"type": "string", "minLength": 1, "maxLength": 200},
+        "is_external": {"type": "boolean"},
+    },
+}
+_EXITED = {
+    "type": "object",
+    "required": ["instance", "start"],
+    "properties": {"instance": {"type": "string"}, "start": {"type": "integer"}},
+}
 _DRAIN_S = {
     "name": "drain_s",
     "in": "query",
@@ -288,6 +302,10 @@ def admin_document() -> dict[str, Any]:
                 "parameters": [_ID_IN_PATH, _RANK_IN_PATH],
                 "post": _operation("Have a rank of the instance leave it", _LEAVE),
                 "delete": _operation("Have the rank back", _LEAVE),
+            },
+            "/kvrs/v1/exits/{id}": {
+                "parameters": [_ID_IN_PATH],
+                "post": _operation("Report how a process of the instance ended", _EXITED, _EXIT),
             },
             "/metrics": {"get": _operation("Metrics for Prometheus", None)},
             "/healthz": {"get": _operation("Whether the process runs", None)},

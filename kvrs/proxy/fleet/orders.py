@@ -45,7 +45,7 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) 
     have nowhere to go.
     """
     name = order.instance
-    _check_there(name, [known.id for known in control.instances.present()])
+    check_named(name, [known.id for known in control.instances.present()])
     if control.drains.leaves(name):
         raise RequestError(
             f"{name} is being removed; allowed: when it is gone and was added again",
@@ -98,7 +98,7 @@ async def pass_on(
         RequestError: there is no such instance, it does not answer, or it refuses.
     """
     name, instances = order.instance, control.instances
-    _check_there(name, [known.id for known in instances.present()])
+    check_named(name, [known.id for known in instances.present()])
     if (info := instances.known[name].info) is None:
         raise RequestError(f"{name} is not up; allowed: while it is", param="id", status=409)
     request = RankRequest(order.rank, order.leaves, info.epoch)
@@ -149,10 +149,10 @@ def with_instance(config: Config, body: bytes) -> tuple[InstanceId, Nodes]:
 
 def check_there(config: Config, instance: str) -> None:
     """Raises RequestError: there is none of that id."""
-    _check_there(instance, [each.id for _, each in config.cluster.instances()])
+    check_named(instance, [each.id for _, each in config.cluster.instances()])
 
 
-def _check_there(instance: str, names: Collection[str]) -> None:
+def check_named(instance: str, names: Collection[str]) -> None:
     """Raises RequestError."""
     if instance not in names:
         raise RequestError(

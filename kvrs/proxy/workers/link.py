@@ -16,6 +16,7 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.policy.model.events import OthersBooked
 from kvrs.proxy.api.admin import OwnSource
+from kvrs.proxy.fleet.exits import Exited
 from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused, RankOrder
 from kvrs.proxy.reload import ReloadResult
 from kvrs.proxy.workers.asking import Asking
@@ -24,6 +25,7 @@ from kvrs.proxy.workers.loads import Booked, booked_now, changes
 from kvrs.proxy.workers.messages import (
     BOOKED,
     DRAIN,
+    EXITED,
     FLEET,
     HEARD,
     METRICS,
@@ -70,6 +72,7 @@ class WorkerLink:
                 DRAIN: self._drain,
                 ORDER: self._order,
                 RANK: self._order_rank,
+                EXITED: self._note_exit,
                 FLEET: self._change_fleet,
                 BOOKED: self._take_others,
             },
@@ -136,6 +139,9 @@ class WorkerLink:
 
     async def _order_rank(self, body: bytes) -> bytes:
         return await _obeyed((await self._source).order_rank(unpacked(body, RankOrder)))
+
+    async def _note_exit(self, body: bytes) -> bytes:
+        return await _obeyed((await self._source).note_exit(unpacked(body, Exited)))
 
     def _drain(self, _: bytes) -> bytes:
         self.all_drain = True

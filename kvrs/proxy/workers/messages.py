@@ -15,6 +15,7 @@ RELOAD = "reload"
 PING = "ping"
 ORDER = "order"  # A `DrainOrder`.
 RANK = "rank"  # A `RankOrder`, to one of the workers.
+EXITED = "exited"  # An `Exited`.
 FLEET = "fleet"  # A `FleetChange`.
 DRAIN = "drain"  # The whole proxy drains; a second time: at once.
 # From a worker:

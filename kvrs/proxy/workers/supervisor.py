@@ -26,6 +26,7 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HttpPort, naming_port
 from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.api.admin import Admin
+from kvrs.proxy.fleet.exits import Exited
 from kvrs.proxy.fleet.orders import DrainOrder, FleetChange, OrderRefused, RankOrder
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
@@ -36,6 +37,7 @@ from kvrs.proxy.workers.channel import ChannelError
 from kvrs.proxy.workers.link import LOAD_INTERVAL_S
 from kvrs.proxy.workers.messages import (
     BOOKED,
+    EXITED,
     FLEET,
     HEARD,
     METRICS,
@@ -316,6 +318,14 @@ class Supervisor:
         if body is None:
             raise RequestError("no worker has answered; allowed: while one is up", status=503)
         _check_obeyed(body)
+
+    async def note_exit(self, exited: Exited) -> None:
+        """Raises RequestError: no worker can note it. One that cannot has not seen that start."""
+        answers = await self._ask_all(EXITED, body=packed(exited))
+        if not answers:
+            raise RequestError("no worker has answered; allowed: while one is up", status=503)
+        if b"" not in answers.values():
+            _check_obeyed(next(iter(answers.values())))
 
     def _check_all_in(self, answers: Container[int]) -> None:
         if silent := _silent(self.places, answers):
