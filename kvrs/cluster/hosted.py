@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvrs.cluster.processes import Kind, Process, processes_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
-from kvrs.errors import ConfigError, KvrsError
+from kvrs.errors import ConfigError, KvrsError, RanksLostError
 from kvrs.garbage import collect_nothing_yet
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to_stderr
@@ -62,6 +62,10 @@ class _Hosted:
 
     def report_fault(self, fault: str) -> None:
         self._tell(f"fault {fault}")
+
+    def report_exit(self, status: int | None) -> None:
+        """Tell the status of the process whose end ends this one; None: it is not known."""
+        self._tell("exit" if status is None else f"exit {status}")
 
     def _read(self) -> Config:
         return load_config(self._config_path)
@@ -154,6 +158,7 @@ class _Hosted:
                     last = line.strip()
         if server.returncode == USER_ERRED:
             raise ConfigError([last])
+        self.report_exit(server.returncode)
 
 
 def main() -> None:
@@ -163,21 +168,24 @@ def main() -> None:
     parser.add_argument("--line", type=int, required=True)
     given = parser.parse_args()
     os.set_inheritable(given.line, False)  # Open in a child, it would hide the end of this process.
-    line = socket.socket(fileno=given.line)
+    line, status = socket.socket(fileno=given.line), 1
     try:
         processes = processes_of(load_config(given.config))
         (process,) = (each for each in processes if each.name == given.name)
         hosted = _Hosted(given.config, process, line)
         try:
             hosted.serve()
+            status = 0
         except KvrsError as error:
             print(error, file=sys.stderr)
             hosted.report_fault(str(error))
+            if isinstance(error, RanksLostError):
+                hosted.report_exit(error.status)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(status)
 
 
 if __name__ == "__main__":

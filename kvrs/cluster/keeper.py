@@ -5,7 +5,9 @@ line is closed, and the line closes when it ends.
 
     to a process:  "start N"; then "stop" (drain and end), "learn" (read the file again)
     from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
-                   the same configuration would end likewise
+                   the same configuration would end likewise; "exit STATUS", of the process whose
+                   end ends it, without a number where that is not known. A nursery sends it for a
+                   process that it has forked, when that has ended.
 """
 
 import socket
@@ -24,6 +26,9 @@ _MAX_MESSAGE_BYTES = 1 << 16
 PAUSE_S = 0.5
 
 Make = Callable[[], socket.socket]  # Makes a process; raises OSError.
+# Told of the end of one that has served: the number of its start, and its status as of
+# `subprocess`; None: not known.
+Ended = Callable[[int, int | None], object]
 
 
 def nursery_of(
@@ -57,6 +62,10 @@ class Spawner:
             self._last = self._spawn(theirs.fileno())
         return ours
 
+    def status(self) -> int | None:
+        """Of the last process, of which the line has closed."""
+        return None if self._last is None else self._last.wait()
+
     def close(self) -> None:
         """After the end of its keeper: end what is left."""
         if self._last is not None:
@@ -69,11 +78,23 @@ class Keeper:
     spare, that one is made and loaded beforehand.
     """
 
-    def __init__(self, name: str, make: Make, *, with_spare: bool, starts: int = 0) -> None:
-        """`starts`: how many there have been before."""
+    def __init__(
+        self,
+        name: str,
+        make: Make,
+        *,
+        with_spare: bool,
+        starts: int = 0,
+        ended: Ended | None = None,
+        status: Callable[[], int | None] | None = None,
+    ) -> None:
+        """`starts`: how many there have been before. `status`: of a process that has ended, where
+        its line does not tell it.
+        """
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._make = make
         self._with_spare = with_spare
+        self._ended, self._status = ended, status
         self._serving: socket.socket | None = None
         self._lock = threading.Lock()  # Of `_serving`, which is closed by the thread alone.
         self._closing = threading.Event()
@@ -104,15 +125,25 @@ class Keeper:
                     if self._with_spare and not self._closing.is_set():
                         with suppress(OSError):
                             spare = self._make()
-                    _hear(line)  # Its end.
+                    told = _hear_exit(line)
                 self._hold(None)
             if served:
+                self._tell_end(told)
                 continue
             if self.fault is not None and not self.has_served:
                 break
             self._closing.wait(PAUSE_S)
         if spare is not None:
             spare.close()
+
+    def _tell_end(self, told: str | None) -> None:
+        if self._ended is None or self._closing.is_set():
+            return
+        if told is None:
+            status = None if self._status is None else self._status()
+        else:
+            status = int(told) if told else None
+        self._ended(self.starts, status)
 
     def stop(self) -> None:
         """Have the process drain and end; another one follows it."""
@@ -158,3 +189,25 @@ def _hear(line: socket.socket) -> str:
         return line.recv(_MAX_MESSAGE_BYTES).decode()
     except OSError:
         return ""
+
+
+def _hear_exit(line: socket.socket) -> str | None:
+    """The status that is told before the process has ended, which is awaited: the first one, "" for
+    one that is not known; None: none is told.
+    """
+    told: str | None = None
+    resets = 0
+    while True:
+        try:
+            message = line.recv(_MAX_MESSAGE_BYTES).decode()
+        except OSError:
+            # Words that it did not hear make a reset of its end, before what it said.
+            resets += 1
+            if resets > 1:
+                return told
+            continue
+        if not message:
+            return told
+        word, _, status = message.partition(" ")
+        if word == "exit" and told is None:
+            told = status

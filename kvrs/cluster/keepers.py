@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
+from kvrs.cluster.exits import LOOK_INTERVAL_S as KILLS_INTERVAL_S
+from kvrs.cluster.exits import Exit, KernelKills, classify
 from kvrs.cluster.keeper import Keeper, Make, Spawner, forked, nursery_of
-from kvrs.cluster.processes import Kind, Process, Progress
+from kvrs.cluster.processes import Kind, Process, Progress, instances_in
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
 from kvrs.engine.forking import Nursery
@@ -43,23 +46,51 @@ class ProcessStatus:
 class Keepers:
     """`start`, then a keeper for each process until `stop`."""
 
-    def __init__(self, run: RunDirectory, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        environment: Mapping[str, str],
+        ended: Callable[[Exit], object] | None = None,
+    ) -> None:
+        """`ended` is called from other threads."""
         self._run = run
         self._environment = environment
+        self._ended, self._kills, self._stopping = ended, KernelKills(), threading.Event()
         self._keepers: dict[InstanceId, Keeper] = {}
         self._spawners: list[Spawner] = []
         self._nurseries: list[tuple[Nursery, IO[str]]] = []  # And their log files.
 
     def start(self, processes: Iterable[Process], config: Config, starts: int = 0) -> None:
         """With what `learn` was given. `starts`: how many there have been of each."""
+        threading.Thread(target=self._look_at_kills, name="kills", daemon=True).start()
         for process in processes:
+            with_spare, status = False, None
             if _is_forked(config, process):
                 make, with_spare = self._forking(process), config.state_plane.enabled
             else:
-                make, with_spare = self._spawning(process), False
-            keeper = Keeper(process.name, make, with_spare=with_spare, starts=starts)
+                spawner = self._spawning(process)
+                make, status = spawner.make, spawner.status
+            keeper = Keeper(
+                process.name,
+                make,
+                with_spare=with_spare,
+                starts=starts,
+                ended=partial(self._tell_end, instances_in(config, process)),
+                status=status,
+            )
             self._keepers[process.name] = keeper
             keeper.start()
+
+    def _look_at_kills(self) -> None:
+        while not self._stopping.wait(KILLS_INTERVAL_S):
+            self._kills.look()
+
+    def _tell_end(self, instances: Iterable[InstanceId], start: int, status: int | None) -> None:
+        if status is None or self._ended is None:
+            return
+        if (found := classify(status, kernel_killed=self._kills.lately())) is not None:
+            for instance in instances:
+                self._ended(Exit(instance, start, *found))
 
     def _forking(self, process: Process) -> Make:
         log = self._run.open_log(process.name)
@@ -67,7 +98,7 @@ class Keepers:
         self._nurseries.append((nursery, log))
         return partial(forked, nursery)
 
-    def _spawning(self, process: Process) -> Make:
+    def _spawning(self, process: Process) -> Spawner:
         def spawn(line: int) -> subprocess.Popen[bytes]:
             config = str(self._run.config_path())
             arguments = ("--config", config, "--name", process.name, "--line", str(line))
@@ -84,7 +115,7 @@ class Keepers:
 
         spawner = Spawner(spawn)
         self._spawners.append(spawner)
-        return spawner.make
+        return spawner
 
     def status(self) -> dict[InstanceId, ProcessStatus]:
         return {
@@ -108,6 +139,7 @@ class Keepers:
 
     def stop(self) -> None:
         """End all processes, at once."""
+        self._stopping.set()
         for keeper in self._keepers.values():
             keeper.close()
         for keeper in self._keepers.values():

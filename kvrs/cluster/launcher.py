@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from kvrs.cluster.exits import Exit, ExitNews
 from kvrs.cluster.fault_injection import (
     closing_process,
     members_of,
@@ -75,6 +76,7 @@ class Cluster:
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Nodes = ()  # As the proxies had it last.
+    _exit_news: ExitNews | None = None  # From the start of the proxies on.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -114,7 +116,7 @@ class Cluster:
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment = {"OMP_NUM_THREADS": "1"}
-        here = Keepers(self._run, self._environment)
+        here = Keepers(self._run, self._environment, self._ended)
         self.keepers: Keepers | RemoteKeepers = self._remote or here
         self._progress(f"logs are in {self.run_directory} while it runs")
         self.config = config
@@ -137,6 +139,8 @@ class Cluster:
         directory.
         """
         self._signals.ignore()
+        if self._exit_news is not None:
+            self._exit_news.close()
         try:
             for proxy in self.proxies:
                 proxy.stop()
@@ -409,6 +413,8 @@ class Cluster:
                 )
             )
             self.proxies[-1].start()
+        admins = [lambda proxy=proxy: proxy.admin for proxy in self.proxies]
+        self._exit_news = ExitNews(admins, self._progress)
         wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
         for proxy in self.proxies:
             while not proxy.served():
@@ -419,6 +425,11 @@ class Cluster:
                         f"{name} did not answer within {wait.limit}\n{self._run.log_tail(name)}"
                     )
                 time.sleep(0.05)
+
+    def _ended(self, news: Exit) -> None:
+        """A process of an instance has."""
+        if self._exit_news is not None:
+            self._exit_news.tell(news)
 
     def check(self) -> None:
         """Raises LaunchError, or ProxyError: DistServe's Ray has ended, no proxy can be restarted,

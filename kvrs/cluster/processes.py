@@ -79,6 +79,20 @@ def _processes(config: Config) -> Iterator[Process]:
             yield Process(node.agent_id, node.id, Kind.AGENT, start_s)
 
 
+def instances_in(config: Config, process: Process) -> list[InstanceId]:
+    """The instances that end with the process; a stage host's are of another one as well."""
+    match process.kind:
+        case Kind.INSTANCE:
+            return [process.name]
+        case Kind.SERVER:
+            found = config.cluster.instances()
+            return [instance.id for node, instance in found if node.id == process.node]
+        case Kind.STAGE | Kind.AGENT:
+            return []
+        case _:
+            assert_never(process.kind)
+
+
 def check_home(config: Config, environ: Mapping[str, str]) -> None:
     """Raises ConfigError: DistServe is to be started, and there is no checkout of it."""
     if config.cluster.backend is not Backend.DISTSERVE:

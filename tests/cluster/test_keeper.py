@@ -122,3 +122,96 @@ def test_no_process_follows_after_the_end() -> None:
     ended(kept, played)
 
     assert played.heard == ["start 1"]
+
+
+class Ends:
+    """What a keeper says of processes that have ended."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int | None]] = []
+
+    def tell(self, start: int, status: int | None) -> None:
+        self.told.append((start, status))
+
+
+class Dying:
+    """Processes that serve, say this on their lines, and end; the last one goes on."""
+
+    def __init__(self, *words: tuple[str, ...]) -> None:
+        self._words = [*words]
+        self._last: socket.socket | None = None
+
+    def make(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs.send(b"ready")
+        if not self._words:
+            self._last = theirs
+            return ours
+        for word in self._words.pop(0):
+            theirs.send(word.encode())
+        theirs.close()
+        return ours
+
+    def end(self) -> None:
+        assert self._last is not None
+        self._last.close()
+
+
+def ends_of(*words: tuple[str, ...], status: int | None = None) -> list[tuple[int, int | None]]:
+    """What is told of processes that say these words."""
+    dying, ends = Dying(*words), Ends()
+    kept = Keeper("d0", dying.make, with_spare=False, ended=ends.tell, status=lambda: status)
+    kept.start()
+    until(lambda: kept.starts > len(words))
+    kept.close()
+    dying.end()
+    kept.join(WAIT_S)
+    return ends.told
+
+
+def test_the_status_that_is_told_first_is_the_one_of_the_end() -> None:
+    """A process tells that of the rank that it ends with, its nursery its own after it. Faults that
+    it tells before its end are no statuses.
+    """
+    told = ends_of(("exit -9",), ("fault ranks have died", "exit -11", "exit 1"), ("exit",))
+
+    assert told == [(1, -9), (2, -11), (3, None)]
+
+
+def test_a_process_of_its_own_has_the_status_of_its_end() -> None:
+    told = ends_of((), ("fault no memory",), status=-6)
+
+    assert told == [(1, -6), (2, -6)]
+
+
+def test_words_that_a_process_did_not_hear_do_not_hide_its_status() -> None:
+    """A socket that is closed with words in it is reset, and the status lies behind that."""
+    ends = Ends()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kept = Keeper("d0", lambda: ours, with_spare=False, ended=ends.tell)
+    theirs.send(b"ready")
+    kept.start()
+    until(lambda: kept.has_served)
+    kept.learn()
+
+    theirs.send(b"exit -9")
+    theirs.close()
+    until(lambda: ends.told)
+    kept.close()
+    kept.join(WAIT_S)
+
+    assert ends.told[0] == (1, -9)
+
+
+def test_what_a_keeper_ends_itself_is_not_told() -> None:
+    """The whole cluster ends then."""
+    dying, ends = Dying(), Ends()
+    kept = Keeper("d0", dying.make, with_spare=False, ended=ends.tell)
+    kept.start()
+    until(lambda: kept.has_served)
+
+    kept.close()
+    dying.end()
+    kept.join(WAIT_S)
+
+    assert ends.told == []
