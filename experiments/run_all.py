@@ -131,6 +131,7 @@ ALL = (
     _plain("request_path", 1),
     _plain("malloc_trim", 3),
     _plain("supervision", 3),
+    _plain("innocents", 15),
     _plain("anchortp_plans", 1),
     _plain("cost_ladder", 3),
     Experiment("cost_ladder", ("broken_word",), 5, "python -m experiments.cost_ladder.broken_word"),
