@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from kvrs.cluster.proxies import ProxyProcess
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminClient, AdminError
+from kvrs.load.admin import AdminError
 from kvrs.protocol.instance import ExitReport
 
 # Signals that end a process and that others send to it. A process that is aborted, or at a fault of
@@ -123,15 +124,18 @@ class ExitNews:
     A proxy that is not reached does without: it is starting, and its streams have met no death.
     """
 
-    def __init__(
-        self, proxies: Sequence[Callable[[], AdminClient]], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._queues: list[SimpleQueue[Exit | None]] = [SimpleQueue() for _ in proxies]
-        for proxy, queue in zip(proxies, self._queues, strict=True):
-            threading.Thread(
-                target=self._send, args=(proxy, queue), name="exits", daemon=True
-            ).start()
+        self._queues: list[SimpleQueue[Exit | None]] = []
+
+    def add(self, proxy: ProxyProcess) -> None:
+        """Tell this proxy too from now on."""
+        queue: SimpleQueue[Exit | None] = SimpleQueue()
+        self._queues.append(queue)
+        sending = threading.Thread(
+            target=self._send, args=(proxy, queue), name="exits", daemon=True
+        )
+        sending.start()
 
     def tell(self, news: Exit) -> None:
         for queue in self._queues:
@@ -141,10 +145,10 @@ class ExitNews:
         for queue in self._queues:
             queue.put(None)
 
-    def _send(self, proxy: Callable[[], AdminClient], queue: "SimpleQueue[Exit | None]") -> None:
+    def _send(self, proxy: ProxyProcess, queue: "SimpleQueue[Exit | None]") -> None:
         while (news := queue.get()) is not None:
             try:
-                proxy().note_exit(news.instance, news.report)
+                proxy.admin.note_exit(news.instance, news.report)
             except AdminError as error:
                 # Without a status it is not reached; 404 and 409: it has not seen that process up.
                 if error.status not in (None, 404, 409):

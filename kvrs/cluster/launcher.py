@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from kvrs.cluster.exits import Exit, ExitNews
+from kvrs.cluster.exits import ExitNews
 from kvrs.cluster.fault_injection import (
     closing_process,
     members_of,
@@ -76,7 +76,6 @@ class Cluster:
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Nodes = ()  # As the proxies had it last.
-    _exit_news: ExitNews | None = None  # From the start of the proxies on.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -103,7 +102,9 @@ class Cluster:
             process.name: process for process in processes_of(config)
         }
         self.proxies: list[ProxyProcess] = []
-        self._remote = None if ray is None else RemoteKeepers(ray, progress)
+        self._exit_news = ExitNews(progress)
+        tell = self._exit_news.tell
+        self._remote = None if ray is None else RemoteKeepers(ray, progress, tell)
         self._behind: set[int] = set()  # Proxies that have not read their last file.
 
     def __enter__(self) -> Self:
@@ -116,7 +117,7 @@ class Cluster:
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment = {"OMP_NUM_THREADS": "1"}
-        here = Keepers(self._run, self._environment, self._ended)
+        here = Keepers(self._run, self._environment, self._exit_news.tell)
         self.keepers: Keepers | RemoteKeepers = self._remote or here
         self._progress(f"logs are in {self.run_directory} while it runs")
         self.config = config
@@ -139,8 +140,7 @@ class Cluster:
         directory.
         """
         self._signals.ignore()
-        if self._exit_news is not None:
-            self._exit_news.close()
+        self._exit_news.close()
         try:
             for proxy in self.proxies:
                 proxy.stop()
@@ -413,8 +413,7 @@ class Cluster:
                 )
             )
             self.proxies[-1].start()
-        admins = [lambda proxy=proxy: proxy.admin for proxy in self.proxies]
-        self._exit_news = ExitNews(admins, self._progress)
+            self._exit_news.add(self.proxies[-1])
         wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
         for proxy in self.proxies:
             while not proxy.served():
@@ -425,11 +424,6 @@ class Cluster:
                         f"{name} did not answer within {wait.limit}\n{self._run.log_tail(name)}"
                     )
                 time.sleep(0.05)
-
-    def _ended(self, news: Exit) -> None:
-        """A process of an instance has."""
-        if self._exit_news is not None:
-            self._exit_news.tell(news)
 
     def check(self) -> None:
         """Raises LaunchError, or ProxyError: DistServe's Ray has ended, no proxy can be restarted,

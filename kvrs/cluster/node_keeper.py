@@ -8,7 +8,9 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from queue import SimpleQueue
 
+from kvrs.cluster.exits import Exit
 from kvrs.cluster.guard import PATIENCE_S, start_guard
 from kvrs.cluster.keepers import Keepers, ProcessStatus
 from kvrs.cluster.processes import processes_of
@@ -22,12 +24,13 @@ from kvrs.protocol.secrets import derive
 
 
 class NodeKeeper:
-    """One per node. Its calls come one after another."""
+    """One per node. Its calls come one after another; `next_exit` has a thread of its own."""
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
         self._run = RunDirectory()
-        self._keepers = Keepers(self._run, {"OMP_NUM_THREADS": "1"})
+        self._exits: SimpleQueue[Exit | None] = SimpleQueue()
+        self._keepers = Keepers(self._run, {"OMP_NUM_THREADS": "1"}, self._exits.put)
         self._segments: Path | None = None
         self._model: str | None = None
 
@@ -73,6 +76,10 @@ class NodeKeeper:
     def status(self) -> dict[InstanceId, ProcessStatus]:
         return self._keepers.status()
 
+    def next_exit(self) -> Exit | None:
+        """Wait for the end of a process of an instance; None: `stop` was called."""
+        return self._exits.get()
+
     def log_tail(self, name: InstanceId) -> str:
         return self._run.log_tail(name)
 
@@ -86,6 +93,7 @@ class NodeKeeper:
 
     def stop(self) -> None:
         """End all processes, and leave nothing behind."""
+        self._exits.put(None)
         self._keepers.stop()
         assert self._guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):

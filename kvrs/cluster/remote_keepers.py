@@ -2,9 +2,11 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kvrs.cluster.exits import Exit
 from kvrs.cluster.keepers import LaunchError, ProcessStatus
 from kvrs.cluster.node_keeper import NodeKeeper, mark_of
 from kvrs.cluster.placing import Machine, faults_of_ray, host_of, moved, place
@@ -15,6 +17,8 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 
 _ANSWER_S = 10.0
+_JOIN_S = 1.0
+_EXITS = "exits"  # Calls to an actor that wait, beside the others.
 # At another machine the number of starts goes on above all that were seen.
 _STARTS_UNSEEN = 1000
 
@@ -22,8 +26,10 @@ _STARTS_UNSEEN = 1000
 class RemoteKeepers:
     """`join`, then `start`, then `look` now and again until `stop`. Calls come from one thread."""
 
-    def __init__(self, address: str, progress: Progress) -> None:
-        self._address, self._progress = address, progress
+    def __init__(self, address: str, progress: Progress, ended: Callable[[Exit], object]) -> None:
+        """`ended` is called from other threads."""
+        self._address, self._progress, self._ended = address, progress, ended
+        self._following: list[threading.Thread] = []
         self._placed: dict[NodeId, Machine] = {}
         self._actors: dict[NodeId, Any] = {}
         self._status: dict[InstanceId, ProcessStatus] = {}
@@ -76,11 +82,12 @@ class RemoteKeepers:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         started = {}
+        keeper = ray.remote(concurrency_groups={_EXITS: 1})(NodeKeeper)
         for node, machine in placed.items():
             at = NodeAffinitySchedulingStrategy(machine.id, soft=False)
             # Not restarted by Ray: it may be placed on another machine.
             options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": at}
-            actor = self._actors[node] = ray.remote(NodeKeeper).options(**options).remote(node)
+            actor = self._actors[node] = keeper.options(**options).remote(node)
             started[node] = actor.start.remote(self._document, starts, self._mark)
         for node, reference in started.items():
             where = f"node {node} at {placed[node].address}"
@@ -90,6 +97,25 @@ class RemoteKeepers:
                 raise LaunchError(f"{where}: {_last_line(error)}") from None
             if fault is not None:
                 raise LaunchError("\n".join(f"{where}: {line}" for line in fault.splitlines()))
+            following = threading.Thread(
+                target=self._follow,
+                args=(self._actors[node],),
+                name=f"exits of {node}",
+                daemon=True,
+            )
+            self._following.append(following)
+            following.start()
+
+    def _follow(self, actor: Any) -> None:
+        """Tell of the ends of its processes, until it ends itself."""
+        import ray
+
+        next_exit = actor.next_exit.options(concurrency_group=_EXITS)
+        try:
+            while (news := ray.get(next_exit.remote())) is not None:
+                self._ended(news)
+        except ray.exceptions.RayError:
+            return
 
     def look(self, config: Config) -> Config | None:
         """The configuration with other addresses, where a node that was lost lies elsewhere now or
@@ -175,6 +201,8 @@ class RemoteKeepers:
 
         if stopping := [actor.stop.remote() for actor in self._actors.values()]:
             ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_S)
+        for following in self._following:  # They must not ask any more.
+            following.join(_JOIN_S)
         ray.shutdown()
 
 
