@@ -133,6 +133,8 @@ def test_a_nursery_tells_how_its_children_end(number: signal.Signals | None) -> 
     """On the line of each, which ends then; those of the others stay open."""
     nursery = Nursery(["tests.engine.forked_echo", "0"], {})
     lines = [forked(nursery) for _ in range(2)]
+    for line in lines:
+        line.settimeout(60.0)
     try:
         first, second = (int(line.recv(100)) for line in lines)
         if number is None:

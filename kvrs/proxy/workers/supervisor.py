@@ -297,15 +297,13 @@ class Supervisor:
 
     async def drain_instance(self, order: DrainOrder) -> None:
         """Raises RequestError: a worker refuses it, or does not answer; then none obeys."""
-        await self._order(msgspec.structs.replace(order, is_trial=True))
-        await self._order(order)
-
-    async def _order(self, order: DrainOrder) -> None:
-        answers = await self._ask_all(ORDER, body=packed(order))
-        if silent := _silent(self.places, answers):
-            raise RequestError(f"{silent}: no answer; allowed: when all workers are up", status=503)
-        for body in answers.values():
-            _check_obeyed(body)
+        for each in (msgspec.structs.replace(order, is_trial=True), order):
+            answers = await self._ask_all(ORDER, body=packed(each))
+            if silent := _silent(self.places, answers):
+                allowed = "allowed: when all workers are up"
+                raise RequestError(f"{silent}: no answer; {allowed}", status=503)
+            for body in answers.values():
+                _check_obeyed(body)
 
     async def order_rank(self, order: RankOrder) -> None:
         """Have one worker pass it on. Raises RequestError: the instance refuses, or no answer."""
