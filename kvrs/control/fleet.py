@@ -170,15 +170,6 @@ class Instances:
         info = self.known[instance].info
         return info is not None and info.computes_prompts and info.role is Role.DECODE
 
-    def all_refused(self) -> str | None:
-        """Why no instance will come up by itself: each answers and must not be used. None: one is
-        up, or may come.
-        """
-        present = list(self.present())
-        if not present or any(known.health is not Health.REFUSED for known in present):
-            return None
-        return "; ".join(f"{known.id}: {known.reason}" for known in present)
-
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """Whether the engine continues text, stop strings, usage and sampling itself."""
         return self._can(instance, Capability.EXACT_RESUME)
@@ -310,6 +301,16 @@ class Instances:
         known.reason = cause
         known.load = None
         known.lost = known.info
+
+
+def all_refused(instances: Instances) -> str | None:
+    """Why no instance will come up by itself: each answers and must not be used. None: one is up,
+    or may come.
+    """
+    present = list(instances.present())
+    if not present or any(known.health is not Health.REFUSED for known in present):
+        return None
+    return "; ".join(f"{known.id}: {known.reason}" for known in present)
 
 
 def missing_roles(instances: Instances) -> list[Role]:

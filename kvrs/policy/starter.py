@@ -22,16 +22,10 @@ from kvrs.policy.model.lifecycle import Stage
 from kvrs.policy.model.streams import NOWHERE, Decision, Stream
 from kvrs.policy.overload import LoadShedding
 from kvrs.policy.retry_budget import RetryBudget
-from kvrs.policy.routing import (
-    PROMPTS_MAX,
-    apart_for,
-    computing_prompts,
-    missing_roles,
-    victim_of,
-)
+from kvrs.policy.routing import PROMPTS_MAX, apart_for, computing_prompts, victim_of
 from kvrs.policy.slots import SHORTEST_WAIT_S
 from kvrs.policy.timers import SLACK_S, is_past
-from kvrs.protocol.instance import Role
+from kvrs.policy.waits import Waits
 
 # Streams that wait for the same busy instance come to it within this time.
 _TRY_JITTER_S = 0.2
@@ -66,9 +60,7 @@ class Starter:
         self._gathered: dict[StreamId, Stream] = {}
         # New streams that wait for room at decode instances that compute their prompts.
         self._held_back: dict[StreamId, Stream] = {}
-        self._roles_seen: set[Role] = set()  # Of those an instance was up.
-        self._missing: list[Role] = []  # As last seen,
-        self._missing_since_s = 0.0  # and since when.
+        self._waits = Waits(ledger.view)
         self.retries = RetryBudget()
 
     def reload(self, settings: PolicySettings) -> None:
@@ -102,7 +94,7 @@ class Starter:
 
     def place_idle(self, now_s: float) -> None:
         """An instance came up: place what waits or queues, and is not gathered."""
-        self._roles_seen |= set(Role) - set(missing_roles(self._view))
+        self._waits.instance_up()
         idle = self._ledger.idle.values()
         self.place_all([stream for stream in idle if stream.id not in self._gathered], now_s)
 
@@ -386,7 +378,7 @@ class Starter:
             recovery.note_busy(now_s)
         if stream.is_fresh and computing_prompts(self._view):
             self._held_back[stream.id] = stream
-        wait_s, since_s = self._longest_wait(stream, now_s)
+        wait_s, since_s = self._waits.longest(stream, self._settings.recovery, now_s)
         wait_ends_s = since_s + wait_s
         budget_s = self._decisions.budget_s(stream, now_s)
         budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
@@ -394,7 +386,10 @@ class Starter:
             not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
         )
         if is_past(wait_ends_s, now_s) or is_hopeless:
-            self._give_up_waiting(stream, wait_s, next_try_s, now_s)
+            next_try_in_s = None if next_try_s is None else next_try_s - now_s
+            is_held_back = stream.id in self._held_back
+            found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
+            self.give_up(stream, found.reason, found.message, found.retry_after_s)
         elif is_past(budget_ends_s, now_s):
             self.give_up(stream, Reason.SLO, f"no instance came up in time: {tightest(stream)}")
         else:
@@ -409,42 +404,6 @@ class Starter:
                 jitter = 0.1 + fraction(stream.id, next_try_s)
                 alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
             self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
-
-    def _longest_wait(self, stream: Stream, now_s: float) -> tuple[float, float]:
-        """How long a stream waits, and since when. Instances that are started again are back within
-        seconds; beyond that a request that has begun nowhere is better refused than kept silent.
-        """
-        settings, missing = self._settings.recovery, missing_roles(self._view)
-        if missing != self._missing:
-            self._missing, self._missing_since_s = missing, now_s
-        is_new = stream.is_fresh and not stream.attempt.number
-        if is_new and missing and self._roles_seen.issuperset(missing):
-            since_s = max(stream.waiting_since_s, self._missing_since_s)
-            return min(settings.wait_s, settings.role_wait_s), since_s
-        since_s = stream.waiting_since_s
-        # The wait for a busy instance goes on while it is tried.
-        if stream.recovery.busy_since_s is not None:
-            since_s = min(since_s, stream.recovery.busy_since_s)
-        return settings.wait_s, since_s
-
-    def _give_up_waiting(
-        self, stream: Stream, wait_s: float, next_try_s: float | None, now_s: float
-    ) -> None:
-        missing = missing_roles(self._view)
-        if stream.id in self._held_back:
-            message = (
-                f"no prefill instance is up, and no decode instance had room for the prompt within "
-                f"{wait_s:g} s"
-            )
-            self.give_up(stream, Reason.NO_INSTANCE, message, min(wait_s, 30.0))
-        elif next_try_s is None or missing:
-            which = f"{missing[0].value} instance" if len(missing) == 1 else "instance"
-            message = f"no {which} came up within {wait_s:g} s"
-            # Others have just waited in vain: a client that retries at once would, too.
-            self.give_up(stream, Reason.NO_INSTANCE, message, min(wait_s, 30.0))
-        else:
-            message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
-            self.give_up(stream, Reason.BUSY, message, next_try_s - now_s)
 
     def give_up(
         self, stream: Stream, reason: Reason, message: str, retry_after_s: float = 1.0

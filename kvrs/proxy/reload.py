@@ -79,6 +79,15 @@ class Reloads:
         launch = None if self._origin is None else self._origin.launch
         return self.digest if launch is None else launch.digest
 
+    def describe(self) -> dict[str, Any]:
+        """The proxy's row in the state, as far as it says which configuration is in use."""
+        return {
+            "policy": self.config.policy.name.value,
+            "config_digest": self.digest,
+            "source_digest": self.source_digest,
+            "orders_aside": self.orders.aside,  # Why they are not carried out here.
+        }
+
     def add(self, part: ReloadingPart) -> None:
         self._parts.append(part)
 

@@ -398,12 +398,9 @@ class Proxy:
             "url": url,
             "pid": os.getpid(),
             "version": __version__,
-            "policy": self.reloads.config.policy.name.value,
-            "config_digest": self.reloads.digest,
-            "source_digest": self.reloads.source_digest,
-            "orders_aside": self.reloads.orders.aside,  # Why they are not carried out here.
         }
-        return identity | self._mirror.describe() | {"tenants": self.tenants.describe()}
+        tenants = {"tenants": self.tenants.describe()}
+        return identity | self.reloads.describe() | self._mirror.describe() | tenants
 
     async def _listen(
         self,

@@ -18,7 +18,7 @@ from kvrs.control.effects import (
     GiveEnd,
     StreamClosed,
 )
-from kvrs.control.fleet import KnownAgent, KnownInstance
+from kvrs.control.fleet import KnownAgent, KnownInstance, all_refused
 from kvrs.control.live import CannotContinue, Complete, LiveStream
 from kvrs.control.live import Outcome as ControlOutcome
 from kvrs.eager_tasks import EagerFuture, EagerTask
@@ -132,7 +132,7 @@ class Driver:
 
     async def run(self, journal: Journal, client: Client) -> Outcome:
         """See one stream through; a caller that is cancelled takes the stream with it."""
-        if not journal.output_ids and (cause := self.control.instances.all_refused()) is not None:
+        if not journal.output_ids and (cause := all_refused(self.control.instances)) is not None:
             message = f"no instance can be used: {cause}"
             body = error_body(message, kind="server_error", code=Reason.NO_INSTANCE)
             return Failed(503, body, retry_after_s=_REFUSED_RETRY_S)
