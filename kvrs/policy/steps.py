@@ -239,6 +239,8 @@ class Steps:
         if stream.attempt.promise is not None:
             stream.recovery.remove(stream.attempt.option)
         is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
+        member = self._ledger.view.members.get(event.instance)
+        was_ejected = member is not None and member.health.is_ejected
         self._ledger.outliers.failed(stream, event)
         self._starter.end_attempt(stream, event.cause, event.instance, now_s)
         if is_the_clients_fault:
@@ -246,9 +248,10 @@ class Steps:
             return
         if event.failure is FailureKind.BUSY:
             stream.recovery.note_busy_answer(now_s)
+        elif was_ejected and stream.recovery.lasts_s(now_s) < self._settings.recovery.wait_s:
+            stream.recovery.note_trial_failed()
         else:
             stream.recovery.note_attempt_failed()
-        member = self._ledger.view.members.get(event.instance)
         is_broken = event.abrupt and event.failure is FailureKind.BROKEN
         attempt = stream.attempt
         if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):

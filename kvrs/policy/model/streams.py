@@ -147,6 +147,15 @@ class RecoveryState:
         self.attempts += 1
         self.owes_token = True
 
+    def note_trial_failed(self) -> None:
+        """At an ejected instance, for want of others: its answers say nothing of the stream, which
+        is to have attempts left when others are back.
+        """
+        self.owes_token = True
+
+    def lasts_s(self, now_s: float) -> float:
+        return 0.0 if self.failed_at_s is None else now_s - self.failed_at_s
+
     def note_busy_answer(self, now_s: float) -> None:
         self.owes_token = True
         self.note_busy(now_s)
