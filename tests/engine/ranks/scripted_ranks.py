@@ -39,7 +39,11 @@ class ScriptedSeat:
         self.began_s = time.monotonic()
         self.process = SimpleNamespace(has_ended=False)
 
-    def kill(self) -> None:
+    def status(self) -> int | None:
+        """A script has no process that could have ended in some way."""
+        return None
+
+    def kill(self, *, with_device: bool = False) -> None:
         if not self.process.has_ended:
             self.process.has_ended = True
             self._tell(Ended(self))  # type: ignore[arg-type]

@@ -293,8 +293,8 @@ def test_a_lost_device_had_the_cells_of_the_layout_before(
     group = group_of(tiny_model, tp=2)
     kill = RankSeat.kill
 
-    def kill_and_reform(seat: RankSeat) -> None:
-        kill(seat)
+    def kill_and_reform(seat: RankSeat, *, with_device: bool = False) -> None:
+        kill(seat, with_device=with_device)
         if threading.current_thread() is threading.main_thread():  # The ranks re-form in another.
             until(lambda: not cells_of(group.layout, 1, base=0))
 
