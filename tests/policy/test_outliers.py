@@ -83,6 +83,39 @@ def test_an_instance_that_fails_its_probe_is_ejected() -> None:
     assert only(harness.actions, Ejected).instance == P0
 
 
+def failures_until(harness: PolicyHarness, sick: InstanceId, start: Start, at_s: float) -> int:
+    """How often the stream fails at the instance, as soon as it is tried there."""
+    failures, waiting = 0, [start]
+    while harness.now_s < at_s:
+        for each in waiting:
+            failures += 1
+            fail(harness, each, sick)
+        waiting = of(harness.look_until(harness.now_s + 0.05), Start)
+    return failures
+
+
+@pytest.mark.parametrize("others_return", [True, False])
+def test_answers_of_an_ejected_instance_use_up_no_attempt(*, others_return: bool) -> None:
+    """It is tried for want of others. Attempts are left when these are back; where they are not,
+    the stream is refused once it has waited for `recovery.wait_s`.
+    """
+    harness = PolicyHarness("b0", "b1", max_attempts=3)
+    harness.policy._ledger.outliers._eject(harness.policy._view.members[B0], "HTTP 500")
+    start = only(harness.handle(StreamArrived(A, 20)), Start)
+    assert start.plan.decode == B1
+    (again,) = of(harness.lose("b1", A=0), Start)
+
+    failures = failures_until(harness, B0, again, at_s=20.0 if others_return else 60.0)
+    up = harness.handle(InstanceUp(instance("b1", epoch=2)))
+
+    assert failures > 3
+    refused = [each.reason for each in of(harness.actions, GiveUp)]
+    if others_return:
+        assert (only(up, Start).plan.decode, refused) == (B1, [])
+    else:
+        assert refused == [Reason.RETRIES]
+
+
 def test_a_probe_that_the_client_made_impossible_ejects_no_instance() -> None:
     """A refusal in which a second instance agrees is the fault of neither."""
     harness = PolicyHarness(*PAIRS)
