@@ -34,7 +34,7 @@ IDLE_S = 20.0
 _BACKLOG = 1024
 _LINGERING_S = 2.0  # For the rest of a body that was refused.
 _MAX_HEADERS = 64
-# Of a body that nobody reads yet: reading stops at twice as much.
+# Reading of a body that is not asked for yet stops at twice as much.
 _UNREAD_BYTES = 64 << 10
 
 # What only experiments and tests may do to a process.

@@ -123,7 +123,7 @@ def up(
 
 
 def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
-    """What proxies tell of this process; the file as `kvrs doctor` reads it."""
+    """The row that proxies show for this process, with the file as `kvrs doctor` reads it."""
     file = None if config is None else str(config.resolve())
     return UpCommand(os.getpid(), file, config_digest(load_config(config, environ)))
 

@@ -87,7 +87,7 @@ class KernelKills:
             self._count = count
 
     def lately(self) -> bool | None:
-        """Whether there was one just now; None: they are not counted."""
+        """True if the kernel killed a process just now; None: such kills are not counted."""
         self.look()
         if self._count is None or self._file is None:
             return None

@@ -63,7 +63,7 @@ class Spawner:
         return ours
 
     def status(self) -> int | None:
-        """Of the last process, of which the line has closed."""
+        """The exit status of the last process, whose line has closed."""
         return None if self._last is None else self._last.wait()
 
     def close(self) -> None:

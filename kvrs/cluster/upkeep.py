@@ -52,7 +52,7 @@ class Upkeep:
                 self._note(cluster)
 
     def _note(self, cluster: Cluster) -> None:
-        """What ended before is no news."""
+        """Processes that ended until now are not reported."""
         self._pids, self._starts = _pids(cluster), _starts(cluster)
 
     def _report_faults(self, cluster: Cluster) -> None:

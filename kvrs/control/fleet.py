@@ -166,7 +166,7 @@ class Instances:
         )
 
     def computes_prompts(self, instance: InstanceId) -> bool:
-        """Whether it is a decode instance that needs no prefill instance for a new stream."""
+        """True for a decode instance that needs no prefill instance for a new stream."""
         info = self.known[instance].info
         return info is not None and info.computes_prompts and info.role is Role.DECODE
 
