@@ -99,8 +99,9 @@ def test_incidents_have_date_and_time(tmp_path: Path) -> None:
         each["wall_s"] = wall_s + each["at_s"] - entries[0]["at_s"]
     path.write_text("\n".join([header, *map(json.dumps, entries)]) + "\n")
 
-    shown = CliRunner().invoke(app, ["incidents", str(path)]).output
-    one = CliRunner().invoke(app, ["incidents", str(path), "1", "--what-if", "rom"]).output
+    wide = CliRunner(env={"COLUMNS": "200"})
+    shown = wide.invoke(app, ["incidents", str(path)]).output
+    one = wide.invoke(app, ["incidents", str(path), "1", "--what-if", "rom"]).output
     found = json.loads(CliRunner().invoke(app, ["incidents", str(path), "--json"]).output)
 
     (first, *_) = found["incidents"]

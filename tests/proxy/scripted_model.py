@@ -336,10 +336,11 @@ def _bare_choice(
         ToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.index)
         for call in delta.tool_calls
     ]
+    says_nothing = not delta.text and (delta.reasoning or calls or not delta.is_content)
+    content = None if says_nothing else delta.text
+    reasoning = delta.reasoning or None
     return ChatChunkChoice(
-        delta=ChatDelta(
-            content=delta.text or None, reasoning_content=delta.reasoning or None, tool_calls=calls
-        )
+        delta=ChatDelta(content=content, reasoning_content=reasoning, tool_calls=calls)
     )
 
 

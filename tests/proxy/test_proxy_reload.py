@@ -1,6 +1,7 @@
 """The configuration read again by a proxy that serves."""
 
 import asyncio
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -135,10 +136,8 @@ async def test_a_bad_file_changes_nothing_and_every_fault_is_named(
     assert status == 400
     faults = answer["error"]["faults"]
     named = ["policy.slots_max: got 0", "policy.recovery.wait: unknown key", "slo.ttft_s: got 'x'"]
-    assert [
-        fault.partition(f"{file.path}: ")[2][: len(name)]
-        for fault, name in zip(faults, named, strict=True)
-    ] == named
+    for fault, name in zip(faults, named, strict=True):
+        assert re.match(re.escape(str(file.path)) + r"(:\d+)?: " + re.escape(name), fault), fault
     logged = [record for record in caplog.records if record.message == "not reloaded"]
     assert [record.__dict__["cause"] for record in logged] == faults
     assert (await system.state())["proxies"] == before

@@ -27,7 +27,7 @@ def value(draw: Random, depth: int = 0) -> Any:
 
 
 def served_paths(proxy: Proxy, is_admin: bool) -> set[tuple[str, str]]:
-    """Method and path of every route of a port."""
+    """Method and path of every route of a port; `/` only leads to the page."""
     (app,) = [
         port._runner.app
         for port in proxy._ports
@@ -36,7 +36,7 @@ def served_paths(proxy: Proxy, is_admin: bool) -> set[tuple[str, str]]:
     return {
         (route.method.lower(), str(route.resource.canonical))
         for route in app.router.routes()
-        if route.resource is not None and route.method != "HEAD"
+        if route.resource is not None and route.method != "HEAD" and route.resource.canonical != "/"
     }
 
 

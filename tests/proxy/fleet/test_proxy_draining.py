@@ -240,6 +240,8 @@ async def test_a_bug_while_a_proxy_drains_does_not_end_like_an_order(
         async def run(self) -> None:
             await asyncio.Event().wait()
 
+        async def leave(self) -> None: ...
+
         async def drain(self) -> None:
             raise ZeroDivisionError
 

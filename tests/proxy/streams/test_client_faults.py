@@ -95,7 +95,10 @@ async def test_a_client_s_error_is_a_rejected_request_and_no_failure_of_the_clus
 
     answer = await system.ask(request)
 
-    assert answer == (400, body)
+    status, told = answer[0], msgspec.json.decode(answer[1])["error"]
+    said = msgspec.json.decode(body)["error"]
+    assert (status, told["message"]) == (400, said["message"])
+    assert told["type"] == "invalid_request_error"
     assert await outcomes(system) == {"rejected": 1}
     assert await system.count("kvrs_attempts_failed_total") == 0
     assert await system.count("kvrs_recoveries_total") == 0
