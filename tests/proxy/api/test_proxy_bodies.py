@@ -109,7 +109,8 @@ async def test_a_body_without_room_is_refused_before_it_is_read(
 async def test_one_address_leaves_room_for_requests_of_others(build: ProxyClusterBuilder) -> None:
     """A quarter of the budget is not to be had by the address that has the rest."""
     system = await build(pairs=1, proxy=SMALL)
-    system.script.gate = asyncio.Event()
+    # Before prefill has answered: the ids of a prompt take more than its text.
+    system.script.prefill_gate = asyncio.Event()
     body = {"messages": [{"role": "user", "content": "x" * 90 * KIB}], "max_tokens": 1}
     asked = [asyncio.create_task(system.ask(body)) for _ in range(3)]
     await system.until_streams_hold(0, count=3)
@@ -119,7 +120,7 @@ async def test_one_address_leaves_room_for_requests_of_others(build: ProxyCluste
     async with aiohttp.ClientSession(connector=elsewhere) as http:
         other = asyncio.create_task(_status(http, f"{system.url}/v1/chat/completions", body))
         await system.until_streams_hold(0, count=4)
-        system.script.gate.set()
+        system.script.prefill_gate.set()
         found = await other
     await asyncio.gather(*asked)
 
