@@ -338,6 +338,7 @@ async def test_a_reload_reaches_all_workers(
             assert msgspec.json.decode(answer) == {
                 "applied": ["proxy.peers", "policy.name"],
                 "restart_needed": ["proxy.workers"],
+                "file": str(proxy.config),
             }
             assert (await proxy.proxy_row())["peers"]["another"] == "down"
 
