@@ -18,7 +18,7 @@ from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.secrets import Door, DoorKey
 from kvrs.trunk import PREFACE, Trunk
 
-SERVER = "kvrs"  # In every response; versions are for nobody at a port.
+SERVER = "kvrs"  # In every response, without versions.
 _FULL = error_body("too many connections are open", kind="server_error")
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nServer: kvrs\r\nRetry-After: %s\r\nConnection: close\r\n"

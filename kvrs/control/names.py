@@ -93,5 +93,5 @@ class NameBook:
 
 
 def is_served_at(info: InstanceInfo | None, key: str) -> bool:
-    """Whether an instance serves the name of this key."""
+    """True if an instance serves the name of this key."""
     return not key or (info is not None and key in names_of(info))

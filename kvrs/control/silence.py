@@ -92,7 +92,7 @@ class SilenceTimer:
         self.heard_s = min(now_s, self.heard_s + late_s)
 
     def may_be_suspected(self, now_s: float) -> bool:
-        """Whether it has lasted longer than processes wait for a processor."""
+        """True if it has lasted longer than processes wait for a processor."""
         return now_s - self.heard_s >= SHORTEST_SUSPICION_S
 
     def look(self, now_s: float, limit_s: float, is_excused: Callable[[], bool]) -> float | None:

@@ -188,7 +188,7 @@ def _tell_end(handle: int, line: socket.socket) -> None:
     found = os.waitid(os.P_PIDFD, handle, os.WEXITED)
     os.close(handle)
     assert found is not None, "it has ended"
-    with line, suppress(OSError):  # Nobody may listen any more.
+    with line, suppress(OSError):  # The other end may be closed.
         line.send(f"exit {exit_status(found)}".encode(), socket.MSG_DONTWAIT)
 
 

@@ -74,7 +74,7 @@ def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
 
 
 def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) -> bool:
-    """Whether it came of the fault of a request, and no instance is to blame."""
+    """True if it came of the fault of a request, and no instance is to blame."""
     if isinstance(each, Loss):
         return each.is_refusal and each.stream in rejected
     is_over = isinstance(each.action, GiveUp)

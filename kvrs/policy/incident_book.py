@@ -6,7 +6,7 @@ stream is as likely to have caused the last one.
 
 An outage ends several instances at once, and looks the same to a stream that happens to be at two
 of them. So a death is excused where, within the same storm, another instance was lost in which the
-stream had no part, and which nothing explains: nobody suspected was there, or all have had a token
+stream had no part, and which nothing explains: no suspect was there, or all have had a token
 since. Excused deaths of one trial count as one. An attack by several requests excuses none of them:
 each loss has a suspect, and stays open until that one is acquitted or refused.
 
@@ -131,7 +131,7 @@ class _Case:
 
 
 class _Evidence:
-    """What the losses that are kept say of each other."""
+    """The relations between the losses that are kept."""
 
     def __init__(self, losses: list[_Loss], cases: Mapping[StreamId, _Case]) -> None:
         self._losses = losses
@@ -329,7 +329,7 @@ class IncidentBook:
         case.hit_s = now_s
 
     def broke_at(self, stream: StreamId, instance: InstanceId, epoch: int, now_s: float) -> bool:
-        """Whether its attempt broke there, so shortly before that the instance died of it."""
+        """True if its attempt broke there, so shortly before that the instance died of it."""
         case = self._cases.get(stream)
         if case is None:
             return False
@@ -373,7 +373,7 @@ class IncidentBook:
         }
 
     def judge(self, stream: StreamId, now_s: float) -> Verdict:
-        """What becomes of a stream that has no attempt."""
+        """The ruling on a stream that has no attempt."""
         case = self._cases.get(stream)
         if case is None or not case.is_open:
             return _FREE
