@@ -519,7 +519,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "raidserve_throughput",
             result=figures.THROUGHPUT,
             compared=compare.availability,
-            sentinels=("in_place",),
+            sentinels=("throughput",),
         ),
         Exhibit(
             "Table 1: OpenThoughts (mean / median / max)",
@@ -550,7 +550,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "raidserve_throughput",
             result=figures.THROUGHPUT,
             compared=compare.seven_of_eight,
-            sentinels=("in_place",),
+            sentinels=("throughput",),
         ),
         Exhibit(
             "Figures 11, 12: balance",
@@ -561,7 +561,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "raidserve_throughput",
             result=figures.THROUGHPUT,
             compared=compare.balance,
-            sentinels=("in_place",),
+            sentinels=("throughput",),
         ),
         Exhibit(
             "Figure 11 as CPU time of ranks",
