@@ -275,6 +275,19 @@ def _answers(url: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def spinning(count: int) -> Iterator[None]:
+    """Processes beside the rest that want a processor each."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def cpu_ticks() -> tuple[int, int]:
     """Idle and all CPU time of this machine since it started."""
     counts = [int(count) for count in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]

@@ -9,8 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -30,11 +28,19 @@ from experiments.bench_proxy.engines import (
     compile_programs,
 )
 from experiments.bench_proxy.proxies import Bench, Running
+from experiments.processes import spinning
 
 Row = dict[str, Any]
-# Whether the engines are as vLLM, and how long: within `proxy.token_gap_s`, and beyond it.
-PAUSES = ((True, 3.0), (False, 3.0), (False, 12.0))
-TOKEN_GAP_S = 10.0  # The default.
+TOKEN_GAP_S = 10.0  # The default of proxy.token_gap_s.
+LONG_GAP_S = 15.0  # For an instance that may be silent for longer.
+# Whether the engines are as vLLM, how long, and `proxy.token_gap_s`: within it, and beyond it.
+PAUSES = (
+    (True, 3.0, TOKEN_GAP_S),
+    (False, 3.0, TOKEN_GAP_S),
+    (True, 12.0, LONG_GAP_S),
+    (False, 12.0, LONG_GAP_S),
+    (False, 12.0, TOKEN_GAP_S),
+)
 TWO_DECODES = (*PAIR, replace(PAIR[1], id="d1", node="n2"))
 BEFORE_S, AFTER_S = 2.0, 4.0  # Of a pause, or of the load beside it.
 SPINNING = 4
@@ -54,16 +60,22 @@ def measure(part: str, directory: Path, streams: int | None = None) -> list[Row]
     count = streams or STREAMS[part]
     if part == "busy":
         return [busy(programs, count)]
-    return [paused(programs, count, pause_s, is_vllm=is_vllm) for is_vllm, pause_s in PAUSES]
+    return [
+        paused(programs, count, pause_s, gap_s, is_vllm=is_vllm)
+        for is_vllm, pause_s, gap_s in PAUSES
+    ]
 
 
-def paused(programs: Programs, streams: int, pause_s: float, *, is_vllm: bool) -> Row:
+def paused(
+    programs: Programs, streams: int, pause_s: float, token_gap_s: float, *, is_vllm: bool
+) -> Row:
     """The only decode instance is stopped while all streams run."""
     prefill, decode = VLLM_PAIR if is_vllm else PAIR
     lasts_s = BEFORE_S + pause_s + AFTER_S
     with Engines(programs, (prefill,)) as engines, Engines(programs, (decode,)) as stopped:
         engines.instances, engines.ports = (prefill, decode), engines.ports | stopped.ports
-        with _load(programs, engines, "paused", streams, lasts_s) as (running, load):
+        opened = _load(programs, engines, "paused", streams, lasts_s, token_gap_s)
+        with opened as (running, load):
             time.sleep(BEFORE_S)
             os.kill(stopped.pid, signal.SIGSTOP)
             try:
@@ -73,7 +85,7 @@ def paused(programs: Programs, streams: int, pause_s: float, *, is_vllm: bool) -
             result = load.result()
             counts = _counts(running)
     row = {"part": "paused", "engines": "vllm" if is_vllm else "kvrs", "pause_s": pause_s}
-    return row | {"streams": streams} | counts | _ends(result)
+    return row | {"token_gap_s": token_gap_s, "streams": streams} | counts | _ends(result)
 
 
 def busy(programs: Programs, streams: int) -> Row:
@@ -81,10 +93,10 @@ def busy(programs: Programs, streams: int) -> Row:
     lasts_s = 2 * BEFORE_S + 20.0
     with (
         Engines(programs, TWO_DECODES) as engines,
-        _load(programs, engines, "busy", streams, lasts_s) as (running, load),
+        _load(programs, engines, "busy", streams, lasts_s, TOKEN_GAP_S) as (running, load),
     ):
         time.sleep(BEFORE_S)
-        with _spinning(SPINNING):
+        with spinning(SPINNING):
             result = load.result()
             counts = _counts(running)
     return {"part": "busy", "spinning": SPINNING, "streams": streams} | counts | _ends(result)
@@ -92,7 +104,12 @@ def busy(programs: Programs, streams: int) -> Row:
 
 @contextmanager
 def _load(
-    programs: Programs, engines: Engines, part: str, streams: int, lasts_s: float
+    programs: Programs,
+    engines: Engines,
+    part: str,
+    streams: int,
+    lasts_s: float,
+    token_gap_s: float,
 ) -> Iterator[tuple[Running, Load]]:
     """One stream in each slot, which lasts so long without a disturbance; all are open."""
     rate = TOKENS_PER_S[part]
@@ -106,22 +123,10 @@ def _load(
     }
     with tempfile.TemporaryDirectory(prefix="kvrs-paused-") as directory:
         bench = Bench(engines, Path(directory), Path(directory), None)
-        start = proxies.kvrs(token_gap_s=TOKEN_GAP_S, keep_alive_s=None)
+        start = proxies.kvrs(token_gap_s=token_gap_s, keep_alive_s=None)
         with start(bench) as running, Load(programs, running.port, options) as load:
             load.wait_open()
             yield running, load
-
-
-@contextmanager
-def _spinning(count: int) -> Iterator[None]:
-    spin = [sys.executable, "-c", "while True: pass"]
-    processes = [subprocess.Popen(spin) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _counts(running: Running) -> dict[str, int]:
@@ -141,7 +146,7 @@ def _ends(result: Row) -> Row:
 
 def is_met(row: Row) -> bool:
     """No stream is broken, and nothing is given up but after the longest silence."""
-    is_long = row["part"] == "paused" and row["pause_s"] >= TOKEN_GAP_S
+    is_long = row["part"] == "paused" and row["pause_s"] >= row["token_gap_s"]
     given_up = sum(row[name] for name in _SERIES)
     return not row["broken"] and row["whole"] == row["streams"] and (is_long or not given_up)
 
@@ -150,6 +155,7 @@ def as_text(rows: list[Row]) -> str:
     return "\n".join(
         (
             f"the only decode instance ({row['engines']}) is paused for {row['pause_s']:g} s"
+            f" (token_gap_s {row['token_gap_s']:g})"
             if row["part"] == "paused"
             else f"{row['spinning']} spinning processes"
         )
