@@ -25,7 +25,7 @@ from experiments.record import Record
 
 TOKENS = 32
 BURST = 10
-BURST_PAUSE_S = 3.5  # Ten kills take about as long as all bursts.
+BURST_PAUSE_S = 4.5  # Ten kills take about as long as all bursts.
 LONG = (900, 1700)  # Tokens of a prompt.
 SHORT = (200, 600)
 KILL_GAP_S = (1.0, 4.0)
