@@ -25,19 +25,19 @@ class Placement(StrEnum):
 
 class AgentSettings(Settings):
     host: Host = "127.0.0.1"
-    """Of its ports, as other processes reach it: an address, or a name, which is resolved for each
-    new connection.
+    """Address of the agent's ports, as other processes reach it: an IP address, or a name, which is
+    resolved for each new connection.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """HTTP. 0: any free port, chosen once by `kvrs up`."""
+    """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where checkpoints are stored and fetched. 0: any free port, chosen once by `kvrs up`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
     """UDP and TCP. 0: any free port, chosen once by `kvrs up`."""
     page_host: Host | None = None
-    """Of the page port. null: `host`."""
+    """Address of the page port. null: `host`."""
     gossip_host: Host | None = None
-    """Of the gossip port. null: `host`."""
+    """Address of the gossip port. null: `host`."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
 
@@ -64,13 +64,16 @@ class BackupSettings(Settings):
     both.
     """
     placement: Placement = Field(default=Placement.LOAD, strict=False)
-    """Of remote ones: load (queueing delay and restore pressure), fixed (next node), random."""
+    """How the agent for a remote checkpoint is chosen: load (queueing delay and restore pressure),
+    fixed (next node), random.
+    """
     alpha: float = Field(default=1.0, ge=0, le=1000)
     """Weight of restore pressure against queueing delay."""
     capacity_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Memory of one agent for checkpoints."""
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
-    """From an agent's memory into instances of its node, until these have measured it."""
+    """Assumed rate from an agent's memory into instances of its node, until these have measured it.
+    """
     staging_pages: int = Field(default=64, ge=1, le=65536)
     """Pages that an instance holds for sending at a time."""
     gather_s: float = Field(default=0.05, ge=0, le=10)

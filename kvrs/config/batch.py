@@ -11,7 +11,7 @@ class BatchSettings(Settings):
     pages: int = Field(default=2048, ge=2, le=1 << 24)
     """KV pages of one instance."""
     max_batch_tokens: int = Field(default=256, ge=1, le=1 << 20)
-    """Per step: decode first, then chunks of prefill."""
+    """Tokens computed per step: decode first, then chunks of prefill."""
     max_running: int = Field(default=64, ge=1, le=1 << 16)
     """Sequences that own pages at a time."""
     max_model_len: int = Field(default=2048, ge=2, le=1 << 24)

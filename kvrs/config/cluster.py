@@ -30,14 +30,14 @@ class DistServeSettings(Settings):
     home: str | None = None
     """A checkout of DistServe. null: the environment's DISTSERVE_HOME."""
     flags: list[str] = Field(default_factory=list)
-    """DistServe's own, as on its command line; `--model` is `cluster.model`."""
+    """Flags of DistServe's own command line; `--model` is `cluster.model`."""
 
 
 class StageHostSettings(Settings):
     node: NodeId = Field(min_length=1, max_length=64)
-    """Where the stage's ranks run."""
+    """Node on which the stage's ranks run."""
     host: Host = "127.0.0.1"
-    """Of its port, as the instance reaches it."""
+    """Address of the stage's port, as the instance reaches it."""
     port: int = Field(default=0, ge=0, le=65535)
     """Where the instance sends batches and pages. 0: any free port, chosen once by `kvrs up`."""
     bind: Host | None = None
@@ -50,15 +50,15 @@ class InstanceSettings(Settings):
     role: Role = Field(strict=False)
     """prefill, decode or both."""
     host: Host = "127.0.0.1"
-    """Of its ports, as other processes reach it: an address, or a name, which is resolved for each
-    new connection.
+    """Address of the instance's ports, as other processes reach it: an IP address, or a name, which
+    is resolved for each new connection.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """HTTP. 0: any free port, chosen once by `kvrs up`."""
+    """Port of the HTTP API. 0: any free port, chosen once by `kvrs up`."""
     page_port: int = Field(default=0, ge=0, le=65535)
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
     page_host: Host | None = None
-    """Of the page port. null: `host`."""
+    """Address of the page port. null: `host`."""
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
     tp: int = Field(default=1, ge=1, le=MOST_RANKS)
@@ -109,7 +109,7 @@ class InstanceSettings(Settings):
 
     @property
     def remote_stages(self) -> dict[int, StageHostSettings]:
-        """Of the stages on other nodes, by number."""
+        """The stages on other nodes, by number."""
         return dict(enumerate(self.stage_hosts, self.stage_count - len(self.stage_hosts)))
 
     def stage_host_id(self, stage: int) -> InstanceId:
@@ -161,7 +161,7 @@ class ServiceSettings(Settings):
     host: Host
     """A name that DNS answers with the address of each instance."""
     port: int = Field(ge=1, le=65535)
-    """HTTP, the same for all of them."""
+    """Port of the HTTP API, the same for all of them."""
     role: Role = Field(strict=False)
     """prefill or decode."""
 
@@ -193,7 +193,7 @@ class ClusterSettings(Settings):
     """The engine of the instances: embedded, distserve (docs/distserve.md) or vllm (docs/vllm.md).
     """
     distserve: DistServeSettings = DistServeSettings()
-    """Of backend distserve."""
+    """Settings of the distserve backend."""
     model: str | None = None
     """A Hugging Face directory. null: a tiny random Llama, generated from `engine.seed`."""
     engine: EngineSettings = EngineSettings()

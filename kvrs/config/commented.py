@@ -33,7 +33,7 @@ def comment(text: str, indent: int = 0) -> list[str]:
 
 
 def shown_path(path: KeyPath) -> str:
-    """As the messages about configuration files have it: `cluster.nodes.0.id`."""
+    """The path in the form of messages about configuration files: `cluster.nodes.0.id`."""
     return ".".join(str(part) for part in path)
 
 

@@ -37,7 +37,7 @@ def check_exposure(config: Config, environ: Mapping[str, str]) -> None:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What is allowed, and leaves something open."""
+    """Yield a note for each setting that is allowed and leaves something open."""
     if config.cluster.backend is Backend.VLLM:
         yield (
             "note: cluster.backend: vllm instances cannot prove their identity: a process at the "

@@ -62,7 +62,7 @@ class SecuritySettings(Settings):
     (docs/security.md). null: KVRS_KEYS; where that is not set either, clients need no key.
     """
     tls: PeerTlsSettings | None = None
-    """Of HTTP between processes of the cluster, where both ends have a certificate of `client_ca`.
+    """TLS for HTTP between processes of the cluster; both ends have a certificate of `client_ca`.
     null: plain.
     """
 
@@ -75,7 +75,7 @@ class Config(Settings):
     policy: PolicySettings = PolicySettings()
     """Admission, hand-off and recovery (docs/policies.md)."""
     slo: SloSettings = SloSettings()
-    """What clients expect, for the order of recoveries and for giving up."""
+    """Latency that clients expect, for the order of recoveries and for giving up."""
     transfer: TransferSettings = TransferSettings()
     """How KV pages move between nodes."""
     backup: BackupSettings = BackupSettings()
@@ -83,7 +83,7 @@ class Config(Settings):
     state_plane: StatePlaneSettings = StatePlaneSettings()
     """Memory of weights and KV that outlives the processes of instances."""
     elastic: ElasticSettings = ElasticSettings()
-    """What an instance of several ranks does that loses some."""
+    """Reaction of an instance of several ranks to the loss of some."""
     gossip: GossipSettings = GossipSettings()
     """Membership and facts, among agents and proxies (docs/gossip.md); seconds are of a node's own
     time, without the time it was stopped.
@@ -93,12 +93,12 @@ class Config(Settings):
     security: SecuritySettings = SecuritySettings()
     """Secrets, keys and certificates; files only, no secret stands here (docs/security.md)."""
     logs: LogSettings = LogSettings()
-    """What proxies and agents log to stderr, and the processes of `kvrs up` to their files
+    """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
     (docs/monitoring.md#logs).
     """
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
-        """Of the HTTP of an instance or agent of ours."""
+        """URL of the HTTP API of an instance or agent."""
         return self.inner_url(process.host, process.port)
 
     def inner_url(self, host: str, port: int) -> str:
@@ -107,8 +107,8 @@ class Config(Settings):
 
     @property
     def agents_run(self) -> bool:
-        """Whether each node has an agent: it holds checkpoints, owns memory of instances, and is
-        the node's gossip member.
+        """Each node has an agent: it holds checkpoints, owns memory of instances, and is the node's
+        gossip member.
         """
         keeps = self.backup.mode is not BackupMode.OFF or self.state_plane.enabled
         return keeps or self.gossip.enabled

@@ -35,5 +35,5 @@ class LogSettings(Settings):
 
     @property
     def options(self) -> LogOptions:
-        """Of `kvrs.logs`."""
+        """Arguments for the functions of `kvrs.logs`."""
         return {"level": self.level.value, "as_json": self.format is LogFormat.JSON}

@@ -121,7 +121,7 @@ def _put(source: Source, path: KeyPath, name: str, value: Any, defaults: Mapping
 
 
 def _section(node: Any, part: str | int, name: str) -> Any:
-    """What is at `part` of a section or list, put there as an empty section if nothing is."""
+    """The value at `part` of a section or list, put there as an empty section if it is missing."""
     match node, part:
         case dict(), str():
             if node.get(part) is None:

@@ -68,9 +68,9 @@ class RecoverySettings(Settings):
     decode, was lost: as long as those take that are started again at once.
     """
     gather_s: float = Field(default=0.01, ge=0, le=10)
-    """Losses within this time are one event."""
+    """Losses within this time are handled as one event."""
     retry_pause_s: float = Field(default=0.05, ge=0, le=60)
-    """Before the only instance left is tried again; doubles with each try, up to 2 s."""
+    """Pause before the only instance left is tried again; doubles with each try, up to 2 s."""
     max_attempts: int = Field(default=8, ge=1, le=100)
     """Failures of one stream without a token in between. Moves and busy answers do not count."""
     poison_deaths: int = Field(default=3, ge=2, le=10)
@@ -104,18 +104,18 @@ class PolicySettings(Settings):
     slot_lease_s: float = Field(default=30.0, gt=0, le=3600)
     """A transfer that outlives its slot is given up and decided again."""
     assumed_link_bytes_per_s: float = Field(default=1.25e9, gt=0)
-    """Until a link is measured. The default is 10 Gbit/s."""
+    """Assumed bandwidth of a link that has not been measured. The default is 10 Gbit/s."""
     lookahead_tokens: int = Field(default=32, ge=0, le=100_000)
-    """So many tokens after the next one count in a decision: at an instance that goes on with fewer
-    ranks each takes longer. Also where an instance chooses how it goes on, which takes the value
-    of its start. 0: only the next token counts.
+    """Number of future tokens whose slow-down at a degraded instance is added to its cost: with
+    fewer ranks each token takes longer. An instance that chooses how it goes on uses the value of
+    its start. 0: only the next token counts.
     """
     handshake_s: float = Field(default=0.002, ge=0, le=10)
-    """Connect, authenticate, ask: before the first page moves."""
+    """Time to connect, authenticate and ask before the first page moves."""
     admission: AdmissionSettings = AdmissionSettings()
-    """Of new requests."""
+    """Admission of new requests."""
     recovery: RecoverySettings = RecoverySettings()
-    """Of interrupted streams."""
+    """Recovery of interrupted streams."""
     gpu: GpuSettings = GpuSettings()
     """Instances with an unhealthy GPU, as reported by the node's agent over gossip."""
 
@@ -124,8 +124,8 @@ class SloSettings(Settings):
     abort: bool = False
     """Give up at once on a stream that no option can bring back within `recovery_gap_s`."""
     ttft_s: float | None = Field(default=None, gt=0, le=86400)
-    """Until the first token. A client overrides it with the header x-kvrs-ttft-s."""
+    """Time until the first token. A client overrides it with the header x-kvrs-ttft-s."""
     recovery_gap_s: float = Field(default=10.0, gt=0, le=3600)
     """The longest pause that a client should see; header x-kvrs-recovery-gap-s."""
     deadline_s: float | None = Field(default=None, gt=0, le=86400)
-    """Until the last token; header x-kvrs-deadline-s."""
+    """Time until the last token; header x-kvrs-deadline-s."""

@@ -92,15 +92,15 @@ class ProxySettings(Settings):
     id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID, pattern=NAME)
     """Its name among proxies, nodes and agents: letters, digits and `._-`."""
     host: Host = "127.0.0.1"
-    """Of the clients' port; beyond loopback see docs/security.md. Each other port has a host of its
-    own.
+    """Address the client port listens on. For addresses beyond loopback see docs/security.md. Each
+    other port has a host of its own.
     """
     port: int = Field(default=8000, ge=0, le=65535)
-    """For clients: /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
+    """Client port, for /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Processes that share the clients' port (docs/proxies.md#workers)."""
     allow_anonymous: bool = False
-    """Beyond loopback without keys: for a gateway in front that authenticates clients."""
+    """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
     allowed_origins: list[Annotated[str, AfterValidator(_origin)]] = Field(
         default=[], max_length=MOST_ORIGINS
     )
@@ -108,15 +108,17 @@ class ProxySettings(Settings):
     requests need keys as others do.
     """
     tls: TlsSettings | None = None
-    """Of the clients' port (docs/security.md#tls). null: plain HTTP."""
+    """TLS of the client port (docs/security.md#tls). null: plain HTTP."""
     admin_host: Host = "127.0.0.1"
-    """Of the admin port."""
+    """Address the admin port listens on."""
     admin_port: int = Field(default=8001, ge=0, le=65535)
-    """For /kvrs/v1/state and /metrics; never open it to clients. 0: any free port."""
+    """Admin port, for /kvrs/v1/state and /metrics; never open it to clients. 0: any free port."""
     admin_tls: TlsSettings | None = None
-    """Of the admin port. null: plain HTTP."""
+    """TLS of the admin port. null: plain HTTP."""
     gossip_host: Host = "127.0.0.1"
-    """Of the gossip port, as the other members reach it: an address, or a name of this machine."""
+    """Address of the gossip port, as the other members reach it: an IP address, or a name of this
+    machine.
+    """
     gossip_bind: Host | None = None
     """Where the gossip port listens, as 0.0.0.0 or ::. null: at `gossip_host`."""
     gossip_port: int = Field(default=0, ge=0, le=65535)
@@ -153,35 +155,37 @@ class ProxySettings(Settings):
     explain --log`).
     """
     event_log_bytes: int = Field(default=1 << 30, ge=65536)
-    """Of the event log with its older parts, FILE.1.gz, FILE.2.gz, ...; the oldest are removed."""
+    """Total size of the event log and its older parts, FILE.1.gz, FILE.2.gz, ...; the oldest are
+    removed.
+    """
     peer_host: Host = "127.0.0.1"
-    """Of the port for the other proxies."""
+    """Address the port for the other proxies listens on."""
     peer_port: int = Field(default=0, ge=0, le=65535)
-    """For the other proxies (docs/proxies.md). 0: none."""
+    """Port for the other proxies (docs/proxies.md). 0: none."""
     peers: list[PeerSettings] = Field(default=[], max_length=MOST_PEERS)
     """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}."""
     mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)
-    """Of streams with an Idempotency-Key. sync: no token is sent to the client before a peer has
-    it.
+    """Mirroring of streams with an Idempotency-Key to a peer. sync: no token is sent to the client
+    before a peer has it.
     """
     mirror_bytes: int = Field(default=256 << 20, ge=LEAST_MIRROR_BYTES)
     """Memory for the records of streams that can be resumed, here and at other proxies."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=300)
-    """On SIGTERM: how long new requests are still taken while /readyz says 503, so that load
+    """How long new requests are still taken after SIGTERM, while /readyz says 503, so that load
     balancers learn of it before requests are refused. A second SIGTERM, or SIGINT, ends it. 0 suits
     clients that repeat a refused request, and `kvrs up`.
     """
     drain_s: float = Field(default=600.0, ge=0, le=3600)
-    """On SIGTERM, after that: how long streams without a key may run to their end. The process ends
-    when none is left, or at another signal.
+    """How long streams without a key may run to their end, after SIGTERM and `drain_delay_s`. The
+    process ends when none is left, or at another signal.
     """
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
     """Requests that a plain engine could not continue exactly (docs/openai.md): mark or refuse."""
     reload_on_change: bool = False
     """Reload when the file of the configuration has changed, as by SIGHUP."""
     self_test: bool = True
-    """A few tokens once per process of an instance: does KV move, are streams continued exactly
-    (docs/backends.md)? false: what instances declare is believed.
+    """Each process of an instance computes a few tokens once, to test that KV moves and streams are
+    continued exactly (docs/backends.md). false: capabilities are taken as declared.
     """
 
     @property

@@ -41,7 +41,7 @@ def json_schema() -> dict[str, Any]:
 
 @cache
 def description(path: KeyPath) -> str | None:
-    """What a key means; None: there is no such key."""
+    """The meaning of a key; None: there is no such key."""
     schema = json_schema()
     node, text = schema, None
     for part in path:

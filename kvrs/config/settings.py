@@ -52,7 +52,7 @@ class Settings(BaseModel):
 
 
 def _keeps(model: type[Settings], key: Any) -> bool:
-    """Whether null is a value of a key, and not a section without keys."""
+    """Null is a value of the key; it does not stand for a section without keys."""
     field = model.model_fields.get(key)
     kind = None if field is None else field.annotation
     return not (isinstance(kind, type) and issubclass(kind, Settings))
@@ -73,7 +73,7 @@ Host = Annotated[str, AfterValidator(_host)]
 
 
 def is_numeric(host: str) -> bool:
-    """Whether it is an address, not a name."""
+    """The host is an address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -82,7 +82,7 @@ def is_numeric(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of the same machine reach it; of names only that of `localhost`."""
+    """Only processes of the same machine reach the host; of names only `localhost` counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -140,7 +140,7 @@ def dump_yaml(document: Any, **style: Any) -> str:
 
 
 def construct(read: Callable[[], Found]) -> Found:
-    """What a loader reads; raises yaml.YAMLError in place of all that a document can cause."""
+    """Return the result of a loader; every error that a document can cause is a yaml.YAMLError."""
     try:
         return read()
     except RecursionError:

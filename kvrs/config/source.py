@@ -185,7 +185,7 @@ class _Walk:
 
 
 def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -> str:
-    """What stands for one `${...}`; its name is added to `names`."""
+    """The replacement of one `${...}`; its name is added to `names`."""
     if found[0].startswith("$$"):
         return found[0][1:]
     name, given, default = found[1].partition(":-")
@@ -204,7 +204,7 @@ def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -
 
 
 def _holds(document: Any, path: KeyPath) -> bool:
-    """Whether a document has a value at the path."""
+    """The document has a value at the path."""
     return not path or _at(document, path, _NOWHERE) is not _NOWHERE
 
 

@@ -36,7 +36,7 @@ class TenantSettings(Settings):
 
 
 def key_hash(key: bytes) -> bytes:
-    """What is stored of an API key. Keys are random and long, so that a slow hash adds nothing."""
+    """The stored form of an API key. Keys are random and long, so that a slow hash adds nothing."""
     return sha256(key).digest()
 
 
@@ -47,7 +47,7 @@ def check_name(name: object) -> None:
 
 
 def has_keys(security: SecuritySettings, environ: Mapping[str, str]) -> bool:
-    """Whether clients need a key."""
+    """Clients need a key."""
     return security.key_file is not None or KEYS_ENV_NAME in environ
 
 
