@@ -159,7 +159,9 @@ class GpuSensor:
         return events
 
     def _take_event(self, timeout_s: float) -> bool | None:
-        """Whether an event came; None: waiting failed or is not supported."""
+        """Wait for an event and take it; False: none came, None: waiting failed or is not
+        supported.
+        """
         if self._events is None:
             return None
         nvml = self._nvml

@@ -87,7 +87,7 @@ class RecordPublisher:
     # Observations of the agent.
 
     def add(self, name: InstanceId) -> bool:
-        """Whether it is new."""
+        """Add an instance; False: it was there."""
         is_new = name not in self._instances
         self._instances.setdefault(name, _Instance())
         return is_new

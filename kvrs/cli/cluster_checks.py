@@ -1,4 +1,4 @@
-"""What `kvrs doctor` says of the cluster, from the state of a proxy."""
+"""Checks of `kvrs doctor` on the cluster, from the state of a proxy."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _KEYS = ("instances", "agents", "proxies", "members")
 
 @dataclass(frozen=True, slots=True)
 class ProxyAnswer:
-    """Of a proxy's admin port: its state, or why there is none."""
+    """The answer of a proxy's admin port: its state, or why there is none."""
 
     url: str
     state: Mapping[str, Any] | None = None
@@ -158,7 +158,9 @@ def _models(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _self_tests(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
-    """What was seen: does KV really move, are streams continued exactly?"""
+    """Results of the self-tests: whether KV really moves, and whether streams are continued
+    exactly.
+    """
     up = [row for row in rows if row["health"] == "up"]
     if up and all(row["self_test"] is None for row in up):
         remedy = "proxy.self_test: true, and restart the proxy"

@@ -1,5 +1,5 @@
-"""What of a valid configuration cannot work: ports that are open to everyone, files that are not
-there, KV that does not fit, names that cannot be resolved.
+"""Faults of a valid configuration that cannot work: ports that are open to everyone, files that are
+not there, KV that does not fit, names that cannot be resolved.
 """
 
 import json
@@ -30,7 +30,7 @@ _FIRST_PORT_OF_ALL = 1024  # Below it a system may ask for a privilege.
 
 
 def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = False) -> list[str]:
-    """What keeps processes of this configuration from starting or serving, each fault once.
+    """Faults that keep processes of this configuration from starting or serving, each once.
     `elsewhere`: no file and no name of this machine is looked up.
     """
     found = [*faults_in(partial(check_exposure, config, environ)), *_contradictions(config)]
@@ -40,7 +40,9 @@ def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = F
 
 
 def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
-    """What is allowed, and worth a second look: lines that begin with `note: ` or `warning: `."""
+    """Remarks on settings that are allowed and worth a second look: lines that begin with `note: `
+    or `warning: `.
+    """
     found = [*notes(config), *_doubts(config)]
     return found if elsewhere else [*found, *_here(config)]
 
@@ -74,7 +76,9 @@ def tls_sections(config: Config) -> Iterator[tuple[str, TlsSettings, Callable[[]
 
 
 def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """What keeps a process of this configuration from starting or serving on this machine."""
+    """Yield faults that keep a process of this configuration from starting or serving on this
+    machine.
+    """
     from kvrs.proxy.workers.ports import check_shared_ports
 
     yield from faults_in(partial(check_shared_ports, config))
@@ -98,7 +102,7 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """What cannot work on any machine."""
+    """Yield faults that no machine can make up for."""
     cluster, engine = config.cluster, config.cluster.engine
     is_ours = "max_model_len" in engine.model_fields_set and cluster.backend is not Backend.VLLM
     if is_ours and (held := _tokens_held(config)) < engine.max_model_len:
@@ -117,7 +121,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 
 def _doubts(config: Config) -> Iterator[str]:
-    """What is allowed, and probably not meant."""
+    """Yield a note for each setting that is allowed and probably not meant."""
     engine, cluster = config.cluster.engine, config.cluster
     if (
         cluster.backend is not Backend.VLLM

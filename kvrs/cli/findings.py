@@ -1,4 +1,4 @@
-"""What `kvrs doctor` has found: one line per check."""
+"""Findings of `kvrs doctor`: one line per check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

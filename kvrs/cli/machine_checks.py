@@ -1,4 +1,4 @@
-"""What `kvrs doctor` says of this machine: packages, limits, memory, clocks, files, ports, GPUs."""
+"""Checks of `kvrs doctor` on this machine: packages, limits, memory, clocks, files, ports, GPUs."""
 
 import ctypes
 import importlib
@@ -96,7 +96,7 @@ def _torch(config: Config) -> Iterator[Finding]:
 
 
 def _descriptors(config: Config) -> Finding:
-    """Of a proxy: as it starts, it raises its soft limit to the hard one."""
+    """Descriptors of a proxy: as it starts, it raises its soft limit to the hard one."""
     from kvrs.descriptors import raise_descriptor_limit
     from kvrs.proxy.wire.capacity import capacity_of
 
@@ -226,7 +226,7 @@ def _remedy_of_file(fault: str, path: str) -> str:
 
 
 def _expiries(section: str, tls: TlsSettings) -> Iterator[Finding]:
-    """Of files that can be used now."""
+    """Yield the expiry of each certificate file that can be used now."""
     from kvrs.tls import hand_shake, pinned_context
 
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -56,7 +56,7 @@ def port_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
 
 
 def is_here(host: str) -> bool:
-    """Whether an address of this machine has the name."""
+    """An address of this machine has the name."""
     try:
         _bind(host, 0)
     except OSError:
@@ -65,7 +65,7 @@ def is_here(host: str) -> bool:
 
 
 def is_to_start(host: str, port: int) -> bool:
-    """Whether a process of this address would run here, and nothing listens at its port."""
+    """A process of this address would run here, and nothing listens at its port."""
     if not is_here(host):
         return False
     try:
@@ -115,7 +115,7 @@ def _all_ports(config: Config) -> Iterator[_Port]:
 
 
 def _served(answer: ProxyAnswer) -> set[str]:
-    """What a proxy says runs; "" stands for itself."""
+    """Processes that run, as a proxy reports them; "" stands for the proxy itself."""
     if answer.state is None:
         return set()
     rows = [*answer.state["instances"], *answer.state["agents"]]

@@ -99,7 +99,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
-    """What fits into so many rows: the instances first, then the newest recoveries."""
+    """The rows of the screen: the instances first, then the newest recoveries."""
     instances, recoveries = overview["instances"], overview["recoveries"]
     table = Table("instance", "role", "node", "health", *("streams", "queued", "wait s"), box=None)
     for name in ("streams", "queued", "wait s"):

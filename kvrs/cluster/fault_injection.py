@@ -266,7 +266,7 @@ class _Injector:
             return []
 
     async def _has_died(self, row: Mapping[str, Any], rank: int | None) -> bool:
-        """Whether since this row the instance has died, or that rank, without which it goes on."""
+        """Since this row the instance has died, or that rank, without which it goes on."""
         await asyncio.sleep(NOTICE_S)
         now = rows_of(await self._injection.port.state())[InstanceId(row["id"])]
         is_same = (now["health"], now["pid"]) == ("up", row["pid"])
@@ -479,7 +479,7 @@ def _is_of_this_machine(host: str) -> bool:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether a process holds a socket that listens on the port."""
+    """The process holds a socket that listens on the port."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):

@@ -170,7 +170,7 @@ class Keeper:
             self._serving = line
 
     def _start(self, line: socket.socket) -> bool:
-        """Whether it serves."""
+        """Start the process; False: it does not serve."""
         self.starts += 1
         if self._closing.is_set():
             return False

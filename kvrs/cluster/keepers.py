@@ -36,7 +36,7 @@ class LaunchError(KvrsError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Of one process."""
+    """State of one process."""
 
     has_served: bool
     starts: int
@@ -152,7 +152,7 @@ class Keepers:
 
 
 def _is_forked(config: Config, process: Process) -> bool:
-    """Whether it is an instance of one process. The memory of ranks ends with their instance."""
+    """The process is a whole instance. The memory of ranks ends with their instance."""
     ranks = {instance.id: instance.ranks for _, instance in config.cluster.instances()}
     return process.kind is Kind.INSTANCE and ranks[process.name] == 1
 

@@ -70,7 +70,7 @@ class ProxyProcess:
         self._thread.start()
 
     def served(self) -> bool:
-        """Whether it has ever accepted requests."""
+        """The proxy has accepted requests at least once."""
         return self._served.is_set()
 
     def check(self) -> None:

@@ -154,7 +154,7 @@ class RemoteKeepers:
         return config
 
     def status(self) -> dict[InstanceId, ProcessStatus]:
-        """Of what is not reached, the last one."""
+        """States of all processes; of a node that is not reached, the last known ones."""
         import ray
 
         asked = {node: actor.status.remote() for node, actor in self._actors.items()}

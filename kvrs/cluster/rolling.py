@@ -101,7 +101,7 @@ class RollingRestart:
         return {row["pid"] for row in self._rows(proxy, process) or ()} - {None}
 
     def _is_removed(self, process: Process) -> bool:
-        """Whether an operator has had all proxies remove it."""
+        """An operator has had all proxies remove the process."""
         return all(self._rows(each, process) == [] for each in range(len(self._cluster.proxies)))
 
     def _rows(self, proxy: int, process: Process) -> list[dict[str, Any]] | None:

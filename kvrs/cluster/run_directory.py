@@ -44,7 +44,7 @@ class RunDirectory:
         return self.spawn(name, *arguments)
 
     def config_path(self, proxy: str = "config") -> Path:
-        """Of the configuration of a proxy; without one, of all other processes."""
+        """Path of the configuration of a proxy; without one, of all other processes."""
         return self.path / f"{proxy}.yaml"
 
     def write_config(self, config: Config, proxy: str = "config") -> None:
