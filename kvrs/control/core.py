@@ -1,4 +1,4 @@
-"""What one proxy knows between its policy and its connections.
+"""The state of one proxy between its policy and its connections.
 
 Pure: no clock, no socket, no randomness. A driver reports what happened to attempts and processes,
 with `now_s`; `Control` keeps the books, asks the policy, and hands effects to the driver in the
@@ -258,7 +258,9 @@ class Control(Generic[S]):
         self._perform(EndAttempt(live))
 
     def _goes_on(self, live: S, now_s: float) -> bool:
-        """Whether a stream whose attempt is over needs another one, and may have it."""
+        """The stream, whose attempt is over, needs another one and may have it; otherwise it is
+        brought to its end.
+        """
         journal = live.journal
         if journal.finished:
             self.end(live, Complete(), now_s)

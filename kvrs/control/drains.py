@@ -12,8 +12,8 @@ from kvrs.protocol.instance import Role
 
 
 class Drains:
-    """Of one proxy. `produced_on`: the streams that run at an instance, as an `InstanceLost` has
-    them.
+    """The drains of one proxy. `produced_on`: the streams that run at an instance, as an
+    `InstanceLost` has them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Drains:
         return None
 
     def remains(self, known: KnownInstance) -> bool:
-        """Whether it is up, and may get new streams."""
+        """The instance is up and may get new streams."""
         return known.health is Health.UP and not self.is_draining(known.id)
 
     def begin(self, instance: InstanceId, drain_s: float, now_s: float) -> None:

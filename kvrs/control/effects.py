@@ -1,4 +1,5 @@
-"""What `Control` asks its driver to do. A driver performs effects in order and decides nothing.
+"""Effects that `Control` hands to its driver. A driver performs effects in order and decides
+nothing.
 
 Those of every stream are structs, as in `kvrs/policy/model/events.py`.
 """

@@ -61,9 +61,7 @@ class KnownInstance:
     epochs: dict[int, int] = field(default_factory=dict)  # The last of each of its last starts.
 
     def is_same_process(self, info: InstanceInfo) -> bool:
-        """Whether this is the process, with the workers, that has been up all the time: another
-        proxy has fenced it.
-        """
+        """The process, with its workers, has been up all the time: another proxy has fenced it."""
         before = self.info
         if self.health is not Health.UP or before is None or not _can_fence(info):
             return False
@@ -76,8 +74,8 @@ class KnownInstance:
             del self.epochs[next(iter(self.epochs))]
 
     def had_not_ended(self, info: InstanceInfo) -> bool:
-        """Whether the process, with its workers, ran on while it was taken for lost. One without a
-        pid (0) is known by its epoch, which rises with every process.
+        """The process, with its workers, ran on while it was taken for lost. One without a pid (0)
+        is known by its epoch, which rises with every process.
         """
         lost = self.lost
         if lost is None or (info.pid, info.worker_pids) != (lost.pid, lost.worker_pids):
@@ -85,11 +83,11 @@ class KnownInstance:
         return info.pid != 0 or info.epoch == lost.epoch
 
     def must_be_fenced(self, info: InstanceInfo) -> bool:
-        """Whether the process ran on while it was taken for lost."""
+        """The process ran on while it was taken for lost."""
         return self.lost is not None and info.pid == self.lost.pid and _can_fence(info)
 
     def must_run_dry(self, info: InstanceInfo) -> bool:
-        """Whether it is used again only when nothing runs on it: it was lost, runs on, and cannot
+        """The process is used again only when nothing runs on it: it was lost, runs on, and cannot
         be fenced.
 
         A process without a pid (0) is known by its epoch, which rises with every process.
@@ -158,7 +156,7 @@ class Instances:
         return self.known[instance].health is Health.UP
 
     def ready(self) -> bool:
-        """Whether a new stream could start now."""
+        """A new stream could start now."""
         missing = missing_roles(self)
         return not missing or (
             missing == [Role.PREFILL]
@@ -171,7 +169,7 @@ class Instances:
         return info is not None and info.computes_prompts and info.role is Role.DECODE
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
-        """Whether the engine continues text, stop strings, usage and sampling itself."""
+        """The engine continues text, stop strings, usage and sampling itself."""
         return self._can(instance, Capability.EXACT_RESUME)
 
     def sends_checkpoints(self, instance: InstanceId) -> bool:
@@ -182,12 +180,12 @@ class Instances:
         return plan.places if self.sends_checkpoints(instance) else ()
 
     def retains(self, instance: InstanceId) -> bool:
-        """Whether it keeps pages under a lease, which is to be renewed and given back."""
+        """The instance keeps pages under a lease, which is to be renewed and given back."""
         return self._can(instance, Capability.RETAIN)
 
     def is_one_call(self, plan: Plan) -> bool:
-        """Whether the decode instance has the history computed by the plan's prefill instance,
-        which is of the same server.
+        """The decode instance has the history computed by the plan's prefill instance, which is of
+        the same server.
         """
         info = self.known[plan.decode].info
         return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
@@ -197,11 +195,11 @@ class Instances:
         return info is not None and capability in info.capabilities
 
     def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
-        """Whether its last report is no older than it should be."""
+        """The last report of the instance is no older than it should be."""
         return now_s - self.known[instance].reported_s < self._overdue_s
 
     def is_stalled(self, instance: InstanceId, now_s: float) -> bool:
-        """Whether its process lives, by its heartbeats, and its event loop does not report."""
+        """The process lives, by its heartbeats, and its event loop does not report."""
         lives = now_s - self.known[instance].beat_s < self._overdue_s
         return lives and not self.is_reporting(instance, now_s)
 

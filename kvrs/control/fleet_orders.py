@@ -21,8 +21,9 @@ Nodes = list[dict[str, Any]]  # `cluster.nodes` in plain data, with all keys.
 
 
 class FleetOrders:
-    """Of one proxy; `me` is its id, `nodes` are those of its file. `awaited`: the services that
-    have not been found yet, so that the file does not say yet which instances they have.
+    """The orders that one proxy holds; `me` is its id, `nodes` are those of its file. `awaited`:
+    the services that have not been found yet, so that the file does not say yet which instances
+    they have.
     """
 
     def __init__(self, me: str, nodes: Nodes, awaited: Iterable[str] = ()) -> None:

@@ -78,7 +78,7 @@ class Gpus:
         return changed
 
     def take_due(self) -> list[RankDue]:
-        """What instances are to be asked for; each is answered with `answered`."""
+        """Requests to instances that are due; each is answered with `answered`."""
         due, self._due = self._due, []
         return due
 
@@ -106,6 +106,6 @@ class Gpus:
                 yield RankDue(instance, gpu.uuid, asked.rank, leaves=False)
 
     def _is_left(self, instance: InstanceId, gpu: GpuHealth) -> bool:
-        """Whether its rank leaves it, as far as is known."""
+        """The GPU's rank leaves the instance, as far as is known."""
         asked = self._asked.get((instance, gpu.uuid))
         return asked is not None and asked.has_agreed is not False

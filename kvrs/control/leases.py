@@ -27,7 +27,7 @@ class Leases:
         self._ended[instance].pop(stream, None)
 
     def holds_any(self, instance: InstanceId) -> bool:
-        """Whether an open stream has KV there."""
+        """An open stream has KV at the instance."""
         return bool(self._held.get(instance))
 
     def release(self, instance: InstanceId, stream: StreamId) -> None:

@@ -33,8 +33,8 @@ Outcome = Complete | GiveUp | CannotContinue
 
 
 class StreamJournal(Protocol):
-    """What is known of one stream. (`owner_epoch`, `attempt`) is its only writer; attempt 0 while
-    there is none.
+    """Facts about one stream. (`owner_epoch`, `attempt`) is its only writer; attempt 0 while there
+    is none.
     """
 
     stream: StreamId
@@ -68,11 +68,11 @@ class StreamJournal(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the client has all of the text."""
+        """The client has all of the text."""
 
     @property
     def resumable(self) -> bool:
-        """Whether the client may resume the stream at another proxy."""
+        """The client may resume the stream at another proxy."""
 
     @property
     def inexact(self) -> tuple[str, ...]:

@@ -22,12 +22,12 @@ class LoadSteps:
         self._told.pop(instance, None)
 
     def streams_of(self, report: LoadReport) -> int:
-        """What the instance runs or queues, of all proxies; 0: this one is alone."""
+        """Streams that the instance runs or queues, of all proxies; 0: this one is alone."""
         return report.queued + report.running if self._has_peers else 0
 
     def is_news(self, instance: InstanceId, report: LoadReport, *, waiting: bool) -> bool:
-        """Whether to tell it. While streams wait for a place every report is a sign of life, after
-        which they may find one.
+        """The report has to be passed to the policy. While streams wait for a place every report is
+        a sign of life, after which they may find one.
         """
         delay_s, streams = report.queue_delay_s, self.streams_of(report)
         epoch, told_s, told_streams = self._told.get(instance, (-1, 0.0, 0))

@@ -27,7 +27,7 @@ class _Held:
 
 
 class DrainOrders:
-    """Of one proxy; `me` is its id."""
+    """Orders to drain that one proxy holds; `me` is its id."""
 
     def __init__(self, me: str, instances: Instances, drains: Drains) -> None:
         self._me = me

@@ -21,7 +21,7 @@ class _LastReport:
 
 
 class Reformings:
-    """What the policy knows of each instance's ranks."""
+    """The ranks of each instance, as the policy knows them."""
 
     def __init__(self) -> None:
         self._last: dict[InstanceId, _LastReport] = {}
@@ -90,7 +90,7 @@ def _token_s(running: Sequence[LiveStream]) -> float:
 
 
 def _factors(load: LoadReport, last: _LastReport | None) -> tuple[float, float]:
-    """Of decoding and prefill, as the instance has predicted them, or by its ranks alone."""
+    """Factors of decoding and prefill, as predicted by the instance, or by its ranks alone."""
     if last is not None and last.report is not None:
         return last.report.decode_factor, last.report.prefill_factor
     by_ranks = load.full_degree / load.degree if load.degree else 1.0

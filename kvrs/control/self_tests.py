@@ -42,7 +42,7 @@ class Continues(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What an instance computes from the known prompt, and how it goes on after a cut."""
+    """Tokens that an instance computes from the known prompt, and how it goes on after a cut."""
 
     greedy: tuple[int, ...]
     seeded: tuple[int, ...]
@@ -110,7 +110,9 @@ class TestedProcess:
 
 
 class SelfTests:
-    """Of one proxy. Without `tests_kv` engines are believed to move KV: they cannot be asked."""
+    """The self-tests of one proxy. Without `tests_kv` engines are believed to move KV: they cannot
+    be asked.
+    """
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class SelfTests:
     # What is known.
 
     def seen(self, instance: InstanceId) -> Seen:
-        """As the policy is to have it."""
+        """Results of an instance's tests, in the form that the policy gets."""
         life = self._lives.get(instance)
         if not self._enabled or life is None:
             return Seen(moves_kv=not self._enabled)
@@ -204,7 +206,7 @@ class SelfTests:
         return least
 
     def news(self, instances: Iterable[InstanceId]) -> list[SelfTested]:
-        """What the policy is to be told of these, a test of which has ended."""
+        """Events for the policy about those of these instances that have been tested."""
         return [
             SelfTested(name, life.info.epoch, self.seen(name).moves_kv, self.seen(name).tokens)
             for name in instances
@@ -216,7 +218,7 @@ class SelfTests:
         return self._lives.get(instance)
 
     def goes_on(self, began: TestedProcess | None, target: InstanceId, *, sampled: bool) -> bool:
-        """Whether, as far as is known, `target` goes on exactly with what `began` has given."""
+        """`target` goes on exactly with the output of `began`, as far as is known."""
         before = None if began is None else began.seen.generated
         after = self.seen(target).generated
         if after is None:
@@ -255,7 +257,9 @@ class SelfTests:
         return mine is None or theirs is None or (mine.name == theirs.name)
 
     def _capabilities(self, life: TestedProcess) -> list[str]:
-        """What the instance declares, less what was not seen, and how it continues a stream."""
+        """Capabilities that the instance declares, less those that were not seen, and how it
+        continues a stream.
+        """
         seen = self.seen(life.info.id)
         names = [
             each.value for each in life.info.capabilities if seen.moves_kv or each not in _OF_KV
@@ -345,7 +349,7 @@ class SelfTests:
         )
 
     def _is_done(self, life: TestedProcess) -> bool:
-        """Whether nothing is left to be tested with the instances that are up."""
+        """Nothing is left to be tested with the instances that are up."""
         if not self._may_be_tested(life):
             return True
         if life.generated is None and _decodes(life.info.role):

@@ -26,7 +26,7 @@ def with_services(nodes: Nodes, services: Sequence[ServiceSettings], found: Foun
 
 
 def newer(held: Found, services: Sequence[ServiceSettings], answers: Found) -> Found:
-    """What is held after a look-up: a name without an address in it keeps those it had."""
+    """Addresses after a look-up: a name without an address in it keeps those it had."""
     kept = {each.id: answers.get(each.id) or held.get(each.id) for each in services}
     return {name: addresses for name, addresses in kept.items() if addresses}
 

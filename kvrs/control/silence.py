@@ -114,7 +114,7 @@ class SilenceTimer:
 
 @dataclass(slots=True)
 class Delivered:
-    """What an instance has delivered."""
+    """The deliveries of an instance."""
 
     last_s: float = -inf
     tokens: int = 0  # Of the streams of this process, as far as they are counted.
@@ -148,7 +148,7 @@ class InstanceProgress:
 
     @property
     def tokens(self) -> int:
-        """Of all instances together."""
+        """Tokens of all instances together."""
         return sum(each.tokens for each in self._delivered.values())
 
     def first_token_timeout_s(self, instance: InstanceId) -> float:
@@ -180,7 +180,7 @@ class InstanceProgress:
         return min(self._token_gap_s, alone_for_s + silence_s)
 
     def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
-        """Whether it has more streams than it can run at a time, and delivers for some of them.
+        """The instance has more streams than it can run at a time, and delivers for some of them.
 
         To give up the others would only move them to the end of another queue. An engine that hangs
         has a queue as well, but delivers nothing.

@@ -42,7 +42,7 @@ class Denied:
 
 @dataclass(slots=True)
 class _Outbox:
-    """What one agent gets in its next message."""
+    """Slot requests in the next message to one agent."""
 
     release: list[SlotAsked] = field(default_factory=list)
     acquire: list[SlotAsked] = field(default_factory=list)

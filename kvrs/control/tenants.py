@@ -89,7 +89,7 @@ class TenantMeter:
         return None
 
     def take_bytes(self, size_bytes: int) -> Excess | None:
-        """Of a body, before it is read."""
+        """Take the bytes of a body before it is read."""
         most = self.limits.open_bytes
         if most is not None and self.open_bytes + size_bytes > most:
             return self._refuse("open_bytes", "bytes", most, _RETRY_S)

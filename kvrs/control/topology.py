@@ -15,7 +15,7 @@ from kvrs.protocol.instance import Role
 
 
 class Topology:
-    """Of one proxy."""
+    """Changes of the instances and agents of one proxy."""
 
     def __init__(self, control: Control[Any]) -> None:
         self._control = control
