@@ -168,8 +168,8 @@ class _Evidence:
         return not (loss.is_internal or loss.is_explained or self.is_open(loss))
 
     def is_open(self, loss: _Loss) -> bool:
-        """Whether a stream is still suspected that was there. One that flowed there is, where it
-        has met a death since.
+        """A stream that was there is still suspected. One that flowed there is, where it has met a
+        death since.
         """
         return bool(loss.suspects) or any(self.deaths(stream) for stream in loss.others)
 

@@ -234,13 +234,13 @@ class InstanceEvents:
             self._starter.place_all(stranded, now_s)
 
     def _can_move_from(self, member: Member) -> bool:
-        """Whether it is drained, and others compute now that can have what runs there."""
+        """The instance is drained, and others that compute now can take its streams."""
         others = [each for each in self._view.members.values() if not each.must_drain]
         return member.is_drained and have_roles_of(member, others)
 
     def _leave_kv(self, member: Member, produced_tokens: Mapping[StreamId, int]) -> None:
-        """What its streams have computed can be fetched there: by a lease while the process is
-        about to end, else because nothing new takes the place of pages in its prefix cache.
+        """Keep the KV of its streams for fetching: by a lease while the process is about to end,
+        else because nothing new takes the place of pages in its prefix cache.
         """
         for stream in self._running(member) if member.retains else []:
             if stream.stage is Stage.DECODE and stream.attempt.resumed:
@@ -297,7 +297,9 @@ class InstanceEvents:
         return suspects
 
     def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
-        """What runs there, and what queues for a slot there, is to be placed again."""
+        """Apply the event to the streams that run there or queue for a slot there: they are to be
+        placed again.
+        """
         queued = self._ledger.slots.waiting_for(member.instance.id)
         streams = [*self._running(member), *(self._ledger.streams[each] for each in queued)]
         for stream in streams:

@@ -24,7 +24,7 @@ class KvLocations:
         self._kept[event.instance] = event
 
     def instance_up(self, member: Member) -> None:
-        """What the instance has kept of open streams is there from now on."""
+        """Record the KV of open streams that the instance has kept."""
         event = self._kept.pop(member.instance.id, None)
         if event is None or event.epoch != member.instance.epoch:
             return
@@ -80,7 +80,7 @@ class KvLocations:
                 self.retain(stream, held.member, held.pages - held.left_pages)
 
     def is_left_at(self, instance: InstanceId) -> bool:
-        """Whether streams that were moved from there have not resumed yet."""
+        """Streams that were moved from there have not resumed yet."""
         member = self._view.members.get(instance)
         return member is not None and any(
             self._streams[each].holders[instance].left_pages for each in member.held

@@ -23,7 +23,7 @@ class _Learned:
     at_s: float
 
     def log_factor_at(self, now_s: float) -> float:
-        """What remains of it after `HALF_LIFE_S`-decay."""
+        """The factor's logarithm after `HALF_LIFE_S`-decay."""
         return self.log_factor * exp(-_FORGETTING_PER_S * max(0.0, now_s - self.at_s))
 
 

@@ -118,9 +118,9 @@ class Outliers:
                 assert_never(event.failure)
 
     def is_the_clients_fault(self, stream: Stream, event: AttemptFailed) -> bool:
-        """Whether a refusal goes to the client: nothing was produced, and a second instance has
-        refused too, or this one is not known to refuse what others accept and there is no other to
-        ask, or the refusal is final.
+        """A refusal goes to the client: nothing was produced, and a second instance has refused
+        too, or this one is not known to refuse what others accept and there is no other to ask, or
+        the refusal is final.
         """
         is_refusal = event.failure is FailureKind.REFUSED
         if not is_refusal or stream.first_token_sent or event.produced_tokens:

@@ -1,4 +1,4 @@
-"""Whether a new request is taken, by its predicted wait: load is shed before the engines drown.
+"""Admission of new requests by their predicted wait: load is shed before the engines drown.
 
 A request is refused where the wait in the queues of its prefill and its decode instance passes the
 bound, or makes it miss a deadline that it would keep on an idle cluster. A queue of half the bound

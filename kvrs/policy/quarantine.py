@@ -42,7 +42,7 @@ def suspects_at(
 
 
 def _was_prefilled(stream: Stream) -> bool:
-    """Whether an instance has computed, and survived, all that another one prefills again."""
+    """An instance has computed, and survived, all that another one prefills again."""
     return stream.prefilled and stream.produced_tokens == 0
 
 
@@ -80,8 +80,8 @@ def begin(stream: Stream, members: Iterable[Member], until_s: float) -> None:
 
 
 def keeps_out(view: ClusterView, member: Member, stream: Stream) -> bool:
-    """Whether a stream rather waits than goes there, since a suspected one runs there apart. A
-    stream that flowed does not wait: it goes on elsewhere, and there if all else is lost.
+    """A stream waits rather than going there, since a suspected one runs there apart. A stream that
+    flowed does not wait: it goes on elsewhere, and there if all else is lost.
     """
     return (
         member.quarantined_for not in (None, stream.id)

@@ -121,17 +121,17 @@ class RecoveryPolicy:
         return self._kv_locations.of(stream_id)
 
     def is_left_at(self, instance: InstanceId) -> bool:
-        """Whether streams that were moved from there may still fetch their KV there."""
+        """Streams that were moved from there may still fetch their KV there."""
         return self._kv_locations.is_left_at(instance)
 
     def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
-        """Whether instances that are heard could take what runs at this one."""
+        """Instances that are heard could take the streams of this one."""
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether streams wait for a place or a slot."""
+        """Streams wait for a place or a slot."""
         return bool(self._ledger.idle) or self._slots.any_waiting
 
     def booked(self) -> dict[InstanceId, tuple[float, int]]:

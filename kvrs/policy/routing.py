@@ -190,8 +190,8 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
 
 
 def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:
-    """Whether what runs at an instance could go on at others: they are heard, are not to end, and
-    are not ejected.
+    """Streams of an instance could go on at others: they are heard, are not to end, and are not
+    ejected.
     """
 
     def is_left(other: Member) -> bool:
@@ -371,14 +371,13 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
 
 
 def _is_free(stream: Stream, *, barred_too: bool) -> bool:
-    """Whether any instance that is clear may get the stream."""
+    """Any instance that is clear may get the stream."""
     return not stream.shunned and not stream.name and (barred_too or not stream.excluded_epochs)
 
 
 def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
-    """Whether an instance may get this stream at all, however well or ill it does: it serves the
-    name, has asked for no pause, has not failed the stream, and a suspected stream would run apart
-    there.
+    """The instance may get this stream at all, however well or ill it does: it serves the name, has
+    asked for no pause, has not failed the stream, and a suspected stream would run apart there.
     """
     if stream.name and not stream.is_served_at(member):
         return False
@@ -393,8 +392,8 @@ def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: 
 
 
 def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
-    """Whether the answers of an instance allow this stream. Only one that has had no attempt yet
-    probes an instance that failed others.
+    """The answers of an instance allow this stream. Only one that has had no attempt yet probes an
+    instance that failed others.
     """
     if stream.attempt.number:
         return view.takes_recovery(member)

@@ -308,7 +308,7 @@ class Starter:
             self._queue(stream, decision.chosen, now_s)
 
     def _has_token(self, stream: Stream, now_s: float) -> bool:
-        """Whether an attempt that is not the first may begin now, by the retry budget."""
+        """The retry budget lets an attempt that is not the first begin now."""
         recovery = stream.recovery
         if recovery.owes_token:
             open_streams = len(self._ledger.streams)

@@ -105,9 +105,9 @@ class Staying:
             self._starter.place_idle(now_s)
 
     def is_too_early(self, stream: Stream, now_s: float) -> bool:
-        """Whether a token may be from before the re-forming that the stream stays for: then the
-        next one is to be reported. One that comes once the instance is predicted to serve is not,
-        even if its report is late.
+        """The token may predate the re-forming that the stream stays for: then the next one is to
+        be reported. One that comes once the instance is predicted to serve is not, even if its
+        report is late.
         """
         promise, home = stream.attempt.promise, stream.attempt.runs_on
         if promise is None or home is None or home.reforming is None:

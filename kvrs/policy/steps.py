@@ -107,7 +107,7 @@ class Steps:
         return isinstance(event, _OF_ATTEMPT) and event.attempt != stream.attempt.number
 
     def _method(self, cell: Cell) -> _Method | None:
-        """What carries out a cell of the table; None: the event is ignored."""
+        """The method for a cell of the table; None: the event is ignored."""
         if cell is None:
             return self._never
         return None if isinstance(cell, Ignored) else self._steps[cell]
@@ -165,7 +165,7 @@ class Steps:
     # Its attempt progresses.
 
     def _note_prefill(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
-        """Of a call that does both stages, or of a prompt that went to decode as text."""
+        """Note the KV of a call that does both stages, or of a prompt that decode got as text."""
         attempt = stream.attempt
         assert attempt.runs_on is not None, stream
         if not attempt.resumed:

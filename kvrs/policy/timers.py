@@ -24,7 +24,7 @@ class Timers:
 
     @property
     def any_set(self) -> bool:
-        """Whether there may be an alarm."""
+        """There may be an alarm."""
         return bool(self._heap)
 
     def set(self, stream: StreamId, at_s: float) -> None:
@@ -72,5 +72,5 @@ class Timers:
 
 
 def is_past(at_s: float, now_s: float) -> bool:
-    """Whether an alarm for this time would be due now."""
+    """An alarm for this time would be due now."""
     return at_s <= now_s + SLACK_S

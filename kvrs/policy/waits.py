@@ -54,9 +54,9 @@ class Waits:
     def refusal(
         self, wait_s: float, next_try_in_s: float | None, *, held_back: bool
     ) -> WaitRefusal:
-        """What a stream is told that has waited for `wait_s`. `next_try_in_s`: until the first busy
-        instance may be tried again, None where none is busy; `held_back`: decode instances compute
-        prompts, and none had room for its own.
+        """The refusal of a stream that has waited for `wait_s`. `next_try_in_s`: until the first
+        busy instance may be tried again, None where none is busy; `held_back`: decode instances
+        compute prompts, and none had room for its own.
         """
         missing = missing_roles(self._view)
         if held_back:

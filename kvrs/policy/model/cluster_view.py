@@ -112,12 +112,12 @@ class Member:
 
     @property
     def is_to_end(self) -> bool:
-        """Whether it is to be left for good, as far as is known."""
+        """The instance is to be left for good, as far as is known."""
         return self.gpu_degraded or self.draining or self.drain_ordered
 
     @property
     def must_drain(self) -> bool:
-        """Whether nothing new is to go there while another one has its role."""
+        """Nothing new is to go there while another instance has its role."""
         return self.is_to_end or self.reforming is not None
 
     @property
@@ -131,12 +131,12 @@ class Member:
 
     @property
     def own_streams(self) -> int:
-        """Of `streams`, those of this proxy."""
+        """Streams of this proxy among `streams`."""
         return self.streams - self.others_streams - self.others_reported
 
     def is_clear(self, now_s: float) -> bool:
-        """Whether nothing speaks against it: it is open for new requests and for recoveries, and
-        not busy. The first question about an instance, since it is so nearly always.
+        """Fast path: no health restriction applies, the instance is open for new requests and for
+        recoveries, and not busy.
         """
         health = self.health
         return (
@@ -172,14 +172,14 @@ class Member:
             self.instance = replace(self.unscaled, prefill=table)
 
     def takes_from(self, prefill: "Member") -> bool:
-        """Whether a prefill there can be handed off to this one. A server that pulls no pages takes
+        """A prefill there can be handed off to this instance. A server that pulls no pages takes
         hand-offs from its own prefill instance only.
         """
         return self.pulls or self.own_prefill is None or self.own_prefill == prefill.instance.id
 
     def continues(self, tokens: str) -> bool:
-        """Whether, as far as is known, it goes on exactly with the output of an instance that
-        computes `tokens`.
+        """The instance goes on exactly with the output of one that computes `tokens`, as far as is
+        known.
         """
         return not tokens or self.tokens in ("", tokens)
 
@@ -345,7 +345,7 @@ class ClusterView:
         return self._decoders
 
     def takes_start(self, member: Member) -> bool:
-        """Whether its answers allow a new request."""
+        """The answers of the instance allow a new request."""
         health = member.health
         if member.quarantined_for is not None:
             return False
@@ -355,7 +355,7 @@ class ClusterView:
         return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
 
     def takes_recovery(self, member: Member) -> bool:
-        """Whether its answers allow an interrupted stream, which is never a probe."""
+        """The answers of the instance allow an interrupted stream, which is never a probe."""
         health = member.health
         if member.quarantined_for is not None or health.is_ejected:
             return False
@@ -364,15 +364,15 @@ class ClusterView:
         return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
 
     def is_busy(self, member: Member) -> bool:
-        """Whether it has asked for a pause that is not over: nothing goes there."""
+        """The instance has asked for a pause that is not over: nothing goes there."""
         return member.health.is_busy(self.now_s)
 
     def is_healthy(self, decode: Member) -> bool:
-        """Whether an interrupted stream should go on there."""
+        """An interrupted stream should go on there."""
         return self.has_prefill(decode) and self.takes_recovery(decode)
 
     def has_prefill(self, decode: Member) -> bool:
-        """Whether a history can be computed for it: without its own server's prefill instance, an
+        """A history can be computed for the instance: without its own server's prefill instance, an
         instance that takes no other hand-off has none.
         """
         return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
@@ -493,7 +493,7 @@ _rank = attrgetter("rank")
 
 
 def have_roles_of(member: Member, others: Sequence[Member]) -> bool:
-    """Whether these instances can do together what one does."""
+    """These instances together have the roles of one."""
     return (not member.prefills or any(each.prefills for each in others)) and (
         not member.decodes or any(each.decodes for each in others)
     )

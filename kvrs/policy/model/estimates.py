@@ -59,7 +59,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
         return self.total_s - self.lookahead_s
 
     def wait_of_others_s(self, others: float) -> float:
-        """What so many other victims wait for it in all, at the same target."""
+        """Total time that so many other victims wait for it, at the same target."""
         return others * self.at_target_s
 
 

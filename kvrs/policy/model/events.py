@@ -165,7 +165,7 @@ class InstanceRemoved:
 
 @dataclass(frozen=True, slots=True)
 class SelfTested:
-    """What a resume self-test has seen of the instance (docs/backends.md)."""
+    """Results of a resume self-test of the instance (docs/backends.md)."""
 
     instance: InstanceId
     epoch: int
@@ -329,7 +329,7 @@ class StreamResumed(msgspec.Struct, frozen=True, gc=False):
 
 
 class FailureKind(StrEnum):
-    """What a failed attempt says of the instance."""
+    """The meaning of a failed attempt for the instance."""
 
     BROKEN = "broken"
     BUSY = "busy"  # It had no room (429, 503), or took no connection.

@@ -77,7 +77,7 @@ class AnswerHealth:
     answered_s: float = -inf
 
     def is_overdue(self, now_s: float, queue_s: float) -> bool:
-        """Whether it has answered nothing for too long."""
+        """The instance has answered nothing for too long."""
         if not self.awaited or now_s - max(self.awaited_from_s, self.answered_s) <= UNANSWERED_S:
             return False
         since_s, predicted_s = next(iter(self.awaited.values()))

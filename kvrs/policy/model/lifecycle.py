@@ -79,7 +79,7 @@ StreamEvent = (
 
 
 class Step(Enum):
-    """What an event does: a method of `kvrs.policy.steps.Steps`."""
+    """The effect of an event: a method of `kvrs.policy.steps.Steps`."""
 
     ADMIT = "admit"
     ADOPT = "adopt"

@@ -1,4 +1,4 @@
-"""What the policy keeps of an instance that re-forms."""
+"""The policy's record of an instance that re-forms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +29,6 @@ class PredictedReforming:
         return missing, min(self.held_pages.get(stream, 0), missing)
 
     def restore_s(self, stream: StreamId) -> float:
-        """What it takes to have the lost cells of a stream's pages again."""
+        """Seconds until the lost cells of a stream's pages are there again."""
         missing, held = self.pages_of(stream)
         return held * self.held_page_s + (missing - held) * self.page_s

@@ -1,5 +1,5 @@
-"""What the policy keeps of one stream, of its attempt and of the recovery under way. Tokens are
-never part of it.
+"""The policy's records of one stream, of its attempt and of the recovery under way. Tokens are
+never part of them.
 
 Each record is written from one module: a stream's facts and its recovery from here, stage and
 attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
@@ -57,7 +57,7 @@ class RefusedBy(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """What a stream that has no attempt does next, and what was weighed for it."""
+    """The next step of a stream that has no attempt, and the options that were weighed for it."""
 
     chosen: Estimate
     estimates: tuple[Estimate, ...]
@@ -232,14 +232,14 @@ class Stream:
 
     @property
     def recovers(self) -> bool:
-        """Whether the attempt, or the next one where there is none yet, is a recovery."""
+        """The attempt, or the next one where there is none yet, is a recovery."""
         return self.adopted or self.attempt.number > 1
 
     def bars(self, member: Member) -> bool:
         return self.excluded_epochs.get(member.instance.id) == member.instance.epoch
 
     def is_served_at(self, member: Member) -> bool:
-        """Whether the instance has the model, alias or adapter that the stream is of."""
+        """The instance has the model, alias or adapter that the stream is of."""
         return not self.name or self.name in member.instance.names
 
     def exclude(self, member: Member) -> None:

@@ -20,7 +20,7 @@ BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL,
 
 
 def takes_slot(estimate: Estimate) -> bool:
-    """Whether the plan of the estimate fetches pages into the target."""
+    """The plan of the estimate fetches pages into the target."""
     has_source = estimate.source is not None or estimate.second is not None
     return BY_NAME[estimate.option].fetches and has_source and not estimate.by_prefill
 

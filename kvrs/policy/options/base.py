@@ -1,5 +1,5 @@
-"""What the recovery options share: the case that is weighed, its sources of KV, and fetching from
-them.
+"""The common part of the recovery options: the case that is weighed, its sources of KV, and
+fetching from them.
 
 One file beside this one per option: its estimate (predicted seconds), its plan (how an attempt
 carries it out) and its terms (how `kvrs explain` shows the estimate). Costs follow DESIGN section
@@ -66,7 +66,7 @@ class Case(msgspec.Struct, gc=False):
     best_source: KvSource | None = None  # and where it begins to fetch.
 
     def factor(self, option: Option) -> float:
-        """What a prediction for this option is multiplied by."""
+        """Factor by which a prediction for this option is multiplied."""
         factors = self.books.factors
         return factors.get(option, 1.0) if factors else 1.0
 
@@ -170,7 +170,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
 
 
 def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:
-    """What the next tokens of the stream take longer there than with all its ranks."""
+    """Extra time that the next tokens of the stream take there, compared with all its ranks."""
     if not target.slower_token_s:
         return 0.0
     tokens = settings.lookahead_tokens
@@ -203,7 +203,7 @@ def cached_at(stream: Stream, target: Member) -> list[Holder]:
 
 
 def has_cached(stream: Stream, prefill: Member) -> bool:
-    """Whether to have a history computed there is to migrate it."""
+    """A history that is computed there counts as migrated."""
     return (
         prefill.caches
         and prefill.moves_kv
@@ -351,7 +351,7 @@ def _run_end(stream: Stream, holder: InstanceId, wanted: int, *, is_last: bool) 
 
 
 def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
-    """Of an estimate by `estimate_fetch`."""
+    """Terms of an estimate by `estimate_fetch`."""
     yield Term("queue", estimate.queue_s, f"before the {estimate.target}")
     prefix = has = case.pages_of(estimate.source)
     rest_s = estimate.transfer_s

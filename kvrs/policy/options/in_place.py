@@ -17,7 +17,7 @@ _IN_PLACE = Option.IN_PLACE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """Of a stream with its attempt at the target, if that re-forms."""
+    """Estimate a stream with its attempt at the target, if that re-forms."""
     if case.target.reforming is not None and case.stream.attempt.runs_on is case.target:
         estimates.append(estimate_stay(case.books, case.stream, case.target))
 
@@ -45,9 +45,7 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
 
 
 def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float:
-    """What the attempt had still to do for its next token, by what was predicted for it; 0: it
-    brought tokens.
-    """
+    """Remaining seconds of the attempt until its next token, as predicted; 0: it brought tokens."""
     attempt = stream.attempt
     if attempt.decision is None:
         return 0.0

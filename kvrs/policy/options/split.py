@@ -15,10 +15,10 @@ _SPLIT = Option.SPLIT
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    """As many leading pages of the best fetch's source are computed meanwhile as makes the longer
-    of the two shortest.
+    """Estimate the split of the best fetch at which computing the front and fetching the rest of
+    the pages end together.
 
-    Of its queue, what is ahead on the link need not pass before the front begins.
+    The front begins at once: it does not wait for transfers that are queued on the link.
     """
     fetch, source, target = case.best_fetch, case.best_source, case.target
     if fetch is None or source is None or not target.splits:

@@ -38,7 +38,7 @@ class Rule:
     def weigh(
         self, books: Books, stream: Stream, targets: Sequence[Member], now_s: float
     ) -> list[Estimate]:
-        """What can be done for the stream at each target, and what it is predicted to cost."""
+        """Estimates of all options for the stream at each target."""
         estimates: list[Estimate] = []
         for target in targets:
             case = case_of(books, stream, target, now_s)
