@@ -82,7 +82,7 @@ class AnchoredPool:
         self.ledger.write_note(msgspec.json.encode(note))
 
     def kept_now(self, pages: PageManager) -> dict[StreamId, int]:
-        """Of streams that ran in the process before, how many leading full pages are leased."""
+        """Leased leading full pages of each stream that ran in the process before."""
         held = {
             stream: pages.retained_tokens(stream) // pages.page_size_tokens
             for stream in self.kept.streams
@@ -96,7 +96,7 @@ class AnchoredPool:
 
 
 class AnchoredMemory:
-    """What an instance attaches at its start."""
+    """Memory that an instance attaches at its start."""
 
     def __init__(self, config: Config, node: NodeId, instance: InstanceId, secret: bytes) -> None:
         directory = store_directory(config.backup.directory, secret, node)

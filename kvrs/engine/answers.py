@@ -36,7 +36,7 @@ class Answer(Protocol):
     """One run's answer: as events while it goes on, or whole."""
 
     def opening(self) -> msgspec.Struct | None:
-        """What stands before the first output of a stream."""
+        """The event before the first output of a stream, if there is one."""
 
     def event(self, step: StepOutput) -> msgspec.Struct: ...
 
@@ -140,7 +140,7 @@ class ChatAnswer:
         *,
         names_prompt: bool = False,
     ) -> None:
-        """As for a completion."""
+        """Take the arguments of a completion's answer."""
         self._asked = asked
         self._run = run
         self._pieces = pieces

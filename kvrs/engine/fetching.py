@@ -59,7 +59,7 @@ class PageFetcher:
         return replace(result, full_pages=pages, bytes=received_bytes, seconds=seconds)
 
     def _has_tail(self, pull: Pull, source: PullSource, span: range) -> bool:
-        """Whether the partial page behind these is asked for."""
+        """The partial page behind these is asked for."""
         return source.handoff is not None and span.stop == pull.tail_index
 
     async def _fetch(

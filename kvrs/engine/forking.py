@@ -113,7 +113,7 @@ class AdoptedChild:
         self._one = threading.Lock()
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the process has ended."""
         with self._one:
             if not self.has_ended:
                 try:
@@ -125,7 +125,7 @@ class AdoptedChild:
         return self.has_ended
 
     def wait(self, patience_s: float | None = None) -> bool:
-        """Whether it has ended, at the latest after so long; None: it will."""
+        """Wait until the process has ended, at most for so long; None: without a limit."""
         if self.poll():
             return True
         with self._one:

@@ -47,7 +47,7 @@ _FORMAT = msgspec.json.Decoder(_Format | None)
 
 
 class Grammar:
-    """Of one stream."""
+    """The grammar of one stream."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher

@@ -61,7 +61,7 @@ CAPABILITIES = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """What any start of an instance can serve."""
+    """A model that any start of an instance can serve."""
 
     worker: ModelWorker
     served: ServedModel
@@ -247,7 +247,7 @@ class EngineInstance(ServedInstance):
         )
 
     def _of_ranks(self) -> dict[str, Any]:
-        """What a load report says of ranks."""
+        """Facts about ranks in a load report."""
         if self.ranks is None:
             return {}
         layout = self.ranks.layout
@@ -275,7 +275,7 @@ class EngineInstance(ServedInstance):
         return facts | {"degree": report.degree, "reforming": report}
 
     def _fetch_s(self, cells: int) -> float:
-        """Of so many cells of a page that an agent holds; 0: not known."""
+        """Seconds to fetch so many cells of a page that an agent holds; 0: not known."""
         geometry = self.worker.geometry
         rate = self.port.agents_bytes_per_s()
         return geometry.page_bytes * cells / geometry.page_cells / rate if rate else 0.0
@@ -333,7 +333,7 @@ class EngineInstance(ServedInstance):
         self.core.keep_aborted_s = MOVED_KEPT_S
 
     def drained(self, *, watched: bool) -> bool:
-        """Whether nothing runs here, and no proxy that watches this instance needs its pages."""
+        """Nothing runs here, and no proxy that watches this instance needs its pages."""
         return not self.core.runs and (not watched or self.pages.unused)
 
 
@@ -356,7 +356,7 @@ def describe_model(config: Config, directory: Path, worker: ModelWorker) -> Serv
 
 
 def predicted_s(prefill: PrefillTable, chunks: Sequence[Chunk]) -> float:
-    """Of a batch by the table of this machine."""
+    """Seconds of a batch by the table of this machine."""
     return prefill.step_overhead_s + sum(
         prefill.extra(chunk.first_position, len(chunk.token_ids)) - prefill.step_overhead_s
         for chunk in chunks

@@ -70,7 +70,7 @@ class Spare:
         self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
 
     def config(self) -> Config:
-        """What the file says now; one that says what it said before is not parsed again.
+        """The configuration of the file; it is parsed again only if it has changed.
 
         Raises:
             ConfigError: it cannot be read, or holds faults.

@@ -172,7 +172,7 @@ class PagePort:
         return peers
 
     def _directory(self, config: Config) -> Path:
-        """Of the own node's agent."""
+        """Directory of the own node's agent."""
         return store_directory(config.backup.directory, self._place.secret, self._place.node.id)
 
     def detach(self) -> None:
@@ -185,7 +185,7 @@ class PagePort:
         return 0 if self.checkpointer is None else self.checkpointer.lag_pages
 
     def agents_bytes_per_s(self) -> float:
-        """Of the slowest link from an agent, as far as they are measured; 0: none is."""
+        """Bandwidth of the slowest link from an agent, as far as they are measured; 0: none is."""
         links = self.puller.links()
         agents = [self.registry[name] for name in agents_of(self._place.config)]
         nodes = {MEMORY if each.directory is not None else each.node for each in agents}

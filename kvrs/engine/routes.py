@@ -223,7 +223,7 @@ class InstanceHandlers:
         )
 
     def _names_prompt(self, asked: CompletionRequest | ChatRequest, run: GenerationRun) -> bool:
-        """Whether the first event must carry the prompt's ids, which the caller does not have."""
+        """The first event must carry the prompt's ids, which the caller does not have."""
         first = (
             run.sequence.history_tokens == run.sequence.prompt_tokens
             and asked.kv_transfer_params is None

@@ -1,4 +1,4 @@
-"""What an instance shows to its HTTP side, whichever engine computes behind it."""
+"""The interface of an instance to its HTTP side, whichever engine computes behind it."""
 
 import asyncio
 import os

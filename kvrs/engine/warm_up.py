@@ -115,8 +115,8 @@ def _prefill_s(worker: ModelWorker, tokens: int) -> float:
 
 
 def _key(worker: Worker, longest_tokens: int) -> str:
-    """Of all that decides how long prefill takes: machine, arithmetic with the release of torch,
-    shape of the model, and how it is cut.
+    """Key of all that decides how long prefill takes: machine, arithmetic with the release of
+    torch, shape of the model, and how it is cut.
     """
     facts = [
         *(_VERSION, platform.node(), _processor(), os.cpu_count(), torch.get_num_threads()),

@@ -32,7 +32,7 @@ _DTYPE_BYTES = 4  # Everything is computed and kept in float32.
 
 
 class ModelWorker(Protocol):
-    """What computes the batches of an engine: a `Worker`, or the ranks of an instance together."""
+    """The computing side of an engine: a `Worker`, or the ranks of an instance together."""
 
     settings: EngineSettings
     geometry: KvGeometry
@@ -46,7 +46,7 @@ class ModelWorker(Protocol):
     def pool(self) -> PagePool: ...
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """As `Worker.execute`; of several ranks it raises RanksLostError."""
+        """Compute a batch as `Worker.execute` does; several ranks may raise RanksLostError."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""What is proven on this machine before a model is served: that products of units are exact, and
-which faster forms of them give the same bytes.
+"""Proofs on this machine before a model is served: that products of units are exact, and which
+faster forms of them give the same bytes.
 """
 
 import math
@@ -53,7 +53,7 @@ def check_unit_products(weights: Iterable[Tensor]) -> None:
 
 
 def proven_heights(weights: Iterable[Tensor]) -> tuple[int, ...]:
-    """Of `TALL` those heights at which products of all these units have the canonical bytes."""
+    """Heights in `TALL` at which products of all these units have the canonical bytes."""
     heights = set(TALL)
     for weight in _distinct(weights):
         rows = sample(_ROWS, weight.shape[0], weight.device)
@@ -70,8 +70,8 @@ def proven_heights(weights: Iterable[Tensor]) -> tuple[int, ...]:
 def is_exact(
     block: Callable[[Tensor, Form], Tensor], form: Form, width: int, device: torch.device
 ) -> bool:
-    """Whether a whole block has its canonical bytes in that form, for several counts of rows;
-    `width` is that of its input.
+    """A whole block has its canonical bytes in that form, for several counts of rows; `width` is
+    that of its input.
     """
     rows = sample(_ROWS, width, device)
     expected = block(rows, CANONICAL)
@@ -81,8 +81,8 @@ def is_exact(
 
 
 class Proofs:
-    """What was proven so far. A proof is one of shapes, so it holds for other weights of the same
-    shapes in the same process.
+    """Properties that are proven. A proof is one of shapes, so it holds for other weights of the
+    same shapes in the same process.
     """
 
     def __init__(self) -> None:
@@ -91,13 +91,13 @@ class Proofs:
         self._blocks: dict[Hashable, bool] = {}
 
     def check_units(self, weights: Iterable[Tensor]) -> None:
-        """As `check_unit_products`."""
+        """Check the products of units that are not proven, as `check_unit_products` does."""
         new = [weight for weight in _distinct(weights) if shape_of(weight) not in self._units]
         check_unit_products(new)
         self._units.update(map(shape_of, new))
 
     def heights(self, weights: Iterable[Tensor]) -> tuple[int, ...]:
-        """As `proven_heights`."""
+        """Proven heights of the units, as by `proven_heights`."""
         common = set(TALL)
         for weight in _distinct(weights):
             if (shape := shape_of(weight)) not in self._heights:
@@ -106,7 +106,9 @@ class Proofs:
         return tuple(sorted(common, reverse=True))
 
     def holds(self, what: Hashable, prove: Callable[[], bool]) -> bool:
-        """What is proven of a whole block; `what` names it, with all shapes in it."""
+        """The property of a whole block, proven at its first use; `what` names it, with all shapes
+        in it.
+        """
         if what not in self._blocks:
             self._blocks[what] = prove()
         return self._blocks[what]

@@ -206,12 +206,12 @@ class Mlp:
         return self.down.by_unit(lambda unit: self.inner(rows, unit, form), form)
 
     def inner(self, rows: Tensor, unit: int, form: Form) -> Tensor:
-        """What one unit of `down` takes."""
+        """Input of one unit of `down`."""
         return self.activation(self.up.unit(rows, unit, form))
 
 
 def gated_silu(columns: Tensor) -> Tensor:
-    """Of a unit's columns, the second half times silu of the first.
+    """Apply silu to the first half of a unit's columns, and multiply it with the second.
 
     The gate is a slice of every row, so silu runs row by row: where its SIMD vectors end depends on
     the column alone.

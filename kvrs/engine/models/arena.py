@@ -83,7 +83,7 @@ class Arena:
         return bytes(root) if known else None
 
     def is_whole(self, memory: Tensor) -> bool:
-        """Whether every tensor is what its writer meant: reads all of them."""
+        """Every tensor is what its writer meant: reads all of them."""
         facts = self._facts(memory)
         leaves = b"".join(_digest(self._view(memory, at)) for at in range(len(self._shapes)))
         return facts is not None and facts[_HEADER.size :] == leaves

@@ -96,7 +96,7 @@ class ModelConfig:
 
     @property
     def units_of_ranks(self) -> Units:
-        """What ranks hand to each other: the rest is loaded by each when it starts."""
+        """Units that ranks hand to each other: the rest is loaded by each when it starts."""
         return replace(self.units, common_bytes=0)
 
     @classmethod
@@ -146,7 +146,7 @@ def _rotary_decoder(
     head_norm: bool = False,
     head_dim: int | None = None,
 ) -> ModelConfig:
-    """What Llama and its relatives have in common."""
+    """The common form of Llama and its relatives."""
     fields.demand("hidden_act", {"silu"}, default="silu")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", default=heads)

@@ -109,8 +109,8 @@ class Attention:
     def split(
         self, heads: Tensor, tables: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `[rows, units, heads of each, head_dim]` the queries, normalised and turned, `[rows,
-        units, heads, head_dim]`, and keys and values `[rows, units, head_dim]`.
+        """Split `[rows, units, heads of each, head_dim]` into the queries, normalised and turned,
+        `[rows, units, heads, head_dim]`, and keys and values `[rows, units, head_dim]`.
         """
         queries_and_keys, values = heads[:, :, :-1], heads[:, :, -1]
         if self.head_norm is not None:
@@ -214,7 +214,7 @@ class Decoder:
         return self.head.joined(last, self.forms.head)[: step.logits]
 
     def last(self, hidden: Tensor) -> Tensor:
-        """What the head's units take."""
+        """Input of the head's units."""
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         return hidden if self.projection is None else self.projection(hidden)

@@ -96,7 +96,7 @@ def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
 
 
 def unit_name(unit: Unit) -> str:
-    """As `leaves` names it."""
+    """Name of a unit, as in `leaves`."""
     at = "" if unit.kind is UnitKind.VOCABULARY else f"{unit.layer} "
     return f"{unit.kind.name.lower()} {at}{unit.place}"
 
@@ -109,7 +109,7 @@ def unit_leaf(columns: Tensor, bias: Tensor | None, rows: Tensor | None) -> byte
 
 
 def _pairs(columns: ColumnUnits, rows: RowUnits) -> list[bytes]:
-    """Of each unit the hash of both of its matrices."""
+    """Hash of both matrices of each unit."""
     return [_node(pair) for pair in zip(_of_columns(columns), _of_rows(rows), strict=True)]
 
 
@@ -147,7 +147,7 @@ def _node(children: Sequence[bytes]) -> bytes:
 
 
 class Note:
-    """What is remembered in a model's directory about its weights, for the files as they are."""
+    """The note in a model's directory about its weights, for the files as they are."""
 
     def __init__(self, directory: Path, files: Sequence[Path]) -> None:
         self._path = directory / NOTE_NAME
@@ -184,7 +184,7 @@ class Note:
 
 
 def file_states(files: Sequence[Path]) -> list[list[str | int]]:
-    """What tells a file from another one or from a changed one, without reading it."""
+    """Facts that tell a file from another one or from a changed one, without reading it."""
     found: list[list[str | int]] = []
     for path in sorted(set(files)):
         about = path.stat()

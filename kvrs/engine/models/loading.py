@@ -34,7 +34,7 @@ _OPT_POSITIONS_OFFSET = 2
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family calls its tensors. All but the head's begin with `trunk`."""
+    """Names of a family's tensors. All but the head's begin with `trunk`."""
 
     trunk: str
     final_norm: str
@@ -288,8 +288,8 @@ class _DecoderLoader:
         *,
         bias: bool,
     ) -> ColumnUnits:
-        """Of each own unit its columns of all these matrices beside each other; `columns`: of each
-        matrix those of all units.
+        """Read each own unit's columns of all these matrices, beside each other; `columns`: those
+        of all units, by matrix.
         """
         sizes = [ranges[-1].stop for ranges in columns]
         hidden = self._config.hidden
@@ -351,7 +351,9 @@ def _by_unit(tensors: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> T
 
 
 def _below_each_other(parts: Sequence[Tensor]) -> Tensor:
-    """As `torch.cat`, which imports torch's compiler for tensors without memory."""
+    """Join the parts as `torch.cat` does, which imports torch's compiler for tensors without
+    memory.
+    """
     whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
     for part, place in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
         place.copy_(part)

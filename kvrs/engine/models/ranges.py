@@ -63,8 +63,8 @@ class RangeReader:
         into.view(-1).copy_(numbers)
 
     def columns(self, name: str, shape: tuple[int, int], own: range, into: Tensor) -> None:
-        """As `rows`, of columns: a run of each row. They are copied out of the mapped file, since a
-        call for each run takes twenty times as long.
+        """Read columns as `rows` does; they are a run of each row. They are copied out of the
+        mapped file, since a call for each run takes twenty times as long.
         """
         path, stored = self._stored(name, shape)
         memory, count, kind = self._map(path), math.prod(shape), _TYPES[stored.kind]

@@ -52,7 +52,7 @@ class UnitBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What checkpoints call the tensors of a kind of unit, and the parts of them that one has."""
+    """Names of a kind of unit's tensors in checkpoints, and the parts of them that one unit has."""
 
     first: list[tuple[str, int, range]]  # Matrices: name, all rows, own rows.
     width: int  # Of their rows.

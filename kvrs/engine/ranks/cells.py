@@ -93,7 +93,7 @@ class CellPool:
             self.tensor[self._columns[:, None], pages] = 0.0
 
     def begin_layer(self, layer: int, pages: Tensor) -> None:
-        """As `begin`, of one layer."""
+        """Clear the pages as `begin` does, in one layer."""
         if pages.numel():
             self.tensor[self._own[layer].heads[:, None], pages] = 0.0
 
@@ -137,13 +137,13 @@ class WholePages:
         self.is_whole = True
 
     def stage(self, pages: Sequence[int], part: Part | None = None) -> "GatheredPages":
-        """As `PagePool.stage`; with `part` these cells of each page."""
+        """Stage pages as `PagePool.stage` does; with `part` these cells of each page."""
         cells = None if part is None else self._rows(product(part.layers, part.heads))
         return GatheredPages(self, pages, cells)
 
     def lose(self, cells: Mapping[int, Iterable[Cell]], bases: Sequence[int] = ()) -> None:
-        """What is in these cells of pages is gone, by the base of a page; `bases`: of each page,
-        none where all have base 0. Nothing is sent until `mended`.
+        """Clear these cells of pages, by the base of a page; `bases`: of each page, none where all
+        have base 0. Nothing is sent until `mended`.
         """
         self.is_whole = False
         self.losses += 1

@@ -1,4 +1,4 @@
-"""What the ranks of a formation hand to each other, in memory that they share.
+"""The exchange between the ranks of a formation, in memory that they share.
 
 Every rank has a line of words and two slots. To add up a block, each rank of a stage puts the sums
 of its largest subtrees (`kvrs.elastic.trees`) into a slot, counts, waits until the others of the

@@ -24,8 +24,9 @@ _LOOK_MOST_S = 0.1
 
 
 class HangWatch:
-    """Whether ranks that compute a batch hang: for `limit_s` none of them has come any further.
-    A batch that is only slow, as where many processes share the processor, may take longer.
+    """A watch for ranks that hang while they compute a batch: for `limit_s` none of them makes
+    progress. A batch that is only slow, as where many processes share the processor, may take
+    longer.
     """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
@@ -81,9 +82,9 @@ class RankFormation:
         limit_s: float,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """As `Worker.execute`, where the last stage is here; else the rows behind the last one that
-        is, `[padded rows, hidden]`. `rows`: those of the stage before, where that is elsewhere.
-        `limit_s`: for so long no rank may come further.
+        """Compute a batch as `Worker.execute` does, where the last stage is here; else return the
+        rows behind the last one that is, `[padded rows, hidden]`. `rows`: those of the stage
+        before, where that is elsewhere. `limit_s`: for so long no rank may come further.
 
         Raises:
             RanksLostError: ranks were lost, or were killed because they hung.

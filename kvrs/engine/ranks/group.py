@@ -116,7 +116,7 @@ class RankGroup(StageRanks):
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the ranks that are not lost."""
+        """Process ids of the ranks that are not lost."""
         seats = list(self.processes.seats.items())
         return {rank: seat.pid for rank, seat in seats if rank not in self.lost}
 
@@ -147,7 +147,7 @@ class RankGroup(StageRanks):
         return self._reformer
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """As `Worker.execute`.
+        """Compute a batch as `Worker.execute` does.
 
         Raises:
             RanksLostError: the batch is not computed; KV of its positions may be written in part.

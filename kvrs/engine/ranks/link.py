@@ -1,4 +1,4 @@
-"""What the process of an instance and the host of a stage on another node send each other.
+"""The messages between the process of an instance and the host of a stage on another node.
 
 Two connections, both with the hand-shake of page ports (`kvrs.transfer.handshake`) under a key of
 their own: one for batches, one for pages. The client begins with `Begin`. A message is a header

@@ -61,7 +61,7 @@ class MissingRanks:
         return seat
 
     def has(self, seat: RankSeat) -> bool:
-        """Whether that is a process for one of these ranks, which has not been taken."""
+        """The seat is a process for one of these ranks, which has not been taken."""
         missing = self.ranks.get(seat.rank)
         return missing is not None and missing.spare is seat
 

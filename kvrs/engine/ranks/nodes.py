@@ -100,7 +100,7 @@ class RanksOnNodes:
         return {rank: pid for group in self.groups for rank, pid in group.ready.pids.items()}
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """As `Worker.execute`.
+        """Compute a batch as `Worker.execute` does.
 
         Raises:
             RanksLostError: the batch is not computed, nor will any other be.
@@ -128,7 +128,7 @@ class RanksOnNodes:
         """No cells are lost without the instance."""
 
     def base_for(self, others: Iterable[tuple[int, int]]) -> int:
-        """As `RankGroup.base_for`."""
+        """The base for a sequence, as by `RankGroup.base_for`."""
         return base_beside(self.layout, others) if self._has_bases else 0
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
@@ -158,7 +158,7 @@ class RanksOnNodes:
             self.on_end(error)
 
     def _fingerprint(self, model: ModelConfig) -> str:
-        """Of the units of all nodes, as one process has it.
+        """Fingerprint of the units of all nodes, equal to that of one process.
 
         Raises:
             KvrsError: the nodes do not compute alike, or have other weights.

@@ -128,7 +128,7 @@ class RankProcesses:
         seat.watch()
 
     def fetched(self, seat: RankSeat, answer: Fetched) -> bool:
-        """Whether the unit's memory was kept for it.
+        """Note a unit that has arrived; False: no memory was kept for it.
 
         Raises:
             KvrsError: the rank has other weights.
@@ -286,13 +286,15 @@ class RankProcesses:
             _order(seat, Settle(), [])
 
     def lose_memory(self, rank: int) -> None:
-        """Of a rank that is lost with its device; what it had from others stays theirs."""
+        """Drop the memory of a rank that is lost with its device; what it had from others stays
+        theirs.
+        """
         self._return(rank)
         seat = self.seats[rank]
         seat.release(list(seat.units))
 
     def _return(self, rank: int) -> None:
-        """What a rank has where another one had it is that one's again."""
+        """Return the units that a rank has in another one's memory to that one."""
         lent = [unit for of, unit in self._lent if of == rank]
         units = self.seats[rank].units
         returned = []

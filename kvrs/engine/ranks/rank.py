@@ -229,7 +229,7 @@ class _Rank:
 
 
 class _Loaded:
-    """What a rank has: the parts that every rank of its layers has, its units, and all cells."""
+    """The state of a rank: the parts that all ranks of its layers have, its units, all cells."""
 
     def __init__(self, order: Load, lives: mmap.mmap, cells: mmap.mmap) -> None:
         """Raises ConfigError, KvrsError: as `Worker`."""

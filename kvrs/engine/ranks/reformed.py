@@ -1,4 +1,4 @@
-"""Of a re-forming what is under way, and what has come of it."""
+"""Records of a re-forming that is under way, and of one that has ended."""
 
 import time
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _LOOKS = 6
 
 @dataclass(frozen=True, slots=True)
 class ReformingNow:
-    """What is under way."""
+    """The re-forming under way."""
 
     number: int
     way: Way
@@ -28,7 +28,7 @@ class ReformingNow:
 
 @dataclass(frozen=True, slots=True)
 class Reformed:
-    """What was done, beside what was predicted."""
+    """The course of a re-forming, beside its prediction."""
 
     number: int
     way: Way
@@ -66,7 +66,7 @@ class ReformingBegun:
         self._put_off()
 
     def is_silent(self) -> bool:
-        """Whether nothing was heard for too long."""
+        """Nothing was heard for too long."""
         if time.monotonic() < self.next_look_s:
             return False
         self._looks += 1

@@ -400,7 +400,7 @@ class Reformer:
         self._offer()
 
     def _note_cost(self, action: Serve) -> None:
-        """What it has cost, which the next one is predicted by."""
+        """Note the cost of a re-forming, by which the next one is predicted."""
         assert self._begun is not None, "a re-forming has begun"
         begun, now_s = self._begun, time.monotonic()
         moved = dict(self._processes.moved.pop(action.epoch, {}))
@@ -473,8 +473,8 @@ def _note(begun: ReformingBegun | None, part: str) -> None:
 
 
 def _after_start(costs: Costs, took_s: float) -> Costs:
-    """Of the next process, as of this one. At the start of the instance all ranks start at once,
-    and prove what they may need after losses.
+    """Costs of the next process, taken from this one. At the start of the instance all ranks start
+    at once, and prove what they may need after losses.
     """
     return replace(costs, restart_s=took_s, replace_s=took_s, back_s=AGAIN_S + took_s)
 

@@ -201,7 +201,7 @@ class RemoteStage:
         return link
 
     async def _listen(self) -> None:
-        """What comes at any time: results, and the end."""
+        """Receive messages that come at any time: results, and the end."""
         try:
             while True:
                 message, payload = await self._batches.receive()

@@ -29,7 +29,7 @@ _PS = 1e12
 
 
 def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> PrefillCost | None:
-    """What a token of a prompt costs on all ranks of a layout, and on the one that has its spread
+    """Cost of a token of a prompt on all ranks of a layout, and on the one that has its spread
     heads, by a table that was measured with the attention divided evenly; None: no head is spread.
 
     A share of the time that does not rise with the position is taken to be attention's, as large as

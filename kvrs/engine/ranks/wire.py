@@ -122,7 +122,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """What is wrong with the configuration or with this machine. The rank ends."""
+    """Faults of the configuration or of this machine. The rank ends."""
 
     faults: list[str]
 
