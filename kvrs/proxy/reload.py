@@ -1,4 +1,4 @@
-"""What a running proxy takes over from its configuration without a restart.
+"""Reloading of a running proxy's configuration without a restart.
 
 Each part that reloads is registered once. A reload reads the file, has every part check what it
 would take over, and only then has all of them do so: a fault anywhere changes nothing.
@@ -66,8 +66,8 @@ class Reloads:
 
     @property
     def digest(self) -> str:
-        """Of the configuration in use. Rendering all of it takes tens of milliseconds in a large
-        cluster, and the state is asked for every second: once per configuration.
+        """Digest of the configuration in use. Rendering all of it takes tens of milliseconds in a
+        large cluster, and the state is asked for every second: once per configuration.
         """
         if self._digest is None or self._digest[0] is not self.config:
             self._digest = self.config, config_digest(self.config)
@@ -75,7 +75,7 @@ class Reloads:
 
     @property
     def source_digest(self) -> str:
-        """Of the file that an operator edits, as far as that is another one."""
+        """Digest of the file that an operator edits, where that is another one."""
         launch = None if self._origin is None else self._origin.launch
         return self.digest if launch is None else launch.digest
 
@@ -227,7 +227,7 @@ class Reloads:
 
 
 def fleet_orders(config: Config) -> FleetOrders:
-    """Of a proxy with this file, which has not looked up its services."""
+    """Orders of a proxy with this file, which has not looked up its services."""
     awaited = [service.id for service in config.cluster.services]
     return FleetOrders(config.proxy.id, nodes_of(config), awaited)
 

@@ -60,7 +60,7 @@ _UI_HEADERS = {
 
 
 class AdminSource(Protocol):
-    """What the port shows and does: of one process, or of all workers of a proxy."""
+    """The state and the operations of the port: of one process, or of all workers of a proxy."""
 
     async def state(self) -> dict[str, Any]: ...
     async def metrics(self) -> Collector: ...
@@ -73,7 +73,7 @@ class AdminSource(Protocol):
 
 
 class OwnSource:
-    """Of this process."""
+    """The state and the operations of this process."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def error_response(error: RequestError) -> web.Response:
 
 
 def bug_response() -> web.Response:
-    """Of the exception that is being handled."""
+    """Answer to a request that ended by the exception being handled."""
     log.exception("request ended by a bug")
     return json_response(
         error_body("the proxy failed; its log says more", kind="server_error"), 500

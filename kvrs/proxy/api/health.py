@@ -1,4 +1,4 @@
-"""Whether the proxy can serve, in its own words and in those of vLLM, and how much it serves."""
+"""Health of the proxy, in its own form and in that of vLLM, and how much it serves."""
 
 from collections.abc import Callable
 
@@ -32,11 +32,11 @@ def add_health(
         return web.Response(text="ready\n")
 
     async def health(_: web.Request) -> web.Response:
-        """As `readyz`, without a text."""
+        """Answer as `readyz`, without a text."""
         return web.Response(text="", status=200 if instances.ready() and not draining() else 503)
 
     async def version(_: web.Request) -> web.Response:
-        """Of the engine."""
+        """Version of the engine."""
         found: str | None = __version__
         if backend == VLLM:
             of_each = (driver.backends[one.id].engine_version for one in instances.present())
@@ -64,7 +64,9 @@ def _missing(instances: Instances) -> str:
 
 
 def _unready(instances: Instances) -> str:
-    """What to mend comes first: an instance that is refused does not come up by itself."""
+    """The text of /readyz. The cause that an operator has to mend comes first: an instance that is
+    refused does not come up by itself.
+    """
     refused = [
         f"{known.id}: {known.reason}\n"
         for known in instances.present()

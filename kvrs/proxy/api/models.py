@@ -13,7 +13,7 @@ from kvrs.proxy.api.answers import json_response
 
 
 def find_model(instances: Instances, model: str | None) -> ServedName:
-    """What a request asks for; before an instance is up, that may be any name.
+    """The model that a request names; before an instance is up, that may be any name.
 
     Raises:
         RequestError: no instance serves this name.

@@ -1,4 +1,4 @@
-"""What is noted of every request at the clients' port: its id, its answer, and its access line."""
+"""Notes about every request at the client port: its id, its answer, and its access line."""
 
 import asyncio
 import logging

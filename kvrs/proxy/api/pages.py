@@ -75,7 +75,9 @@ class AllowedPages:
         return allowed | {"Access-Control-Expose-Headers": "*"}
 
     def _preflight(self, given: Mapping[str, str], headers: Mapping[str, str]) -> web.Response:
-        """What a browser asks before a request of a page: it has no key, and nothing is done."""
+        """Answer a browser's preflight before a request of a page: it has no key, and changes
+        nothing.
+        """
         if not headers:
             refused = RequestError(
                 f"Origin: got {given.get('Origin', '')!r:.80}; allowed: those of "

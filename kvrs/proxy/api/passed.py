@@ -102,7 +102,7 @@ _MODEL = msgspec.json.Decoder(str | None)
 
 
 class BodyReader(Protocol):
-    """What of the clients' port these endpoints need."""
+    """The part of the client port that these endpoints need."""
 
     budget: ByteBudget
 

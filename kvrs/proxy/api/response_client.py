@@ -1,4 +1,4 @@
-"""What reads a response while its stream runs: nothing, or one client that gets its events."""
+"""Readers of a response while its stream runs: none, or one client that gets its events."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -71,7 +71,7 @@ class AdmittedChat(Protocol):
 
 
 class ChatRunner(Protocol):
-    """What admits the chats of responses, and runs their streams."""
+    """The admission of the chats of responses, and the runs of their streams."""
 
     keep_alives: KeepAlives
     budget: ByteBudget
@@ -92,7 +92,7 @@ class ChatRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BegunResponse:
-    """What `_run` begins with, new or found."""
+    """The response that `_run` begins with, new or found."""
 
     stored: Stored
     asked: Asked
@@ -424,7 +424,7 @@ def _tokens(record: Record) -> Tokens:
 
 
 def _position(request: web.Request) -> tuple[bool, int]:
-    """Whether the client wants events, and the number of the last that it has."""
+    """The client wants events, and the number of the last that it has."""
     query = request.query
     streams = query.get("stream", "false").lower()
     if streams not in ("true", "false"):

@@ -45,8 +45,8 @@ def describe(
 
 
 def lacks_tokenizer(driver: Driver) -> bool:
-    """Whether instances are in use whose streams cannot be continued exactly for want of a
-    tokenizer: their text is then pieced together.
+    """Streams of instances in use cannot be continued exactly for want of a tokenizer: their text
+    is then pieced together.
     """
     return not driver.tokenizer.available and driver.control.instances.plain() is not None
 

@@ -119,7 +119,7 @@ TENANT = web.RequestKey("tenant", Tenant)
 
 
 class Use:
-    """What one request uses of its tenant's limits, until the block that it opens is left."""
+    """The use of its tenant's limits that one request makes, until its block is left."""
 
     __slots__ = (
         *("_before", "_clock", "_expected", "_given", "_journals", "_shared", "_size_bytes"),

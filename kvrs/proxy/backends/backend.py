@@ -74,7 +74,7 @@ class Backend(Protocol):
 
     @property
     def engine_version(self) -> str | None:
-        """As the process that was met last names it; None: it is kvrs, or none was met."""
+        """Version that the process that was met last names; None: it is kvrs, or none was met."""
 
     def leave(self) -> None:
         """It is removed: nothing is kept open to it once the calls that run have ended."""
@@ -121,7 +121,7 @@ class Backend(Protocol):
         """The answer to a request that is no stream, and that any instance answers alike."""
 
     def blames_prefill(self, error: Any) -> bool:
-        """Whether the error event that opened a decode call is about a hand-off that failed."""
+        """The error event that opened a decode call is about a hand-off that failed."""
 
     # Requests that need a capability.
 

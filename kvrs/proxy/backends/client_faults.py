@@ -13,9 +13,7 @@ _MESSAGES = ("maximum context length", "maximum model length", "out of vocabular
 
 
 def is_final(status: int, body: bytes) -> bool:
-    """Whether a refusal, in OpenAI's form, names a fault of the request itself: its length, or a
-    field of it.
-    """
+    """A refusal in OpenAI's form names a fault of the request itself: its length, or a field."""
     if status not in _STATUSES:
         return False
     match msgspec.json.decode(body):

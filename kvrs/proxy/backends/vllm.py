@@ -229,8 +229,8 @@ class VllmBackend(OpenAiPeer):
                 await idle.wait(interval_s)
 
     async def _listed(self) -> ModelNames | None:
-        """What it serves now: adapters are loaded and unloaded while it runs. None: it did not say,
-        and its other answers tell whether it lives.
+        """Names that it serves now: adapters are loaded and unloaded while it runs. None: it gave
+        no answer; other answers of it show whether it lives.
         """
         info = self._info
         try:

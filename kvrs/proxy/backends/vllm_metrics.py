@@ -61,7 +61,7 @@ class VllmMetrics:
 
     @property
     def has_connector(self) -> bool:
-        """Whether it was started with a NixlConnector, whose counters exist from the start then."""
+        """The engine was started with a NixlConnector, whose counters exist from the start then."""
         return "\nvllm:nixl_" in self._text
 
     @property

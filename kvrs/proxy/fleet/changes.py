@@ -33,7 +33,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FleetLinks:
-    """What reaches instances and agents; both mappings are those of the driver."""
+    """Connections to instances and agents; both mappings are those of the driver."""
 
     secret: bytes
     engines: EngineLinks
@@ -95,7 +95,7 @@ class Fleet:
 
     @property
     def part(self) -> ReloadingPart:
-        """What of the configuration it takes over while streams run."""
+        """The part of the configuration that it takes over while streams run."""
         return ReloadingPart("fleet", self._prepare, ("cluster.nodes", "cluster.services"))
 
     def _prepare(self, config: Config) -> Apply | None:

@@ -38,7 +38,7 @@ class FleetFollower:
                 await asyncio.sleep(_AGAIN_S)
 
     async def follow(self) -> bool:
-        """Whether all that are known are carried out."""
+        """Carry out the orders that are known; False: some could not be carried out yet."""
         has_changed, orders = await self._reloads.follow_orders(), self._reloads.orders
         for instance, cause in orders.aside.items():
             if self._logged.get(instance) != cause:

@@ -290,7 +290,7 @@ class RecordBook:
         return True
 
     def _oldest_finished(self) -> Record | None:
-        """Of the tenant with the largest part of the book that has any."""
+        """The oldest finished record, of the tenant with the largest part of the book."""
         for held in sorted(self._held.values(), key=self._part_of, reverse=True):
             finished = (each for each in held.values() if each.is_kept and each.state.complete)
             if (found := min(finished, key=_touched_s, default=None)) is not None:

@@ -123,7 +123,9 @@ class KeyedStream:
         self._book.add(record, StreamEvent(mark, ids.tobytes(), event))
 
     def take_token(self, token_id: int, event: bytes, now_s: float) -> None:
-        """As `send`, for an event of one token; where nothing stands between it and the client."""
+        """Send an event of one token as `send` does; directly where nothing stands between it and
+        the client.
+        """
         record, outbox, inner = self.outbox.record, self.outbox, self._inner
         is_level = self._cursor == len(record.events) and self._is_past_client
         self._recorded_ids = seq = len(self.journal.output_ids)

@@ -17,7 +17,7 @@ _ACK_VALID_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Outbox:
-    """What the mirror of a stream has of it, and what it is sent next."""
+    """The state of a stream at its mirror, and what is sent there next."""
 
     record: Record
     mirror: str | None = None
@@ -63,11 +63,11 @@ class Outbox:
 
     @property
     def settled(self) -> bool:
-        """Whether the mirror, if there is one, has everything."""
+        """The mirror, if there is one, has everything."""
         return self.mirror is None or (not self.dirty and self._is_level)
 
     def waits(self, now_s: float, *, sync: bool) -> bool:
-        """Whether the client gets only what the mirror has."""
+        """The client gets only what the mirror has."""
         return self.mirror is not None and (
             sync or self.acked is None or now_s > self._acked_s + _ACK_VALID_S
         )
@@ -78,7 +78,7 @@ class Outbox:
 
 
 class Delivery(Enum):
-    """What is done with an event for a client that has everything up to some position."""
+    """Treatment of an event for a client that has everything up to some position."""
 
     SKIP = "skip"
     SEND = "send"

@@ -142,7 +142,7 @@ class Found:
 
 
 class Orders(Protocol):
-    """Of operators, which all proxies have."""
+    """The orders of operators, which all proxies have."""
 
     def tell(self, me: Hello) -> Hello: ...  # With all orders.
     def take(self, hello: Hello) -> bool: ...  # Whether any was new.
@@ -186,7 +186,7 @@ class Peers:
         del self.known[name]
 
     def hello(self) -> Hello:
-        """Of this proxy."""
+        """The hello of this proxy."""
         return self._orders.tell(self.me)
 
     @property

@@ -1,4 +1,4 @@
-"""What waits to be sent to one peer, and until when."""
+"""Streams with updates that wait to be sent to one peer, and until when."""
 
 import asyncio
 from collections.abc import Iterator

@@ -66,7 +66,7 @@ class Record:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the stream does not run here, so that the record may be evicted."""
+        """The stream does not run here, so that the record may be evicted."""
         return not self.role.is_owner
 
     def is_just_granted(self, now_s: float) -> bool:
@@ -221,7 +221,7 @@ def relation_of(update: Update, record: Record) -> Relation:
 
 
 def _outranks(record: Record, update: Update) -> bool:
-    """Whether the record's owner goes before that of the update.
+    """The record's owner goes before that of the update.
 
     Owners of one epoch (two streams that began under one key at once, or on both sides of a cut
     link) are ordered by stream and name, so that all proxies prefer the same one.

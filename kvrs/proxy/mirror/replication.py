@@ -419,7 +419,7 @@ class Mirror:
 
 
 def _is_in(keyed: KeyedStream, *books: Mapping[str, KeyedStream]) -> bool:
-    """Whether it is the stream of its key in one of these, and not one before it."""
+    """The stream is that of its key in one of these, and not one before it."""
     return any(book.get(keyed.record.key) is keyed for book in books)
 
 

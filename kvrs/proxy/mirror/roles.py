@@ -75,7 +75,7 @@ class Relation(Enum):
 
 
 class UpdateStep(Enum):
-    """What is done about an update."""
+    """Steps that answer an update."""
 
     STORE = "store"  # Replace the record, in role MIRROR or COPY; a stream that runs here stops.
     APPEND = "append"

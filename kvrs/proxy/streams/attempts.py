@@ -196,9 +196,9 @@ class Attempt:
         self._driver.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
-        """What makes the client's text, where the decode instance's own would not fit the text
-        before it. Without a tokenizer it is the engine's own all the same, unless
-        `proxy.inexact: refuse` forbids that.
+        """The maker of the client's text, where the decode instance's own would not fit the text
+        before it. Without a tokenizer it is the engine's own all the same, unless `proxy.inexact:
+        refuse` forbids that.
         """
         journal, tokenizer = self._live.journal, self._driver.tokenizer
         resumes_exactly = self._instances.resumes_exactly(self._plan.decode)
@@ -237,7 +237,7 @@ class Attempt:
         return answer
 
     def _stays(self) -> bool:
-        """Whether its instance re-forms, and the stream waits there for that."""
+        """The instance re-forms, and the stream waits there for that."""
         return self._live.stays_until_s > self._driver.clock()
 
     def _is_making_progress(self, instance: InstanceId) -> bool:

@@ -27,9 +27,7 @@ class Client(Protocol):
 
     @property
     def blocked(self) -> bool:
-        """Whether it has to read before it is given more, which excuses the silence of the
-        engine.
-        """
+        """The client has to read before it is given more, which excuses the engine's silence."""
 
     @property
     def direct(self) -> "SseClient | None":
@@ -85,7 +83,7 @@ class SseClient:
         self._write(b"".join(map(sse, events)))
 
     def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
-        """As `send`, with event ids, which a client that resumes sends back."""
+        """Send events as `send` does, with event ids, which a client that resumes sends back."""
         name = stream.encode()
         self._write(
             b"".join([b"id: %b:%d\ndata: %b\n\n" % (name, each.seq, each.data) for each in events])
@@ -93,7 +91,7 @@ class SseClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether its response has begun, and its connection stands."""
+        """The response has begun, and its connection stands."""
         return self.response is not None and self.response.is_open
 
     def send_framed(self, data: bytes) -> None:

@@ -112,8 +112,8 @@ class Continuation:
 
 
 class EngineText:
-    """As `Continuation` without a tokenizer: the engine's own text follows the client's. Inexact:
-    text that the former engine held back is lost, and a stop string across the cut is not seen.
+    """A continuation without a tokenizer: the engine's own text follows the client's. Inexact: text
+    that the former engine held back is lost, and a stop string across the cut is not seen.
     """
 
     ended = False

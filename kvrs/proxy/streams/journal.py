@@ -62,9 +62,9 @@ class Journal:
 
     @property
     def seed_is_needed(self) -> bool:
-        """Whether an engine that does not continue sampling by itself gets the seed: the client's
-        own always, one of this proxy only where it makes the continuation exact. Others draw at
-        random, since with the seed they would draw the same numbers again after a cut.
+        """An engine that does not continue sampling by itself gets the seed: the client's own
+        always, one of this proxy only where it makes the continuation exact. Others draw at random,
+        since with the seed they would draw the same numbers again after a cut.
         """
         return self.parsed.request.seed is not None or "temperature" not in self.inexact
 
@@ -74,13 +74,13 @@ class Journal:
 
     @property
     def resumable(self) -> bool:
-        """Whether its client may go on with it at another proxy."""
+        """The client may go on with the stream at another proxy."""
         return self.marks is not None and not self.finished
 
     @property
     def holds_text_back(self) -> bool:
-        """Whether the engine holds back the last characters, in which a stop string may begin. One
-        that makes tokens again after others divides the text among its events in another way.
+        """The engine holds back the last characters, in which a stop string may begin. One that
+        makes tokens again after others divides the text among its events in another way.
         """
         stops = self.parsed.request.stop_strings
         return self.text_sent is not None and any(len(stop) > 1 for stop in stops)
@@ -142,7 +142,7 @@ class Journal:
 
     @property
     def finished(self) -> bool:
-        """Whether the client has all text, so that only the formal end can be missing.
+        """The client has all text, so that only the formal end can be missing.
 
         max_tokens ids are not enough: an engine may hold text back after its last id.
         """
@@ -154,7 +154,7 @@ class Journal:
 
     @property
     def usage_so_far(self) -> Usage:
-        """As events within the stream have it: what was cached is said at its end."""
+        """Usage in events within the stream: cached tokens are counted at its end."""
         return usage_of(self.prompt_tokens, len(self.output_ids), None)
 
     def wrote(self, now_s: float) -> None:

@@ -235,7 +235,7 @@ class RecoveryMetrics:
 
 
 class LoadMetrics:
-    """What workers report of their load, and what this proxy has open there."""
+    """Gauges of the load that workers report, and of what this proxy has open there."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._roles: dict[InstanceId, Role] = {}

@@ -127,7 +127,7 @@ class RecoveryLog:
             recovery.target = live.plan.decode
 
     def predicted(self, action: Settled) -> None:
-        """What the policy makes of a recovery that is about to be `resumed`."""
+        """Note the policy's prediction of a recovery that is about to be `resumed`."""
         recovery = self._running.get(action.stream)
         if recovery is not None and recovery.attempt == action.attempt:
             recovery.raw_s, recovery.regret_s = action.raw_s, action.regret_s

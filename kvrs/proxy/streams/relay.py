@@ -289,7 +289,7 @@ class Relay:
         return event
 
     def _take_rare(self, data: bytes) -> bytes | None:
-        """As `_take`, for first, last and unusual events, which are decoded whole."""
+        """Take first, last and unusual events as `_take` does; they are decoded whole."""
         try:
             event = CHUNK.decode(data)
         except UNREADABLE:

@@ -150,7 +150,7 @@ def answer(
 
 
 def total_usage(journals: Sequence[Journal]) -> Usage:
-    """Of all choices together; a prompt that several have in common counts once, as its first
+    """Usage of all choices together; a prompt that several have in common counts once, as its first
     choice has it.
     """
     firsts = list({id(journal.parsed): journal for journal in reversed(journals)}.values())

@@ -132,7 +132,7 @@ class _Call:
 
 
 class _Streams(NamedTuple):
-    """What is told of a request's streams, without what they hold."""
+    """Facts about a request's streams, without what they hold."""
 
     is_chat: bool
     model: str | None

@@ -32,7 +32,7 @@ FINISH_REASONS = ("stop", "length", "tool_calls", "none")
 
 
 class Durations:
-    """What was observed of one series, by buckets of which these are the upper bounds."""
+    """Observations of one series, by buckets of which these are the upper bounds."""
 
     __slots__ = ("bounds", "counts", "sum_s")
 

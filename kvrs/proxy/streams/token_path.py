@@ -43,7 +43,7 @@ class Backpressure(Protocol):
 
 
 class TokenPath:
-    """Of one attempt at a stream."""
+    """The token path of one attempt at a stream."""
 
     __slots__ = (
         "_after",

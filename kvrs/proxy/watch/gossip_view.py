@@ -88,8 +88,8 @@ class GossipView:
                 watcher.look()
 
     def is_dead(self, node: NodeId, name: InstanceId, epoch: int | None) -> bool:
-        """Whether others hold the node dead, or report the death of this process, in this epoch or
-        a later one.
+        """Others hold the node dead, or report the death of this process, in this epoch or a later
+        one.
         """
         if self._membership is None:
             return False

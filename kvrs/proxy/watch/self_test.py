@@ -155,7 +155,7 @@ class SelfTester:
     # KV.
 
     async def _transfer(self, holder: InstanceId, target: InstanceId) -> bool | None:
-        """Whether KV of a history really came from the one to the other."""
+        """Test that KV of a history really comes from the holder to the target."""
         before = await self._backend(target).kv_received()
         if before is None:
             return None
@@ -170,7 +170,9 @@ class SelfTester:
         return await self._has_received(target, before)
 
     async def _migrate(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
-        """As a target that fetches pages brings back a stream that was prefilled at the holder."""
+        """Bring back a stream that was prefilled at the holder, as a target that fetches pages
+        does.
+        """
         await self._prefill(holder, journal)
         journal.output_ids.extend(list(_PROMPT_IDS)[:CUT])
         info = self._info(holder)
@@ -178,7 +180,9 @@ class SelfTester:
         await self._stream(target, journal, [PageRange(holder, 0, pages, info.epoch)])
 
     async def _hand_off(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
-        """As an engine that fetches none does: the history goes to prefill once more."""
+        """Bring back a stream as an engine that fetches no pages does: the history goes to prefill
+        once more.
+        """
         transfer = await self._prefill(holder, journal)
         await self._stream(target, journal, transfer=transfer)
         del journal.output_ids[CUT:]

@@ -29,7 +29,7 @@ class ByteBudget:
 
 
 class Held:
-    """What one request holds of a budget, until the block that it opens is left."""
+    """The part of a budget that one request holds, until the block that it opens is left."""
 
     __slots__ = ("_address", "_budget", "_is_over", "size_bytes")
 
@@ -52,7 +52,7 @@ class Held:
         self._is_over = True
 
     def has_room(self, size_bytes: int) -> bool:
-        """Whether it could grow to `size_bytes` now."""
+        """The request could grow to `size_bytes` now."""
         lacking_bytes = size_bytes - self.size_bytes
         return lacking_bytes <= 0 or self._budget.has_room(self._address, lacking_bytes)
 

@@ -27,7 +27,7 @@ class TlsOfPorts:
 
     @property
     def inner(self) -> Certificates | None:
-        """Of connections to instances, agents and other proxies."""
+        """Certificates of connections to instances, agents and other proxies."""
         return self.peer_port
 
     @property

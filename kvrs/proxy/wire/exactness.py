@@ -26,7 +26,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
 def tokens_at_risk(parsed: ParsedRequest, continues: Continues) -> tuple[str, ...]:
-    """What could make the tokens of a cut stream differ, where instances continue it so."""
+    """Parts of a request that could make the tokens of a cut stream differ, where instances
+    continue it so.
+    """
     match continues:
         case Continues.SEEDED:
             return ()
@@ -69,7 +71,7 @@ def inexact_features(
 
 
 def _has_media(request: ChatRequest) -> bool:
-    """Whether a message holds more than text."""
+    """A message holds more than text."""
     try:
         messages = _MESSAGES.decode(request.messages)
     except msgspec.DecodeError:  # A number that is out of range: what an engine makes of it, shows.

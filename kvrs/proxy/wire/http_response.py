@@ -116,12 +116,12 @@ class HttpResponse:
 
     @property
     def allows_reuse(self) -> bool:
-        """Whether the connection is at the end of a usual response, and stays open."""
+        """The connection is at the end of a usual response, and stays open."""
         return self.is_complete and self._keeps_open
 
     @property
     def is_between_chunks(self) -> bool:
-        """Whether the next byte is the first one of a chunk."""
+        """The next byte is the first one of a chunk."""
         return (
             self._framing is _Framing.CHUNKS
             and not self._left

@@ -47,8 +47,8 @@ MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been id
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What makes a connection one of the cluster's: the keys of its doors and its certificates, or
-    the token of a server that cannot prove itself.
+    """The credentials of a connection within the cluster: the keys of its doors and its
+    certificates, or the token of a server that cannot prove itself.
     """
 
     keys: Keys | None = None  # None: the servers prove nothing.

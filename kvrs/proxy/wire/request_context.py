@@ -1,4 +1,4 @@
-"""What a client's request carries through the cluster: its id, and the trace that it belongs to."""
+"""The context of a client's request within the cluster: its id, and its trace."""
 
 import re
 import secrets
@@ -60,8 +60,8 @@ def header_lines(headers: Mapping[str, str]) -> str:
 
 
 def context_of(headers: Mapping[str, str]) -> RequestContext:
-    """Of a request with these headers. An id that could not stand in a log or a header is replaced,
-    and a trace that is none is dropped.
+    """The context of a request with these headers. An id that could not stand in a log or a header
+    is replaced, and a trace that is none is dropped.
     """
     given, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
     return RequestContext(

@@ -150,7 +150,7 @@ class ParsedRequest:
 
     @property
     def tokens_guess(self) -> int:
-        """Of the prompt."""
+        """Estimated tokens of the prompt."""
         return self.size_bytes // _BYTES_PER_TOKEN + 1
 
     def tokenised(self, ids: "array[int]") -> "array[int]":
@@ -247,7 +247,7 @@ _KIND = msgspec.json.Decoder(_Kind)
 def read_either(
     body: bytes, backend: str = EMBEDDED, max_elements: int = MAX_ELEMENTS
 ) -> ParsedRequest:
-    """As `read`, of the endpoint that the body is for: with messages it is a chat."""
+    """Read a body as `read` does, for the endpoint that it is for: with messages it is a chat."""
     check_structure(body, max_elements=max_elements)
     is_chat = bytes(decode_as(_KIND, body).messages) != b"null"
     return read(CHAT if is_chat else COMPLETIONS, body, backend, max_elements)

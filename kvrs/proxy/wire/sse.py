@@ -69,7 +69,7 @@ class EventSplitter:
 
 
 def _payload(part: bytes) -> bytes | None:
-    """What an event says; None: it is a comment, or empty."""
+    """The data of an event; None: it is a comment, or empty."""
     if b"\n" not in part:
         return part[5:].strip() if part.startswith(b"data:") else None
     # Beside its data it has a name, an id or a comment, or blank lines before it.
@@ -99,9 +99,9 @@ def shared(piece: bytes) -> bytes:
 
 
 class EventTemplate:
-    """What the plain token events of one engine's stream share: all but the text and one id. An
-    event that fits is read with two comparisons and a search; every other one is for the exact
-    readers below and above.
+    """The common part of the plain token events of one engine's stream: all but the text and one
+    id. An event that fits is read with two comparisons and a search; every other one is for the
+    exact readers below and above.
     """
 
     __slots__ = ("_text_at", "after", "before", "between", "ids_bytes", "rest")

@@ -19,7 +19,7 @@ _MAX_REFUSAL_BYTES = 8 << 20
 
 
 class Need(Enum):
-    """What the reader of a response still needs of it."""
+    """The rest of a response that its reader still needs."""
 
     MORE = "more"
     END = "end"  # Only that it ends, so that its connection can be used again.
@@ -42,7 +42,7 @@ class Reader(Protocol):
 
     @property
     def shortcut(self) -> Shortcut | None:
-        """What is asked first about reads from now on; None: there is nothing."""
+        """The function that is asked first about reads from now on; None: there is none."""
 
     def begin(self, flow: Flow) -> None:
         """The request is about to be sent."""
