@@ -18,7 +18,7 @@ LOOK_S = 0.25  # How late the end of a lease may be noticed.
 
 @dataclass(slots=True, eq=False)
 class Changes:
-    """What has changed since the last report to one proxy."""
+    """Changes since the last report to one proxy."""
 
     streams: dict[StreamId, None]
     denied: dict[StreamId, None] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class SimAgent(SimHolder):
         return changes
 
     def report(self, changes: Changes) -> AgentReport:
-        """What has changed for this proxy."""
+        """The report of the changes for this proxy."""
         self._expire()
         pages = {stream: self.book.held(stream) for stream in changes.streams}
         denied = list(changes.denied)

@@ -1,4 +1,4 @@
-"""What proxies ask of a simulated instance, and what it answers."""
+"""Calls of proxies to a simulated instance, and its answers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ Batch = list[tuple[Sequence, Chunk]]
 
 
 def token_at(stream: StreamId, position: int) -> int:
-    """What the model says there: every attempt says the same, as with greedy decoding."""
+    """The model's token at a position: every attempt gets the same, as with greedy decoding."""
     return crc32(f"{stream}:{position}".encode()) % 50_000
 
 

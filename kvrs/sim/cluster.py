@@ -44,7 +44,7 @@ class CarriedOutFault:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one simulated run."""
+    """The outcome of one simulated run."""
 
     ended: Counter[str] = field(default_factory=Counter)
     given_up: Counter[str] = field(default_factory=Counter)  # By reason, with the message.
@@ -228,7 +228,7 @@ class SimCluster:
         self.kill(engine, with_node=False, is_external=False)
 
     def _gossip_loss(self, watch: Watch, epoch: int) -> None:
-        """What one proxy has lost, the others hear of; what they measured, too."""
+        """Gossip a loss that one proxy has found to the others."""
         if self._site.config.gossip.enabled:
             for proxy in self.running_proxies():
                 other = proxy.watches.get(watch.process.id)
@@ -256,8 +256,8 @@ def holders_of(live: SimStream) -> list[InstanceId]:
 
 
 def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:
-    """What the proxy's mirror has of the stream: the last tokens may be missing, and what it says
-    of holders may be old.
+    """The state of the stream at the proxy's mirror: the last tokens may be missing, and its
+    holders may be out of date.
     """
     journal = live.journal
     lag = rng.choice([0, 0, 1, 3])

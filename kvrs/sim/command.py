@@ -40,7 +40,7 @@ FIRST_ORDINARY_TOKEN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """What was asked for on the command line."""
+    """Options of the command line."""
 
     config: Path | None = None  # None: the cluster of the demo.
     trace: Path | None = None  # None: a generated one, scaled to `cluster.engine.max_model_len`.
@@ -275,7 +275,7 @@ def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
 def described(
     options: SimulateOptions, config: Config, found: Mapping[PolicyName, Simulated]
 ) -> dict[str, Any]:
-    """What was simulated, and the outcome of each seed, as JSON."""
+    """The simulated case and the outcome of each seed, as JSON."""
     return {
         "kvrs_version": __version__,
         "config_digest": config_digest(config),

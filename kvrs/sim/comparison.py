@@ -42,7 +42,7 @@ class AgainstBest:
     differences: dict[str, Interval]
 
     def is_worse(self, measure: str) -> bool | None:
-        """Whether the interval shows it; None: there is none, from a single seed."""
+        """The interval shows that the measure is worse; None: there is none, from a single seed."""
         found = self.differences[measure]
         return None if found.half_width is None else found.mean - found.half_width > 0
 
@@ -112,7 +112,7 @@ def compare(found: dict[PolicyName, Simulated]) -> list[AgainstBest]:
 
 
 def measures(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """What policies are compared by, a value for each run."""
+    """Measures that policies are compared by, a value for each run."""
     streams = [max(1, sum(outcome.ended.values())) for outcome in outcomes]
     return {
         WAITED: [sum(o.pauses_s) / n for o, n in zip(outcomes, streams, strict=True)],

@@ -35,7 +35,7 @@ class Disturbances:
         return bool(self._moving or self._half_deaths.moving)
 
     def strike(self, death: FaultEvent) -> None:
-        """What no order to a process can do, and a simulator can."""
+        """Apply a fault that only a simulator can cause."""
         match death.name:
             case fault_scenarios.LOST_REPORTS:
                 self._lose_reports()
@@ -71,7 +71,7 @@ class Disturbances:
                 require(self._half_deaths.strike(death.name), death.name)
 
     def _fail_one(self) -> None:
-        """Of an engine that has streams."""
+        """Fail one stream of an engine that has some."""
         cluster = self._cluster
         busy = [each for each in cluster.engines.values() if each.is_running and each.runs]
         if busy and (stream := cluster.rng.choice(busy).fail_one()) is not None:

@@ -251,7 +251,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.later(seconds, lambda: self._complete(batch))
 
     def _verify(self, sequence: Sequence, chunk: Chunk) -> None:
-        """What is computed with is what the history says, however it got there."""
+        """Check that the pages of a chunk hold the KV of its history, however it got there."""
         run = self.runs.get(sequence)
         if run is not None and not run.verified:
             run.verified = True
@@ -345,7 +345,7 @@ class SimEngine(SimPagePool, RankedEngine):
         return [self.contents.get(page) for page in pages]
 
     def verify_found(self, sequence: Sequence) -> None:
-        """What others find by its tags is what the tags say."""
+        """Check that pages found by the sequence's tags hold what the tags stand for."""
         found = self.pages.match(sequence.tags)
         require(
             self.contents_of(found) == sequence.tags[: len(found)],
@@ -439,7 +439,7 @@ class _Pulling:
         )
 
     def _share_of(self, gone: frozenset[Cell] | None) -> float:
-        """Of a page, that is asked for where these cells are gone."""
+        """Part of a page that is asked for where these cells are gone."""
         ranks = self._engine.ranks
         return 1.0 if ranks is None or not gone else len(gone) / ranks.page_cells
 

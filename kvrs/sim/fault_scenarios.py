@@ -42,7 +42,7 @@ ONE_WAY = "a link cut one way"
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """What happens from `at_s` on, as soon as its victims are in the state that it is about."""
+    """A fault that is due from `at_s` on, as soon as its victims are in the state it is about."""
 
     name: str
     at_s: float

@@ -141,8 +141,8 @@ class GossipNet:
         self._finish(node, sends)
 
     def _catch_up(self, node: SimNode) -> None:
-        """Whether its timers or its sockets are served first after a stop is chance, as in an event
-        loop.
+        """Serve timers and sockets after a stop; as in an event loop, chance decides which come
+        first.
         """
         waiting, node.waiting = node.waiting, []
         if self.random.random() < 0.5:

@@ -20,7 +20,7 @@ class HalfDeaths:
         self.moving = 0  # Streams that their clients are about to resume.
 
     def strike(self, name: str) -> bool:
-        """Whether it is one of these."""
+        """Apply the fault if it is one of these; False: it is not."""
         match name:
             case fault_scenarios.HUNG:
                 self._hang()

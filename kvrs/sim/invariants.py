@@ -1,4 +1,4 @@
-"""What must hold of everything that a policy asks for, given the events that it got.
+"""Invariants of a policy's actions, given the events that it got.
 
 One observer per proxy sees each event with its actions before any of them is applied. It keeps
 books of its own: a fault in the product's books cannot hide itself.
@@ -110,7 +110,7 @@ class _Writer:
 
 @dataclass(slots=True)
 class _Known:
-    """What is up and where KV is held, as the policy was told: late, but no guess."""
+    """Instances that are up and KV that is held, as the policy was told: late, but no guess."""
 
     up: dict[InstanceId, int] = field(default_factory=dict)  # With the epoch.
     kept: dict[tuple[InstanceId, StreamId], int] = field(default_factory=dict)  # Pages.
@@ -404,8 +404,8 @@ class Invariants:
         )
 
     def check_slots(self) -> Counter[InstanceId]:
-        """Of one proxy, which may have more than the target's agent has granted: it could not be
-        asked.
+        """Check that one proxy's transfers into a target are within the limit. It may have more
+        than the target's agent has granted: the agent could not be asked.
         """
         fetching = Counter(
             writer.plan.decode

@@ -10,7 +10,7 @@ Step = Callable[[], None]
 
 
 class InvariantError(AssertionError):
-    """What the simulated world has just seen must never happen."""
+    """An invariant of the simulated world is broken."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -83,8 +83,8 @@ class OwnTime:
 
 
 class SimProcess:
-    """What is asked of it while it is frozen it does when it wakes; what its former lives wanted to
-    do is not done.
+    """A simulated process. While it is frozen, requests wait until it wakes; steps of its former
+    lives are dropped.
     """
 
     def __init__(self, name: InstanceId, node: NodeId, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""What ranks of simulated instances hold, and how long it takes to move it."""
+"""Cells and units of the ranks of simulated instances, and the time it takes to move them."""
 
 from dataclasses import dataclass
 

@@ -137,7 +137,7 @@ class SimRanks:
         return self._machine.layout.number
 
     def load(self) -> ReformingReport | None:
-        """What is reported now."""
+        """The current report."""
         if self.report is None:
             return None
         ready_in_s = max(0.0, self._ready_s - self._site.clock.now_s)
@@ -247,13 +247,13 @@ class SimRanks:
         }
 
     def _step_s(self, layout: Layout) -> float:
-        """Of decoding, as an engine predicts it for its layouts."""
+        """Seconds of a decoding step, as an engine predicts it for its layouts."""
         step_s = self._site.pace.batch_s([Chunk([0], 0, [0], wants_logits=True)])
         decode_factor, _ = shares(layout, self._model.units).factors(self._full)
         return step_s * decode_factor
 
     def _page_s(self) -> float:
-        """Of computing one page again."""
+        """Seconds to compute one page again."""
         return self._site.prefill.page_s(self._size)
 
     def _changed(self) -> None:
@@ -344,7 +344,7 @@ class SimRanks:
 
 
 def _held_pages(engine: RankedEngine, computed: Mapping[StreamId, int]) -> dict[StreamId, int]:
-    """Of the computed pages, those that the agent with most of them has."""
+    """Those of the computed pages that the agent with most of them has."""
     held = engine.backlog.held
     return {
         run.call.stream: min(max(held(run.sequence).values(), default=0), computed[run.call.stream])
@@ -353,7 +353,7 @@ def _held_pages(engine: RankedEngine, computed: Mapping[StreamId, int]) -> dict[
 
 
 def _fetch_s(engine: RankedEngine, site: Site, share: float) -> float:
-    """Of that share of a page, over the slowest measured link; 0: none is."""
+    """Seconds to fetch that share of a page over the slowest measured link; 0: none is measured."""
     links = engine.meter.measurements(site.clock.now_s).values()
     rate = min((link.bytes_per_s for link in links), default=0.0)
     return site.geometry.page_bytes * share / rate if rate else 0.0

@@ -1,4 +1,4 @@
-"""What all simulated processes share, and how one fetches pages from another."""
+"""The surroundings that all simulated processes share, and page transfers between them."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -92,7 +92,7 @@ class SimPagePool(SimHolder):
 
     @abstractmethod
     def contents_of(self, pages: list[int]) -> list[Tag | None]:
-        """What really lies in each page."""
+        """The true content of each page."""
 
 
 class Fetch:

@@ -13,7 +13,7 @@ from kvrs.policy.model.events import Deadlines, Kept
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a client asks, and when."""
+    """A client's request and its time."""
 
     at_s: float
     prompt_ids: tuple[int, ...]

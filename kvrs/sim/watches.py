@@ -95,7 +95,9 @@ class Watch(ABC):
         self._gossiped_epoch = -1
 
     def _later(self, step: Step) -> None:
-        """What the process has sent arrives in the order in which it was sent."""
+        """Take a step when the process's message arrives; messages arrive in the order in which
+        they were sent.
+        """
         now_s = self._time.now_s
         self._arrival_s = max(self._arrival_s + IN_ORDER_S, now_s + self._line.delay_s())
         self._time.after(self._arrival_s - now_s, step)
@@ -112,7 +114,7 @@ class Watch(ABC):
         self.process.later(self._line.interval_s, lambda: self._report(session, make))
 
     def _met(self, session: int, epoch: int) -> bool:
-        """Whether the answer is of this session; then the process is watched from now on."""
+        """Watch the process from now on, if the answer is of this session; False: it is not."""
         if session != self._session:
             return False
         self._pause_s = FIRST_PAUSE_S

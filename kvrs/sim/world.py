@@ -51,7 +51,7 @@ class World:
         is_supervised: bool = False,
         keep_log: bool = False,
     ) -> None:
-        """As `SimCluster`."""
+        """Take the arguments of `SimCluster`."""
         self.cluster = SimCluster(
             config,
             seed=seed,
