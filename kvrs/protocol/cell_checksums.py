@@ -17,12 +17,12 @@ def cell_checksums(guarded: Bytes, cells: int) -> bytes:
 
 
 def part_checksum(checksums: Bytes) -> int:
-    """Of a part, by those of its cells in order of layers, then heads."""
+    """Checksum of a part, from those of its cells in order of layers, then heads."""
     return checksum(checksums)
 
 
 def checksum_of(sent: Bytes, part: PagePart | None) -> int:
-    """Of a page, or of the part of one, as it is sent."""
+    """Checksum of a page, or of the part of one, as it is sent."""
     if part is None:
         return checksum(sent)
     return part_checksum(cell_checksums(sent, part.part.cells))

@@ -203,7 +203,7 @@ def decode_challenge(body: bytes) -> bytes:
 
 
 def hello_claims(hello: ClientHello) -> bytes:
-    """What the client's mac covers, besides the server's nonce."""
+    """Bytes that the client's mac covers, besides the server's nonce."""
     names = _name(hello.server_instance) + _name(hello.server_node)
     return hello.nonce + identity_bytes(hello.client) + names
 

@@ -97,7 +97,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class ModelNames(msgspec.Struct, frozen=True):
-    """What an instance serves beside its model's own name."""
+    """Names that an instance serves beside its model's own."""
 
     aliases: tuple[str, ...] = ()  # Of the same weights.
     adapters: tuple[Adapter, ...] = ()

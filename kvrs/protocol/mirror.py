@@ -56,7 +56,7 @@ class KvLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamHeader(msgspec.Struct, frozen=True):
-    """What is fixed for as long as the stream has the same owner."""
+    """Facts that are fixed for as long as the stream has the same owner."""
 
     digest: bytes  # Of the request: path and body.
     seed: int | None

@@ -45,7 +45,7 @@ class PagePart:
         return self.layers * self.heads
 
     def bytes_of(self, page_bytes: int) -> int:
-        """What of a page of that size is in the part; it is a multiple of the cells."""
+        """Bytes of the part in a page of that size, which is a multiple of the cells."""
         return page_bytes // self.page_cells * self.part.cells
 
     def runs(self, page: memoryview) -> Sequence[memoryview]:

@@ -44,7 +44,7 @@ class ServerProof:
         self.door: DoorKey | None = None
 
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
-        """What has come; returns the answer to send and, at the end, what is the server's to
+        """Parse what has come; return the answer to send and, at the end, what is the server's to
         parse. A connection that does not begin with HELLO has proved nothing.
 
         Raises:

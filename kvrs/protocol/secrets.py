@@ -11,7 +11,7 @@ KEY_ID_BYTES = 8
 
 
 class Door(StrEnum):
-    """What a key gives access to, at the process that it was derived for."""
+    """The kind of access that a key gives, at the process that it was derived for."""
 
     INSTANCE = "instance"  # Requests, load, leases and fences of an instance.
     AGENT = "agent"  # Holdings, leases and slots of an agent.
@@ -40,5 +40,5 @@ def door_key(secret: bytes, door: Door, name: str) -> DoorKey:
 
 
 def door_keys(secrets: Sequence[bytes], name: str, *doors: Door) -> list[DoorKey]:
-    """What a process accepts at its doors: one key for each secret of the cluster."""
+    """Keys that a process accepts at its doors: one key for each secret of the cluster."""
     return [door_key(secret, door, name) for secret in secrets for door in doors]

@@ -28,7 +28,7 @@ class _Direction:
         self.count = 0
 
     def mac(self, start: bytes, message: Bytes) -> bytes:
-        """Of the next message. `start` is short; the message is read in place."""
+        """The mac of the next message. `start` is short; the message is read in place."""
         numbers = (self.count, len(start))
         hashed = blake3(b"".join(each.to_bytes(_INT_BYTES) for each in numbers), key=self._key)
         self.count += 1
@@ -63,7 +63,7 @@ class Session:
         self._compare(mac, self._receiving.mac(encode_start(answer), payload))
 
     def skip(self) -> None:
-        """Of the next message that was received nothing is used."""
+        """Count the next message that was received, of which nothing is used."""
         self._receiving.count += 1
 
     def _compare(self, mac: Bytes, due: bytes) -> None:

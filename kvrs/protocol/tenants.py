@@ -1,4 +1,4 @@
-"""What is derived from the cluster's secret for one tenant, so that nothing of a tenant has a
+"""Values derived from the cluster's secret for one tenant, so that nothing of a tenant has a
 meaning for another one: the keys of its records, the salt of its pages. Pure.
 
 A tenant is an owner's name, or without API keys the value of `Authorization`. Other proxies get

@@ -57,7 +57,7 @@ class Arrivals:
             self._waited_until_s = now_s
 
     def look(self) -> Arrived | None:
-        """What arrived since the last look; None: the system does not tell.
+        """Return what arrived since the last call; None: the system does not tell.
 
         The kernel counts the silence since the last bytes in ticks of its clock (1 to 10 ms). A
         reader that keeps up knows better: what is silent for no more than a tick arrived now.

@@ -70,7 +70,7 @@ class LentFiles:
 
 
 async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
-    """Of pages that were never stored, as they are now."""
+    """Checksums of the pages; of pages that were never stored they are computed now."""
     stored = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
 
     def compute() -> list[int]:

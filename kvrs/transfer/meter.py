@@ -143,8 +143,8 @@ class LinkMeter:
             self._take_sample(link)
 
     def restart(self, source: NodeId, now_s: float) -> None:
-        """What has arrived since the last sample shows nothing, unless it is of other transfers
-        too; bytes passed to `add` come after it.
+        """Begin the sample again: bytes that arrived since the last one are not counted, unless
+        other transfers share the link. Bytes passed to `add` come after it.
         """
         link = self._links[source]
         if link.transfers == 1:
@@ -176,7 +176,7 @@ class LinkMeter:
         }
 
     def measurements(self, now_s: float) -> dict[NodeId, Measurement]:
-        """Of every link that has been measured."""
+        """Measurements of all links that have one."""
         return {
             source: Measurement(link.bytes_per_s, link.spread, max(0.0, now_s - link.measured_s))
             for source, link in self._links.items()
@@ -218,8 +218,8 @@ class LinkMeter:
     def may_probe(
         self, source: NodeId, size_bytes: int, interval_s: float, probers: int, now_s: float
     ) -> bool:
-        """Whether a probe is due: the link was not measured for `interval_s`, and `probers` that
-        all probe like this take at most `probe_share` of it.
+        """A probe is due: the link was not measured for `interval_s`, and `probers` that all probe
+        like this take at most `probe_share` of it.
         """
         if self.unmeasured_s(source, now_s) < interval_s:
             return False

@@ -71,7 +71,7 @@ class PinnedPages:
     cells: Sequence[memoryview] = ()
 
     def checksum(self, index: int, part: PagePart | None) -> int | None:
-        """Of a page, or of the part of it, as it was stored; None: it was not."""
+        """Stored checksum of a page, or of the part of it; None: there is none."""
         if part is None:
             return self.checksums[index] if index < len(self.checksums) else None
         if index >= len(self.cells):
@@ -98,9 +98,7 @@ class PageSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What a pull brought. Only pages with a right checksum count; those after them may hold
-    anything.
-    """
+    """Result of a pull. It counts pages with a right checksum; those after them are undefined."""
 
     full_pages: int  # Leading pages of the request.
     tail: bool

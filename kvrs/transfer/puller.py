@@ -48,7 +48,7 @@ class _ActivePull:
 
     @property
     def asked(self) -> PullRequest:
-        """What is to be sent."""
+        """The request for the pages that are not mapped."""
         return replace(self.request, tags=self.request.tags[self.mapped :])
 
 
@@ -269,8 +269,8 @@ class _Metered:
             self._tell()
 
     def restart(self) -> None:
-        """What came until now is not measured: an idle link may carry the first bytes faster
-        (token buckets) or slower (slow start) than those that follow.
+        """Leave the bytes until now out of the measurement: an idle link may carry the first ones
+        faster (token buckets) or slower (slow start) than those that follow.
         """
         self._meter.restart(self._source, self._look()[1])
 
@@ -288,7 +288,7 @@ class _Metered:
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:
-    """What is to be filled: every page, each followed by the start of the next answer."""
+    """Views to be filled: every page, each followed by the start of the next answer."""
     prologues = memoryview(bytearray(len(pages) * SEALED_ANSWER_BYTES))
     starts = range(0, len(prologues), SEALED_ANSWER_BYTES)
     return [

@@ -36,14 +36,14 @@ class SendingFaults:
         self._pages_to_corrupt = 0
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether there is no fault at this moment."""
+        """There is no fault at this moment."""
         return not self._pages_to_corrupt and all(
             hold.until_s <= now_s for hold in self._holds.values()
         )
 
     def rate(self, node: NodeId, usual_bytes_per_s: float | None, now_s: float) -> LinkRate:
-        """What the link carries at this moment, and until when: the fault's rate in place of the
-        usual one.
+        """The rate of the link at this moment, and its end: the fault's rate in place of the usual
+        one.
         """
         hold = self._holds.get(node) if self._holds else None
         return (

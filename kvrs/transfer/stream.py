@@ -98,7 +98,7 @@ class SocketStream:
 
     @property
     def arrivals(self) -> Arrivals:
-        """What the kernel says of the bytes that come; for one reader."""
+        """The kernel's account of the bytes that come; for one reader."""
         if self._arrivals is None:
             self._arrivals = Arrivals(self._sock)
         return self._arrivals
@@ -247,7 +247,7 @@ class Filling:
         return self._views[self._taken - 1]
 
     def _ahead(self) -> list[memoryview]:
-        """What one call may fill: the rest of a view and some of those that follow."""
+        """Memory that one call may fill: the rest of a view and some of those that follow."""
         ahead = [self._views[self._whole][self._offset :]]
         size = len(ahead[0])
         for view in self._views[self._whole + 1 : self._whole + _MAX_VIEWS_PER_CALL]:
@@ -292,7 +292,7 @@ def _or_closed(received: int) -> int:
 
 
 def _after(buffers: Sequence[Bytes], moved: int) -> Sequence[Bytes]:
-    """What is left of `buffers` when their first `moved` bytes are done."""
+    """The rest of `buffers` when their first `moved` bytes are done."""
     for index, buffer in enumerate(buffers):
         size = len(buffer)
         if moved < size:

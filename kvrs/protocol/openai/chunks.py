@@ -196,7 +196,7 @@ class ReceivedChoice(msgspec.Struct, gc=False):
 
     @property
     def is_parsed(self) -> bool:
-        """Whether the engine has parsed its output into more than text."""
+        """The engine has parsed its output into more than text."""
         return bool(self.delta.reasoning_content or self.delta.reasoning or self.delta.tool_calls)
 
     def logprob_lists(self) -> dict[str, list[msgspec.Raw] | None]:

@@ -32,7 +32,7 @@ class Treatment(StrEnum):
 
 
 class Seam(StrEnum):
-    """What a continued stream is at an engine that takes the history for a new prompt."""
+    """Effect of a field on a continued stream where an engine takes the history for a prompt."""
 
     EXACT = "exact"
     INEXACT = "inexact"  # The engine gets the field again, and counts from the seam.
@@ -300,7 +300,7 @@ def not_supported(
 
 
 def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
-    """Whether the value changes nothing, decoding no more than could be so."""
+    """The value changes nothing. Only values that are short enough for that are decoded."""
     if not row.neutral or len(value) > _LONGEST_NEUTRAL_BYTES:
         return False
     try:
@@ -310,7 +310,7 @@ def _is_neutral(value: msgspec.Raw, row: BodyField) -> bool:
 
 
 def is_among(value: Any, allowed: Iterable[Any]) -> bool:
-    """As JSON compares: 1 is 1.0, but not true."""
+    """The value equals an allowed one as JSON compares: 1 is 1.0, but not true."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
     )

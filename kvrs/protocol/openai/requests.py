@@ -68,13 +68,13 @@ class _SamplingRequest(msgspec.Struct, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the client wants a last event with token counts."""
+        """The client wants a last event with token counts."""
         options = self.stream_options
         return self.stream and options is not None and bool(options.include_usage)
 
     @property
     def wants_each_usage(self) -> bool:
-        """Whether every other event has those of its choice so far, too."""
+        """The client wants the token counts of a choice so far in each of its other events, too."""
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -130,7 +130,9 @@ class ChatRequest(_SamplingRequest, kw_only=True):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """As in `CompletionRequest`."""
+        """The number of alternatives per token, as in `CompletionRequest`; None: no log
+        probabilities.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -141,7 +143,7 @@ class ChatRequest(_SamplingRequest, kw_only=True):
 
     @property
     def may_call_tools(self) -> bool:
-        """Whether `<tool_call>` in the output means a call, rather than text."""
+        """`<tool_call>` in the output means a call, rather than text."""
         return not _NO_TOOLS.fullmatch(self.tools) and self.tool_choice != "none"
 
 
@@ -201,8 +203,8 @@ def parse_completion_request(body: bytes, backend: str = EMBEDDED) -> Completion
 def read_completion(
     body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
 ) -> tuple[CompletionRequest, Fields, list[msgspec.Raw]]:
-    """As `parse_completion_request`, with the fields that concern the backend, undecoded, and
-    further prompts, each to be read by `read_prompt`.
+    """Parse a request as `parse_completion_request` does; also return the fields that concern the
+    backend, undecoded, and further prompts, each to be read by `read_prompt`.
     """
     request, fields, more = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
     echoes_only = backend == VLLM and request.echo and request.max_tokens == 0
@@ -254,7 +256,9 @@ def parse_chat_request(body: bytes, backend: str = EMBEDDED) -> ChatRequest:
 def read_chat(
     body: bytes, backend: str, max_elements: int = MAX_ELEMENTS
 ) -> tuple[ChatRequest, Fields, list[msgspec.Raw]]:
-    """As `parse_chat_request`, with the fields that concern the backend, undecoded."""
+    """Parse a request as `parse_chat_request` does; also return the fields that concern the
+    backend, undecoded.
+    """
     request, fields, no_prompts = _read(_CHAT, body, ApiKind.CHAT, backend, max_elements)
     if request.max_completion_tokens is not None:
         request.max_tokens, request.max_completion_tokens = request.max_completion_tokens, None

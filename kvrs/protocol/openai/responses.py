@@ -49,7 +49,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What a proxy needs of a response beside the record of its stream."""
+    """Data of a response that a proxy needs beside the record of its stream."""
 
     id: str
     created_at: int

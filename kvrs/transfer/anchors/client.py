@@ -46,8 +46,8 @@ class AnchorClient:
     def memory(
         self, instance: InstanceId, epoch: int, kind: str, sizes: list[int]
     ) -> tuple[bool, list[int]]:
-        """Whether the instance's memory is new, and descriptors of its ledger and its pools, which
-        are in use as long as they are open.
+        """Attach the instance's memory: whether it is new, and descriptors of its ledger and its
+        pools, which are in use as long as they are open.
 
         Raises:
             NoAgentError: there is none.

@@ -1,5 +1,5 @@
-"""What an instance's memory holds, beside it: a record for each page, and for each stream that runs
-how far its pages go.
+"""The ledger of an instance's memory: a record for each page, and for each stream that runs how far
+its pages go.
 
 The order of writes makes a SIGKILL at any moment harmless:
 
@@ -65,7 +65,7 @@ class LedgerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KeptPages:
-    """What a process left: pages with their tags, the longest kept first, and of each stream the
+    """Pages that a process left, with their tags, the longest kept first, and of each stream the
     tags of its leading full pages.
     """
 
@@ -97,7 +97,7 @@ class PageLedger:
 
     @property
     def is_current(self) -> bool:
-        """Whether no later process has attached the instance's memory."""
+        """No later process has attached the instance's memory."""
         return read_epoch(self._memory[:HEADER_BYTES]) == self._epoch
 
     # Pages.

@@ -65,7 +65,7 @@ Request = AttachMemory | AttachWeights | CommitWeights
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """As many descriptors as were requested come with it."""
+    """The answer to an attachment, which comes with as many descriptors as were requested."""
 
     generation: Natural = 0  # Of the memory of an instance.
     is_new: bool = False  # Memory: it is zero. Weights: they are to be written.

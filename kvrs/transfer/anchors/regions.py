@@ -58,7 +58,7 @@ class MemoryName:
 
 @dataclass(frozen=True, slots=True)
 class LedgerHeader:
-    """What a ledger says of its set."""
+    """The description of a set of memory in the header of its ledger."""
 
     generation: int
     kind: str

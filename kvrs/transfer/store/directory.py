@@ -135,7 +135,7 @@ class StoreDirectory:
         return self.open_own(f"{_SEGMENT}{number}", flags)
 
     def open_own(self, name: str, flags: int) -> int:
-        """As `open`, of a file that is ours alone.
+        """Open a file as `open` does, and check that it is ours alone.
 
         Raises:
             OSError: there is none, or it is not.

@@ -64,7 +64,7 @@ class SlotLayout:
 
     @property
     def cells_bytes(self) -> int:
-        """Of the checksums of one slot's cells."""
+        """Size of the checksums of one slot's cells."""
         return self.page_cells * CHECKSUM_BYTES
 
     @property

@@ -29,7 +29,7 @@ class StoreSlot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be taken for another page."""
+        """The slot may be taken for another page."""
         return self.references == 0 and self.pins == 0
 
 
