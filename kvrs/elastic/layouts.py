@@ -56,7 +56,7 @@ class Layout:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 
     def layers(self, stages: range) -> range:
-        """Of consecutive stages."""
+        """Layers of consecutive stages."""
         return range(self.stages[stages.start].first, self.stages[stages.stop - 1].last)
 
     def stage_of(self, rank: int) -> Stage:
@@ -202,7 +202,7 @@ def uneven(
 
 
 def hybrid(units: Units, stages: Sequence[Stage], *, number: int = 1) -> Layout:
-    """As many KV heads on each rank as on every other; those that are left over are spread
+    """A layout with equally many KV heads on each rank; those that are left over are spread
     (RaidServe's hybrid attention).
     """
 
@@ -226,7 +226,7 @@ def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
 
 
 def fresh_turns(stages: Sequence[Stage]) -> Turns:
-    """Of all layers, cyclic in each stage, for as many bases as the largest one has ranks."""
+    """Cyclic turns of all layers in each stage, for as many bases as the largest one has ranks."""
     bases = max(len(stage.ranks) for stage in stages)
     return tuple(turn for stage in stages for turn in cyclic(stage.ranks, len(stage.layers), bases))
 

@@ -54,7 +54,7 @@ def reshaped(
 
 
 def survivors(before: Layout, lost: Sequence[int]) -> list[list[int]]:
-    """Of each stage the ranks that are not lost."""
+    """The remaining ranks of each stage."""
     return [[rank for rank in stage.ranks if rank not in lost] for stage in before.stages]
 
 

@@ -113,7 +113,7 @@ def plan(
 
 
 def _wanted(after: Layout, held: Mapping[int, Collection[Unit]]) -> dict[Unit, list[int]]:
-    """Of each unit that some rank lacks: the ranks that lack it, in order of layers."""
+    """Ranks that lack a unit, for each unit that some rank lacks, in order of layers."""
     wanted: dict[Unit, list[int]] = {}
     for rank in after.ranks:
         for unit in sorted(after.held(rank) - frozenset(held.get(rank, ()))):

@@ -1,4 +1,4 @@
-"""What an instance does when its ranks change: a state machine that its head drives.
+"""The state machine of an instance whose ranks change, which its head drives.
 
     SERVING --loss--> (freeze, choose a way) --> MOVING --all is there--> JOINING --probe--> SERVING
     SERVING --a rank leaves or is offered--> MOVING, while the others serve --> JOINING --> SERVING
@@ -162,7 +162,7 @@ class Room:
     buffer_bytes: int = 0
 
     def missing_bytes(self, layout: Layout, units: Units) -> int:
-        """What the fullest rank lacks; 0: the layout fits."""
+        """Bytes that the fullest rank lacks; 0: the layout fits."""
         return max(0, *(self._needed(layout, units, rank) for rank in layout.ranks))
 
     def _needed(self, layout: Layout, units: Units, rank: int) -> int:
@@ -424,7 +424,9 @@ class Reforming:
         return PossibleWay(way, fresh, moves, ready_s, cost_s if self._streams else ready_s)
 
     def _behind_s(self, after: Layout) -> float:
-        """Of the look-ahead's tokens in a layout, which is left as soon as the ranks are back."""
+        """Seconds of the look-ahead's tokens in a layout, which is left as soon as the ranks are
+        back.
+        """
         costs, step_s = self.costs, self.costs.step_s(after)
         behind_s, whole_s = costs.lookahead_tokens * step_s, costs.step_s(self.layout)
         if behind_s <= costs.back_s or step_s <= whole_s:

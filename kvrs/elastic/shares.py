@@ -1,4 +1,4 @@
-"""What one rank of a layout computes."""
+"""The share of a layout that one rank computes."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ class Share:
 
     @classmethod
     def nothing(cls, layers: range, *, is_first: bool, is_last: bool) -> "Share":
-        """What every rank of these layers has."""
+        """The part that every rank of these layers has."""
         none = ((),) * len(layers)
         return cls(layers, none, none, none, (), is_first, is_last)
 
@@ -61,7 +61,7 @@ class Share:
         return replace(self, heads=self.spread, spread=none, tiles=none, vocabulary=())
 
     def kinds(self, units: Units) -> set[Hashable]:
-        """Of heads, of tiles and of the vocabulary the sizes that stand beside each other in some
+        """Sizes of heads, of tiles and of the vocabulary that stand beside each other in some
         layer: shares with the same ones make the same products.
         """
 

@@ -94,7 +94,7 @@ class Speed:
         return constant_s + shrinking_s * own.rows
 
     def _divided(self, step_s: Callable[[Degree], float]) -> tuple[float, float]:
-        """What all ranks share, as seconds on one rank, and the constant beside it."""
+        """The time that all ranks share, as seconds on one rank, and the constant beside it."""
         near, far = self.near, self.far
         near_s = step_s(near)
         if far is None:

@@ -48,7 +48,7 @@ class Units:
         weight_bytes: int,
         common_bytes: int,
     ) -> "Units":
-        """Of a model whose weights take `weight_bytes` each; biases are not counted."""
+        """Units of a model whose weights take `weight_bytes` each; biases are not counted."""
         row = hidden * weight_bytes
         return cls(
             layers=layers,

@@ -146,7 +146,7 @@ class PacketAuthenticator:
         return len(self._senders)
 
     def knows_run_of(self, node: NodeId) -> bool:
-        """Whether a packet of the node was accepted, so that its run can be echoed."""
+        """A packet of the node was accepted, so that its run can be echoed."""
         return node in self._senders
 
     def set_epoch(self, epoch: int) -> None:
@@ -174,8 +174,8 @@ class PacketAuthenticator:
         return sealed + hmac.digest(self._keys.sending_key, sealed, sha256)
 
     def is_answer(self, packet: bytes | memoryview) -> bool:
-        """Whether a packet echoes the run of this process, which is random: it comes from a node
-        that has had a packet of it, or was made by an attacker who reads those. Costs no hash.
+        """The packet echoes the run of this process, which is random: it comes from a node that has
+        had a packet of it, or was made by an attacker who reads those. Costs no hash.
         """
         if len(packet) < _MIN_BYTES:
             return False

@@ -267,7 +267,9 @@ class Detector:
     # The table.
 
     def _has_room(self) -> bool:
-        """Whether one more member fits; the member that is dead for longest is forgotten for it."""
+        """Make room for one more member: if the table is full, forget the one that is dead for
+        longest. False: all are reachable.
+        """
         if len(self.members.table) >= self._settings.members_max:
             lost = [member for member in self.members.table.values() if not member.reachable]
             if not lost:

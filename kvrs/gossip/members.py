@@ -42,7 +42,7 @@ class Member:
         self._known: tuple[KnownMember, int] | None = None
 
     def is_superseded_by(self, epoch: int, incarnation: int, status: Status) -> bool:
-        """Whether that state is newer than this member's."""
+        """The given state is newer than this member's."""
         if epoch != self.epoch:
             return epoch > self.epoch
         if incarnation != self.incarnation:
@@ -50,7 +50,7 @@ class Member:
         return status > self.status
 
     def is_newer_than(self, known: KnownMember) -> bool:
-        """Whether this member's state is newer than the digest entry."""
+        """The state of this member is newer than the digest entry."""
         return (self.epoch, self.incarnation, self.status) > (
             known.epoch,
             known.incarnation,

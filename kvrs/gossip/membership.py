@@ -147,7 +147,7 @@ class Membership:
         return self._running.facts
 
     def is_dead(self, node: NodeId) -> bool:
-        """Whether the node is declared dead; False for an unknown one."""
+        """The node is declared dead; False for an unknown one."""
         member = self._running.members.get(node)
         return member is not None and member.status is Status.DEAD
 
@@ -186,7 +186,7 @@ class Membership:
         return self._gossip
 
     def _is_lost(self, seed: NodeId) -> bool:
-        """Whether it was never heard of, is dead or has left: its name may have another address."""
+        """The seed was never heard of, is dead or has left: its name may have another address."""
         member = self._running.members.get(seed)
         return member is None or not member.reachable
 

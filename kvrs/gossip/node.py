@@ -143,7 +143,7 @@ class Gossip:
         return events
 
     def address_of(self, node: NodeId) -> str | None:
-        """As the node has published it, or else as configured."""
+        """Address of a node as it has published it, or else as configured."""
         member = self._detector.members.table.get(node)
         return member.address if member is not None else self._seeds.get(node)
 
@@ -194,7 +194,7 @@ class Gossip:
 
     @property
     def epoch(self) -> int:
-        """As given at the start, or higher, if an earlier process had that epoch."""
+        """The epoch that was given at the start, or a higher one if an earlier process had that."""
         return self._detector.me.epoch
 
     @property
@@ -204,9 +204,7 @@ class Gossip:
 
     @property
     def over(self) -> bool:
-        """Whether this node has left, or another process has its name: it sends nothing any
-        more.
-        """
+        """The node has left, or another process has its name: it sends nothing any more."""
         return self._detector.over
 
     def _advance(self, now_s: float) -> float:

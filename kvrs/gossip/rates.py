@@ -52,8 +52,8 @@ class ReceiveRates:
         return len(self._members)
 
     def admit(self, source: Address, is_answer: bool, now_s: float) -> bool:
-        """Whether one more packet from this source may be authenticated; `is_answer`: it echoes
-        the run of this process.
+        """One more packet from this source may be authenticated; `is_answer`: it echoes the run of
+        this process.
         """
         own = self._members.get(source) if is_answer else None
         return (own or self._unknown).take(now_s) and self._total.take(now_s)

@@ -33,7 +33,7 @@ class SeedNames:
         self._found: dict[NodeId, Address] = {}
 
     def address_of(self, seed: NodeId) -> Address | None:
-        """As of the last look-up that had an answer."""
+        """Address of a seed, from the last look-up that had an answer."""
         return self._found.get(seed)
 
     async def look_up_first(self) -> None:

@@ -251,7 +251,9 @@ class Transport:
         self._accepted.pop(task, None)
 
     def _drop_oldest(self, newcomer: str) -> bool:
-        """Whether the oldest connection of the host with most of them made room for a new one."""
+        """Drop the oldest connection of the host with most of them. False: it is too young to be
+        dropped for another one of that host.
+        """
         ((crowd, _),) = Counter(host for host, _ in self._accepted.values()).most_common(1)
         task, since_s = next(
             (task, since_s) for task, (host, since_s) in self._accepted.items() if host == crowd

@@ -69,7 +69,7 @@ class CheckpointDelivery:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to send, now or later."""
+        """There is something to send, now or later."""
         return self.full_pages > self.held_pages and not self.refused and not self.missing
 
     @property
@@ -183,7 +183,7 @@ class CheckpointBacklog:
     def ranges(
         self, holder: InstanceId, now_s: float, budget_pages: int
     ) -> Iterator[tuple[CheckpointDelivery, int, int]]:
-        """What to send next: deliveries with the first page and the end of a page range,
+        """The page ranges to send next: deliveries with the first page and the end of a range,
         `budget_pages` in all at most.
         """
         for delivery in self._due(holder, now_s):

@@ -7,7 +7,7 @@ from kvrs.protocol.tags import Tag
 
 
 class DamagedPages:
-    """What is left of pages, by their tags; part of the page manager."""
+    """Pages that have lost cells, by their tags; part of the page manager."""
 
     def __init__(self, tags: list[Tag | None]) -> None:
         """`tags`: of all pages."""
@@ -24,13 +24,13 @@ class DamagedPages:
         return len(self._gone)
 
     def lose(self, gone: Callable[[int], frozenset[Cell]]) -> None:
-        """Of all in `by_tag`."""
+        """Note the cells that are gone, for all pages in `by_tag`."""
         for page in self.by_tag.values():
             self._gone[page] = self._gone.get(page, frozenset()) | gone(page)
         self._mended.clear()
 
     def is_mended(self, page: int) -> bool:
-        """Whether it went to an owner since the last loss."""
+        """The page went to an owner since the last loss."""
         return page in self._mended
 
     def mend(self, page: int) -> frozenset[Cell]:
@@ -39,7 +39,7 @@ class DamagedPages:
         return self._gone[page]
 
     def gone(self, page: int) -> frozenset[Cell]:
-        """What a damaged page lacks."""
+        """Cells that a damaged page lacks."""
         return self._gone[page]
 
     def brought(self, page: int, cells: frozenset[Cell]) -> None:

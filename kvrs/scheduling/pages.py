@@ -142,7 +142,7 @@ class PageManager:
 
     @property
     def unused(self) -> bool:
-        """Whether no page is hard-pinned or leased."""
+        """No page is hard-pinned or leased."""
         return not self._hard_pinned and not self._leases
 
     def references(self, page: int) -> int:

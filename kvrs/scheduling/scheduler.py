@@ -129,7 +129,7 @@ class BatchScheduler:
 
     @property
     def full(self) -> bool:
-        """Whether a new sequence could not be admitted at once. Valid right after `admit`."""
+        """A new sequence could not be admitted at once. Valid right after `admit`."""
         return (
             len(self._admitted) >= self._max_running
             or self._blocked is not None
@@ -142,9 +142,7 @@ class BatchScheduler:
         return self._departures
 
     def fits(self, history_tokens: int, max_new_tokens: int) -> bool:
-        """Whether such a sequence could finish if it were alone. The last token produced needs no
-        KV.
-        """
+        """Such a sequence could finish if it were alone. The last token produced needs no KV."""
         return (
             pages_for(history_tokens + max(0, max_new_tokens - 1), self._page_size)
             <= self._pages.pages
@@ -246,7 +244,7 @@ class BatchScheduler:
     # From pages to tokens.
 
     def next_batch(self) -> list[tuple[Sequence, Chunk]]:
-        """What to compute next: the decode steps, then prefill with what is left of the token
+        """Return the next batch: the decode steps, then prefill with what is left of the token
         budget. May be empty.
         """
         assert not self._in_flight, "one batch at a time"

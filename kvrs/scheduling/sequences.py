@@ -1,4 +1,4 @@
-"""What the scheduler of one engine works on: sequences, pulls of their pages, chunks of a batch.
+"""The work of the scheduler of one engine: sequences, pulls of their pages, chunks of a batch.
 
 A sequence is one attempt at a stream, as its engine's scheduler sees it.
 """
@@ -84,8 +84,8 @@ class Sequence:
 
     @property
     def is_recovery(self) -> bool:
-        """Whether another attempt was made before this one: its number is above 1, or the history
-        has output tokens.
+        """Another attempt was made before this one: its number is above 1, or the history has
+        output tokens.
 
         A proxy that took the stream over from another one counts its own attempts from 1, so the
         number alone is not enough. Where the prompt is a text that was not tokenised before,
