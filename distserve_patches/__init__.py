@@ -1,4 +1,4 @@
-"""What kvrs adds to DistServe, applied at import; none of its code is copied."""
+"""Additions of kvrs to DistServe, applied at import; none of its code is copied."""
 
 from distserve_patches.upstream import load_in_worker
 

@@ -31,7 +31,7 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
     """Upstream's block manager for the host, a page manager for the GPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's."""
+        """Take upstream's arguments."""
         # On the GPU. A block that two requests share counts twice, as the schedulers count it.
         self._blocks_in_tables = 0
         self._last_swap_out: Sequence[Awaitable[object]] = ()

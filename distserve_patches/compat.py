@@ -1,4 +1,4 @@
-"""What DistServe needs to run under today's Python and Ray, and to report its failures. The README
+"""Patches that let DistServe run under today's Python and Ray, and report its failures. The README
 gives each patch's reason.
 """
 

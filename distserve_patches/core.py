@@ -88,7 +88,7 @@ class _JobRun:
 
 
 class StageCore(RunCore):
-    """What the cores of both stages have in common."""
+    """The common part of the cores of both stages."""
 
     prefill_only: bool
 
@@ -320,8 +320,8 @@ class DecodeCore(StageCore):
         self.engine.take_up(job_run.job, kv_tokens)
 
     def _is_quicker_to_compute(self, history_tokens: int, kv_tokens: int) -> bool:
-        """Whether the context stage computes the history sooner than the decoding stage reads the
-        tokens behind the KV that arrived, one a step.
+        """The context stage computes the history sooner than the decoding stage reads the tokens
+        behind the KV that arrived, one a step.
         """
         context, step_s = self.engine.stage(Stage.CONTEXT), self.engine.stage(Stage.DECODING).step_s
         steps_s = (history_tokens - kv_tokens) * step_s

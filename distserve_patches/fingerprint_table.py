@@ -1,5 +1,5 @@
-"""What `fingerprints.py` compares: by module, each function and the hash of its source at one
-commit of DistServe.
+"""The table that `fingerprints.py` compares: by module, each function and the hash of its source at
+one commit of DistServe.
 """
 
 COMMIT = "82831f1"

@@ -115,8 +115,8 @@ class PageShard:
 
 
 def _copy_contiguously(target: Tensor, source: Tensor) -> None:
-    """Beside a GPU a copy of pieces that lie in one run on both sides needs no processor and no
-    buffer in between.
+    """Copy in pieces that are contiguous on both sides: between host and GPU these need no
+    processor and no buffer in between.
     """
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source, non_blocking=True)

@@ -49,7 +49,7 @@ class _NoText:
 
 
 class _RestartableStage(SingleStageLLMEngine):  # type: ignore[misc]  # Upstream has no types.
-    """What both stages share. One object serves its stage across restarts."""
+    """The common part of both stages. One object serves its stage across restarts."""
 
     name: Stage
     block_manager: PagedBlockManager
@@ -312,7 +312,7 @@ class DecodingStage(_RestartableStage, DecodingStageLLMEngine):  # type: ignore[
 
     @property
     def full(self) -> bool:
-        """Whether every batch has all the requests that it may have, or blocks run short."""
+        """Every batch has all the requests that it may have, or blocks run short."""
         scheduler, blocks = self.scheduler, self.block_manager
         if self.running >= self.sched_config.max_batch_size * len(scheduler.batch_queues):
             return True

@@ -37,7 +37,7 @@ def with_zero_row(tensor: Tensor) -> Tensor:
 
 
 def handle_of(tensor: Tensor) -> Handle:
-    """What `open_handle` takes, in any process of the same user while this one runs."""
+    """A handle for `open_handle`, in any process of the same user while this one runs."""
     path = f"/proc/{os.getpid()}/fd/{_files[tensor.data_ptr()]}"
     fields = {
         "path": path,
@@ -63,8 +63,8 @@ def open_handle(handle: Handle) -> Tensor:
 
 
 def is_gone(handle: Handle) -> bool:
-    """Whether the process that made the handle has ended: its memory can still be read, but on a
-    GPU it could not.
+    """The process that made the handle has ended: its memory can still be read, but on a GPU it
+    could not.
     """
     return not os.path.exists(json.loads(bytes(handle))["path"])
 

@@ -13,8 +13,8 @@ from kvrs.protocol.parts import Part
 
 
 def part_of(parallel: list[int], layers: int, heads: int) -> Part:
-    """Of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that many
-    layers and heads.
+    """The part of the rank that upstream's `ParallelConfig.to_list` describes, in a model of that
+    many layers and heads.
     """
     tensor_size, tensor_rank, pipeline_size, pipeline_rank = parallel
     return part_of_rank(
