@@ -18,8 +18,8 @@ class ConnectionLimits:
 
     @classmethod
     def of_peers(cls) -> "ConnectionLimits":
-        """Of an instance or an agent: half of the descriptors beside those of its page port. Its
-        peers are few, and may share an address, which leaves a quarter to the others.
+        """Limits of an instance or an agent: half of the descriptors beside those of its page port.
+        Its peers are few, and may share an address, which leaves a quarter to the others.
         """
         total = min(_MOST_CONNECTIONS, descriptors_left(_PAGE_PORT) // 2)
         return cls(total, max(1, total * 3 // 4))

@@ -28,7 +28,7 @@ def descriptors_left(reserved: int) -> int:
 
 
 def is_exhausted(error: OSError) -> bool:
-    """Whether this process, or this machine, had no descriptor left."""
+    """The error shows that the process, or the machine, had no descriptor left."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return True
     # Without one the resolver reads no file and asks no server: to it the name is unknown. Its

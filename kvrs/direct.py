@@ -52,7 +52,7 @@ class SentResponse(Protocol):
 
     @property
     def keeps_open(self) -> bool:
-        """Whether another request may follow."""
+        """Another request may follow on the connection."""
 
 
 Serve = Callable[["DirectRequest"], Coroutine[Any, Any, web.Response | SentResponse]]
@@ -123,7 +123,7 @@ def _keep(key: bytes, head: _Head, *, has_authorization: bool) -> None:
 
 
 def _parse_head(head: bytes) -> _Head | None:
-    """As `parse_head`, of a head without its last, empty line."""
+    """Parse a head without its last, empty line, as `parse_head` does."""
     try:
         text = head.decode("ascii")
     except UnicodeDecodeError:
@@ -150,7 +150,7 @@ def _parse_head(head: bytes) -> _Head | None:
 
 @dataclass(slots=True, eq=False)
 class DirectRequest:
-    """As far as handlers need it, what aiohttp's request is."""
+    """A request with the part of aiohttp's interface that handlers need."""
 
     path: str
     headers: CIMultiDictProxy[str]
@@ -166,7 +166,7 @@ class DirectRequest:
     version: ClassVar[HttpVersion] = HttpVersion11
 
     def take_body(self) -> bytes:
-        """What it is parsed to keeps what it needs of it."""
+        """Return the body and drop it here; the parsed form keeps the parts that it needs."""
         body, self.body = self.body, b""
         return body
 
@@ -288,7 +288,7 @@ class DirectConnection(asyncio.Protocol):
         self._is_full = False  # The client does not read as fast as is written to it.
 
     def reserve(self, address: str, abort: Callable[[], object]) -> bool:
-        """As that of `HttpConnection`."""
+        """Admit the request as `HttpConnection.reserve` does."""
         self.address, self._abort = address, abort
         return self._among.admit(self)
 

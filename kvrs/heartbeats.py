@@ -44,7 +44,7 @@ class _Watch:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, data: bytes) -> bool:
-        """Whether it was sent; if not, the connection has ended."""
+        """Send the data; False: the connection has ended."""
         if self.tls is not None:
             if _has_left(self.connection):
                 return False
@@ -160,7 +160,7 @@ def _send(connection: socket.socket, chunk: bytes) -> bool:
 
 
 def _has_left(connection: socket.socket) -> bool:
-    """Whether the watcher has said anything, which can only be its end."""
+    """The watcher has sent something, which can only be its end."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
     except BlockingIOError:

@@ -351,7 +351,7 @@ def naming_port(owner: str, key: str, host: str, port: int) -> Iterator[None]:
 
 
 class News:
-    """What lets watch streams send a report before its time."""
+    """A signal that lets watch streams send a report before its time."""
 
     def __init__(self) -> None:
         self._told: asyncio.Future[None] | None = None

@@ -125,7 +125,9 @@ class HttpConnection(web.RequestHandler):
         super().connection_made(transport)
 
     def take_over(self, transport: asyncio.Transport, idle_until_s: float) -> None:
-        """As `connection_made`, for one that has been open: until then it must have a header."""
+        """Begin as `connection_made` does, for a connection that has been open: it must have a
+        header until then.
+        """
         self.connection_made(transport)
         if self._keepalive_handle is not None:
             self._keepalive_handle.cancel()
@@ -183,7 +185,7 @@ class HttpConnection(web.RequestHandler):
         return made
 
     def _prove(self, proof: ServerProof, data: bytes) -> bytes:
-        """What is left of the data when the proof is over."""
+        """Feed the proof; return the data that is left when it is over."""
         if self._taken is None:  # Refused.
             return b""
         try:

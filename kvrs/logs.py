@@ -26,7 +26,7 @@ Row = tuple[float, Mapping[str, Any]]  # Time, s since 1970, and the facts of on
 
 
 class _Formatter(logging.Formatter, ABC):
-    """Of a record with `rows`, a line for each of these."""
+    """Format a record; one with `rows` becomes a line for each of these."""
 
     def __init__(self, facts: Mapping[str, str]) -> None:
         super().__init__()

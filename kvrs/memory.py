@@ -24,12 +24,12 @@ _CACHED = {
 
 
 def free_bytes() -> int:
-    """What the kernel can give to this process without swapping."""
+    """Memory that the kernel can give to this process without swapping."""
     return min(_free_of_machine(), free_in_groups())
 
 
 def free_in_groups(own: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
-    """What the control groups leave to this process; `sys.maxsize` without a limit."""
+    """Memory that the control groups leave to this process; `sys.maxsize` without a limit."""
     return min(
         (_free(folder, version) for folder, version in _folders(own, groups)), default=sys.maxsize
     )

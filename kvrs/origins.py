@@ -14,7 +14,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")
 
 
 def has_origin(url: str) -> bool:
-    """Whether a URL is of http or https and names a host, with a port that can be."""
+    """The URL is of http or https and names a host, with a port that can be."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  # It is parsed when it is read.

@@ -62,7 +62,7 @@ class Pick(StrEnum):
 
 
 class VictimRole(StrEnum):
-    """What can be hit as one process: an instance, by its role, or the agent of a node."""
+    """A process that can be hit: an instance, by its role, or the agent of a node."""
 
     PREFILL = Role.PREFILL.value
     DECODE = Role.DECODE.value
@@ -367,8 +367,8 @@ class FaultSchedule:
         return tuple(self._pending)
 
     def needs_load(self, elapsed_s: float, requests_sent: int) -> bool:
-        """Whether time and request count of any pending fault are reached, so that the load of the
-        instances is needed.
+        """Time and request count of a pending fault are reached, so that the load of the instances
+        is needed.
         """
         return any(_time_has_come(fault.when, elapsed_s, requests_sent) for fault in self._pending)
 

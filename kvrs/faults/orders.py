@@ -11,7 +11,7 @@ from kvrs.ids import NodeId
 
 
 class LinkFault(msgspec.Struct, frozen=True, tag="link"):
-    """What this instance sends to a node is held to a rate for a while; the rate 0 is a cut."""
+    """A limit on what this instance sends to a node, for a while; the rate 0 is a cut."""
 
     node: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e15)]

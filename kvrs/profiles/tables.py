@@ -193,7 +193,7 @@ class PrefillTable:
         return self.covered_from_tokens <= tokens <= self._covered_to_tokens
 
     def covers_extra(self, prefix: int, new: int) -> bool:
-        """Whether `extra` would answer from measurement."""
+        """`extra` would answer from measurement."""
         if self.grid is None:
             return self.covers(prefix + new)
         return new >= self.covered_from_tokens and self.grid.covers(prefix, new)

@@ -125,8 +125,8 @@ def _bucket(
 def _may_feel(
     group: Sequence[StreamRecord], replay_ttft_s: Mapping[int, float], fault_s: float
 ) -> bool:
-    """Whether a bucket can be affected: not if all of its first tokens came before the fault and
-    stood.
+    """A bucket can be affected by the fault. It cannot if all of its first tokens came before the
+    fault and stood.
     """
     ttft_s = [
         (record, replay_ttft_s.get(record.index, metrics.arrival_ttft_s(record)))

@@ -1,5 +1,5 @@
-"""What a client felt, in the field's terms. All from `StreamRecord`s, that is, from times measured
-at the client.
+"""Latencies that a client felt, in the field's terms. All from `StreamRecord`s, that is, from times
+measured at the client.
 
 TTFT: first token minus send; from arrival, first token minus the moment at which the request was
 due, which counts a late client, too. TPOT: mean time per token after the first. TBT: time between
@@ -21,7 +21,7 @@ LATE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must meet, beside being complete, to count for goodput."""
+    """The limits that a request must meet, beside being complete, to count for goodput."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.2

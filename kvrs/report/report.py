@@ -159,7 +159,9 @@ def _json(value: Any) -> str:
 
 
 def _compared(faulted: Sequence[StreamRecord], clean: Sequence[StreamRecord] | None) -> str:
-    """What the oracle can compare: tokens where the endpoint returns token ids, else text only."""
+    """The data that the oracle can compare: tokens where the endpoint returns token ids, else text
+    only.
+    """
     if clean is None:
         return "nothing"
     seen = [record for record in (*faulted, *clean) if record.token_times_s]

@@ -56,14 +56,12 @@ class ChatOutput:
 
     @property
     def characters(self) -> int:
-        """As of `OutputText`."""
+        """Number of characters, as `OutputText` counts them."""
         return self._output.characters
 
     @property
     def called(self) -> bool:
-        """Whether the message has tool calls, so that its finish reason is `tool_calls` rather than
-        `stop`.
-        """
+        """The message has tool calls: its finish reason is `tool_calls` rather than `stop`."""
         return self._splitter.calls > 0
 
     def feed(self, token_id: int) -> TextDelta:
@@ -75,7 +73,7 @@ class ChatOutput:
         return delta.then(self._splitter.finish()).then(TextDelta("", raw.stopped))
 
     def finish(self) -> TextDelta:
-        """What was held back; nothing after a stop string was found."""
+        """Return the text that was held back; nothing after a stop string was found."""
         return self._splitter.feed(self._output.finish().text).then(self._splitter.finish())
 
 
@@ -110,7 +108,7 @@ class ChatSplitter:
         return self._taken()
 
     def finish(self) -> TextDelta:
-        """What was held back."""
+        """Return the text that was held back."""
         match self._mode:
             case _Mode.REASONING:
                 self._add(reasoning=self._take(len(self._held)))
@@ -241,7 +239,7 @@ def _function(body: str) -> tuple[str, str] | None:
 
 
 def _is_text(decoded: str) -> bool:
-    """Whether it can be sent: JSON can name half a surrogate pair, which is no character."""
+    """The string can be sent: JSON can name half a surrogate pair, which is no character."""
     try:
         decoded.encode()
     except UnicodeEncodeError:

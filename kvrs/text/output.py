@@ -30,8 +30,8 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some output ids add to what the client sees. Only a chat has more than `text`, which is
-    its content.
+    """The addition of some output ids to the text that the client sees. Only a chat has more than
+    `text`, which is its content.
     """
 
     text: str
@@ -80,7 +80,7 @@ class OutputText:
         return self._stops.feed(self._characters.feed(token_id))
 
     def finish(self) -> TextDelta:
-        """What was held back; nothing after a stop string was found."""
+        """Return the text that was held back; nothing after a stop string was found."""
         return TextDelta(self._stops.finish(self._characters.finish()))
 
 
