@@ -1,6 +1,7 @@
 """The rules of ARCHITECTURE.md on imports, purity, sizes and names."""
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -295,6 +296,34 @@ def test_a_public_class_name_means_one_thing() -> None:
     twice = {name for name, found in places.items() if len(found) > 1}
 
     assert twice == TWICE
+
+
+# Folders whose docstrings are checked, and words that answer a noun which the reader has to guess.
+WORDED = ("kvrs", "distserve_patches")
+FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, also of those below attributes: a setting's description."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+            case _:
+                pass
+
+
+def test_docstrings_name_what_they_describe() -> None:
+    """A docstring is a noun phrase that names the thing, or has a subject and a verb."""
+    wrong = [
+        f"{module}:{line} {text[:50]!r}"
+        for module, tree in modules().items()
+        if root_of(module) in WORDED
+        for line, text in docstrings(tree)
+        if FRAGMENT.match(text)
+    ]
+
+    assert not wrong, "\n".join(wrong)
 
 
 def test_test_modules_have_names_of_their_own() -> None:
