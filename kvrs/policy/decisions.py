@@ -182,7 +182,7 @@ class Decisions:
             regret_s=real_s + chosen.lookahead_s - best_other_s,
         )
 
-    def promise_broken(self, decision: Decision, lasts_s: float, now_s: float) -> None:
+    def deadline_missed(self, decision: Decision, lasts_s: float, now_s: float) -> None:
         """Learn from a re-forming that is not over when it should be: it takes at least so long."""
         chosen = decision.chosen
         if self._rule.learns and chosen.option is Option.IN_PLACE:

@@ -108,7 +108,7 @@ class _Case:
     broken: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
     # The same of instances that have reported since; the report may have been under way for long.
     doubted: dict[tuple[InstanceId, int], float] = field(default_factory=dict)
-    apart_until_s: float = -inf
+    isolated_until_s: float = -inf
     hit_s: float = -inf  # The last time that an instance died or a connection broke.
     trial: int = 0
     is_in_storm: bool = False  # It waits for its end.
@@ -246,7 +246,7 @@ class IncidentBook:
         case.deaths.append(_Death(loss, broke_s, is_alone, case.trial))
         case.hit_s = now_s
         wait_s = min(FIRST_WAIT_S, self._longest_wait_s) if is_first else self._longest_wait_s
-        case.apart_until_s = now_s + wait_s
+        case.isolated_until_s = now_s + wait_s
 
     def exited(
         self, instance: InstanceId, epoch: int, now_s: float, *, is_external: bool
@@ -325,7 +325,7 @@ class IncidentBook:
         case.doubt_reports(now_s)
         case.broken[instance, epoch] = now_s
         wait_s = min(FIRST_WAIT_S, self._longest_wait_s)
-        case.apart_until_s = max(case.apart_until_s, now_s + wait_s)
+        case.isolated_until_s = max(case.isolated_until_s, now_s + wait_s)
         case.hit_s = now_s
 
     def broke_at(self, stream: StreamId, instance: InstanceId, epoch: int, now_s: float) -> bool:
@@ -391,14 +391,14 @@ class IncidentBook:
             return Verdict(Ruling.WAIT, until_s)
         if case.is_in_storm:  # It is over: the deaths before count as one.
             case.is_in_storm, case.trial = False, case.trial + 1
-            case.apart_until_s = now_s + self._longest_wait_s
-        return Verdict(Ruling.APART, case.apart_until_s)
+            case.isolated_until_s = now_s + self._longest_wait_s
+        return Verdict(Ruling.APART, case.isolated_until_s)
 
     def postpone(self, now_s: float) -> None:
         """The wait to run apart begins now: there was nowhere to run."""
         until_s = now_s + min(FIRST_WAIT_S, self._longest_wait_s)
         for case in self._cases.values():
-            case.apart_until_s = max(case.apart_until_s, until_s)
+            case.isolated_until_s = max(case.isolated_until_s, until_s)
 
     def _is_poison(self, stream: StreamId, case: _Case, now_s: float) -> bool:
         if not case.deaths:

@@ -10,7 +10,7 @@ from kvrs.policy.kv_locations import KvLocations
 from kvrs.policy.model.actions import Plan
 from kvrs.policy.model.cluster_view import ClusterView, Link, Member
 from kvrs.policy.model.lifecycle import MOVES, Stage
-from kvrs.policy.model.streams import AttemptState, Decision, Promise, Stream
+from kvrs.policy.model.streams import AttemptState, Decision, StayDeadline, Stream
 from kvrs.policy.outliers import Outliers
 from kvrs.policy.slots import SlotBook
 from kvrs.policy.timers import Timers
@@ -110,7 +110,7 @@ class Ledger:
         if stream.attempt.number > 1:
             self.kv_locations.resumed(stream)
         stream.attempt.resumed, stream.attempt.decision = True, None
-        stream.attempt.promise = None
+        stream.attempt.stay_deadline = None
 
     def stay(self, stream: Stream, decision: Decision, now_s: float) -> None:
         """The attempt goes on at its instance, which re-forms, as decided now."""
@@ -118,15 +118,15 @@ class Ledger:
         attempt.option, attempt.decision = decision.chosen.option, decision
         attempt.started_s = now_s
 
-    def promise(self, stream: Stream, promise: Promise) -> None:
+    def set_stay_deadline(self, stream: Stream, deadline: StayDeadline) -> None:
         """Until when an attempt that stays is waited for."""
-        stream.attempt.promise = promise
-        self.timers.set(stream.id, promise.until_s)
+        stream.attempt.stay_deadline = deadline
+        self.timers.set(stream.id, deadline.until_s)
 
-    def end_promise(self, stream: Stream) -> None:
+    def clear_stay_deadline(self, stream: Stream) -> None:
         """The instance that the attempt stayed at has done its part."""
         self.timers.clear(stream.id)
-        stream.attempt.promise = None
+        stream.attempt.stay_deadline = None
 
     def wait(self, stream: Stream, now_s: float) -> None:
         """From an attempt or a queue to waiting; the caller has the stream placed."""
@@ -196,7 +196,7 @@ class Ledger:
             quarantine.end(stream)
         self.outliers.left(stream)
         _leave_members(stream)
-        attempt.runs_on = attempt.decision = attempt.promise = None
+        attempt.runs_on = attempt.decision = attempt.stay_deadline = None
         if attempt.decodes_on is not None:
             self.view.count_stream(attempt.decodes_on, -1)
             attempt.decodes_on = None

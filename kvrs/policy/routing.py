@@ -214,7 +214,7 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
     )
 
 
-def apart_for(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
     """The decode instance where a suspected stream can go on apart: one without streams, if there
     is any.
     """
@@ -372,7 +372,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
 
 def _is_free(stream: Stream, *, barred_too: bool) -> bool:
     """Any instance that is clear may get the stream."""
-    return not stream.shunned and not stream.name and (barred_too or not stream.excluded_epochs)
+    return not stream.avoided and not stream.name and (barred_too or not stream.excluded_epochs)
 
 
 def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
@@ -384,7 +384,7 @@ def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: 
     busy_until_s = member.health.busy_until_s
     if busy_until_s is not None and view.now_s < busy_until_s:
         return False
-    if stream.shunned and member.instance.id in stream.shunned:
+    if stream.avoided and member.instance.id in stream.avoided:
         return False
     if member.quarantined_for is not None and keeps_out(view, member, stream):
         return False

@@ -22,7 +22,7 @@ from kvrs.policy.model.lifecycle import Stage
 from kvrs.policy.model.streams import NOWHERE, Decision, Stream
 from kvrs.policy.overload import LoadShedding
 from kvrs.policy.retry_budget import RetryBudget
-from kvrs.policy.routing import PROMPTS_MAX, apart_for, computing_prompts, victim_of
+from kvrs.policy.routing import PROMPTS_MAX, computing_prompts, isolated_target, victim_of
 from kvrs.policy.slots import SHORTEST_WAIT_S
 from kvrs.policy.timers import SLACK_S, is_past
 from kvrs.policy.waits import Waits
@@ -144,7 +144,7 @@ class Starter:
         if suspects:
             ordered = [stream for stream in ordered if not self._incidents.is_suspect(stream.id)]
         for stream in ordered:  # Those that were suspected until now may run anywhere again.
-            stream.shunned = NOWHERE
+            stream.avoided = NOWHERE
         victims = [
             victim_of(self._view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s))
             for stream in ordered
@@ -160,9 +160,9 @@ class Starter:
             self._place(stream, assigned.get(stream.id), limit, now_s, others)
         for stream in suspects:
             self._gathered.pop(stream.id, None)
-            self._place_apart(stream, now_s)
+            self._place_isolated(stream, now_s)
 
-    def _place_apart(self, stream: Stream, now_s: float) -> None:
+    def _place_isolated(self, stream: Stream, now_s: float) -> None:
         """A suspected stream is placed by itself (`quarantine.py`)."""
         quarantine.end(stream)
         verdict = self._incidents.judge(stream.id, now_s)
@@ -172,13 +172,13 @@ class Starter:
         if verdict.ruling is Ruling.WAIT:
             self._await_news(stream, verdict.until_s, now_s)
             return
-        is_apart = not is_past(verdict.until_s, now_s)
+        is_isolated = not is_past(verdict.until_s, now_s)
         occupied = quarantine.occupied(self._view, self._incidents, stream)
-        stream.shunned = occupied if is_apart else NOWHERE
+        stream.avoided = occupied if is_isolated else NOWHERE
         barred_too = is_past(stream.recovery.retry_at_s, now_s)
-        target = apart_for(self._view, stream, barred_too=barred_too)
+        target = isolated_target(self._view, stream, barred_too=barred_too)
         self._place(stream, None if target is None else target.instance.id, 0, now_s)
-        if stream.id not in self._ledger.streams or not is_apart:
+        if stream.id not in self._ledger.streams or not is_isolated:
             return
         if stream.stage is Stage.WAITING:
             quarantine.reserve(self._view, stream, verdict.until_s)
@@ -394,7 +394,7 @@ class Starter:
             self.give_up(stream, Reason.SLO, f"no instance came up in time: {tightest(stream)}")
         else:
             alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
-            if stream.shunned:
+            if stream.avoided:
                 alarms_s.append(now_s + quarantine.LOOK_S)
             members = self._view.members.values()
             if any(quarantine.keeps_out(self._view, member, stream) for member in members):

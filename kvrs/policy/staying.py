@@ -2,7 +2,7 @@
 brings it on sooner.
 
 The instance restores the streams that stay one after another, the most urgent first, so each is
-weighed behind those before it. A promise bounds the wait: when its alarm rings, the stream leaves.
+weighed behind those before it. A deadline bounds the wait: when its alarm rings, the stream leaves.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from kvrs.policy.model.cluster_view import Member
 from kvrs.policy.model.estimates import Option
 from kvrs.policy.model.events import InstanceReformed, InstanceReforming
 from kvrs.policy.model.reforming import PredictedReforming
-from kvrs.policy.model.streams import Decision, Promise, Stream
+from kvrs.policy.model.streams import Decision, StayDeadline, Stream
 from kvrs.policy.options.base import usable_pages
 from kvrs.policy.routing import victim_of
 from kvrs.policy.starter import Starter
 from kvrs.policy.timers import is_past
 
-# A promise may be kept late by half of its length, within these bounds. The longer one is also the
+# A deadline may be kept late by half of its length, within these bounds. The longer one is also the
 # most by which changed predictions of one re-forming extend it: the shortest silence that counts.
 _SHORTEST_GRACE_S = 0.1
 _LONGEST_GRACE_S = 2.0
@@ -89,11 +89,11 @@ class Staying:
             now.ahead_s = before.ahead_s
             if ready_s <= before.ready_s + _STEP_S and now.missing_pages == before.missing_pages:
                 return
-            running = [stream for stream in running if stream.attempt.promise is not None]
+            running = [stream for stream in running if stream.attempt.stay_deadline is not None]
         self._decide(home, running, now_s)
 
     def reformed(self, event: InstanceReformed, now_s: float) -> None:
-        """The instance serves again; the promises to the streams that stay hold."""
+        """The instance serves again; the deadlines of the streams that stay hold."""
         home = self._view.members.get(event.instance)
         if home is None or event.epoch != home.instance.epoch:
             return
@@ -104,37 +104,38 @@ class Staying:
             self._view.update()
             self._starter.place_idle(now_s)
 
-    def is_too_early(self, stream: Stream, now_s: float) -> bool:
+    def is_stale_token(self, stream: Stream, now_s: float) -> bool:
         """The token may predate the re-forming that the stream stays for: then the next one is to
         be reported. One that comes once the instance is predicted to serve is not, even if its
         report is late.
         """
-        promise, home = stream.attempt.promise, stream.attempt.runs_on
-        if promise is None or home is None or home.reforming is None:
+        deadline, home = stream.attempt.stay_deadline, stream.attempt.runs_on
+        if deadline is None or home is None or home.reforming is None:
             return False
         if is_past(home.reforming.ready_s, now_s):
             return False
-        if not is_past(promise.until_s, now_s):
-            self._promise(stream, promise)
+        if not is_past(deadline.until_s, now_s):
+            self._set_deadline(stream, deadline)
         return True
 
-    def promise_over(self, stream: Stream, now_s: float) -> None:
-        """The alarm of a promise: the stream leaves, if there is anywhere to go."""
-        attempt, promise, home = stream.attempt, stream.attempt.promise, stream.attempt.runs_on
-        assert promise is not None, stream
+    def stay_deadline_over(self, stream: Stream, now_s: float) -> None:
+        """The alarm of a deadline: the stream leaves, if there is anywhere to go."""
+        attempt, home = stream.attempt, stream.attempt.runs_on
+        deadline = attempt.stay_deadline
+        assert deadline is not None, stream
         assert home is not None, stream
         if Option.IN_PLACE not in stream.recovery.removed:
             stream.recovery.remove(Option.IN_PLACE)
             if attempt.decision is not None:
-                self._decisions.promise_broken(attempt.decision, now_s - promise.since_s, now_s)
-        must_end_s = promise.latest_s + self._settings.recovery.wait_s
+                self._decisions.deadline_missed(attempt.decision, now_s - deadline.since_s, now_s)
+        must_end_s = deadline.latest_s + self._settings.recovery.wait_s
         if home.reforming is not None and not is_past(must_end_s, now_s):
             self._decisions.begin(now_s)
             target = self._targets(home, [stream], now_s).get(stream.id)
             if self._decisions.stay_or_leave(stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
-                self._promise(stream, replace(promise, until_s=now_s + _LONGEST_GRACE_S))
+                self._set_deadline(stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
                 return
-        lasts_s = now_s - promise.since_s
+        lasts_s = now_s - deadline.since_s
         cause = f"{home.instance.id} was to go on with it, and has not for {lasts_s:.3g} s"
         self._leave(stream, home, cause, now_s)
         self._starter.gather([stream], now_s)
@@ -202,16 +203,18 @@ class Staying:
         """The stream keeps its attempt. What was decided first is what is learned from: a changed
         prediction of the same re-forming only moves the alarm.
         """
-        attempt, chosen, promise = stream.attempt, decision.chosen, stream.attempt.promise
+        attempt, chosen, deadline = stream.attempt, decision.chosen, stream.attempt.stay_deadline
         reforming.ahead_s += chosen.transfer_s + chosen.compute_s
         wait_s = chosen.next_token_s
         until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
-        if promise is not None and promise.number == reforming.number:
-            until_s = max(promise.until_s, min(until_s, promise.latest_s))
-            self._promise(stream, replace(promise, until_s=until_s))
+        if deadline is not None and deadline.number == reforming.number:
+            until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
+            self._set_deadline(stream, replace(deadline, until_s=until_s))
             return
         latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
-        self._promise(stream, Promise(now_s, min(until_s, latest_s), reforming.number, latest_s))
+        self._set_deadline(
+            stream, StayDeadline(now_s, min(until_s, latest_s), reforming.number, latest_s)
+        )
         stream.recovery.note_failure(reforming.cause, chosen.target, now_s)
         self._ledger.stay(stream, decision, now_s)
         self._actions.append(
@@ -227,9 +230,9 @@ class Staying:
             )
         )
 
-    def _promise(self, stream: Stream, promise: Promise) -> None:
-        self._ledger.promise(stream, promise)
-        self._actions.append(Stay(stream.id, stream.attempt.number, promise.until_s))
+    def _set_deadline(self, stream: Stream, deadline: StayDeadline) -> None:
+        self._ledger.set_stay_deadline(stream, deadline)
+        self._actions.append(Stay(stream.id, stream.attempt.number, deadline.until_s))
 
     def _leave(self, stream: Stream, home: Member, cause: str, now_s: float) -> None:
         """End the attempt, which still has its connection; to be moved is not to fail."""

@@ -74,7 +74,7 @@ class Steps:
             Step.FAIL: self._fail,
             Step.DENY: self._deny,
             Step.LOSE: self._lose,
-            Step.STRAND: self._strand,
+            Step.TARGET_LOST: self._target_lost,
             Step.EXPIRE: self._expire,
             Step.END: self._end,
         }
@@ -182,8 +182,8 @@ class Steps:
         where that is sooner (`handoff.py`).
         """
         attempt, view = stream.attempt, self._ledger.view
-        if attempt.promise is not None:
-            self._ledger.end_promise(stream)
+        if attempt.stay_deadline is not None:
+            self._ledger.clear_stay_deadline(stream)
         plan, prefill = attempt.plan, attempt.runs_on
         assert plan is not None, stream
         assert prefill is not None, stream
@@ -217,7 +217,7 @@ class Steps:
 
     def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
         home = stream.attempt.runs_on
-        if self._staying.is_too_early(stream, now_s):
+        if self._staying.is_stale_token(stream, now_s):
             self._ledger.arrived(stream)
             return
         if (settled := self._decisions.settle(stream, now_s)) is not None:
@@ -236,7 +236,7 @@ class Steps:
 
     def _fail(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
         stream.note_tokens(event.produced_tokens)
-        if stream.attempt.promise is not None:
+        if stream.attempt.stay_deadline is not None:
             stream.recovery.remove(stream.attempt.option)
         is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
         member = self._ledger.view.members.get(event.instance)
@@ -276,12 +276,12 @@ class Steps:
             stream.recovery.note_attempt_failed()
         self._starter.end_attempt(stream, event.cause, event.instance, now_s)
 
-    def _strand(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+    def _target_lost(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
         self._ledger.wait(stream, now_s)
 
     def _expire(self, stream: Stream, event: AlarmDue, now_s: float) -> None:
-        if stream.attempt.promise is not None:
-            self._staying.promise_over(stream, now_s)
+        if stream.attempt.stay_deadline is not None:
+            self._staying.stay_deadline_over(stream, now_s)
             return
         stream.recovery.expire_slot(stream.attempt.option)
         stream.recovery.note_attempt_failed()

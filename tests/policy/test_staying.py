@@ -217,7 +217,7 @@ def test_an_earlier_prediction_changes_nothing() -> None:
 
 
 def test_a_second_loss_in_mid_move_is_decided_anew() -> None:
-    """The same attempt, a new promise, one more recovery."""
+    """The same attempt, a new deadline, one more recovery."""
     harness = two_pairs("s")
     harness.handle(reforming("d0", 0.02), at_s=1.0)
 

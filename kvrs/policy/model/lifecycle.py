@@ -56,7 +56,7 @@ class InstanceLeft:
 
 @dataclass(frozen=True, slots=True)
 class AlarmDue:
-    """The stream's timer: gathering, slot lease, wait or promise is over."""
+    """The stream's timer: gathering, slot lease, wait or stay is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Step(Enum):
     FAIL = "fail"
     DENY = "deny"
     LOSE = "lose"
-    STRAND = "strand"
+    TARGET_LOST = "target_lost"
     EXPIRE = "expire"
     END = "end"
 
@@ -115,17 +115,17 @@ _STAGES: tuple[Stage | None, ...] = (None, *Stage)  # None: the stream is not kn
 
 # fmt: off
 _ROWS: dict[type[StreamEvent], tuple[Cell, ...]] = {
-    #               not known    WAITING      QUEUED       PREFILL        DECODE
-    StreamArrived: (Step.ADMIT,  _REPEATED,   _REPEATED,   _REPEATED,     _REPEATED),
-    StreamAdopted: (Step.ADOPT,  _REPEATED,   _REPEATED,   _REPEATED,     _REPEATED),
-    PrefillDone:   (_LATE,       _LATE,       _LATE,       Step.HAND_OFF, Step.NOTE_PREFILL),
-    StreamResumed: (_LATE,       _LATE,       _LATE,       _EARLY,        Step.RESUME),
-    AttemptFailed: (_LATE,       Step.NOTE,   Step.NOTE,   Step.FAIL,     Step.FAIL),
-    SlotDenied:    (_LATE,       _LATE,       _LATE,       _EARLY,        Step.DENY),
-    StreamEnded:   (_LATE,       Step.END,    Step.END,    Step.END,      Step.END),
-    InstanceLeft:  (_NEVER,      _NEVER,      Step.STRAND, Step.LOSE,     Step.LOSE),
-    AlarmDue:      (_NEVER,      Step.PLACE,  Step.PLACE,  Step.EXPIRE,   Step.EXPIRE),
-    SlotFree:      (_NEVER,      _NEVER,      Step.PLACE,  _NEVER,        _NEVER),
+    #               not known    WAITING      QUEUED            PREFILL        DECODE
+    StreamArrived: (Step.ADMIT,  _REPEATED,   _REPEATED,        _REPEATED,     _REPEATED),
+    StreamAdopted: (Step.ADOPT,  _REPEATED,   _REPEATED,        _REPEATED,     _REPEATED),
+    PrefillDone:   (_LATE,       _LATE,       _LATE,            Step.HAND_OFF, Step.NOTE_PREFILL),
+    StreamResumed: (_LATE,       _LATE,       _LATE,            _EARLY,        Step.RESUME),
+    AttemptFailed: (_LATE,       Step.NOTE,   Step.NOTE,        Step.FAIL,     Step.FAIL),
+    SlotDenied:    (_LATE,       _LATE,       _LATE,            _EARLY,        Step.DENY),
+    StreamEnded:   (_LATE,       Step.END,    Step.END,         Step.END,      Step.END),
+    InstanceLeft:  (_NEVER,      _NEVER,      Step.TARGET_LOST, Step.LOSE,     Step.LOSE),
+    AlarmDue:      (_NEVER,      Step.PLACE,  Step.PLACE,       Step.EXPIRE,   Step.EXPIRE),
+    SlotFree:      (_NEVER,      _NEVER,      Step.PLACE,       _NEVER,        _NEVER),
 }
 
 _W, _Q, _P, _D = Stage.WAITING, Stage.QUEUED, Stage.PREFILL, Stage.DECODE
@@ -133,16 +133,16 @@ _W, _Q, _P, _D = Stage.WAITING, Stage.QUEUED, Stage.PREFILL, Stage.DECODE
 # The stages that a step may lead to; None: the stream is forgotten. A step that is not listed
 # changes no stage.
 LEADS_TO: Mapping[Step, frozenset[Stage | None]] = {
-    Step.ADMIT:    frozenset({_W}),
-    Step.ADOPT:    frozenset({_W}),
-    Step.PLACE:    frozenset({_W, _Q, _P, _D, None}),
-    Step.HAND_OFF: frozenset({_W, _D}),
-    Step.FAIL:     frozenset({_W, None}),
-    Step.DENY:     frozenset({_Q}),
-    Step.LOSE:     frozenset({_W}),
-    Step.STRAND:   frozenset({_W}),
-    Step.EXPIRE:   frozenset({_W}),
-    Step.END:      frozenset({None}),
+    Step.ADMIT:       frozenset({_W}),
+    Step.ADOPT:       frozenset({_W}),
+    Step.PLACE:       frozenset({_W, _Q, _P, _D, None}),
+    Step.HAND_OFF:    frozenset({_W, _D}),
+    Step.FAIL:        frozenset({_W, None}),
+    Step.DENY:        frozenset({_Q}),
+    Step.LOSE:        frozenset({_W}),
+    Step.TARGET_LOST: frozenset({_W}),
+    Step.EXPIRE:      frozenset({_W}),
+    Step.END:         frozenset({None}),
 }
 # fmt: on
 

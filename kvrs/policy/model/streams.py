@@ -66,7 +66,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class StayDeadline:
     """By when the instance of an attempt, which re-forms, is to bring the stream's next token."""
 
     since_s: float
@@ -89,7 +89,7 @@ class AttemptState:
     decodes_on: Member | None = None
     booked_on: Member | None = None
     booked_s: float = 0.0
-    promise: Promise | None = None  # While it stays at an instance that re-forms.
+    stay_deadline: StayDeadline | None = None  # While it stays at an instance that re-forms.
     # Of a stream that flowed, where nothing else was left than an instance kept for a suspected
     # one: if that dies, this attempt is no suspect.
     is_guest: bool = False
@@ -207,7 +207,7 @@ class Stream:
     # Epochs of instances that failed this stream.
     excluded_epochs: Mapping[InstanceId, int] = field(default_factory=lambda: NO_EPOCHS)
     # Instances where it would not be apart, while it is to be.
-    shunned: frozenset[str] = NOWHERE
+    avoided: frozenset[str] = NOWHERE
     # Instances that are kept from other streams for it (`quarantine.py`).
     reserved: tuple[Member, ...] = ()
     # Instances that refused it, as long as no other one has accepted it.
@@ -285,5 +285,5 @@ class Stream:
         """A token has reached the client: the recovery is over."""
         self.first_token_sent = True
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
-        self.shunned = NOWHERE
+        self.avoided = NOWHERE
         self.recovery = RecoveryState()

@@ -49,11 +49,11 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
     attempt = stream.attempt
     if attempt.decision is None:
         return 0.0
-    chosen, promise = attempt.decision.chosen, attempt.promise
+    chosen, deadline = attempt.decision.chosen, attempt.stay_deadline
     left_s = max(0.0, chosen.next_token_s - (now_s - attempt.started_s))
     if chosen.option is not _IN_PLACE:
         return left_s
-    if promise is not None and promise.number == reforming.number:
+    if deadline is not None and deadline.number == reforming.number:
         return chosen.compute_s  # The same re-forming, which says anew what else it takes.
     # It stayed already, and waits for what it lost then, behind streams that are counted before it.
     return min(left_s, chosen.transfer_s + chosen.compute_s)
