@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import FenceRequest, SlotAsked
+from kvrs.protocol.instance import FenceRequest, SlotRequest
 from kvrs.proving import Keys, ProvingConnector
 from kvrs.tls import Certificates
 
@@ -33,7 +33,7 @@ class FenceSender:
         self._urls = dict(urls)
         self._keys = dict(keys)
         self._tls = tls
-        self._waiting: asyncio.Queue[dict[InstanceId, list[SlotAsked]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[dict[InstanceId, list[SlotRequest]]] = asyncio.Queue()
 
     @property
     def targets(self) -> KeysView[InstanceId]:
@@ -44,8 +44,8 @@ class FenceSender:
         self._urls.update(urls)
         self._keys.update(keys)
 
-    def end(self, transfers: Iterable[SlotAsked]) -> None:
-        by_target: defaultdict[InstanceId, list[SlotAsked]] = defaultdict(list)
+    def end(self, transfers: Iterable[SlotRequest]) -> None:
+        by_target: defaultdict[InstanceId, list[SlotRequest]] = defaultdict(list)
         for each in transfers:
             by_target[each.target].append(each)
         if by_target:
@@ -65,7 +65,7 @@ class FenceSender:
                     group.create_task(self._send(session, target, transfers))
 
     async def _send(
-        self, session: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotAsked]
+        self, session: aiohttp.ClientSession, target: InstanceId, transfers: list[SlotRequest]
     ) -> None:
         request = FenceRequest(
             {each.stream: each.attempt + 1 for each in transfers},

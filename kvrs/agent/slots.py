@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotCounts, SlotUpdate
+from kvrs.protocol.instance import Slot, SlotAnswer, SlotCounts, SlotRequest, SlotUpdate
 
 SHORTEST_WAIT_S = 0.05  # Least wait of a denial, also if a transfer is overdue.
 QUEUE_TIMEOUT_S = 1.0  # An attempt that asks later than this has lost its place in the queue.
@@ -38,13 +38,13 @@ _GRACE_S = 2.0
 Number = tuple[int, int]  # (owner_epoch, attempt)
 
 
-def number_of(asked: SlotAsked) -> Number:
+def number_of(asked: SlotRequest) -> Number:
     return asked.owner_epoch, asked.attempt
 
 
 @dataclass(slots=True)
 class _Lease:
-    asked: SlotAsked
+    asked: SlotRequest
     owner: str
     token: int
     since_s: float
@@ -80,7 +80,7 @@ class SlotTable:
         self._queued: dict[StreamId, InstanceId] = {}
         # The last attempt of each stream that has ended, and until when it is kept.
         self._ended: OrderedDict[StreamId, tuple[Number, float]] = OrderedDict()
-        self._superseded: list[SlotAsked] = []  # Transfers of former owners, to be fenced.
+        self._superseded: list[SlotRequest] = []  # Transfers of former owners, to be fenced.
         self._checked_s: float | None = None
 
     def apply(self, update: SlotUpdate, now_s: float) -> SlotAnswer:
@@ -95,7 +95,7 @@ class SlotTable:
             [self.acquire(owner, asked, lease_s, now_s) for asked in update.acquire], lost
         )
 
-    def acquire(self, owner: str, asked: SlotAsked, lease_s: float, now_s: float) -> Slot:
+    def acquire(self, owner: str, asked: SlotRequest, lease_s: float, now_s: float) -> Slot:
         """Grant a lease, or return token 0 and the expected wait. Ends a lease of an earlier
         attempt at the stream.
         """
@@ -123,7 +123,7 @@ class SlotTable:
             return self._deny(asked, target, len(ahead), now_s)
         return Slot(self._grant(owner, asked, target, now_s, now_s + lease_s))
 
-    def renew(self, owner: str, asked: SlotAsked, lease_s: float, now_s: float) -> bool:
+    def renew(self, owner: str, asked: SlotRequest, lease_s: float, now_s: float) -> bool:
         """Prolong a lease; False: the transfer has none. An unknown one is granted if there is
         room: its lease comes from an earlier process.
         """
@@ -139,7 +139,7 @@ class SlotTable:
         self._grant(owner, asked, target, now_s, now_s + lease_s)
         return True
 
-    def release(self, owner: str, asked: SlotAsked, now_s: float) -> None:
+    def release(self, owner: str, asked: SlotRequest, now_s: float) -> None:
         """End the lease of an attempt, or keep it from getting one: its request may arrive later
         than this.
         """
@@ -155,7 +155,7 @@ class SlotTable:
         if lease is None or lease.owner == owner:
             self._leave_queue(asked.stream)
 
-    def expire(self, now_s: float) -> list[SlotAsked]:
+    def expire(self, now_s: float) -> list[SlotRequest]:
         """End the leases that were not renewed. Return them, and those that another owner has
         replaced: their transfers have to be fenced.
         """
@@ -211,7 +211,7 @@ class SlotTable:
         return None if name is None else self._targets[name].held[stream]
 
     def _grant(
-        self, owner: str, asked: SlotAsked, target: _Target, now_s: float, until_s: float
+        self, owner: str, asked: SlotRequest, target: _Target, now_s: float, until_s: float
     ) -> int:
         self._leave_queue(asked.stream)
         token, self._next_token = self._next_token, self._next_token + 1
@@ -221,7 +221,7 @@ class SlotTable:
         target.peak = max(target.peak, len(target.held))
         return token
 
-    def _deny(self, asked: SlotAsked, target: _Target, ahead: int, now_s: float) -> Slot:
+    def _deny(self, asked: SlotRequest, target: _Target, ahead: int, now_s: float) -> Slot:
         wait_s = self._expected_wait_s(target, ahead, now_s)
         target.denied += 1
         entry = target.queue.get(asked.stream)
@@ -255,11 +255,11 @@ class SlotTable:
         del self._leased[lease.asked.stream]
         self._remember(lease.asked, now_s)
 
-    def _remember(self, asked: SlotAsked, now_s: float) -> None:
+    def _remember(self, asked: SlotRequest, now_s: float) -> None:
         number, _ = self._ended.pop(asked.stream, ((0, 0), 0.0))
         self._ended[asked.stream] = max(number, number_of(asked)), now_s + ENDED_KEEP_S
 
-    def _has_ended(self, asked: SlotAsked) -> bool:
+    def _has_ended(self, asked: SlotRequest) -> bool:
         known = self._ended.get(asked.stream)
         return known is not None and number_of(asked) <= known[0]
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from kvrs.config.file import Config
 from kvrs.control.fleet import Agents, Health, Instances
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, SlotUpdate
 
 LEASE_S = 10.0  # After a proxy's death, its slots are free for others within this time.
 ANSWER_TIMEOUT_S = 0.25  # A recovery does not wait longer for an agent that hangs.
@@ -44,8 +44,8 @@ class Denied:
 class _Outbox:
     """Slot requests in the next message to one agent."""
 
-    release: list[SlotAsked] = field(default_factory=list)
-    acquire: list[SlotAsked] = field(default_factory=list)
+    release: list[SlotRequest] = field(default_factory=list)
+    acquire: list[SlotRequest] = field(default_factory=list)
 
 
 def slot_share(config: Config) -> int:
@@ -75,9 +75,9 @@ class Slots:
         self.tick_s = min(RENEW_TICK_S, self._lease_s / 3)
         self._count = count
         self.reload(share)
-        self._local: dict[StreamId, SlotAsked] = {}
+        self._local: dict[StreamId, SlotRequest] = {}
         # Whatever an agent may have granted, whether or not its answer came.
-        self._held: dict[StreamId, tuple[InstanceId, SlotAsked]] = {}
+        self._held: dict[StreamId, tuple[InstanceId, SlotRequest]] = {}
         self._outboxes: dict[InstanceId, _Outbox] = {}
         self._cooling_until_s: dict[InstanceId, float] = {}
         self._met: dict[InstanceId, AgentInfo] = {}
@@ -87,7 +87,7 @@ class Slots:
         """Change the share of `__init__`."""
         self._share = max(1, share)
 
-    def request(self, asked: SlotAsked, now_s: float) -> Granted | Denied | InstanceId:
+    def request(self, asked: SlotRequest, now_s: float) -> Granted | Denied | InstanceId:
         """Return the outcome, or the agent whose outbox now has the request: `answered` follows."""
         agent = self._agents.on_node(self._instances.known[asked.target].node)
         if agent is None:
@@ -100,7 +100,7 @@ class Slots:
         return agent.id
 
     def answered(
-        self, asked: SlotAsked, agent: InstanceId, slot: Slot | None, now_s: float
+        self, asked: SlotRequest, agent: InstanceId, slot: Slot | None, now_s: float
     ) -> Granted | Denied:
         """Apply the agent's answer; None: it has not answered within ANSWER_TIMEOUT_S."""
         if slot is None:
@@ -113,7 +113,7 @@ class Slots:
         self._count(SlotOutcome.GRANTED)
         return Granted(slot.token)
 
-    def _grant_locally(self, asked: SlotAsked) -> Granted | Denied:
+    def _grant_locally(self, asked: SlotRequest) -> Granted | Denied:
         others = sum(
             each.target == asked.target and each.stream != asked.stream
             for each in self._local.values()

@@ -343,7 +343,7 @@ class ExitReport(msgspec.Struct, frozen=True):
 # concurrent recovery transfers (`POST /kvrs/v1/slots`).
 
 
-class SlotAsked(msgspec.Struct, frozen=True):
+class SlotRequest(msgspec.Struct, frozen=True):
     """The attempt for which a slot is requested, renewed or released."""
 
     target: InstanceId
@@ -359,9 +359,9 @@ class SlotUpdate(msgspec.Struct):
 
     owner: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]  # One run of one proxy.
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
-    release: list[SlotAsked] = []
-    renew: list[SlotAsked] = []
-    acquire: list[SlotAsked] = []
+    release: list[SlotRequest] = []
+    renew: list[SlotRequest] = []
+    acquire: list[SlotRequest] = []
 
 
 class Slot(msgspec.Struct, frozen=True):

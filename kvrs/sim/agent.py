@@ -6,7 +6,7 @@ from functools import partial
 
 from kvrs.agent.slots import SlotTable
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.sim.process import require
@@ -37,7 +37,7 @@ class SimAgent(SimHolder):
         self.book = CheckpointBook(0)
         self.slots = SlotTable(site.config.policy.slots_max)
         self._connections = 0  # That read or write pages.
-        self.slot_ended: Callable[[SlotAsked], None] = lambda asked: None  # Without its proxy.
+        self.slot_ended: Callable[[SlotRequest], None] = lambda asked: None  # Without its proxy.
 
     def start(self) -> None:
         super().start()

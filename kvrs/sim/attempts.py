@@ -14,7 +14,7 @@ from kvrs.policy.model.events import (
     StreamEnded,
     StreamResumed,
 )
-from kvrs.protocol.instance import SlotAsked
+from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import SimCall, token_at
@@ -115,7 +115,7 @@ class SimAttempt:
         self._attempt = live.journal.attempt
         self._plan = plan
         self._connection: Connection | None = None
-        self._slot: SlotAsked | None = None
+        self._slot: SlotRequest | None = None
         self._is_open = True
         self._has_resumed = False
         self._is_expected = False
@@ -167,7 +167,7 @@ class SimAttempt:
                 now_s = self.host.now_s
                 self._control.slot_denied(live, self._attempt, plan.decode, wait_s, now_s)
 
-        self._slot = SlotAsked(plan.decode, live.id, self._attempt, live.journal.owner_epoch)
+        self._slot = SlotRequest(plan.decode, live.id, self._attempt, live.journal.owner_epoch)
         self.host.slots.acquire(self._slot, granted, denied)
 
     def _call(

@@ -53,7 +53,7 @@ from kvrs.policy.model.events import (
 )
 from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.policy.timers import SLACK_S
-from kvrs.protocol.instance import SlotAsked
+from kvrs.protocol.instance import SlotRequest
 from kvrs.sim.process import require
 from kvrs.sim.streams import SimStream
 
@@ -63,9 +63,9 @@ class Grants:
 
     def __init__(self, slots_max: int) -> None:
         self._slots_max = slots_max
-        self._granted: dict[SlotAsked, tuple[str, int]] = {}  # To which proxy, by which process.
+        self._granted: dict[SlotRequest, tuple[str, int]] = {}  # To which proxy, by which process.
 
-    def granted(self, proxy: str, asked: SlotAsked, process: int) -> None:
+    def granted(self, proxy: str, asked: SlotRequest, process: int) -> None:
         # One at most of a stream: the agent fences what its new attempt replaces.
         self._granted = {
             each: granted
@@ -83,7 +83,7 @@ class Grants:
             f"{used} transfers into {asked.target} have a slot of its agent, of {most}",
         )
 
-    def released(self, asked: SlotAsked) -> None:
+    def released(self, asked: SlotRequest) -> None:
         self._granted.pop(asked, None)
 
     def proxy_died(self, proxy: str) -> None:

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from kvrs.control.slots import ANSWER_TIMEOUT_S, Denied, Granted, Slots
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.invariants import Grants
 from kvrs.sim.process import Step
@@ -31,12 +31,12 @@ class SlotMessages:
         self._grants = grants
         self._rng = rng
         self._after = after
-        self._asking: dict[SlotAsked, Callable[[Slot | None], None]] = {}
-        self._wanted: set[SlotAsked] = set()  # Asked for, and not released.
+        self._asking: dict[SlotRequest, Callable[[Slot | None], None]] = {}
+        self._wanted: set[SlotRequest] = set()  # Asked for, and not released.
         self._posting: set[InstanceId] = set()
 
     def acquire(
-        self, asked: SlotAsked, granted: Callable[[int], None], denied: Callable[[float], None]
+        self, asked: SlotRequest, granted: Callable[[int], None], denied: Callable[[float], None]
     ) -> None:
         """One of the two is called."""
         self._wanted.add(asked)
@@ -59,7 +59,7 @@ class SlotMessages:
         self._post()
         self._after(ANSWER_TIMEOUT_S, lambda: answer(None))
 
-    def release(self, asked: SlotAsked) -> None:
+    def release(self, asked: SlotRequest) -> None:
         self._wanted.discard(asked)
         self._grants.released(asked)
         self._slots.release(asked.stream, asked.owner_epoch, asked.attempt)

@@ -18,8 +18,8 @@ from kvrs.protocol.instance import (
     FenceRequest,
     Slot,
     SlotAnswer,
-    SlotAsked,
     SlotCounts,
+    SlotRequest,
     SlotUpdate,
 )
 from kvrs.protocol.secrets import Door, door_keys
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.network
 E0 = InstanceId("e0")
 
 
-def asked(stream: str, attempt: int = 2, owner_epoch: int = 0) -> SlotAsked:
-    return SlotAsked(E0, StreamId(stream), attempt, owner_epoch)
+def asked(stream: str, attempt: int = 2, owner_epoch: int = 0) -> SlotRequest:
+    return SlotRequest(E0, StreamId(stream), attempt, owner_epoch)
 
 
 def with_slots(base: Path, slots_max: int = 2) -> dict[str, Any]:
@@ -146,7 +146,7 @@ async def test_an_agent_ends_while_an_instance_does_not_answer(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (SlotUpdate("a", 30.0, acquire=[SlotAsked(InstanceId("e9"), StreamId("s"), 1)]), "e0"),
+        (SlotUpdate("a", 30.0, acquire=[SlotRequest(InstanceId("e9"), StreamId("s"), 1)]), "e0"),
         (SlotUpdate("a", 0.0), "lease_s"),
         (SlotUpdate("", 1.0), "owner"),
     ],

@@ -2,15 +2,17 @@
 
 from kvrs.agent.slots import QUEUE_TIMEOUT_S, SHORTEST_WAIT_S, SlotTable
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Slot, SlotAsked
+from kvrs.protocol.instance import Slot, SlotRequest
 
 D, D1 = InstanceId("d"), InstanceId("d1")
 A, B = "proxy a", "proxy b"
 LEASE_S = 10.0
 
 
-def asked(stream: str, attempt: int = 1, target: InstanceId = D, owner_epoch: int = 0) -> SlotAsked:
-    return SlotAsked(target, StreamId(stream), attempt, owner_epoch)
+def asked(
+    stream: str, attempt: int = 1, target: InstanceId = D, owner_epoch: int = 0
+) -> SlotRequest:
+    return SlotRequest(target, StreamId(stream), attempt, owner_epoch)
 
 
 class TableAndClock:
@@ -20,27 +22,27 @@ class TableAndClock:
         self.table = SlotTable(slots_max)
         self.now_s = 0.0
 
-    def ask(self, owner: str, wanted: SlotAsked, at_s: float | None = None) -> Slot:
+    def ask(self, owner: str, wanted: SlotRequest, at_s: float | None = None) -> Slot:
         self.now_s = self.now_s if at_s is None else at_s
         slot = self.table.acquire(owner, wanted, LEASE_S, self.now_s)
         self.table.check()
         return slot
 
-    def has(self, owner: str, wanted: SlotAsked, at_s: float | None = None) -> bool:
+    def has(self, owner: str, wanted: SlotRequest, at_s: float | None = None) -> bool:
         return self.ask(owner, wanted, at_s).token > 0
 
-    def release(self, owner: str, wanted: SlotAsked, at_s: float | None = None) -> None:
+    def release(self, owner: str, wanted: SlotRequest, at_s: float | None = None) -> None:
         self.now_s = self.now_s if at_s is None else at_s
         self.table.release(owner, wanted, self.now_s)
         self.table.check()
 
-    def renew(self, owner: str, wanted: SlotAsked, at_s: float | None = None) -> bool:
+    def renew(self, owner: str, wanted: SlotRequest, at_s: float | None = None) -> bool:
         self.now_s = self.now_s if at_s is None else at_s
         kept = self.table.renew(owner, wanted, LEASE_S, self.now_s)
         self.table.check()
         return kept
 
-    def pass_time(self, until_s: float) -> list[SlotAsked]:
+    def pass_time(self, until_s: float) -> list[SlotRequest]:
         """In small steps, as an agent that runs calls its table."""
         ended = []
         while self.now_s < until_s:

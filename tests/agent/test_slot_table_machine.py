@@ -6,14 +6,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvrs.agent.slots import SHORTEST_WAIT_S, SlotTable
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import SlotAsked
+from kvrs.protocol.instance import SlotRequest
 
 TARGETS = [InstanceId("d0"), InstanceId("d1")]
 STREAMS = [StreamId(name) for name in "stuvw"]
 OWNERS = ["a", "b"]
 
 messages = st.builds(
-    SlotAsked,
+    SlotRequest,
     st.sampled_from(TARGETS),
     st.sampled_from(STREAMS),
     st.integers(1, 4),
@@ -22,7 +22,7 @@ messages = st.builds(
 owners = st.sampled_from(OWNERS)
 leases = st.sampled_from([0.5, 3.0, 10.0])
 
-Lease = tuple[SlotAsked, str, int, float]  # With the token, and until when.
+Lease = tuple[SlotRequest, str, int, float]  # With the token, and until when.
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -31,7 +31,7 @@ class TableMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.leases: dict[StreamId, Lease] = {}
         self.over: dict[StreamId, tuple[int, int]] = {}
-        self.to_end: list[SlotAsked] = []
+        self.to_end: list[SlotRequest] = []
         self.last_token = 0
 
     @initialize(slots_max=st.integers(1, 3))
@@ -39,10 +39,10 @@ class TableMachine(RuleBasedStateMachine):
         self.slots_max = slots_max
         self.table = SlotTable(slots_max)
 
-    def number(self, asked: SlotAsked) -> tuple[int, int]:
+    def number(self, asked: SlotRequest) -> tuple[int, int]:
         return asked.owner_epoch, asked.attempt
 
-    def is_over(self, asked: SlotAsked) -> bool:
+    def is_over(self, asked: SlotRequest) -> bool:
         return self.number(asked) <= self.over.get(asked.stream, (0, 0))
 
     def end(self, stream: StreamId, number: tuple[int, int]) -> None:
@@ -52,7 +52,7 @@ class TableMachine(RuleBasedStateMachine):
         return sum(asked.target == target for asked, *_ in self.leases.values())
 
     @rule(owner=owners, asked=messages, lease_s=leases)
-    def acquire(self, owner: str, asked: SlotAsked, lease_s: float) -> None:
+    def acquire(self, owner: str, asked: SlotRequest, lease_s: float) -> None:
         slot = self.table.acquire(owner, asked, lease_s, self.now_s)
 
         known = self.leases.get(asked.stream)
@@ -83,7 +83,7 @@ class TableMachine(RuleBasedStateMachine):
             )
 
     @rule(owner=owners, asked=messages, lease_s=leases)
-    def renew(self, owner: str, asked: SlotAsked, lease_s: float) -> None:
+    def renew(self, owner: str, asked: SlotRequest, lease_s: float) -> None:
         kept = self.table.renew(owner, asked, lease_s, self.now_s)
 
         known = self.leases.get(asked.stream)
@@ -100,7 +100,7 @@ class TableMachine(RuleBasedStateMachine):
             assert self.is_over(asked) or self.held(asked.target) == self.slots_max
 
     @rule(owner=owners, asked=messages)
-    def release(self, owner: str, asked: SlotAsked) -> None:
+    def release(self, owner: str, asked: SlotRequest) -> None:
         self.table.release(owner, asked, self.now_s)
 
         known = self.leases.get(asked.stream)
@@ -161,11 +161,11 @@ class TableMachine(RuleBasedStateMachine):
         for number in range(200):
             self.now_s += 1.0
             self.table.expire(self.now_s)
-            newcomer = SlotAsked(TARGETS[0], StreamId(f"newcomer {number}"), 1)
+            newcomer = SlotRequest(TARGETS[0], StreamId(f"newcomer {number}"), 1)
             if number % 2:
                 self.table.acquire("c", newcomer, 1.0, self.now_s)
             slot = self.table.acquire(
-                "b", SlotAsked(TARGETS[0], StreamId("patient"), 1 + number), 1.0, self.now_s
+                "b", SlotRequest(TARGETS[0], StreamId("patient"), 1 + number), 1.0, self.now_s
             )
             if slot.token:
                 return

@@ -13,7 +13,7 @@ from kvrs.control.slots import (
     Slots,
 )
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 
 AGENT, D1 = InstanceId("agent-n1"), InstanceId("d1")
 
@@ -27,8 +27,8 @@ def make_slots(share: int = 2, health: Health = Health.UP) -> tuple[Slots, list[
     return Slots("me", agents, instances, 9.0, share, counted.append), counted
 
 
-def asked(name: str, attempt: int = 1) -> SlotAsked:
-    return SlotAsked(D1, StreamId(name), attempt)
+def asked(name: str, attempt: int = 1) -> SlotRequest:
+    return SlotRequest(D1, StreamId(name), attempt)
 
 
 def test_all_requests_of_one_turn_go_in_one_message_behind_the_releases() -> None:

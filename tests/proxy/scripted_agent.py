@@ -16,7 +16,7 @@ from kvrs.protocol.instance import (
     LeaseUpdate,
     Slot,
     SlotAnswer,
-    SlotAsked,
+    SlotRequest,
     SlotUpdate,
 )
 from tests.proxy.scripted_server import ScriptedServer
@@ -112,7 +112,7 @@ class ScriptedAgent(ScriptedServer):
             body=msgspec.json.encode(SlotAnswer(acquired, lost)), content_type="application/json"
         )
 
-    def _slot(self, asked: SlotAsked) -> Slot:
+    def _slot(self, asked: SlotRequest) -> Slot:
         if self.slots_free <= 0:
             return Slot(0, self.slot_wait_s)
         self.slots_free -= 1

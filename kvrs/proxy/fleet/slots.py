@@ -8,7 +8,7 @@ from typing import Any
 from kvrs.control.slots import ANSWER_TIMEOUT_S, Denied, Slots
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Slot, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import Slot, SlotRequest, SlotUpdate
 from kvrs.proxy.backends.agent import AgentBackend
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class SlotSender:
     def __init__(self, slots: Slots, backends: Mapping[InstanceId, AgentBackend]) -> None:
         self._slots = slots
         self._backends = backends
-        self._waiting: dict[SlotAsked, asyncio.Future[Slot | None]] = {}
+        self._waiting: dict[SlotRequest, asyncio.Future[Slot | None]] = {}
         self._posting: set[InstanceId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -42,7 +42,7 @@ class SlotSender:
             SlotDeniedError: none is left, or this proxy has its share of them and no agent answers.
         """
         loop = asyncio.get_running_loop()
-        asked = SlotAsked(target, stream, attempt, owner_epoch)
+        asked = SlotRequest(target, stream, attempt, owner_epoch)
         outcome = self._slots.request(asked, loop.time())
         if isinstance(outcome, str):
             answered = self._waiting[asked] = loop.create_future()

@@ -13,7 +13,7 @@ from kvrs.control import slots
 from kvrs.control.fleet import Agents, Health
 from kvrs.control.slots import Slots
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import Slot, SlotAnswer, SlotAsked, SlotUpdate
+from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.proxy.fleet import slots as sender
 from kvrs.proxy.fleet.slots import SlotSender
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -319,7 +319,7 @@ async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
     asking.release(StreamId("s"), 0, 2)
     await asking.close()
 
-    assert told[-1].release == told[0].acquire == [SlotAsked(InstanceId("d1"), StreamId("s"), 2)]
+    assert told[-1].release == told[0].acquire == [SlotRequest(InstanceId("d1"), StreamId("s"), 2)]
 
 
 async def test_a_proxy_ends_though_an_agent_hangs(build: ProxyClusterBuilder) -> None:
