@@ -29,7 +29,7 @@ _MOST_HEAD_BYTES = 8 << 10
 _MOST_HEADERS = 64
 _GATHERING_S = 0.2  # For the rest of a body, of which parts have come.
 _MOST_GATHERED_BYTES = 16 << 20  # Of all connections.
-_MOST_BEHIND_BYTES = 64 << 10  # Of requests behind the one that is served.
+_MAX_PIPELINED_BYTES = 64 << 10  # Of requests behind the one that is served.
 
 _REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
 # To the end of its line: a value with a control character is for the full parser.
@@ -477,7 +477,7 @@ class DirectConnection(asyncio.Protocol):
 
     def _keep_for_later(self, data: bytes) -> None:
         self._behind += data
-        if len(self._behind) > _MOST_BEHIND_BYTES and not self._is_paused:
+        if len(self._behind) > _MAX_PIPELINED_BYTES and not self._is_paused:
             assert self.transport is not None
             self._is_paused = True
             self.transport.pause_reading()

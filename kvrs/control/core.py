@@ -402,7 +402,7 @@ class Control(Generic[S]):
             for live in running:
                 if live.stays_until_s > -inf and live.instance == known.id:
                     self._perform(ExpectToken(live))
-        if self._loads.is_news(known.id, report, waiting=self.policy.has_waiting):
+        if self._loads.changes_decision(known.id, report, waiting=self.policy.has_waiting):
             streams = self._loads.streams_of(report)
             self.tell(LoadReported(known.id, report.queue_delay_s, streams), now_s)
         for link in report.links:

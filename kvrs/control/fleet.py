@@ -86,7 +86,7 @@ class KnownInstance:
         """The process ran on while it was taken for lost."""
         return self.lost is not None and info.pid == self.lost.pid and _can_fence(info)
 
-    def must_run_dry(self, info: InstanceInfo) -> bool:
+    def must_drain_before_use(self, info: InstanceInfo) -> bool:
         """The process is used again only when nothing runs on it: it was lost, runs on, and cannot
         be fenced.
 

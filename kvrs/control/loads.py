@@ -25,7 +25,7 @@ class LoadSteps:
         """Streams that the instance runs or queues, of all proxies; 0: this one is alone."""
         return report.queued + report.running if self._has_peers else 0
 
-    def is_news(self, instance: InstanceId, report: LoadReport, *, waiting: bool) -> bool:
+    def changes_decision(self, instance: InstanceId, report: LoadReport, *, waiting: bool) -> bool:
         """The report has to be passed to the policy. While streams wait for a place every report is
         a sign of life, after which they may find one.
         """

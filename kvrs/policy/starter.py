@@ -30,7 +30,7 @@ from kvrs.policy.waits import Waits
 # Streams that wait for the same busy instance come to it within this time.
 _TRY_JITTER_S = 0.2
 # How often a stream that has not begun asks for a token that others do not need, with jitter.
-_SPARE_LOOK_S = 0.25
+_RETRY_TOKEN_POLL_S = 0.25
 # The same for one that a suspected stream keeps out.
 _KEPT_OUT_LOOK_S = 0.1
 # The same for one that waits for news of deaths.
@@ -331,7 +331,9 @@ class Starter:
             message = f"too many retries at a time; the stream waits for {wait_s:g} s at most"
             self.give_up(stream, Reason.BUSY, message)
         else:
-            self._timers.set(stream.id, now_s + _SPARE_LOOK_S * (1 + fraction(stream.id, now_s)))
+            self._timers.set(
+                stream.id, now_s + _RETRY_TOKEN_POLL_S * (1 + fraction(stream.id, now_s))
+            )
 
     def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
         prefill = None if plan.prefill is None else self._view.members[plan.prefill]

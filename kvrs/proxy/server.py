@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
 _SEEN_WITHIN_S = 2.0  # A worker takes requests then, also if no instance is up.
-_LAST_WORDS_S = 2.0  # For clients to read how their streams ended when the proxy stops.
+_FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
 
 class Proxy:
@@ -348,7 +348,7 @@ class Proxy:
         while self._driver.streams and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
         # Records that no peer has would be lost with this process.
-        until_s = time.monotonic() + _LAST_WORDS_S
+        until_s = time.monotonic() + _FLUSH_TIMEOUT_S
         while self._remaining_peers() and self._mirror.uncopied and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
@@ -417,7 +417,7 @@ class Proxy:
         listening = HttpPort(
             app,
             limits,
-            shutdown_timeout_s=_LAST_WORDS_S,
+            shutdown_timeout_s=_FLUSH_TIMEOUT_S,
             names=names,
             keys=keys,
             tls=getattr(self._tls, key),

@@ -15,18 +15,20 @@ def test_what_the_policy_knows_is_told_once() -> None:
     """An idle cluster reports several times a second that nothing has changed."""
     steps = LoadSteps(has_peers=False)
 
-    told = [steps.is_news(D0, report(delay_s), waiting=False) for delay_s in (0.0, 0.0, 0.0)]
+    told = [
+        steps.changes_decision(D0, report(delay_s), waiting=False) for delay_s in (0.0, 0.0, 0.0)
+    ]
 
     assert told == [True, False, False]
-    assert steps.is_news(D1, report(0.0), waiting=False)
+    assert steps.changes_decision(D1, report(0.0), waiting=False)
 
 
 def test_small_steps_add_up() -> None:
     """Each is compared with what was told, not with the report before."""
     steps = LoadSteps(has_peers=False)
-    assert steps.is_news(D0, report(1.0), waiting=False)
+    assert steps.changes_decision(D0, report(1.0), waiting=False)
 
-    told = [steps.is_news(D0, report(1.0 + n * 0.03), waiting=False) for n in range(1, 8)]
+    told = [steps.changes_decision(D0, report(1.0 + n * 0.03), waiting=False) for n in range(1, 8)]
 
     assert told == [False, False, False, True, False, False, False]
 
@@ -34,9 +36,9 @@ def test_small_steps_add_up() -> None:
 def test_an_empty_queue_is_always_news() -> None:
     """The least queue decides between idle instances."""
     steps = LoadSteps(has_peers=False)
-    assert steps.is_news(D0, report(0.004), waiting=False)
+    assert steps.changes_decision(D0, report(0.004), waiting=False)
 
-    assert steps.is_news(D0, report(0.0), waiting=False)
+    assert steps.changes_decision(D0, report(0.0), waiting=False)
 
 
 def test_another_number_of_streams_is_news() -> None:
@@ -47,7 +49,7 @@ def test_another_number_of_streams_is_news() -> None:
     told = {}
     for has_peers in (True, False):
         steps = LoadSteps(has_peers=has_peers)
-        told[has_peers] = [steps.is_news(D0, report, waiting=False) for report in reports]
+        told[has_peers] = [steps.changes_decision(D0, report, waiting=False) for report in reports]
 
     assert told == {
         True: [True, True, False, True, True],
@@ -59,15 +61,15 @@ def test_while_streams_wait_every_report_is_told() -> None:
     """It is a sign of life, after which a stream may be tried again."""
     steps = LoadSteps(has_peers=False)
 
-    assert all(steps.is_news(D0, report(0.0), waiting=True) for _ in range(3))
+    assert all(steps.changes_decision(D0, report(0.0), waiting=True) for _ in range(3))
 
 
 def test_an_instance_that_is_up_again_is_told_anew() -> None:
     """The policy has forgotten what it was told of the one before, also where the epoch stays."""
     steps = LoadSteps(has_peers=False)
-    assert steps.is_news(D0, report(1.0), waiting=False)
-    assert steps.is_news(D0, report(1.0, epoch=2), waiting=False)
+    assert steps.changes_decision(D0, report(1.0), waiting=False)
+    assert steps.changes_decision(D0, report(1.0, epoch=2), waiting=False)
 
     steps.forget(D0)
 
-    assert steps.is_news(D0, report(1.0, epoch=2), waiting=False)
+    assert steps.changes_decision(D0, report(1.0, epoch=2), waiting=False)

@@ -125,7 +125,7 @@ class StageHost:
         )
         self._row_floats = model.hidden
         rows_bytes = padded_rows(settings.max_batch_tokens) * model.hidden * _FLOAT_BYTES
-        self._most_bytes = max(rows_bytes, most_page_payload(self._stages.pool.geometry.page_bytes))
+        self._max_bytes = max(rows_bytes, most_page_payload(self._stages.pool.geometry.page_bytes))
         self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
         self._served: int | None = None  # The epoch of the process that is served.
@@ -205,7 +205,7 @@ class StageHost:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 key, *older = self._keys
                 _, client = await admit(stream, key, lambda: self._identity, older=older)
-                link = StageLink(stream, ToStage, self._most_bytes)
+                link = StageLink(stream, ToStage, self._max_bytes)
                 begin, _ = await link.receive()
         except (TransferError, TimeoutError, OSError) as error:
             log.warning("connection of a stage refused", extra={"cause": str(error)})

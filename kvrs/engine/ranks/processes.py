@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _MOST_SOURCES = 200  # Memories that one order names; units of others are read from the files.
 
-Told = Answered | Ended | RankOrdered
+RankMessage = Answered | Ended | RankOrdered
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RankProcesses:
         spreads: bool,
     ) -> None:
         self.seats: dict[int, RankSeat] = {}
-        self.told: SimpleQueue[Told | None] = SimpleQueue()
+        self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
         self.hashes: dict[str, bytes] = {}
         self.arithmetic: bytes | None = None
         # Of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost rank

@@ -42,7 +42,7 @@ from kvrs.elastic.units import Units
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of
-from kvrs.engine.ranks.processes import RankProcesses, Told
+from kvrs.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, status_of
 from kvrs.engine.ranks.stages import step_factors
@@ -171,7 +171,7 @@ class Reformer:
         next_s = self._missing.next_s() if begun is None else begun.next_look_s
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
-    def _take(self, told: Told | None) -> None:
+    def _take(self, told: RankMessage | None) -> None:
         match told:
             case Ended(seat=seat):
                 self._ended(seat)
@@ -250,7 +250,7 @@ class Reformer:
             self._missing.end(seat)
             return
         if seat.rank in self._group.lost:
-            return  # Told before, by another witness.
+            return  # Reported before, by another witness.
         seat.kill()
         now_s = time.monotonic()
         self._group.lost[seat.rank] = now_s

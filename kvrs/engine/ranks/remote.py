@@ -170,8 +170,8 @@ class RemoteStage:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _begin(self) -> StageReady:
-        most_bytes = self._most_rows * self._width * _FLOAT_BYTES
-        batches = await self._link(StageChannel.BATCHES, most_bytes)
+        max_bytes = self._most_rows * self._width * _FLOAT_BYTES
+        batches = await self._link(StageChannel.BATCHES, max_bytes)
         try:
             ready, _ = await batches.receive(self._at.stall_timeout_s)
             if not isinstance(ready, StageReady):

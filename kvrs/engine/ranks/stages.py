@@ -23,7 +23,7 @@ from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
 from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.futex import check_futexes
-from kvrs.engine.ranks.processes import RankProcesses, Told
+from kvrs.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs.engine.worker import geometry_of
@@ -149,7 +149,7 @@ class StageRanks:
                 case Joined():
                     pass
 
-    def _next_told(self, awaited: Counter[int]) -> Told | None:
+    def _next_told(self, awaited: Counter[int]) -> RankMessage | None:
         """Raises RanksLostError: those hang. None is heard as long as all load."""
         took_s = self._heard_s - self._began_s
         limit_s = _SILENT_S + _SILENT_FACTOR * took_s if took_s else None

@@ -21,7 +21,7 @@ from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
 from kvrs.proving import Keys, ProvingConnector, UnprovenError
-from kvrs.proxy.fleet.watchdog import excuse_silence
+from kvrs.proxy.fleet.watchdog import reset_timeout
 from kvrs.tls import Certificates
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ async def wait_for_descriptor() -> None:
     """Wait a moment for connections of others to end, which is no silence of the other side."""
     await asyncio.sleep(_DESCRIPTOR_PAUSE_S)
     descriptor_waits.pauses += 1
-    excuse_silence()
+    reset_timeout()
 
 
 def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
@@ -258,7 +258,7 @@ def _unexpected(status: int, path: str, body: bytes) -> UpstreamError:
     )
 
 
-async def body_of(response: aiohttp.ClientResponse, most_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+async def body_of(response: aiohttp.ClientResponse, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
     """The whole body; one that is longer is not read to its end.
 
     Raises:
@@ -268,8 +268,8 @@ async def body_of(response: aiohttp.ClientResponse, most_bytes: int = _MAX_ANSWE
     async for chunk in Chunks(response):
         chunks.append(chunk)
         size_bytes += len(chunk)
-        if size_bytes > most_bytes:
-            raise UpstreamError(f"sent an answer of more than {most_bytes} bytes")
+        if size_bytes > max_bytes:
+            raise UpstreamError(f"sent an answer of more than {max_bytes} bytes")
     return b"".join(chunks)
 
 

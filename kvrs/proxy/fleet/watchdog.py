@@ -20,8 +20,8 @@ class SilentError(UpstreamError):
     """Nothing was heard for too long, although the connection stands."""
 
 
-class _Looks:
-    """The looks that are due, of all watchdogs of one event loop: one timer for them all."""
+class _TimerWheel:
+    """One timer for all watchdogs of an event loop, with the time at which each looks next."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -73,12 +73,12 @@ class _Looks:
             self._arm()
 
 
-_looks: WeakKeyDictionary[asyncio.AbstractEventLoop, _Looks] = WeakKeyDictionary()
+_wheel: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDictionary()
 
 
-def _looks_of(loop: asyncio.AbstractEventLoop) -> _Looks:
-    if (found := _looks.get(loop)) is None:
-        found = _looks[loop] = _Looks(loop)
+def _wheel_of(loop: asyncio.AbstractEventLoop) -> _TimerWheel:
+    if (found := _wheel.get(loop)) is None:
+        found = _wheel[loop] = _TimerWheel(loop)
     return found
 
 
@@ -88,7 +88,7 @@ class Watchdog:
     """
 
     __slots__ = (
-        *("_before", "_cancelling", "_is_over", "_limit_s", "_looks", "_loop", "_paused"),
+        *("_before", "_cancelling", "_is_over", "_limit_s", "_wheel", "_loop", "_paused"),
         *("_task", "_tick", "exceeded_s", "has_expired", "silence"),
     )
 
@@ -97,7 +97,7 @@ class Watchdog:
         self._limit_s = limit_s
         self._paused = paused
         self.silence = SilenceTimer(self._loop.time())
-        self._looks = _looks_of(self._loop)
+        self._wheel = _wheel_of(self._loop)
         self._tick: int | None = None  # Of the next look.
         self._is_over = False
         self.has_expired = False
@@ -108,8 +108,8 @@ class Watchdog:
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
-        self._before = self._looks.blocks.get(task)
-        self._looks.blocks[task] = self
+        self._before = self._wheel.blocks.get(task)
+        self._wheel.blocks[task] = self
         self.look()
         return self
 
@@ -123,9 +123,9 @@ class Watchdog:
         self._tick = None
         task = self._task
         if self._before is None:
-            del self._looks.blocks[task]
+            del self._wheel.blocks[task]
         else:
-            self._looks.blocks[task] = self._before
+            self._wheel.blocks[task] = self._before
         # A look may be due that has this watchdog: what belongs to a stream is let go here.
         del self._limit_s, self._paused, self._task, self._before
         if not self.has_expired or task.uncancel() > self._cancelling:
@@ -144,7 +144,7 @@ class Watchdog:
             self.exceeded_s = limit_s
             self._expire()
             return
-        self._tick = self._looks.add(self, next_s)
+        self._tick = self._wheel.add(self, next_s)
 
     def look_in_turn(self, tick: int) -> None:
         if self._tick == tick:  # Else its block was left, or it looks at another time.
@@ -177,11 +177,11 @@ class Watchdog:
             self._task.cancel()
 
 
-def excuse_silence() -> None:
+def reset_timeout() -> None:
     """Count the silence of the block that the task is in from now on: this process is its cause."""
     task = asyncio.current_task()
     assert task is not None
-    if (watchdog := _looks_of(task.get_loop()).blocks.get(task)) is not None:
+    if (watchdog := _wheel_of(task.get_loop()).blocks.get(task)) is not None:
         watchdog.heard()
 
 

@@ -68,12 +68,12 @@ class RecordBook:
     def __init__(
         self,
         most_records: int = 8192,
-        most_bytes: int = 256 << 20,
+        max_bytes: int = 256 << 20,
         keep_s: float = 300.0,
         tenant_share: float = 1.0,
     ) -> None:
         self._most_records = most_records
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._keep_s = keep_s
         self._tenant_share = tenant_share
         self.records: dict[str, Record] = {}
@@ -256,7 +256,7 @@ class RecordBook:
     def _has_room(self, more_records: int, more_bytes: int) -> bool:
         return (
             len(self.records) + more_records <= self._most_records
-            and self.size_bytes + more_bytes <= self._most_bytes
+            and self.size_bytes + more_bytes <= self._max_bytes
         )
 
     def _make_room(self, tenant: str | None, now_s: float, new: Record | None = None) -> bool:
@@ -282,7 +282,7 @@ class RecordBook:
         size_bytes = sum(each.size_bytes for each in unfinished)
         size_bytes += 0 if new is None else new.size_bytes
         most_records = max(1.0, self._tenant_share * self._most_records)
-        while records > most_records or size_bytes > self._tenant_share * self._most_bytes:
+        while records > most_records or size_bytes > self._tenant_share * self._max_bytes:
             if (evicted := self._oldest_interrupted(tenant, now_s)) is None:
                 return False
             self._drop(evicted.key)
@@ -306,7 +306,7 @@ class RecordBook:
         return min(interrupted, key=_touched_s, default=None)
 
     def _part_of(self, held: _Held) -> float:
-        return max(len(held) / self._most_records, held.size_bytes / self._most_bytes)
+        return max(len(held) / self._most_records, held.size_bytes / self._max_bytes)
 
     def _held_by(self, tenant: str | None) -> _Held:
         return _Held() if tenant is None else self._held.get(tenant, _Held())

@@ -89,7 +89,7 @@ class Mirror:
         self.name = name
         self.turn = turn
         self._id = settings.id
-        self.book = RecordBook(most_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
+        self.book = RecordBook(max_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
         me = Hello(settings.id, name)
         self.peers = Peers(me, peers, self._peer_lost, self._peer_up, orders)
         self._sync = settings.mirror is MirrorMode.SYNC

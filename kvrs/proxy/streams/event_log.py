@@ -32,9 +32,9 @@ COMPRESS_LEVEL = 1
 _Record = tuple[float, float, Event, Sequence[Action]]
 
 
-def part_bytes(most_bytes: int) -> int:
+def part_bytes(max_bytes: int) -> int:
     """How long a part is at most, of a log that may take so much."""
-    return min(most_bytes // _PARTS, _MOST_PART_BYTES)
+    return min(max_bytes // _PARTS, _MOST_PART_BYTES)
 
 
 class EventLog:
@@ -42,20 +42,20 @@ class EventLog:
 
     A part that is long enough is compressed to `<name>.<number>.gz`, with a number above those
     there, also those of the proxy before; the oldest are removed when all take more than
-    `most_bytes`. The lock on `<name>.lock` is held from `open` to the end of the process, so that
+    `max_bytes`. The lock on `<name>.lock` is held from `open` to the end of the process, so that
     no second proxy touches a file of the log meanwhile.
     """
 
     def __init__(
         self,
         path: Path,
-        most_bytes: int,
+        max_bytes: int,
         header: Callable[[int], str],
         wall_clock: Callable[[], float],
     ) -> None:
         self._path = path
-        self._part_bytes = part_bytes(most_bytes)
-        self._most_old_bytes = most_bytes - self._part_bytes
+        self._part_bytes = part_bytes(max_bytes)
+        self._most_old_bytes = max_bytes - self._part_bytes
         self._header = header
         self._wall_clock = wall_clock
         self._part = 0

@@ -61,7 +61,7 @@ class TokenPath:
         "_framing_bytes",
         "_ids_bytes",
         "_journal",
-        "_most_bytes",
+        "_max_bytes",
         "_most_tokens",
         "_opening",
         "_relay",
@@ -114,7 +114,7 @@ class TokenPath:
         if direct is not None:
             self._event_end = shared(self._event_end + _END_OF_EVENT + _END_OF_CHUNK)
         self._framing_bytes = len(self._opening) + len(self._event_end) - len(_END_OF_CHUNK)
-        self._most_bytes = _MOST_BYTES - self._framing_bytes
+        self._max_bytes = _MOST_BYTES - self._framing_bytes
 
     def close(self) -> None:
         """Relay nothing more: what comes next is read by the relay itself."""
@@ -123,7 +123,7 @@ class TokenPath:
     def take(self, data: bytes) -> bool:
         """Relay a read; False: it is not of the usual form, and nothing has happened."""
         size = len(data)
-        if size > self._most_bytes:
+        if size > self._max_bytes:
             return False
         beginning = _BEGINNING_BY_WHOLE[size]
         at = len(beginning)

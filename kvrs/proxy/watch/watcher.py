@@ -189,7 +189,7 @@ class InstanceWatcher(Watcher):
             info = await self._meet()
             if report.epoch != info.epoch:
                 raise UpstreamError(f"reports epoch {report.epoch}, but is in {info.epoch}")
-        if known.must_run_dry(info) and report.running > 0:
+        if known.must_drain_before_use(info) and report.running > 0:
             return info
         if known.health is not Health.UP or known.info is not info:
             # Again: another instance may have become the measure since this one was met.

@@ -56,8 +56,8 @@ class WholeReader:
 
     shortcut = None
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._chunks: list[bytes] = []
         self.size_bytes = 0
 
@@ -67,8 +67,8 @@ class WholeReader:
     def feed(self, data: bytes) -> Need:
         self._chunks.append(data)
         self.size_bytes += len(data)
-        if self.size_bytes > self._most_bytes:
-            raise UpstreamError(f"sent an answer of more than {self._most_bytes} bytes")
+        if self.size_bytes > self._max_bytes:
+            raise UpstreamError(f"sent an answer of more than {self._max_bytes} bytes")
         return Need.MORE
 
     @property

@@ -19,7 +19,7 @@ from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.reforming import Costs, Reforming, Room
 from kvrs.elastic.units import Unit, Units
-from kvrs.engine.ranks.processes import Told
+from kvrs.engine.ranks.processes import RankMessage
 from kvrs.engine.ranks.reformed import Reformed
 from kvrs.engine.ranks.reformer import Reformer
 from kvrs.engine.ranks.seats import Answered, Ended
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 
 class ScriptedSeat:
-    def __init__(self, rank: int, tell: Callable[[Told], object]) -> None:
+    def __init__(self, rank: int, tell: Callable[[RankMessage], object]) -> None:
         self.rank, self._tell = rank, tell
         self.units: dict[Unit, object] = {}
         self.is_loaded = self.is_closed = False
@@ -61,7 +61,7 @@ class ScriptedProcesses:
     """As `RankProcesses`."""
 
     def __init__(self, layout: Layout) -> None:
-        self.told: SimpleQueue[Told | None] = SimpleQueue()
+        self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self.starts: Counter[int] = Counter()
         self.seats = {rank: self._seat(rank) for rank in layout.ranks}

@@ -51,11 +51,11 @@ async def until_held(system: ProxyCluster, size_bytes: int) -> None:
     await system.until(holds)
 
 
-async def until_unfinished(system: ProxyCluster, least_bytes: int, most_bytes: int) -> None:
+async def until_unfinished(system: ProxyCluster, min_bytes: int, max_bytes: int) -> None:
     """Until unfinished bodies take so much, with the room that their buffers have for more."""
 
     async def holds() -> bool:
-        return least_bytes <= await system.count("kvrs_unfinished_body_bytes") <= most_bytes
+        return min_bytes <= await system.count("kvrs_unfinished_body_bytes") <= max_bytes
 
     await system.until(holds)
 

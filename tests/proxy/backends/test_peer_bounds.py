@@ -54,7 +54,7 @@ CALL = Call("/v1/completions", {"prompt": [1]})
 
 
 @pytest.mark.parametrize(
-    ("status", "ask", "most_bytes"),
+    ("status", "ask", "max_bytes"),
     [
         ("200 OK", lambda backend: backend.info(), 8 << 20),
         ("200 OK", lambda backend: backend.prefill(CALL), 32 << 20),
@@ -63,15 +63,15 @@ CALL = Call("/v1/completions", {"prompt": [1]})
     ],
 )
 async def test_an_answer_that_does_not_end_is_not_kept(
-    status: str, ask: Callable[[PdBackend], Any], most_bytes: int
+    status: str, ask: Callable[[PdBackend], Any], max_bytes: int
 ) -> None:
     """Neither of a small call nor of a prefill: a proxy has the memory of all streams."""
     async with endless(status) as (served, backend):
-        with pytest.raises(UpstreamError, match=f"more than {most_bytes} bytes"):
+        with pytest.raises(UpstreamError, match=f"more than {max_bytes} bytes"):
             async with asyncio.timeout(60):
                 await ask(backend)
 
-    assert served.taken_bytes < most_bytes + (16 << 20)  # What was on its way.
+    assert served.taken_bytes < max_bytes + (16 << 20)  # What was on its way.
 
 
 async def test_clients_learn_no_address(build: ProxyClusterBuilder) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvrs.proxy.fleet import watchdog
-from kvrs.proxy.fleet.watchdog import SilentError, excuse_silence, silence_limit
+from kvrs.proxy.fleet.watchdog import SilentError, reset_timeout, silence_limit
 from tests.virtual_time import run_virtually, virtual_loop
 
 
@@ -35,13 +35,13 @@ def test_every_block_ends_by_its_own_limit() -> None:
 
 def test_many_blocks_have_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of streams wait at a time."""
-    armed, arm = list[int](), watchdog._Looks._arm
+    armed, arm = list[int](), watchdog._TimerWheel._arm
 
-    def counting(looks: watchdog._Looks) -> None:
+    def counting(looks: watchdog._TimerWheel) -> None:
         armed.append(1)
         arm(looks)
 
-    monkeypatch.setattr(watchdog._Looks, "_arm", counting)
+    monkeypatch.setattr(watchdog._TimerWheel, "_arm", counting)
 
     run_virtually(silent_together([0.1] * 500))
 
@@ -61,14 +61,14 @@ async def _heard_and_excused() -> list[int]:
             heard.heard()
         for _ in range(4):
             await asyncio.sleep(0.2)
-            excuse_silence()
+            reset_timeout()
     with silence_limit(lambda: 0.3):
         with silence_limit(lambda: 0.3):
             await asyncio.sleep(0.2)
-        excuse_silence()
+        reset_timeout()
         for _ in range(4):
             await asyncio.sleep(0.2)
-            excuse_silence()
+            reset_timeout()
     excused = 0
 
     def excuses() -> bool:

@@ -227,7 +227,7 @@ def test_of_two_streams_under_one_key_all_proxies_prefer_the_same() -> None:
 
 def test_a_book_is_bounded_and_keeps_streams_that_run_here() -> None:
     """Bounded by number, bytes and time; a full book refuses new records."""
-    book = RecordBook(most_records=3, most_bytes=8000, keep_s=10.0)
+    book = RecordBook(most_records=3, max_bytes=8000, keep_s=10.0)
     assert book.own(record("mine"), 0.0)
     for n in range(5):
         done = record(f"k{n}")
@@ -397,7 +397,7 @@ def test_records_that_grow_stay_within_the_bounds() -> None:
     """A mirror that becomes full refuses and keeps no part; an owner keeps its own stream and
     evicts what is idle.
     """
-    mirror, sent = RecordBook(most_bytes=8000), record()
+    mirror, sent = RecordBook(max_bytes=8000), record()
     outbox = Outbox(sent)
     outbox.assign("m")
     for seq in range(1, 100):
@@ -405,7 +405,7 @@ def test_records_that_grow_stay_within_the_bounds() -> None:
         if outbox.mirror is not None:
             outbox.take(mirror.receive(outbox.next(0.0), "a", 0.0).ack)
 
-    owner = RecordBook(most_bytes=8000)
+    owner = RecordBook(max_bytes=8000)
     for key in ("idle", "own"):
         assert owner.own(record(key), 0.0)
     owner.end(owner.records["idle"], 0.0)
@@ -444,7 +444,7 @@ def test_a_copy_that_is_not_whole_is_refused() -> None:
 
 def test_a_stream_granted_here_is_kept_even_without_room() -> None:
     """Its grant is spent, so no other proxy could own it. A new stream is refused."""
-    book = RecordBook(most_bytes=4000)
+    book = RecordBook(max_bytes=4000)
     assert book.own(record("other"), 0.0)
     assert book.own(record(), 0.0)
     book.end(book.records["k"], 0.0)

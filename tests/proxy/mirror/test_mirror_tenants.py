@@ -88,7 +88,7 @@ def test_a_mirror_keeps_the_shares_too() -> None:
 
 def test_room_for_a_prompt_is_taken_before_it_is_known() -> None:
     """So that requests that come together do not all find room for prompts that have none."""
-    book = RecordBook(most_bytes=1 << 20)
+    book = RecordBook(max_bytes=1 << 20)
     opened = []
     for n in range(8):
         made = record(f"{n}", "a")
