@@ -50,7 +50,7 @@ class StagePool:
         self._swapped_out = swapped_out
         # In pieces, so that a long transfer does not hold up a short one.
         self._pages_per_call = max(1, SEGMENT_BYTES // geometry.page_bytes)
-        # What is asked for in the same moment, and the call that will export it.
+        # Pages that are asked for in the same moment, and the call that will export them.
         self._asked: list[tuple[Sequence[int], Sequence[int]]] = []
         self._exporting: asyncio.Task[None] | None = None
 

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _WARM_UP_STEPS = 16
 _TABLE_STEP_TOKENS = 64
-# Of ids of their own, which no stream has.
+# Ids of warm-up requests, which no stream has.
 _WARM_UP_IDS = itertools.count(-1, -1)
 
 

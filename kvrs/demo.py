@@ -34,7 +34,7 @@ VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4
 # Moving a long prompt costs about as much as computing it, so that both options are chosen.
 LINK_BYTES_PER_S = 20e6
-# Of each agent: the KV of about a hundred such streams.
+# Memory of each agent: the KV of about a hundred such streams.
 BACKUP_BYTES = 64 << 20
 
 DEFAULT_FAULTS = [

@@ -4,7 +4,8 @@ import errno
 import os
 import resource
 
-# Of each process besides its connections: libraries, listening sockets, logs, operators.
+# Descriptors of each process besides its connections: libraries, listening sockets, logs,
+# operators.
 _ALWAYS_OPEN = 56
 _FEWEST = 8
 

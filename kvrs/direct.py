@@ -279,7 +279,7 @@ class DirectConnection(asyncio.Protocol):
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
         self._work: EagerTask | None = None
-        # Of a request that has come in part.
+        # The request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
         self._gathering: asyncio.TimerHandle | None = None

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 # To parse more than this takes milliseconds.
 LARGE_BYTES = 64 << 10
-# Of a thread at the interpreter while others wait for it: Python's own, and beside large work.
+# Turn of a thread at the interpreter while others wait for it: Python's own, and beside large work.
 _TURN_S = 0.005
 _SHORT_TURN_S = 0.0005
 

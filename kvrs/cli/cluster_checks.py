@@ -24,7 +24,7 @@ class ProxyAnswer:
     url: str
     state: Mapping[str, Any] | None = None
     cause: str = ""
-    # Whether something listens there that gave no state, and whether it asked for another token.
+    # Something listens there that gave no state (taken), or asked for another token (locked).
     is_taken: bool = False
     is_locked: bool = False
 

@@ -22,7 +22,7 @@ TRACE = "The trace, and what is done to it"
 REQUESTS = "The requests"
 FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
-# Of `kvrs explain`.
+# A group of `kvrs explain`.
 ELASTIC = "The loss of ranks"
 
 

@@ -26,7 +26,7 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 # Distance between the ports of consecutive proxies, where the file gives them.
 PORT_STEP = 10
 _PROXY_PORTS = ("port", "admin_port", "peer_port", "gossip_port")
-# Of these each worker of a proxy has one: so many that follow each other.
+# Each worker of a proxy has one of these: so many ports that follow each other.
 _PORTS_OF_WORKERS = ("peer_port", "gossip_port")
 
 

@@ -30,7 +30,7 @@ HOST_OF_PORT = {
 }
 
 
-# Of the name of a process or node, which is also a part of paths and of file names.
+# The form of the name of a process or node, which is also a part of paths and of file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)

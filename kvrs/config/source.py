@@ -27,7 +27,7 @@ class Source:
 
     name: str  # Of the file, or what stands in its place.
     document: Any = None
-    # Of values and of sections: `kvrs.yaml:3`.
+    # Places of values and of sections: `kvrs.yaml:3`.
     places: dict[KeyPath, str] = field(default_factory=dict)
     # Paths that environment variables override, with their names.
     variables: dict[KeyPath, str] = field(default_factory=dict)

@@ -119,7 +119,7 @@ class Instances:
         # Looked up now, so that an unknown name is an error before anything starts.
         self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
-        # What the first instance serves, all must: a stream continues exactly only on equal
+        # All instances must serve the first one's model: a stream continues exactly only on equal
         # weights.
         self._served: InstanceInfo | None = None
         self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.

@@ -12,7 +12,7 @@ class ServedName:
     """A name that clients may ask for."""
 
     name: str
-    # What an instance must have among `names_of` to get a stream of it; empty: all have it.
+    # An instance needs it among `names_of` to get a stream of the name; empty: all have it.
     key: str = ""
     parent: str | None = None  # Of an adapter: the model that it changes.
     root: str | None = None  # Of an adapter: where its weights lie.

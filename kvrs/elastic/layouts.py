@@ -41,7 +41,7 @@ class Layout:
     attention: tuple[tuple[int, ...], ...]  # Of each layer, of each KV head: a rank, or SPREAD.
     mlp: tuple[tuple[int, ...], ...]  # Of each layer, of each tile: a rank.
     vocabulary: tuple[int, ...]  # Of each tile: a rank of the last stage.
-    # Of each layer, of each base; as many bases in all. None where no head is spread.
+    # Turns by layer, then by base; each layer has as many bases. None where no head is spread.
     turns: Turns = ()
 
     @property

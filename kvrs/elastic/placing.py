@@ -9,7 +9,7 @@ cells would have to move.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-# Of each layer of a stage, of each base: the rank with the cells of spread heads.
+# The rank with the cells of spread heads, by layer of a stage, then by base.
 Turns = tuple[tuple[int, ...], ...]
 
 

@@ -180,7 +180,7 @@ class Costs:
     replace_s: float = inf  # A rank with empty memory on a device; inf: there is none.
     # Until a lost rank that is started beside the others has joined; inf: it does not come back.
     back_s: float = inf
-    # Whether other ranks can have the memory of a process that is gone.
+    # Other ranks can have the memory of a process that is gone.
     kept_is_readable: bool = False
     lookahead_tokens: int = 0  # For which the steps of a layout count.
     step_s: Callable[[Layout], float] = lambda _: 0.0  # Of a layout.

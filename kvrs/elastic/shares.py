@@ -13,7 +13,7 @@ class Share:
     """Layers of a model, and of each the units whose weights a rank has, in ascending order."""
 
     layers: range
-    # Of each of these layers, KV heads of which the rank has the cells of all sequences ...
+    # KV heads of which the rank has the cells of all sequences, by layer, ...
     heads: tuple[tuple[int, ...], ...]
     # ... and those that are spread, of which it has the cells of some.
     spread: tuple[tuple[int, ...], ...]

@@ -78,7 +78,7 @@ class EngineCore(RunCore):
         self._fetcher = fetcher
         self._wake = asyncio.Event()
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
-        # Of sequences that began again: what was on its way to their pages then.
+        # Transfers to the pages of sequences that began again, which were under way then.
         self._coming: dict[Sequence, asyncio.Task[None]] = {}
         self._timed: dict[Sequence, RunTimes] = {}  # Of traced runs before their first token.
         self.fetched_pages = 0  # From other instances and agents, since the start.
@@ -346,7 +346,7 @@ class EngineCore(RunCore):
         """
         sequence = pull.sequence
         if (coming := self._coming.pop(sequence, None)) is not None:
-            # What comes with it is not fetched once more.
+            # Pages that come with it are not fetched once more.
             await asyncio.wait({coming})
             if sequence.phase is not SequencePhase.FINISHED:
                 own = sequence.pages

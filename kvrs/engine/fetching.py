@@ -67,7 +67,7 @@ class PageFetcher:
     ) -> PullResult:
         """One request."""
         sequence = pull.sequence
-        # Of a partial page nothing is here.
+        # Nothing of a partial page is here.
         has_tail = part is None and self._has_tail(pull, source, span)
         pages = [sequence.pages[index] for index in span]
         tail_page = sequence.pages[span.stop] if has_tail else None

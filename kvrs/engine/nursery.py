@@ -60,7 +60,7 @@ class Spare:
         log.info("loaded", extra={"instance": self._instance, "pid": os.getpid()})
         word, _, number = self._line.recv(MAX_MESSAGE_BYTES).decode().partition(" ")
         if word == "start":
-            # What a running cluster can change, it may have changed by now.
+            # A running cluster may have changed its settings by now.
             asyncio.run(self._serve(self.config(), int(number), loaded))
 
     def report_fault(self, fault: str) -> None:

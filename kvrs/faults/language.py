@@ -149,7 +149,7 @@ class Whom(Settings):
     link: Annotated[list[NodeId], Field(min_length=2, max_length=2)] | None = None
     pick: Pick | None = Field(default=None, strict=False)  # With `role`; without it the busiest.
     seed: int | None = Field(default=None, ge=0)  # Of a random pick; without it the run's.
-    # Of the instance that is hit, this rank only, by its number or a random one.
+    # Only this rank of the instance is hit: its number, or a random one.
     rank: Annotated[int, Field(ge=0, lt=1 << 16)] | Literal["random"] | None = None
 
     @model_validator(mode="after")

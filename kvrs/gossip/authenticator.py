@@ -46,7 +46,7 @@ _MAC_BYTES = 32
 _HEADER = struct.Struct("!4sB8s8sQ8s8sQH")
 _MAX_NAME_BYTES = 256  # 64 characters.
 _MIN_BYTES = _HEADER.size + 1 + _MAC_BYTES
-# Of a packet beyond its payload, with the longest name.
+# Bytes of a packet beyond its payload, with the longest name.
 MAX_OVERHEAD_BYTES = _HEADER.size + _MAX_NAME_BYTES + _MAC_BYTES
 _NO_ECHO = bytes(RUN_BYTES)
 _WINDOW_MASK = (1 << WINDOW_PACKETS) - 1

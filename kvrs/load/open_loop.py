@@ -43,7 +43,7 @@ class Progress:
     ended: int = 0
     failed: int = 0
     tokens: int = 0
-    # Of every request sent; the lists below of those with a value.
+    # An entry for every request sent; the lists below have those with a value.
     lag_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)  # The longest of each stream that ended.

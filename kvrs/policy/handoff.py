@@ -44,6 +44,6 @@ def hand_off_s(
         # The link of the own pair is taken to cost nothing: NVLink in seed KVRS.
         is_free = candidate.is_near
         return candidate.queue_s + (0.0 if is_free else kv_bytes / candidate.bytes_per_s)
-    # What is ahead on the link drains while the stream queues.
+    # Transfers ahead on the link drain while the stream queues.
     wait_s = max(candidate.queue_s, candidate.bytes_ahead / candidate.bytes_per_s)
     return wait_s + handshake_s + kv_bytes / candidate.bytes_per_s

@@ -10,7 +10,7 @@ SHARE = 0.2
 # The bucket holds a token for each open stream, and refills within so many seconds on its own.
 REFILL_S = 10.0
 LEAST_TOKENS = 100.0
-# What the last part of the bucket is kept for: streams that have begun.
+# The last part of the bucket is kept for streams that have begun.
 _KEPT_SHARE = 0.25
 
 

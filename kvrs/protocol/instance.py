@@ -85,7 +85,7 @@ class LayoutInfo(msgspec.Struct, frozen=True):
 
     number: Natural  # Rises with every change.
     stages: list[tuple[int, int]]  # The layers [first, end) of each.
-    # Whether the others go on without a rank that is lost; otherwise the instance ends.
+    # The others go on without a rank that is lost; otherwise the instance ends.
     re_forms: bool = True
 
 
@@ -126,8 +126,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # The prefill instance of the same server, where there is one: a decode call without a hand-off
     # has the history computed there, so prefill and decode are one call.
     own_prefill: InstanceId | None = None
-    # Of a decode instance: it computes the prompt of a new stream within the call that decodes it,
-    # where no prefill instance is up.
+    # A decode instance computes the prompt of a new stream within the call that decodes it, where
+    # no prefill instance is up.
     computes_prompts: bool = False
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
     ranks: list[RankInfo] = []  # None where one process computes everything.
@@ -171,11 +171,11 @@ class ReformingReport(msgspec.Struct, frozen=True):
     # Pages of each stream of which cells are lost, to be restored or computed once it is ready.
     missing_pages: dict[StreamId, Natural] = {}
     page_s: Seconds = 0.0  # Predicted per such page that is computed.
-    # Of the layout that will serve then: step times over those of the full one.
+    # Step times of the layout that will serve then, over those of the full one.
     decode_factor: Factor = 1.0
     prefill_factor: Factor = 1.0
-    # Of the pages with lost cells, those that agents hold: only these cells are fetched. The time
-    # is that per such page.
+    # Pages with lost cells that agents hold: only these cells are fetched. The time is that per
+    # such page.
     held_pages: dict[StreamId, Natural] = {}
     held_page_s: Seconds = 0.0
 
@@ -191,7 +191,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     free_pages: Natural
     queue_delay_s: Seconds  # Predicted time until a request that arrives now starts its prefill.
     links: list[LinkReport]
-    # Of `queued`, those that own no pages yet, by kind: engines with one queue leave it at 0.
+    # Requests in `queued` that own no pages yet, by kind: engines with one queue leave it at 0.
     queued_reuse: Natural = 0  # Recoveries that will try to fetch KV of their history.
     queued_recompute: Natural = 0  # Recoveries that compute it.
     queued_new: Natural = 0
@@ -413,5 +413,5 @@ class AgentReport(msgspec.Struct, frozen=True):
     # those that changed.
     pages: dict[StreamId, Natural]
     denied: list[StreamId] = []  # Streams that found no room since the last line.
-    # Of the targets that were ever requested, over all proxies.
+    # Slots of the targets that were ever requested, over all proxies.
     slots: dict[InstanceId, SlotCounts] = {}

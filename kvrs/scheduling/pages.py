@@ -123,7 +123,7 @@ class PageManager:
         self._references = [0] * pages
         self._soft_pins = [0] * pages  # How many leases hold the page.
         self._tags: list[Tag | None] = [None] * pages
-        # Of each page that is not free, that of the sequence which has filled it: pages of
+        # The base of each page that is not free, that of the sequence which has filled it: pages of
         # different bases have the cells of spread heads on different ranks, so no sequence has
         # both.
         self.bases = [0] * pages

@@ -72,7 +72,7 @@ class BatchScheduler:
         self._pages, self._share = pages, share
         self._queue = FairQueue()
         self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
-        # Of the PULLING and SPLIT, and of those that were aborted as such.
+        # Pulls of sequences in PULLING and SPLIT, and of those that were aborted as such.
         self._pulls: dict[Sequence, Pull] = {}
         self._in_flight: frozenset[Sequence] = frozenset()
         # Had no page for their decode step in the last batch, and none behind them to preempt.
@@ -155,7 +155,8 @@ class BatchScheduler:
         sequence.extend_tags(self._page_size)
         sequence.awaited = expected_ranges(sequence, 0, self._page_size)
         self._queued_tokens += sequence.work_tokens
-        # What a pull is expected to bring costs the others nothing; if it fails, the rank is kept.
+        # Tokens that a pull is expected to bring cost the others nothing; if it fails, the rank is
+        # kept.
         self._queue.append(sequence, sequence.work_tokens)
 
     # From the queue to own pages.

@@ -47,20 +47,20 @@ class Sequence:
     # A peer retains exactly this history, so its partial last page may be pulled behind the others.
     pull_tail: bool = False
 
-    # Of its pages: which ranks of an instance have the cells of spread heads. Given before it is
-    # added; what the prefix cache has of it decides.
+    # The base of its pages: it decides which ranks have the cells of spread heads. Given before it
+    # is added; what the prefix cache has of it decides.
     base: int = field(default=0, init=False)
 
     # Kept by the scheduler.
     phase: SequencePhase = field(default=SequencePhase.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # Number of the arrival.
-    # Of two sequences the one with the lower goes first. Set on arrival, never changed.
+    # The sequence with the lower value goes first. Set on arrival, never changed.
     virtual_finish: int = field(default=0, init=False)
     # `pages[i]` holds the i-th page of `token_ids`.
     pages: list[int] = field(default_factory=list, init=False)
-    # What pages lack that were here before cells were lost, by index, as its pull begins.
+    # Cells that pages from before a loss lack, by index, as its pull begins.
     gone: dict[int, frozenset[Cell]] = field(default_factory=dict, init=False)
-    # Of all full pages of `token_ids`, computed or not.
+    # Tags of all full pages of `token_ids`, computed or not.
     tags: list[Tag] = field(default_factory=list, init=False)
     # The KV of that many leading tokens is in `pages`.
     computed_tokens: int = field(default=0, init=False)

@@ -38,7 +38,7 @@ class Waiting:
     tokens: int
 
 
-# Of each sequence that prefills, how many tokens are in a batch of so many at most.
+# The tokens of each sequence that prefills in a batch of so many at most.
 Share = Callable[[Sequence[Waiting], int], list[int]]
 
 

@@ -33,7 +33,8 @@ LOOK_S = 0.01  # How often the faults that are left look whether their time has 
 STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
 # Nothing that is not stuck takes that long behind the last arrival and the longest waits.
 LONGEST_S = 3600.0
-# Of streams that ended nothing; the last two were not taken, since the queues were too long.
+# Outcomes of streams that lost nothing; the last two were not taken, since the queues were too
+# long.
 _NOT_LOST = ("complete", MOVED, Reason.OVERLOADED.value, Reason.OVER_SHARE.value)
 
 

@@ -96,7 +96,7 @@ class ChatSplitter:
         self._mode = _Mode.REASONING if reasoning else _Mode.OPENING
         self._held = ""  # Not decided yet.
         self._searched = 0  # So far no end of a call begins in `_held`.
-        # Whether the content since the last marker is white space, which stays in `_held`.
+        # The content since the last marker is white space, which stays in `_held`.
         self._blank = True
         self._delta = TextDelta("")
         self.calls = 0

@@ -38,7 +38,7 @@ class TextDelta:
     stopped: str | None = None  # The stop string that ended the text, itself not in it.
     reasoning: str = ""
     tool_calls: tuple[ParsedToolCall, ...] = ()
-    # Whether `text` is content also where it is empty: half a character is, a part of a call not.
+    # `text` is content also where it is empty: half a character is, a part of a call not.
     is_content: bool = field(default=True, compare=False)
 
     def then(self, later: "TextDelta") -> "TextDelta":

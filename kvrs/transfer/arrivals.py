@@ -15,7 +15,7 @@ _INFO_BYTES = _BYTES_RECEIVED.size
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
 
 
-# Of clocks of 250 Hz and above.
+# Tick of clocks of 250 Hz and above.
 _TICK_S = 0.004
 
 # With less unread, no sender waits.
@@ -72,7 +72,7 @@ class Arrivals:
         new, self._seen = total - self._seen, total
         at_s = now_s if silent_s <= _TICK_S else now_s - silent_s
         waited_s = 0.0
-        # What came at once after it may seem to be a tick older.
+        # Bytes that came at once after it may seem to be a tick older.
         if new and at_s + _TICK_S >= self._waited_until_s:
             waited_s, self._waited_s = self._waited_s, 0.0
         return Arrived(new, at_s, waited_s)

@@ -114,7 +114,7 @@ class _Copy:
             if self._part is not None:
                 whole = _cells(whole, self._part)
             np.positive(whole, out=copy.reshape(whole.shape))
-            # Of the copy, which nothing else writes.
+            # The checksum of the copy, which nothing else writes.
             if checksum_of(target, self._part) != due:
                 return
             self._verified[number] += 1

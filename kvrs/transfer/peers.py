@@ -49,7 +49,7 @@ class Peer:
     node: NodeId
     host: str
     port: int
-    # Of a process of the own node: the directory of the node's agent, and in it the name of the
+    # For a process of the own node: the directory of the node's agent, and in it the name of the
     # socket where it hands out descriptors of its pages. None: it does not.
     directory: Path | None = None
     socket: str = PAGES_SOCKET
@@ -64,8 +64,8 @@ class PinnedPages:
     pages: list[memoryview]
     tail: memoryview | None
     token: object
-    # Of the leading pages, from when they were stored, so that later damage is found. Those of the
-    # other pages are computed when they are sent.
+    # Checksums of the leading pages, taken when they were stored, so that later damage is found.
+    # Those of the other pages are computed when they are sent.
     checksums: Sequence[int] = ()
     # The same of each one's cells, as `cell_checksums` has them, where a part is asked for.
     cells: Sequence[memoryview] = ()

@@ -82,7 +82,7 @@ class Forms:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    # Of each unit its query heads, then its key, then its value.
+    # Columns of each unit: its query heads, then its key, then its value.
     qkv: ColumnUnits
     output: RowUnits
     head_norm: RmsNorm | None  # Over a unit's queries and its key, weights `[heads + 1, head_dim]`.

@@ -188,7 +188,7 @@ class GatheredPages:
         self._pool.check(self._losses)
 
     async def restore(self, count: int) -> None:
-        # What has come was lost in no process here: only what was written before a loss is gone.
+        # Data that has come was lost in no process here: only data written before a loss is gone.
         losses = self._pool.losses
         await self._carry(lambda: self._scatter(count), count)
         if losses != self._pool.losses:

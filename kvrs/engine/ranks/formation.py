@@ -93,7 +93,7 @@ class RankFormation:
         if self._enter is not None:
             assert rows is not None, "the first stage is elsewhere"
             self._rows(self._enter, chunks).copy_(rows)
-            # As a rank of that stage says it.
+            # Count as a rank of that stage would.
             sender = self.layout.stages[self._enter].ranks[0]
             self.memory.lines[sender].sent.set(self._batch)
         frame = encode(batch_of(self.epoch, self._batch, chunks, page_size_tokens))

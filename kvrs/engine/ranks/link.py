@@ -34,8 +34,9 @@ _MOST_MESSAGE_BYTES = 1 << 26
 _GROUP_BYTES = 1 << 22
 
 
-# Of a host that computes, in the time after which its ranks hang. That many in a row are missed
-# before it counts as lost: on a busy machine it, or what awaits them, may stand still for a moment.
+# Reports of a host that computes, in the time after which its ranks hang. That many in a row are
+# missed before it counts as lost: on a busy machine it, or what awaits them, may stand still for a
+# moment.
 WORDS = 4
 
 

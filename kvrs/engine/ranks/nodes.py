@@ -74,7 +74,7 @@ class RanksOnNodes:
         own = Identity(
             instance.id,
             node,
-            # Of this process, which the hosts of its stages end with.
+            # The life of this process, with which the hosts of its stages end.
             secrets.randbits(63),
             facts_digest(model, settings, layout),
             self.geometry.page_bytes,

@@ -76,14 +76,14 @@ class RankProcesses:
         self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
         self.hashes: dict[str, bytes] = {}
         self.arithmetic: bytes | None = None
-        # Of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost rank
-        # had it) as they are in memory, and what was `read` of files; `damaged` counts units.
+        # Bytes of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost
+        # rank had it) as they are in memory, and what was `read` of files; `damaged` counts units.
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._spreads = config, cells, spreads
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
-        # Of the newest epoch, a rank and a unit that it is to read: ranks that copy it from there.
+        # Ranks that copy a unit from a rank that is to read it, by epoch, rank and unit.
         self._behind: defaultdict[tuple[int, int, Unit], list[int]] = defaultdict(list)
         # Units that a rank computes with where a lost one had them, which has them until the next
         # layout serves: of a rank and a unit, that other rank.
@@ -194,7 +194,8 @@ class RankProcesses:
         self, epoch: int, target: int, moves: list[Move], kept: Collection[Unit]
     ) -> tuple[FetchUnits, list[int]]:
         seat = self.seats[target]
-        # What a process has left one rank uses where it is; the descriptors for that come first.
+        # One rank uses in place the memory that a process has left; the descriptors for that come
+        # first.
         there = [move for move in moves if move.unit in kept]
         others = [move for move in moves if move.unit not in kept]
         places, size = self._blocks.places([move.unit for move in others])

@@ -64,7 +64,7 @@ from kvrs.engine.worker import arithmetic_of, check_attention, geometry_of
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.scheduling.sequences import Chunk
 
-# What is proven as a rank loads: the layouts of so many losses, the first ones of those.
+# A rank that loads proves the layouts of so many losses, the first ones of those.
 _LOSSES_AHEAD = 2
 _LAYOUTS_AHEAD = 150
 

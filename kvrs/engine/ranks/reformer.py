@@ -237,7 +237,7 @@ class Reformer:
             log.error("a rank cannot be used", extra={"rank": seat.rank, "cause": str(error)})
             seat.kill()
             return
-        # What comes of it is not the fault of that rank.
+        # That rank is not to blame for the consequences.
         if news is not None:
             self._handle(news)
         elif isinstance(answer, Loaded):
@@ -404,7 +404,7 @@ class Reformer:
         assert self._begun is not None, "a re-forming has begun"
         begun, now_s = self._begun, time.monotonic()
         moved = dict(self._processes.moved.pop(action.epoch, {}))
-        # Of plans that a further loss has broken off: what of them arrived late counts for none.
+        # Bytes of plans that a further loss has broken off count for none if they arrived late.
         self._processes.moved.clear()
         way, plan = begun.action.way, begun.action.plan
         done = Reformed(

@@ -33,7 +33,8 @@ class Instance:
     prefill: PrefillTable
     capabilities: frozenset[Capability]
     max_model_len: int | None = None  # Tokens of prompt and output together; None: not known.
-    # Of the same server: it computes a history within the one call that decodes it.
+    # The prefill instance of the same server: it computes a history within the one call that
+    # decodes it.
     own_prefill: InstanceId | None = None
     # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
     moves_kv: bool = True

@@ -28,7 +28,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
 
     option: Option
     target: InstanceId
-    # As corrected by what recoveries of this kind really cost, and with the look-ahead.
+    # Corrected by the real costs of recoveries of this kind, and with the look-ahead.
     total_s: float
     queue_s: float = 0.0
     transfer_s: float = 0.0
@@ -36,9 +36,9 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     extrapolated: bool = False  # A table was used outside its measured range.
     # By the tables: of a split less than the sum of its parts, of any other option their sum.
     raw_s: float = 0.0
-    # Of `compute_s` what the target computes, without the overhead of steps: victims that come to
-    # it together share its steps, and each waits for what is computed for the others. In place,
-    # what is restored of the stream before those behind it.
+    # The part of `compute_s` that the target computes, without the overhead of steps: victims that
+    # come to it together share its steps, and each waits for what is computed for the others. In
+    # place, what is restored of the stream before those behind it.
     at_target_s: float = 0.0
     # The instance or agent that is fetched from, or the prefill instance that computes; None: the
     # target itself.
@@ -49,8 +49,7 @@ class Estimate(msgspec.Struct, frozen=True, gc=False):
     # Migrate: the source computes what its prefix cache lacks of the history, and hands all of it
     # off.
     by_prefill: bool = False
-    # What the tokens after the next one take longer there than at an instance that has all its
-    # ranks.
+    # Extra time of the tokens after the next one, compared with an instance that has all its ranks.
     lookahead_s: float = 0.0
 
     @property

@@ -135,7 +135,7 @@ class InstanceReforming:
     prefill_factor: float
     token_s: float  # Mean time between two tokens of a stream there, until now; 0: not known.
     produced_tokens: Mapping[StreamId, int]
-    # Of the pages with lost cells, those that agents hold, and the time to fetch the cells of one.
+    # Pages with lost cells that agents hold, and the time to fetch the cells of one.
     held_pages: Mapping[StreamId, int] = field(default_factory=dict)
     held_page_s: float = 0.0
 

@@ -106,7 +106,7 @@ class Ignored(Enum):
     EARLY = "early"  # Nothing comes of an attempt before its prefill is done.
 
 
-# What the policy raises itself cannot meet a stream in this stage: asserted.
+# Events that the policy raises itself cannot meet a stream in this stage: asserted.
 _NEVER = None
 Cell = Step | Ignored | None
 

@@ -31,7 +31,7 @@ class Holder(msgspec.Struct, frozen=True):
 
     member: Member
     pages: int
-    # Of these, so many until the stream has its next token elsewhere: it was moved from there.
+    # Pages among these that stay until the stream, which was moved, has its next token elsewhere.
     left_pages: int = 0
 
 
@@ -90,8 +90,8 @@ class AttemptState:
     booked_on: Member | None = None
     booked_s: float = 0.0
     stay_deadline: StayDeadline | None = None  # While it stays at an instance that re-forms.
-    # Of a stream that flowed, where nothing else was left than an instance kept for a suspected
-    # one: if that dies, this attempt is no suspect.
+    # The attempt of a stream that flowed, where only an instance kept for a suspected one was left:
+    # if that dies, this attempt is no suspect.
     is_guest: bool = False
     # With the bytes that it has put on each.
     links: list[tuple[Link, int]] = field(default_factory=list)
@@ -176,7 +176,7 @@ class RecoveryState:
         self.slot_expired = False
 
 
-# Of most streams, and never changed.
+# The value for most streams, never changed.
 NOWHERE: frozenset[str] = frozenset()
 NO_EPOCHS: Mapping[InstanceId, int] = {}
 NO_REFUSALS: Mapping[InstanceId, RefusedBy] = {}

@@ -305,7 +305,7 @@ def _read(
         body.decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
-    # Of what is no object the decoder reads one byte.
+    # The decoder reads one byte of a body that is no object.
     if body.lstrip().startswith(b"{"):
         check_structure(body, max_elements=max_elements)
     more: list[msgspec.Raw] = []

@@ -15,10 +15,10 @@ MAX_VALUES = 1 << 20  # Values of any kind: a prompt may be a long list of ids.
 MAX_TEMPLATE_VALUES = 1 << 17  # The same for what a template reads, and may write as JSON again.
 MAX_DEPTH = 128
 
-# Of a body, beside what the prompt takes.
+# Elements of a body beside those of the prompt.
 _SPARE_ELEMENTS = 1 << 10
 _SPARE_BYTES = 1 << 16
-# Of a character that is written as an escape.
+# Size of a character that is written as an escape.
 _ESCAPED_BYTES = len(b"\\u00e9")
 
 # A step of the scan holds the interpreter for milliseconds at most.

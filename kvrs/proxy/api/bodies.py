@@ -21,7 +21,7 @@ from kvrs.unfinished import Cut, UnfinishedBodies
 log = logging.getLogger(__name__)
 
 
-# What comes in smaller pieces is put together to such parts.
+# Smaller pieces are put together to such parts.
 _PART_BYTES = 16 << 10
 
 

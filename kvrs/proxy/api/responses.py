@@ -364,7 +364,7 @@ class ResponsesApi:
         asked = await self._api.parse(parse_response_request, stored.body)
         parsed = await self._api.parse(partial(read, CHAT, backend=self._backend), asked.chat)
         resume = self._resume(request, stored.id, record.header.request)
-        # Of this very stream, which the client knows.
+        # The very stream that the client knows.
         resume = replace(resume, stream=record.stream)
         return BegunResponse(stored, asked, await self._admit(held, use, parsed, resume, request))
 

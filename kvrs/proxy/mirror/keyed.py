@@ -74,7 +74,7 @@ class KeyedStream:
         self._progress = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
         self._noted: tuple[object, ...] = ()  # Of the journal, in the state of the record.
-        # Whether all events from the cursor on lie behind the client's position.
+        # All events from the cursor on lie behind the client's position.
         self._is_past_client = after < 0
         self._gone: str | None = None  # Why the client gets nothing any more.
         self._is_sending = False

@@ -49,7 +49,7 @@ _GATHER_EXACT_S = 0.1  # Of those of which an engine makes the same tokens again
 # Silent streams are updated too, so that an owner learns that its stream was granted elsewhere.
 _HEARTBEAT_S = 1.0
 _REREPLICATE_S = 0.25
-# Of the book, for streams of one tenant that have not ended.
+# Part of the book for streams of one tenant that have not ended.
 _TENANT_SHARE = 0.5
 _MOST_BATCH_BYTES = 8 << 20
 _TRIES = 4

@@ -85,11 +85,11 @@ class Attempt:
         self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
         self._has_resumed = False
         self._span: CallSpan = NO_SPAN  # Of the decode call.
-        # Of an attempt that is one call: the instance that computes the history, and how much of
-        # the output belongs to that.
+        # Facts of an attempt that is one call: the instance that computes the history, and how much
+        # of the output belongs to that.
         self._prefilling: InstanceId | None = None
         self._produced_before = 0
-        # Of the decode call, while it runs.
+        # The relay of the decode call, while it runs.
         self._relay: Relay | None = None
         self._first_token_timeout_s = 0.0
 
@@ -251,7 +251,7 @@ class Attempt:
         self._check_exactness(plan.decode)
         if self._prefilling is None:
             live.enter(StreamStage.DECODE, plan.decode)
-        # What fetches no history needs none: the hand-off of a prefill is not counted.
+        # An attempt that fetches no history needs none: the hand-off of a prefill is not counted.
         slot = (
             await self._driver.slots.acquire(
                 plan.decode, live.id, live.journal.owner_epoch, self._attempt

@@ -73,7 +73,7 @@ _STATUS = {
 }
 _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 _REFUSED_RETRY_S = 10.0  # Somebody has to mend the instances first.
-# Of new requests: counted, and not logged one by one.
+# Refusals of new requests, which are counted and not logged one by one.
 _SHED = (Reason.OVERLOADED, Reason.OVER_SHARE)
 
 
@@ -209,7 +209,7 @@ class Driver:
     def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
         live.task = task = EagerTask(work, self._ended)
         self._tasks[task] = live
-        # What is decided together is carried out before any of it begins.
+        # Decisions that belong together are carried out before any of their attempts begins.
         if not self._to_begin and not self._is_opening:
             asyncio.get_running_loop().call_soon(self._begin)
         self._to_begin.append(task)

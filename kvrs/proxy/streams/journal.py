@@ -29,7 +29,8 @@ class Journal:
     seed: int | None = None  # What every attempt samples with; None: as greedy needs none.
     wants_usage: bool = False  # Of several choices none does: theirs is counted together.
     prompt_ids: Sequence[int] | None = None  # None until an engine has tokenised the prompt.
-    # Of the prompt, found in a prefix cache by the first attempt that says so; None: none has.
+    # Tokens of the prompt found in a prefix cache by the first attempt that says so; None: none
+    # has.
     cached_tokens: int | None = None
     output_ids: "array[int]" = field(default_factory=lambda: array("I"))
     owner_epoch: int = (
@@ -51,7 +52,7 @@ class Journal:
     request: RequestContext | None = None
     tenant: str = ""  # Its mark; without API keys empty.
     name: str = ""  # As of `StreamJournal`.
-    # Of a stream that can be resumed elsewhere: where the client stands after each event that it
+    # For a stream that can be resumed elsewhere: where the client stands after each event that it
     # has not been given yet.
     marks: list[int] | None = None
     kept: tuple[Kept, ...] = ()  # Its holders, as the former owner knew them.

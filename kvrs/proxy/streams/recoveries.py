@@ -110,7 +110,8 @@ class RecoveryLog:
             target=None if live.plan is None else live.plan.decode,
             cause=action.cause,
             predicted_s=action.predicted_s,
-            # Of every target they would take megabytes in a large cluster; the event log has them.
+            # Estimates of all targets would take megabytes in a large cluster; the event log has
+            # them.
             estimates=best_by_option(action.estimates),
             produced_tokens=len(live.journal.output_ids),
             decided_s=self._clock(),

@@ -20,7 +20,7 @@ SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-# Of whole streams and of the first tokens of long prompts.
+# Bounds for whole streams and for the first tokens of long prompts.
 LONG_SECONDS = (*SECONDS, 120.0, 240.0, 480.0)
 _TOKEN_SECONDS = (
     *(0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),

@@ -103,7 +103,7 @@ class TokenPath:
         self._between_bytes = len(template.between)
         self._after = shared(template.after + _END_OF_EVENT + _END_OF_CHUNK)
         self._after_bytes = len(self._after)
-        # What the client gets: the opening, what lies between that and the ids, and the end.
+        # The bytes for the client: the opening, what lies between that and the ids, and the end.
         self._wants_ids = journal.wants_ids
         data = b"" if direct is None else _DATA
         self._opening, self._skipped_bytes = b"", -len(data)
@@ -139,7 +139,7 @@ class TokenPath:
         if not data.startswith(self._between, text_end) or data.find(b"\n", text_at, text_end) >= 0:
             return False
         digits = data[text_end + self._between_bytes : size - self._after_bytes]
-        # Of JSON's numbers those that need no look: natural, below 2^32.
+        # JSON numbers that need no further check: natural, below 2^32.
         if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
             return False
         journal, transport, direct = self._journal, self._transport, self._direct

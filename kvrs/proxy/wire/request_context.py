@@ -17,7 +17,7 @@ REQUEST_ID_KEY = web.RequestKey("request_id", str)
 # Further headers of the response, for those that write their head themselves.
 HEADERS_KEY: web.RequestKey[Mapping[str, str]] = web.RequestKey("headers", Mapping[str, str])
 
-# What may stand in a header and in a log without quotes.
+# Characters that need no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
 
 
@@ -41,7 +41,7 @@ class RequestContext:
         return lines
 
 
-# Of the request that the running task works on.
+# The context of the request that the running task works on.
 CURRENT: ContextVar[RequestContext | None] = ContextVar("CURRENT", default=None)
 
 

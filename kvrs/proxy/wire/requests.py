@@ -37,7 +37,7 @@ INVOCATIONS = "/invocations"
 _BYTES_PER_TOKEN = 4
 _BYTES_PER_ID = 4
 
-# Of requests that are admitted, whose own lists are in their fields.
+# The list of requests that are admitted, whose own lists are in their fields.
 _NO_IDS: list[int] = []
 _NO_WORDS: list[str] = []
 _NO_BIASES: dict[int, float] = {}

@@ -134,7 +134,7 @@ class EventTemplate:
         if not data.startswith(self.between, text_end):
             return None
         digits = data[text_end + len(self.between) : -len(self.after)]
-        # Of JSON's numbers those that need no look: natural, below 2^32.
+        # JSON numbers that need no further check: natural, below 2^32.
         if not digits.isdigit() or len(digits) > 9 or digits[0] == _ZERO:
             return None
         return int(digits), text_end + self.ids_bytes

@@ -114,7 +114,7 @@ class Upstream(asyncio.Protocol):
         self._loop = loop
         self._lost = lost
         self._transport: asyncio.Transport | None = None
-        # Of the call that runs, if one does.
+        # The response of the call that runs, if one does.
         self._response: HttpResponse | None = None
         self._reader: Reader | None = None
         self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
@@ -249,7 +249,8 @@ class Upstream(asyncio.Protocol):
                 assert take is not None
                 need = take(body)
         except Exception as error:
-            # Of the reader, which may be a bug of ours: the task that awaits the call raises it.
+            # An error of the reader, which may be a bug of ours: the task that awaits the call
+            # raises it.
             self._fail(error)
             return
         # The end of a call comes last: within it another one may begin here.

@@ -34,9 +34,9 @@ class _Reservation:
     claim: tuple[int, int]
     need: int  # Slots.
     until_s: float
-    # Of the stream's pages from page 0 on, as far as named by a writer and reserved.
+    # Tags of the stream's pages from page 0 on, as far as named by a writer and reserved.
     tags: list[Tag] = field(default_factory=list)
-    # Of those pages; None: not here.
+    # Slots of those pages; None: not here.
     slots: list[StoreSlot | None] = field(default_factory=list)
     # By page index: being written by a connection.
     incoming: dict[int, StoreSlot] = field(default_factory=dict)
