@@ -15,9 +15,7 @@ class TlsSettings(Settings):
     key: str = Field(min_length=1)
     """PEM file, mode 0600."""
     client_ca: str | None = None
-    """PEM file: what connects must have a certificate of one of these CAs. null: it need not have
-    any.
-    """
+    """PEM file of CAs: clients must have a certificate of one of them. null: they need none."""
 
 
 class PeerTlsSettings(TlsSettings):

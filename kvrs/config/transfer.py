@@ -19,7 +19,7 @@ class LinkSettings(Settings):
     the seconds without a measurement.
     """
     least_share: float = Field(default=0.1, gt=0, le=1)
-    """Lower bound of the bandwidth that decisions assume, as a part of the estimate."""
+    """Lower bound of the bandwidth that decisions assume, as a share of the estimate."""
 
 
 class TransferSettings(Settings):

@@ -1,4 +1,4 @@
-"""Which load reports the policy is told of."""
+"""Filters load reports that cannot change a decision."""
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport

@@ -32,7 +32,7 @@ _TRY_JITTER_S = 0.2
 # How often a stream that has not begun asks for a token that others do not need, with jitter.
 _RETRY_TOKEN_POLL_S = 0.25
 # The same for one that a suspected stream keeps out.
-_KEPT_OUT_LOOK_S = 0.1
+_ISOLATION_POLL_S = 0.1
 # The same for one that waits for news of deaths.
 _NEWS_LOOK_S = 0.1
 
@@ -400,7 +400,7 @@ class Starter:
                 alarms_s.append(now_s + quarantine.LOOK_S)
             members = self._view.members.values()
             if any(quarantine.keeps_out(self._view, member, stream) for member in members):
-                alarms_s.append(now_s + _KEPT_OUT_LOOK_S * (1 + fraction(stream.id, now_s)))
+                alarms_s.append(now_s + _ISOLATION_POLL_S * (1 + fraction(stream.id, now_s)))
             if next_try_s is not None:
                 # Never due at once: an alarm that came a little early would be the last one.
                 jitter = 0.1 + fraction(stream.id, next_try_s)

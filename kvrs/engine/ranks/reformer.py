@@ -143,7 +143,7 @@ class Reformer:
         step_s = 0.0 if predict is None else predict([Chunk([0], 0, [0], wants_logits=True)])
         return step_s * self.factors(layout)[0]
 
-    # What is told.
+    # Messages from ranks.
 
     def _run(self) -> None:
         while True:

@@ -55,8 +55,8 @@ _BEGIN_AFTER_S = 1.0
 _CONFLICT = "resume_conflict"
 _TRIES = 3
 _CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED))
-# Failures that are none of the response: it goes on elsewhere, or when it is asked for.
-_PASSING = ("shutting_down", "handed_over", "superseded")
+# Failures that do not end the response: it goes on elsewhere, or when it is asked for.
+_TRANSIENT_CODES = ("shutting_down", "handed_over", "superseded")
 
 
 class AdmittedChat(Protocol):
@@ -278,7 +278,7 @@ class ResponsesApi:
         keyed = running.keyed
         if isinstance(outcome, Failed) and outcome is not SUPERSEDED:
             is_final = outcome is _CANCELLED or (
-                keyed.failure is None and _error(outcome).get("code") not in _PASSING
+                keyed.failure is None and _error(outcome).get("code") not in _TRANSIENT_CODES
             )
             is_refused = outcome.status < 500 and not keyed.record.events
             if is_final and is_refused and not running.asked.background:

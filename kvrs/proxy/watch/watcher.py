@@ -77,7 +77,7 @@ class Watcher(ABC):
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
     def look(self) -> None:
-        """Others say that the process may be gone: if its word is overdue here as well, it is."""
+        """Gossip reports the process dead: declare it lost if its own report is overdue too."""
         if self._watchdog is not None:
             self._watchdog.look()
 
@@ -130,7 +130,7 @@ class Watcher(ABC):
 
     @abstractmethod
     async def _watch(self) -> None:
-        """From the first word of the process to its last, or until UpstreamError."""
+        """Watch the process from its first report until the connection ends, or UpstreamError."""
 
     @abstractmethod
     def _lose(self, cause: str, death: DeathCause) -> None: ...
