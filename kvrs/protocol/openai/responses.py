@@ -64,7 +64,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseRequest:
     """A checked request for a response."""
 
     fields: Fields
@@ -83,7 +83,7 @@ class Asked:
         return self.fields.get("store") is not False
 
 
-def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Asked:
+def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> ResponseRequest:
     """Raises RequestError: it is malformed, or has a field or an item that is not supported."""
     if body.lstrip().startswith(b"{"):
         check_structure(body, max_elements=max_elements)
@@ -111,7 +111,7 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Ask
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = fields["max_output_tokens"]
     chat |= _tools(fields) | _reasoning(fields) | _format(fields)
-    return Asked(fields, msgspec.json.encode(chat))
+    return ResponseRequest(fields, msgspec.json.encode(chat))
 
 
 def response_schema() -> dict[str, Any]:
@@ -313,7 +313,7 @@ class _Item:
 class Translator:
     """Makes the events of one response from those of its chat, each with the next number."""
 
-    def __init__(self, stored: Stored, asked: Asked, model: str) -> None:
+    def __init__(self, stored: Stored, asked: ResponseRequest, model: str) -> None:
         self._stored = stored
         self._asked = asked
         self._model = model

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvrs.protocol.openai.responses import Asked, Stored, Tokens, Translator, encoded
+from kvrs.protocol.openai.responses import ResponseRequest, Stored, Tokens, Translator, encoded
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.live import Outcome
@@ -83,7 +83,7 @@ class RunningResponse:
     """A response whose stream runs at this proxy."""
 
     stored: Stored
-    asked: Asked
+    asked: ResponseRequest
     keyed: KeyedStream
     client: ResponseClient
     task: "asyncio.Task[Outcome]"

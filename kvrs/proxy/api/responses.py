@@ -24,7 +24,7 @@ from kvrs.protocol.openai.responses import (
     CANCELLED,
     ID,
     PATH,
-    Asked,
+    ResponseRequest,
     Stored,
     Tokens,
     Translator,
@@ -95,7 +95,7 @@ class BegunResponse:
     """The response that `_run` begins with, new or found."""
 
     stored: Stored
-    asked: Asked
+    asked: ResponseRequest
     admitted: AdmittedChat
 
 
@@ -386,7 +386,7 @@ class ResponsesApi:
 
     # Forms.
 
-    def _translator(self, stored: Stored, asked: Asked) -> Translator:
+    def _translator(self, stored: Stored, asked: ResponseRequest) -> Translator:
         served = self._driver.control.instances.model
         return Translator(stored, asked, str(asked.fields.get("model") or served or ""))
 
@@ -412,7 +412,7 @@ def _begin(reader: ResponseReader) -> None:
         reader.begin()
 
 
-def _asked(stored: Stored) -> Asked:
+def _asked(stored: Stored) -> ResponseRequest:
     return parse_response_request(stored.body)
 
 
