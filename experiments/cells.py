@@ -59,7 +59,7 @@ class Cells:
             tell(f"{name}: {took_s:.0f} s")
 
     def keep(self, record: Record, figures: Mapping[str, Any], text: str) -> bool:
-        """As `Record.keep`; a void run leaves the kept result as it was. Whether it is void."""
+        """Keep the record; a void run leaves the kept result as it was. True if it is void."""
         document = {**self._settings, **figures, "cells": self.found, "runs": self._runs}
         is_void = record.is_void()
         return record.keep(None if is_void else self._out, self._name, document, text)

@@ -73,7 +73,7 @@ _BY_INTENTION = (
 
 
 def weaker() -> str:
-    """What the exhibits do not show."""
+    """The limits of the exhibits."""
     recovered = kept(figures.ANCHORTP_RECOVERY)["rows"]
     restart, restored = (
         [loss["tfs_s"] for loss in recovered[name]["losses"]]
@@ -117,7 +117,7 @@ def weaker() -> str:
 
 
 def simulator() -> str:
-    """What is known of simulated figures beside real ones."""
+    """A comparison of simulated figures with real ones."""
     real = kept(figures.KILLS)["policies"]["auto"]
     ours = kept(figures.KILLS_SIMULATED)["ways"]["auto"]
     seeds = fmean(ours["p99_s_by_seed"].values())

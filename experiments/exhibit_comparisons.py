@@ -176,7 +176,7 @@ def long_prompts() -> list[Compared]:
 
 
 def longest_waits() -> list[Compared]:
-    """Of P99; recomputing takes more than 10 s there, so more than so many times as long."""
+    """Ratios at P99; recomputing takes more than 10 s there, so its ratio is a lower bound."""
     ratios = {("recompute", "host"): 10 / 0.572, ("host", "ours"): 572 / 229}
     return [
         _waits(above, below, each, "victims_s", "others_s", share=99)

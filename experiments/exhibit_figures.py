@@ -102,7 +102,7 @@ def skew_by_rate(path: str = RATES) -> str:
 
 
 def skew_gains(path: str) -> dict[str, Interval]:
-    """What `rom` serves more than hand-offs that stay, run by run."""
+    """The gain of `rom` in good streams over hand-offs that stay, run by run."""
     return {
         rate: mean_of(
             [
@@ -490,7 +490,7 @@ def availability_ratios() -> dict[str, tuple[Interval, Interval]]:
 
 
 def rates_of(name: str) -> dict[str, list[float]]:
-    """Of a node, by the number of GPUs that are left."""
+    """Rates of a node, by the number of GPUs that are left."""
     found: dict[str, list[float]] = kept(THROUGHPUT)["rates"][name]
     return found
 
@@ -569,7 +569,7 @@ def degree_by_degree() -> str:
 
 
 def each(row: dict[str, Any], key: str) -> str:
-    """Of both losses."""
+    """The figures of both losses."""
     return " / ".join("-" if one[key] is None else f"{one[key]:.2f}" for one in row["losses"])
 
 

@@ -100,7 +100,7 @@ class Exhibit:
 
 
 def parts_of(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What a reader should know of a result that several runs have made."""
+    """A note for readers of a result that several runs have made."""
     if len(runs) == 1:
         return ""
     commits, machines = ({run[key]: None for run in runs} for key in ("commit", "machine"))

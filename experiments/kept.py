@@ -46,7 +46,7 @@ def runs_of(path: str) -> list[dict[str, Any]]:
 
 
 def misses(path: str) -> list[str]:
-    """What the text of a kept result says of bars that it misses."""
+    """Missed bars, as the text of a kept result names them."""
     text = (EXPERIMENTS / path).with_suffix(".txt")
     return misses_in(text.read_text()) if text.exists() else []
 

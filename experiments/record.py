@@ -1,4 +1,4 @@
-"""What a kept result says of the run that made it, and how it is kept.
+"""The circumstances of the run that made a kept result, and the files that keep it.
 
     record = Record(options.seed)  # First: it measures what else the machine does.
     rows = asyncio.run(measure(options.seed))
@@ -68,7 +68,7 @@ class Record:
             self.void(f"more than {most:.0%} of the CPU was in use")
 
     def is_void(self) -> bool:
-        """As far as is known now."""
+        """True if the result is void, as far as is known now."""
         return "void" in self._circumstances()
 
     def keep(self, out: Path | None, name: str, figures: dict[str, Any], text: str) -> bool:

@@ -52,7 +52,7 @@ def state(result: Path, folder: str, root: Path = ROOT) -> str:
 
 
 def is_of_this_code(result: Path, folder: str, root: Path = ROOT) -> bool:
-    """Whether a run may go on from it, as one measurement: product and method are the same."""
+    """True if a run may go on from it, as one measurement: product and method are the same."""
     if state(result, folder, root) != KEPT:
         return False
     return not _differs(run_of(result)["commit"], _PRODUCT, root)

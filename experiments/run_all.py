@@ -98,7 +98,7 @@ class Experiment:
         return [EXPERIMENTS / self.folder / "results" / f"{name}.json" for name in self.results]
 
     def state(self) -> str:
-        """Of the first result that is not simply kept."""
+        """The state of the first result that is not simply kept."""
         states = [state(path, self.folder) for path in self.paths]
         return next((found for found in states if found != KEPT), KEPT)
 
@@ -469,7 +469,7 @@ def run(experiment: Experiment, log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, so that clusters are taken down; then by force, with what is left of its
+    """End it like Ctrl-C, so that clusters are taken down; then by force, with the rest of its
     session.
     """
     process.send_signal(signal.SIGINT)

@@ -79,7 +79,7 @@ class Compared:
         return Verdict.DIRECTION if same_way else Verdict.OTHER
 
     def _is_near(self) -> bool:
-        """As a ratio, and as a change: 1.02 is near to 1.10, but no effect of the same size."""
+        """True if ratio and change are near: 1.02 is near to 1.10, but no effect of that size."""
         shares = [self.ours / self.published]
         if self.nothing is not None:
             shares.append((self.ours - self.nothing) / (self.published - self.nothing))

@@ -61,7 +61,7 @@ _SAMPLE = re.compile(r"^vllm:(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 
 
 class Part(StrEnum):
-    """What of a server is hit."""
+    """The part of a server that is hit."""
 
     SERVER = "server"  # All three processes, as at the death of the machine.
     ENGINE = "engine"

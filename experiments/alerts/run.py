@@ -296,7 +296,7 @@ def _until(holds: Callable[[], bool], what: str, most_s: float = _MOST_WAIT_S) -
 
 
 def is_met(row: dict[str, Any]) -> bool:
-    """Whether it fired in time and cleared. An alert that waits has its wait on top, a process that
+    """True if it fired in time and cleared. An alert that waits has its wait on top, a process that
     is stopped the silence that tells it from a busy one.
     """
     waits_s = 0.0

@@ -185,7 +185,7 @@ def _by_target(moves: Sequence[Move], ranks: Sequence[int] = ()) -> dict[int, in
 
 
 def _in_files(size_bytes: int, model: Path) -> int:
-    """What weights take in the files that take so much in memory."""
+    """Bytes in files of weights that take `size_bytes` in memory."""
     (of_a_weight,) = {_weight_bytes(path) for path in Weights(model).files}
     return size_bytes // _FLOAT_BYTES * of_a_weight
 

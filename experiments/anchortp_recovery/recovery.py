@@ -38,7 +38,7 @@ AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What happens to the instance, and what it has against it."""
+    """A fault of the instance, and its means against it."""
 
     fault: str | None  # The process of a rank, or with it the memory: its device.
     elastic: bool = True
@@ -222,7 +222,7 @@ def row_of(passed: Passed, clean: Passed) -> dict[str, Any]:
 def loss_of(
     served: Sequence[Served], at_s: Sequence[float], fault_s: float, end_s: float
 ) -> dict[str, Any]:
-    """Of one loss; `end_s`: until then the load is the same."""
+    """Figures of one loss; until `end_s` the load is the same."""
     first_s = first_after(at_s, fault_s)
     rates = [(start_s, rate(at_s, start_s)) for start_s in _steps(first_s, end_s - WINDOW_S)]
     later = [each for _, each in rates[len(rates) // 2 :]]

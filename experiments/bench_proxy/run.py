@@ -143,7 +143,7 @@ class Step:
 
 @dataclass(slots=True)
 class Bench:
-    """What is measured, and what has been."""
+    """The subjects to measure, and the results so far."""
 
     rounds: int
     once: Sequence[str]  # Subjects of the first round alone.

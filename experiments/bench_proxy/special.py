@@ -62,7 +62,7 @@ def _opened(
 
 
 def _outcome(*results: Row) -> Row:
-    """Of all loads together."""
+    """The outcome of all loads together."""
     row: Row = {
         name: sum(result[name] for result in results) for name in ("started", "whole", "broken")
     }

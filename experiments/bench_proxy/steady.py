@@ -20,7 +20,7 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every run of the bench needs."""
+    """The settings that every run of the bench needs."""
 
     programs: Programs
     cores: Cores
@@ -120,7 +120,7 @@ def measure(
 
 
 def figures(result: Row) -> Row:
-    """What the load client's result says: microseconds, CPU seconds per million tokens, MB."""
+    """The load client's figures: microseconds, CPU seconds per million tokens, MB."""
     tokens = result["window_tokens"]
     cpu_s = sum(process["cpu_s"] for process in result["processes"])
     row: Row = {

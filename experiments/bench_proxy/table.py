@@ -40,7 +40,7 @@ def shown(rows: Sequence[Row]) -> str:
 
 
 def is_failed(rows: Sequence[Row]) -> bool:
-    """Whether a bar is missed, or kvrs failed or broke a stream."""
+    """True if a bar is missed, or kvrs failed or broke a stream."""
     missed = any(row["verdict"] == "missed" and not row["is_moonshot"] for row in judged(rows))
     ours = [row for row in rows if row["subject"].startswith("kvrs")]
     return missed or any(row.get("broken") or "failed" in row for row in ours)

@@ -1,5 +1,5 @@
-"""What streams lose that stay with an instance which breaks its word: its re-forming takes five
-times as long as it has said.
+"""The loss to streams that stay with an instance whose re-forming takes five times as long as it
+has announced.
 
 The cells of `run.py` in virtual time, with twice as many streams, which all run to their
 ends. A stream's delay is by how much its longest pause after the loss is longer than the wait that
@@ -70,7 +70,7 @@ class Played:
 
 @contextmanager
 def _noting(recovered: list[tuple[float, Recovered]]) -> Iterator[None]:
-    """What is decided when."""
+    """Note the decisions and their times."""
     perform = SimProxy._perform
 
     def performed(proxy: SimProxy, effect: Effect) -> None:

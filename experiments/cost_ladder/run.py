@@ -101,7 +101,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a way has cost them, as means."""
+    """The mean cost of a way to its victims."""
 
     cost_s: float  # By which the last token of the look-ahead is later than without the loss.
     gap_s: float  # From the loss to the next token.
@@ -123,7 +123,7 @@ class Row:
 
     @property
     def is_near(self) -> bool:
-        """Whether `auto` costs no more than the best rung and a tenth."""
+        """True if `auto` costs at most a tenth more than the best rung."""
         return self.ways[AUTO].cost_s <= NEAR * self.ways[self.best].cost_s
 
 
@@ -262,7 +262,7 @@ def averaged(rows: Sequence[Row]) -> Row:
 
 
 def _lag_tokens(proxy: SimProxy, victims: Sequence[StreamId]) -> float:
-    """As the proxy knows it when it decides."""
+    """The victims' mean lag, as the proxy knows it when it decides."""
     lags = []
     for name in victims:
         live = proxy.streams[name]

@@ -107,7 +107,7 @@ def settings(*, distserve: bool) -> Config:
 
 
 def instance_of(name: str, role: Role, profile: str, table: PrefillTable) -> Instance:
-    """Of the real model, on n1."""
+    """An instance of the real model, on n1."""
     geometry, every = catalog.kv_geometry(profile), frozenset(Capability)
     return Instance(InstanceId(name), NodeId("n1"), role, 1, geometry, table, every)
 

@@ -60,7 +60,7 @@ async def _relays(config: Config, cuts: Cuts) -> AsyncIterator[Config]:
 async def _undisturbed(
     http: aiohttp.ClientSession, url: str, case: Case
 ) -> tuple[list[bytes], int]:
-    """What the case gives, twice the same; and between how many events it can be cut."""
+    """The case's answer, the same twice, and the number of events between which it can be cut."""
     expected = await ask(http, url, case)
     if (again := await ask(http, url, case)) != expected:
         raise CutOffError(

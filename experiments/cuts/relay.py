@@ -27,7 +27,7 @@ class Tried:
 
 @dataclass(slots=True)
 class Cuts:
-    """What is still to be cut: by the `user` of a request the number of events that pass before its
+    """Cuts still to be made: by the `user` of a request, the number of events that pass before its
     connection ends.
     """
 

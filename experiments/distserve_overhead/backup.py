@@ -1,4 +1,4 @@
-"""What do checkpoints cost streams of DistServe that nothing happens to, and where?
+"""The cost of checkpoints to undisturbed streams of DistServe, by kind of process.
 
     DISTSERVE_HOME=... python -m experiments.distserve_overhead.backup [--rounds 64]
 
@@ -159,7 +159,7 @@ def measure(
 def more(
     samples: dict[str, dict[str, list[float]]], mode: str, names: Sequence[str]
 ) -> list[float]:
-    """What this mode takes more than `off` does, as a share, of each round's pair."""
+    """The extra cost of this mode over `off`, as a share, of each round's pair."""
     plain, other = (
         [sum(each) for each in zip(*(samples[way][name] for name in names), strict=True)]
         for way in (BackupMode.OFF.value, mode)

@@ -1,4 +1,4 @@
-"""What do the patches cost a stream of DistServe that nothing happens to?
+"""The cost of the patches to an undisturbed stream of DistServe.
 
     DISTSERVE_HOME=... python -m experiments.distserve_overhead.run [--rounds 200]
 

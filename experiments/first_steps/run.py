@@ -56,7 +56,7 @@ class StepError(Exception):
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Of a new user, whose pip has no cache."""
+    """The environment of a new user, whose pip has no cache."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     kept.pop(ENV_NAME, None)
     return kept | {"PIP_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
@@ -85,7 +85,7 @@ def check(what: str | Path, status: int, lines: Sequence[str]) -> None:
 
 
 def told_by_pip(lines: Sequence[str]) -> dict[str, Any]:
-    """What installations took from the index, and what from folders of this machine."""
+    """Packages that installations took from the index, and from folders of this machine."""
     text = "\n".join(lines)
     loaded = re.findall(r"Downloading \S+ \(([\d.]+) (bytes|kB|MB|GB)\)", text)
     here = [Path(name) for name in re.findall(r"Processing (\S+\.whl)", text)]
@@ -100,7 +100,7 @@ def told_by_pip(lines: Sequence[str]) -> dict[str, Any]:
 
 
 def disk_mb(folder: Path) -> float:
-    """As `du` counts it."""
+    """MB on the disk, as `du` counts them."""
     files = (path.lstat() for path in folder.rglob("*") if not path.is_dir())
     return sum(file.st_blocks for file in files) * 512 / 2**20
 
@@ -200,7 +200,7 @@ def proxy(directory: Path, wheel: Path, engines: Engines) -> dict[str, Any]:
 
 
 def edit(config: Path, engines: Engines) -> int:
-    """What the first lines of the file say: model, hosts, ports and profile. Returns the port for
+    """Edit the first lines of the file: model, hosts, ports and profile. Returns the port for
     clients.
     """
     document = yaml.safe_load(config.read_text())

@@ -1,4 +1,4 @@
-"""What is fuzzed: a parser of bytes from outside, inputs of ours that it takes, and the errors with
+"""The targets: a parser of bytes from outside, inputs of ours that it takes, and the errors with
 which it may refuse others.
 """
 

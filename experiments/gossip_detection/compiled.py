@@ -39,7 +39,7 @@ _MINUTES = 5.0
 
 
 def fingerprint() -> str:
-    """Of every event of some storms and of a large cluster with loss: when, where, what."""
+    """Hash of every event of some storms and of a large cluster with loss: when, where, what."""
     digest = hashlib.sha256()
 
     def observe(now_s: float, node: SimNode, event: Event) -> None:
@@ -81,7 +81,7 @@ def build(folder: Path) -> None:
 
 
 def fingerprint_in(folder: Path) -> tuple[str, str]:
-    """Whether it is compiled there, and what comes out."""
+    """The value of `is_compiled()` there, and the fingerprint."""
     script = (
         "from experiments.gossip_detection import chunks, compiled; "
         "print(chunks.is_compiled(), compiled.fingerprint())"

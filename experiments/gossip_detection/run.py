@@ -56,7 +56,7 @@ def hours_of(chunks: list[Chunk]) -> dict[str, Any]:
 
 
 class Results:
-    """What is known of every row, in a file for programs and one for people."""
+    """The figures of every row, in a file for programs and one for people."""
 
     def __init__(self, folder: Path, record: Record) -> None:
         self._folder = folder

@@ -48,7 +48,7 @@ def weights_of(size_bytes: int, seed: int) -> bytes:
 
 
 def kv_of(start: int) -> bytes:
-    """What the engine of that start writes."""
+    """The KV that the engine of that start writes."""
     return np.random.default_rng(start).bytes(KV_BYTES)
 
 
@@ -89,7 +89,7 @@ def attach(driver: Driver, path: str) -> tuple[list[Region], dict[str, Mapping]]
 def checksums(
     driver: Driver, regions: list[Region], mappings: dict[str, Mapping]
 ) -> dict[str, int]:
-    """Of what is in the memory now."""
+    """Checksums of the memory's present contents."""
     return {
         each.name: xxh3_64_intdigest(driver.read(mappings[each.name].address, each.size_bytes))
         for each in regions
@@ -180,7 +180,7 @@ class _Process:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def said(self) -> dict[str, Any]:
-        """What it says once it is ready."""
+        """The facts that it prints once it is ready."""
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
             raise RuntimeError(f"a process ended with status {self._process.wait(_ANSWER_S)}")
@@ -214,7 +214,7 @@ def run(megabytes: int, kills: int, seed: int) -> dict[str, Any]:
 
 
 def judged(engines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each engine found, against what the one before has left."""
+    """The findings of each engine, against what the one before has left."""
     first, *later = engines
     kept = [
         after["weights_equal"]

@@ -43,7 +43,7 @@ def _ignore(result: object) -> None:
 
 
 def paged(pool: KvPool, pages: range, *, to_host: bool) -> Callable[[], None]:
-    """What the engine does, waiting included."""
+    """A copy of pages as the engine makes it, waiting included."""
 
     def run() -> None:
         staged = pool.stage(pages)

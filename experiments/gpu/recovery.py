@@ -61,8 +61,8 @@ class Recovery:
         ]
 
     def calibrate(self) -> None:
-        """What the split goes by: seconds to compute so many leading tokens, and bytes per second
-        from the host.
+        """Measure the inputs of the split: seconds to compute so many leading tokens, and seconds
+        per page from the host.
         """
         longest = max(self.requests, key=lambda request: request.tokens)
         self.compute(longest, longest.full_pages)  # Warms up.

@@ -1,4 +1,4 @@
-"""What the three scripts share: where they run, how they time, what they leave."""
+"""The common parts of the three scripts: devices, times, reports."""
 
 import argparse
 import sys

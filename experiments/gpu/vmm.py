@@ -37,7 +37,7 @@ class DriverError(RuntimeError):
 
 
 class FrameError(RuntimeError):
-    """What came is no description of regions."""
+    """The message is no description of regions."""
 
 
 class _Location(ctypes.Structure):
@@ -242,7 +242,7 @@ def encode(regions: Sequence[Region]) -> bytes:
 
 
 def decode(message: bytes, descriptors: int) -> list[Region]:
-    """What a holder has sent with so many descriptors.
+    """The regions that a holder has sent with so many descriptors.
 
     Raises:
         FrameError: it is nothing of the kind, or sizes are not possible.

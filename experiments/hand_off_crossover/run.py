@@ -57,8 +57,8 @@ def analytic(tokens: int, gbit_per_s: float, service_s: float) -> float:
 
 
 def service_s(tokens: int) -> float:
-    """What one request of that length takes of a decode instance which runs one at a time, by the
-    profile's table.
+    """Seconds that one request of that length takes of a decode instance which runs one at a time,
+    by the profile's table.
     """
     decode = catalog.decode_table(PROFILE)
     return sum(decode.seconds_for(1, tokens + step) for step in range(SERVICE_TOKENS))

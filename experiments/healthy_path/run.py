@@ -1,5 +1,4 @@
-"""What the proxy costs a stream that nothing happens to: latency per token, and requests to the
-instances.
+"""The cost of the proxy to an undisturbed stream: latency per token, and requests to the instances.
 
     python -m experiments.healthy_path.run [--pairs 16] [--tokens 256] [--seconds 15] [--paced --out
     DIR]
@@ -75,7 +74,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What reached the instances while so many streams at a time went through the proxy."""
+    """Requests to the instances while so many streams at a time went through the proxy."""
 
     concurrent: int
     streams: int

@@ -210,7 +210,7 @@ class Bench:
         await rig.decode("d1", self._other, OTHERS_TOKENS, sources=[source])
 
     async def _look(self, victim: Victim) -> None:
-        """What a proxy hears of the link in the target's next report."""
+        """Take the link from the target's next report, as a proxy does."""
         while not (found := [e for e in (await self._rig.load("d1")).links if e.source == N0]):
             await asyncio.sleep(0.1)
         (link,) = found
@@ -276,7 +276,7 @@ async def measure(
 
 
 def regret(found: Sequence[Victim], way: str) -> tuple[float, float]:
-    """What a way took above the best of each victim, in sum, as a share of that; and half of its
+    """The excess of a way over the best of each victim, in sum, as a share of that; and half of its
     95 % interval, by the differences of the victims.
     """
     mean_s = sum(victim.best_s for victim in found) / len(found)

@@ -79,14 +79,14 @@ class Scenario:
     times: float = 1.0  # As fast as links of 12.5 to 125 MB/s.
 
     def rate(self, at_s: float) -> float:
-        """What a transfer gets."""
+        """The rate of a transfer."""
         index = bisect_right([step.at_s for step in self.steps], at_s) - 1
         whole = self.steps[max(0, index)].bytes_per_s
         shared = self.cross is not None and self.cross[0] <= at_s < self.cross[1]
         return whole / 2 if shared else whole
 
     def seconds_for(self, size_bytes: float, at_s: float) -> float:
-        """Of a transfer that begins at a moment, through all changes of the rate."""
+        """The time of a transfer that begins at a moment, through all changes of the rate."""
         edges = [step.at_s for step in self.steps] + list(self.cross or ())
         now_s = at_s
         for edge_s in sorted(edge for edge in edges if edge > at_s):
@@ -223,7 +223,7 @@ async def _flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
 
 @dataclass
 class Trial:
-    """What was seen of one scenario: by moment, the true rate and every rule's."""
+    """The observations of one scenario: by moment, the true rate and every rule's."""
 
     scenario: Scenario
     at_s: list[float] = field(default_factory=list)
@@ -247,7 +247,7 @@ class Trial:
         return fmean(found) if found else None
 
     def reactions_s(self, name: str) -> list[float]:
-        """Of every step: until the error is at most the bar and stays so for half a second."""
+        """Seconds until the error after each step is within the bar for half a second."""
         edges = [step.at_s for step in self.scenario.steps[1:]]
         found = []
         ends = [*edges[1:], self.scenario.length_s]
@@ -262,8 +262,8 @@ class Trial:
         return found
 
     def regret(self, name: str) -> float:
-        """Of migrate or recompute, at every moment and length, beside a rule that knows the rate at
-        that moment and all that follow.
+        """The excess of migrating or recomputing by this rule, at every moment and length, over a
+        rule that knows the rate at that moment and all that follow.
         """
         chosen = best = 0.0
         for at_s, estimate in zip(self.at_s, self.seen[name], strict=True):
@@ -397,8 +397,8 @@ def _hog(resting: threading.Event) -> None:
 
 
 async def start_errors(bench: Bench, times: float) -> list[float]:
-    """Of estimates of pullers that have just begun to probe an idle link, whose bucket of tokens
-    is full.
+    """Errors of estimates of pullers that have just begun to probe an idle link, whose bucket of
+    tokens is full.
     """
     first = Step(0, 12.5 * MB * times)
     errors = []

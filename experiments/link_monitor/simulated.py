@@ -56,7 +56,7 @@ class VirtualLink:
 
     @property
     def probe_share(self) -> float:
-        """Of all that the link can carry."""
+        """The probes' share of all that the link can carry."""
         scenario = self._scenario
         capacity = sum(
             scenario.rate(LOOK_S * index) * LOOK_S
@@ -102,7 +102,7 @@ class VirtualLink:
     def _carry(
         self, size_bytes: int, begin: Callable[[NodeId, float], None], unmeasured_bytes: int = 0
     ) -> None:
-        """As the puller does: of a probe, the first half is not measured."""
+        """Carry bytes as the puller does: the first half of a probe is not measured."""
         begin(SOURCE, self._now_s)
         if unmeasured_bytes:
             self._bring(unmeasured_bytes)

@@ -48,7 +48,7 @@ Rows = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def gains(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> Interval:
-    """What the other hand-off serves more, run by run: both of a run get the same requests."""
+    """The gain of the other hand-off, run by run: both of a run get the same requests."""
     found = interval(
         [b["good"] / a["good"] - 1 for a, b in zip(own, other, strict=True) if a["good"]]
     )

@@ -49,7 +49,7 @@ def save(history: History, path: Path = KEPT) -> None:
 def note_for(
     names: tuple[str, ...], result_commit: str, result_date: str, path: Path = KEPT
 ) -> str:
-    """What a reader of a result should know of the time since it was measured; empty: nothing.
+    """A note for readers on the time since a result was measured; empty: there is none.
 
     Without sentinels that is its date. With some: those that have moved by more than a tenth, and
     those that had no value yet.

@@ -23,7 +23,7 @@ MOST_DEATHS = 9  # Of three poisoned requests, which are refused at the third ea
 
 
 def all_complete(outcome: Outcome) -> str:
-    """What is wrong, beside the invariants."""
+    """The fault that the invariants do not cover: streams that ended otherwise than complete."""
     return "" if set(outcome.ended) == {"complete"} else f"streams ended {dict(outcome.ended)}"
 
 

@@ -47,7 +47,7 @@ def settings() -> Config:
 
 
 def measure(pid: int) -> dict[str, float]:
-    """What a process holds now."""
+    """Memory, threads and descriptors that a process holds now."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return {

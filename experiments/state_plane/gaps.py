@@ -27,8 +27,8 @@ ON_THEIR_WAY = 3
 
 
 class Gap(NamedTuple):
-    """Of a stream with its instance killed, s: the pause that the kill makes, the longest one after
-    that, and the median time between two tokens before the kill.
+    """Pauses of a stream with its instance killed, s: the one that the kill makes, the longest one
+    after that, and the median time between two tokens before the kill.
     """
 
     at_kill_s: float
@@ -128,7 +128,7 @@ class _Stream:
 
 
 def gap_of(at_s: list[float], killed_s: float) -> Gap:
-    """Of tokens received at these times, in order."""
+    """The gap in tokens received at these times, in order."""
     before = [at for at in at_s if at <= killed_s]
     after = at_s[len(before) :]
     pauses_s = [end - begin for begin, end in pairwise([killed_s, *after])]
@@ -171,7 +171,7 @@ def _children(parent: int) -> Iterator[int]:
 
 
 def _weights_of(pid: int) -> tuple[int, int]:
-    """Of a process: its share of the weights that are mapped, and their size."""
+    """A process's share of the mapped weights, and their size."""
     share, size, inside = 0, 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         key, _, value = line.partition(":")

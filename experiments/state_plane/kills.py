@@ -49,7 +49,7 @@ def config_of(seed: int) -> Config:
 
 
 class Reference:
-    """What every page holds that any of the streams can fill."""
+    """The contents of every page that any of the streams can fill."""
 
     def __init__(self, config: Config, seed: int) -> None:
         assert config.cluster.model is not None
@@ -79,7 +79,7 @@ class Reference:
 
 @dataclass
 class Found:
-    """Of all kills together."""
+    """The sums over all kills."""
 
     kills: int = 0
     with_pages: int = 0

@@ -1,6 +1,4 @@
-"""What memory that outlives engines is worth: the pause after a crash, the time to attach, pages
-that are adopted, and the weights of several instances.
-"""
+"""The worth of memory that outlives engines: pauses, attaching, adopted pages, shared weights."""
 
 import argparse
 import statistics

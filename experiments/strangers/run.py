@@ -108,7 +108,7 @@ async def squat(
 
 
 async def _listen(squatter: Squatter, port: int) -> asyncio.Server:
-    """As soon as the dead instance has left its port."""
+    """Listen as soon as the dead instance has left its port."""
     while True:
         try:
             return await asyncio.start_server(squatter.serve, "127.0.0.1", port)

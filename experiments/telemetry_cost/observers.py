@@ -1,4 +1,4 @@
-"""What observes a proxy: a client that asks its admin port again and again, and a collector of
+"""The observers of a proxy: a client that asks its admin port again and again, and a collector of
 traces. Both run in threads of the experiment, on the core of the mocks.
 """
 
@@ -124,7 +124,7 @@ class Collector:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def span_names(self) -> list[str]:
-        """Of all spans that have arrived."""
+        """The names of all spans that have arrived."""
         return [
             span.name
             for body in self._bodies

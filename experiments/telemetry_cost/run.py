@@ -126,7 +126,7 @@ class Observed:
         return figures(result)
 
     def told(self) -> dict[str, int]:
-        """What has arrived, once the proxy has ended."""
+        """Counts of everything that has arrived, once the proxy has ended."""
         return {
             "requests": self.whole,
             "scrapes": self.scrapes,
@@ -246,7 +246,7 @@ def check(subject: Subject, told: Mapping[str, int]) -> None:
 
 
 def added(rows: Sequence[Mapping[str, float]], name: str) -> Interval:
-    """What a subject takes more, as a share: of each round beside those that are not observed."""
+    """The extra cost of a subject, as a share, in each round beside those that are not observed."""
     if name == CONTROL.name:
         found = interval([row[name] / row[NONE.name] - 1 for row in rows])
     else:

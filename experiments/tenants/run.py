@@ -121,7 +121,7 @@ class Attacker:
         self.note("read", succeeded=status == 200 or victim.stream.encode() in body)
 
     async def _probe(self, victim: Victim, url: str, number: int) -> None:
-        """Whether what is known is answered differently from what is not."""
+        """Note whether known streams are answered differently from unknown ones."""
         unknown = f"{number:032x}"
         pairs = [
             ((victim.key, f"{victim.stream}:1"), (f"none-{number}", f"{unknown}:1")),

@@ -1,4 +1,4 @@
-"""What TLS costs a token, and what hostile hand-shakes and new certificates do to streams.
+"""Cost of TLS to a token, and effect of hostile hand-shakes and new certificates on streams.
 
 python -m experiments.tls.run [--rounds 12] [--seed 0] [--out DIR]
 """
@@ -91,7 +91,7 @@ async def proxy(
 
 
 async def stream(client: aiohttp.ClientSession, process: Process, prompt: list[int]) -> bool:
-    """Whether it is whole."""
+    """True if the stream is whole."""
     body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with client.post(process.url, json=body, ssl=process.context or True) as answer:

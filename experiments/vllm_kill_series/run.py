@@ -259,7 +259,7 @@ def figures_of(wave: Wave, clean: Sequence[StreamRecord]) -> dict[str, Any]:
 
 
 def faults_of(row: dict[str, Any]) -> list[str]:
-    """What of the claim a wave does not bear out; empty when all of it holds."""
+    """The parts of the claim that a wave does not bear out; empty when all of it holds."""
     option, hit, recoveries = row["option"], row["hit"], row["recoveries"]
     faults = []
     if row["exact"] != row["streams"]:
