@@ -129,7 +129,7 @@ class MultiProxyCluster:
                 await asyncio.sleep(0.005)
 
     async def kill(self, number: int) -> None:
-        """As by SIGKILL: it does nothing more, and all its connections are reset."""
+        """End the proxy like SIGKILL: it does nothing more, and all its connections are reset."""
         proxy, self.proxies[number] = self.proxy(number), None
         for task in proxy._background:
             task.cancel()
@@ -167,7 +167,7 @@ class MultiProxyCluster:
 
 
 def record_key(key: str, authorization: str = "") -> str:
-    """Of the record of a stream, where no API keys are configured."""
+    """The key of a stream's record, where no API keys are configured."""
     owner = b"authorization\0" + authorization.encode()
     return TenantSecret([SECRET], owner).record_keys(key)[0]
 

@@ -182,7 +182,7 @@ async def test_one_address_does_not_take_all_connections(build: ProxyClusterBuil
 
 
 async def _all_read(system: ProxyCluster, count: int) -> bool:
-    """Whether so many requests are open at the clients' port."""
+    """True if so many requests are open at the clients' port."""
     (port,) = (port for port in system.proxy._ports if port.port == system.proxy.port)
     return port.busy >= count
 

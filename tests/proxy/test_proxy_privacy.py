@@ -1,4 +1,4 @@
-"""What a proxy writes down: nothing of what its clients ask or are told, and none of their keys."""
+"""A proxy writes down nothing that its clients ask or are told, and none of their keys."""
 
 import re
 from pathlib import Path

@@ -193,7 +193,7 @@ async def test_a_fault_of_one_part_keeps_all_from_changing(opened: Opener) -> No
 
 
 async def test_a_proxy_reloads_on_sighup(build: ProxyClusterBuilder, tmp_path: Path) -> None:
-    """As other daemons do; a bad file is logged by path, and the streams run on."""
+    """SIGHUP works as in other daemons; a bad file is logged by path, and the streams run on."""
     system = await build()
     gate = system.script.gate = asyncio.Event()
     system.script.gate_at = 2

@@ -80,7 +80,7 @@ async def test_the_configuration_opens_a_port_of_a_private_ca(
 async def test_a_ca_of_the_environment_is_enough_without_a_file(
     build: ProxyClusterBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for any other client of TLS."""
+    """The admin client trusts SSL_CERT_FILE like any other client of TLS."""
     ca = Authority(tmp_path)
     section = ca.issue("proxy").section()
     system = await build(pairs=1, wait=False, proxy={"admin_tls": section})

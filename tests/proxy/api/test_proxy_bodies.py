@@ -87,7 +87,7 @@ async def test_a_body_takes_of_the_budget_when_it_is_whole(build: ProxyClusterBu
 async def test_a_body_without_room_is_refused_before_it_is_read(
     build: ProxyClusterBuilder,
 ) -> None:
-    """What it declares shows that it has no room: reading it would be for nothing."""
+    """The declared length shows that it has no room: reading it would be for nothing."""
     system = await build(pairs=1, proxy=SMALL)
     system.script.gate = asyncio.Event()
     body = {"messages": [{"role": "user", "content": "x" * 90 * KIB}], "max_tokens": 1}
@@ -169,8 +169,8 @@ async def test_the_body_with_least_progress_is_cut_when_there_is_no_room(
 async def test_requests_are_served_while_large_bodies_never_end(
     build: ProxyClusterBuilder,
 ) -> None:
-    """As many bodies as would fill the budget of open requests, and small ones beside them, whose
-    bytes come apart: all of these are served, by both paths of the port.
+    """The bodies would fill the budget of open requests. Small ones beside them, whose bytes come
+    apart, are all served, by both paths of the port.
     """
     system = await build(pairs=1, proxy=SMALL | {"unfinished_body_bytes": 200 * KIB})
     async with unfinished(system.proxy.port, 20, 95 * KIB, 100 * KIB):

@@ -395,7 +395,7 @@ async def test_refusals_of_engines_have_one_form(
 async def test_a_stream_that_flows_outlives_the_refusal_of_its_next_instance(
     build: ProxyClusterBuilder,
 ) -> None:
-    """What one instance has begun is no wrong request: another one is asked."""
+    """A request that one instance has begun is not wrong: another one is asked."""
     system = await build(pairs=4)
     system.script.gate, system.script.gate_at = asyncio.Event(), 2
     streaming = asyncio.create_task(system.complete(**REQUEST, stream=True))

@@ -135,7 +135,7 @@ async def test_every_choice_has_its_own_seed_and_stream(build: ProxyClusterBuild
 
 
 async def test_choices_share_one_head_one_usage_and_one_end(build: ProxyClusterBuilder) -> None:
-    """As if one engine had made them all; each finishes once."""
+    """The choices look like those of one engine; each finishes once."""
     system = await build()
 
     chunks = await events(system, **CHAT, n=3, stream_options={"include_usage": True})

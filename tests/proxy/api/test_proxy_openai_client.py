@@ -63,8 +63,8 @@ async def test_a_chat_streams_through_a_cut(
 async def test_usage_says_what_the_first_attempt_had_cached(
     system: ProxyCluster, client: openai.AsyncOpenAI
 ) -> None:
-    """Of prefill, which alone looks for the prompt in a cache for the client: a decode instance has
-    pages of others, and a recovery those of the stream itself.
+    """The count is that of prefill, which alone looks up the prompt for the client: a decode
+    instance has pages of others, and a recovery those of the stream itself.
     """
     for instance in system.instances.values():
         is_prefill = instance.id.startswith("p")
@@ -136,7 +136,7 @@ async def test_log_probabilities_and_choices_of_a_chat(
 async def test_log_probabilities_and_choices_of_a_completion(
     system: ProxyCluster, client: openai.AsyncOpenAI
 ) -> None:
-    """As of a chat, in the older shape."""
+    """A cut changes neither, as in a chat; their shape is the older one."""
     request: dict[str, Any] = {
         "model": "scripted",
         "prompt": "play cjk.",

@@ -278,7 +278,7 @@ async def test_the_openai_package_knows_the_errors(build: ProxyClusterBuilder, s
 async def test_pages_of_two_tenants_have_different_salts(
     build: ProxyClusterBuilder, save: Save
 ) -> None:
-    """What a client sets itself divides its own pages further, and never reaches those of another
+    """A salt that a client sets divides its own pages further, and never reaches those of another
     tenant.
     """
     system = await build(pairs=1, security={"key_file": save()})

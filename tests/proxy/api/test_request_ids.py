@@ -84,7 +84,7 @@ async def test_an_id_that_logs_could_not_hold_is_replaced(
 
 
 async def test_refusals_have_an_id_too(build: ProxyClusterBuilder) -> None:
-    """What went wrong is what is asked about."""
+    """Failed requests are those that users ask about."""
     system = await build()
     headers = {"X-Request-Id": "mine"}
     for method, path, body, status in (
@@ -133,7 +133,7 @@ async def test_what_is_no_trace_is_dropped(build: ProxyClusterBuilder, given: st
 async def test_a_recovery_is_one_line(
     build: ProxyClusterBuilder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was decided, what it was predicted to cost beside the others, and what came of it."""
+    """The line has the decision, its predicted cost beside the others, and the outcome."""
     system = await build(policy={"name": "always_recompute"})
     system.script.faults[2] = Fault.RESET
     caplog.set_level(logging.INFO)

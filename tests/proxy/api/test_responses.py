@@ -207,7 +207,7 @@ async def test_a_failure_is_a_status_at_first_and_an_event_later(
 
 
 async def test_a_deleted_response_is_unknown(client: openai.AsyncOpenAI) -> None:
-    """As is one that was not to be stored, and one that never was."""
+    """Responses that were not to be stored, and those that never were, are unknown too."""
     kept = await client.responses.create(**asked("latin"))
     unstored = await client.responses.create(**asked("latin"), store=False)
 

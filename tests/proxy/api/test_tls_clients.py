@@ -125,7 +125,7 @@ async def test_plain_http_at_a_tls_port_is_told_so(
 async def test_a_hand_shake_that_drips_is_cut_off(
     build: ProxyClusterBuilder, served: Pair, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a silent connection, by the same limit."""
+    """A slow hand-shake has the limit of a silent connection."""
     monkeypatch.setattr(http, "IDLE_S", 0.2)
     system = await build(proxy={"tls": served.section()}, pairs=1)
     reader, writer = await asyncio.open_connection("127.0.0.1", system.proxy.port)
@@ -308,7 +308,7 @@ async def test_the_admin_port_has_a_certificate_of_its_own(
 async def test_a_client_that_does_not_read_is_cut_off_as_in_plain(
     build: ProxyClusterBuilder, ca: Authority, served: Pair
 ) -> None:
-    """What TLS has buffered counts as unread too, and its stream does not look complete."""
+    """Data that TLS has buffered counts as unread too, and the stream does not look complete."""
     system = await build(pairs=1, proxy={"tls": served.section(), "write_timeout_s": 0.3})
     system.script.event_padding = 100_000
     reader, writer = await asyncio.open_connection(

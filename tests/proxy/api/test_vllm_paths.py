@@ -76,7 +76,7 @@ async def test_version_and_load_are_told(build: ProxyClusterBuilder) -> None:
 async def test_an_invocation_is_answered_as_at_its_endpoint(
     build: ProxyClusterBuilder, fields: dict[str, Any], path: str, stream: bool
 ) -> None:
-    """What the body has says for which endpoint it is."""
+    """The fields of the body determine the endpoint."""
     system = await build(pairs=1)
     answers = []
     for asked in (path, "/invocations"):

@@ -1,4 +1,4 @@
-"""What an instance may send, and what clients learn of it."""
+"""Bounds on what an instance may send, and on what clients learn of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

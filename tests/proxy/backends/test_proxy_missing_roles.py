@@ -104,7 +104,7 @@ async def test_new_requests_go_to_a_prefill_instance_again_when_it_is_back(
 
 
 async def test_without_a_decode_instance_the_refusal_says_so(vllms: Builder) -> None:
-    """As /readyz does."""
+    """The refusal names the missing role, like /readyz."""
     system = await vllms(policy=AT_ONCE)
     for name in ("d0", "d1"):
         await system.servers[name].kill()

@@ -1,4 +1,4 @@
-"""What is read of vLLM: its hand-off parameters, its metrics, and the shape of its model."""
+"""The parts of vLLM that kvrs reads: hand-off parameters, metrics, and the shape of the model."""
 
 import json
 from collections.abc import AsyncIterator

@@ -62,7 +62,7 @@ async def test_the_openai_client_gets_embeddings(vllms: Builder) -> None:
 
 
 async def test_no_instance_is_a_status_to_retry_on(vllms: Builder) -> None:
-    """As of streams, with the time to wait."""
+    """The refusal is that of streams, with the time to wait."""
     system = await vllms(wait=False)
     for server in system.servers.values():
         await server.kill()

@@ -1,4 +1,4 @@
-"""What a self-test finds out about a vLLM, and what follows from it."""
+"""Findings of a self-test about a vLLM, and what follows from them."""
 
 import asyncio
 from typing import Any
@@ -267,7 +267,7 @@ async def test_a_hand_off_is_never_used_again_after_decode_has_answered(
 
 
 async def test_no_stream_is_the_first_seeded_request(vllms: Builder) -> None:
-    """What compiles kernels is the proxy's own request, before the instance is up."""
+    """The proxy's own request compiles the kernels, before the instance is up."""
 
     def prepare(servers: Servers) -> None:
         for name in ("d0", "d1"):

@@ -175,7 +175,7 @@ async def test_an_engine_that_sends_no_checkpoints_is_told_of_none(
 
 
 async def test_what_an_agent_holds_is_shown(build: ProxyClusterBuilder) -> None:
-    """As it grows: the pages, by agent, and how far engines are behind."""
+    """Pages are shown by agent as they grow, and how far engines are behind."""
     system = await build(backup=REMOTE)
     system.instances["d0"].checkpoint_lag_pages = 3
     system.instances["d0"].damaged_pages = 2

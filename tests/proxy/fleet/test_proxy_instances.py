@@ -389,7 +389,7 @@ def released_at(instance: Scripted) -> list[StreamId]:
 
 
 async def test_a_lost_lease_is_no_source_any_more(build: ProxyClusterBuilder) -> None:
-    """What an instance no longer retains is computed again."""
+    """Pages that an instance no longer retains are computed again."""
     system = await build(pairs=2, transfer={"lease_s": 0.15}, policy={"name": "always_migrate"})
     system.script.gate, system.script.gate_at = asyncio.Event(), 3
     asked = asyncio.create_task(answer_text(system))

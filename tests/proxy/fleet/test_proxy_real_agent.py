@@ -134,7 +134,7 @@ async def test_a_stream_is_protected_by_real_agents(
 async def test_a_killed_agent_is_lost_and_returns_in_another_life(
     agents: dict[str, Agent], build: ProxyClusterBuilder
 ) -> None:
-    """As an instance is: noticed by the end of its connection."""
+    """An agent's loss shows by the end of its connection, like an instance's."""
     ports = {str(agent.settings.id): agent.settings.agent.port for agent in agents.values()}
     system = await build(agent_ports=ports, backup={"mode": "both"})
     before = await shown(system, "agent-n0")

@@ -118,7 +118,7 @@ async def test_the_victims_of_one_event_ask_in_one_message(build: ProxyClusterBu
 
 
 async def test_who_is_denied_asks_again_and_loses_nothing(build: ProxyClusterBuilder) -> None:
-    """As often as it takes; the instance hears only of the attempt that has a slot."""
+    """The proxy asks as often as it takes; the instance hears only of the attempt with a slot."""
     system, asked = await victims(build, 3)
     agent, target = system.agents["agent-n1"], system.instances["d1"]
     agent.slots_free = 1

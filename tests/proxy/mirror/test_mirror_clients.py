@@ -1,4 +1,4 @@
-"""What a stream with a key sends to its client, without any engine, proxy or mirror."""
+"""Events that reach the client of a stream with a key, without any engine, proxy or mirror."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -84,7 +84,7 @@ def test_a_mirror_has_a_prefix_of_the_stream_whatever_becomes_of_messages(seed: 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_an_owner_epoch_is_granted_once_and_only_rises(seed: int) -> None:
-    """Of any number of claims for the same version of a record, one is granted."""
+    """One claim of any number for the same version of a record is granted."""
     random, book, now_s = Random(seed), RecordBook(), 0.0
     sent = record()
     sent.mirror_no = 1

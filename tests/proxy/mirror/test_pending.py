@@ -1,4 +1,4 @@
-"""What goes to a peer when: the order and the company, in virtual time."""
+"""The order and grouping of updates that go to a peer, in virtual time."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -30,7 +30,7 @@ def text_in(reader: Reader) -> str:
 
 
 def _has_two_copies(group: MultiProxyCluster, reader: Reader) -> bool:
-    """Whether two proxies have the stream, or none has anything of it."""
+    """True if two proxies have the stream, or none has anything of it."""
     books = [
         proxy._mirror.book
         for proxy in group.proxies
@@ -50,7 +50,7 @@ def _has_two_copies(group: MultiProxyCluster, reader: Reader) -> bool:
 
 
 def _is_mirrored(proxy: Proxy | None, reader: Reader) -> bool | None:
-    """Of a stream that runs at this proxy: whether its mirror has its header. None: it does not."""
+    """True if the mirror of this proxy's stream has its header. None: it does not run here."""
     if (
         proxy is None
         or proxy._mirror is None

@@ -93,14 +93,14 @@ def _with_peers(config: Config, names: list[str], **changes: Any) -> Config:
 
 
 async def _reload(group: MultiProxyCluster, config: Config) -> None:
-    """Of proxy-0, whose file has become another one."""
+    """Reload proxy-0, whose file has become another one."""
     group.proxy(0).reloads._read = lambda: config
     result = await group.proxy(0).reload()
     assert (result.applied, result.restart_needed) == (["proxy.peers"], [])
 
 
 def _mirror_of(group: MultiProxyCluster) -> str | None:
-    """Of the only stream of proxy-0."""
+    """The mirror of proxy-0's only stream."""
     (keyed,) = group.mirror(0).streams.values()
     return keyed.outbox.mirror
 

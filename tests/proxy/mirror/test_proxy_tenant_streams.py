@@ -1,4 +1,4 @@
-"""What one tenant can do to the streams of another one: nothing, at any proxy."""
+"""A tenant can do nothing to the streams of another one, at any proxy."""
 
 import asyncio
 from collections.abc import AsyncIterator

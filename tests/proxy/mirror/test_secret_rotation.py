@@ -35,7 +35,7 @@ async def restart_all(group: MultiProxyCluster, ring: list[bytes]) -> None:
 
 
 def are_copied(group: MultiProxyCluster) -> bool:
-    """Whether both proxies have the records of all streams."""
+    """True if both proxies have the records of all streams."""
     copied = group.book(0).records.keys() == group.book(1).records.keys()
     return copied and not group.mirror(0).uncopied and not group.mirror(1).uncopied
 

@@ -185,7 +185,7 @@ async def test_streams_that_break_before_their_instance_are_its_victims(
 
 
 async def test_no_stream_is_lost_with_a_node_and_its_agent(build: ProxyClusterBuilder) -> None:
-    """What it held is gone with it."""
+    """The pages that the agent held are gone with it."""
     system = await build(pairs=3, backup={"mode": "both"})
     asked = await held_open(system, count=6)
 
@@ -273,7 +273,7 @@ async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing
 async def test_an_instance_that_only_fell_silent_may_live(
     build: ProxyClusterBuilder, cause: DeathCause
 ) -> None:
-    """What the policy is told of its loss."""
+    """The policy learns with the loss whether the instance may still live."""
     system = await build()
     driver = system.proxy._driver
     assert driver is not None

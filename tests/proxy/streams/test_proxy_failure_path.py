@@ -1,5 +1,5 @@
-"""What stands between a loss and the first call to an engine: dictionaries, and one message to the
-agent of the target.
+"""Dictionaries, and one message to the agent of the target, are all that stands between a loss and
+the first call to an engine.
 """
 
 import asyncio

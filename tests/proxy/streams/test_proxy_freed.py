@@ -1,4 +1,4 @@
-"""What a request held is free when it has ended, without the collector of cycles."""
+"""A request's memory is free when it has ended, without the collector of cycles."""
 
 import asyncio
 import gc

@@ -104,7 +104,7 @@ async def test_the_state_shows_the_ranks_that_compute(build: ProxyClusterBuilder
 
 
 async def degrees(system: ProxyCluster) -> tuple[float, float]:
-    """Of the only instance that has ranks."""
+    """The degree and full degree of the only instance that has ranks."""
     names = "kvrs_worker_degree", "kvrs_worker_full_degree"
     present, full = [await system.count(name, worker="d0") for name in names]
     return present, full
@@ -168,7 +168,7 @@ async def test_a_rank_leaves_a_gpu_that_fails(build: ProxyClusterBuilder) -> Non
 
 
 async def gone_from(system: ProxyCluster, gpu: str) -> bool:
-    """Whether the instance has answered that its rank leaves it."""
+    """True if the instance has answered that its rank leaves it."""
     assert system.proxy._driver is not None
     asked = system.proxy._driver.control.gpus._asked
     return asked[InstanceId("d0"), gpu].has_agreed is True

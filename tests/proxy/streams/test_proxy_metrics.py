@@ -1,4 +1,4 @@
-"""What Prometheus reads of a proxy: names, labels, and the series of deaths."""
+"""The proxy's metrics for Prometheus: names, labels, and the series of deaths."""
 
 import asyncio
 import re
@@ -136,7 +136,7 @@ async def test_a_stream_is_counted_by_its_times_tokens_and_end(build: ProxyClust
 
 
 async def test_a_stream_without_a_place_waits(build: ProxyClusterBuilder) -> None:
-    """What waits is told from what runs, and shown at no worker."""
+    """Waiting streams are told from running ones, and shown at no worker."""
     system = await build()
     for worker in ("d0", "d1"):
         await system.instances[worker].kill()

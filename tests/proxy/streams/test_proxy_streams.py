@@ -1,4 +1,4 @@
-"""What a client sees of a stream: the same bytes, whatever happens behind the proxy."""
+"""A client sees the same bytes of a stream, whatever happens behind the proxy."""
 
 import asyncio
 import re
@@ -116,8 +116,8 @@ async def test_a_break_after_the_finish_is_completed_by_the_proxy(
 async def test_a_break_between_the_last_token_and_its_finish_loses_no_text(
     build: ProxyClusterBuilder, fault: Fault, has_tokenizer: bool, model: str
 ) -> None:
-    """What was held back comes from the proxy's own text machine, or else from an attempt that adds
-    nothing but the end.
+    """Text that was held back comes from the proxy's own text machine, or else from an attempt that
+    adds nothing but the end.
     """
     system = await build(model=model if has_tokenizer else None)
     system.script.separate_finish = True

@@ -39,7 +39,7 @@ REQUEST = {"model": "scripted", "prompt": [1, 2, 3], "max_tokens": 6, "temperatu
 
 @pytest.fixture
 async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
-    """Of every proxy that the test starts."""
+    """A collector for every proxy that the test starts."""
     async with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         yield collector

@@ -45,7 +45,7 @@ def loop_of_a_test() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Wire:
-    """Of a client's connection what a stream uses."""
+    """The part of a client's connection that a stream uses."""
 
     def __init__(self) -> None:
         self.sent = b""
@@ -112,7 +112,7 @@ class Way:
         self.said.append("resume")
 
     def read(self, data: bytes) -> None:
-        """As the connection of the call does, to the end or a fault."""
+        """Feed data like the connection of the call, to the end or a fault."""
         if self.said:
             return
         shortcut = self.relay.shortcut if self._response.is_between_chunks else None
@@ -318,7 +318,7 @@ def test_the_usual_tokens_are_taken(loop_of_a_test: asyncio.AbstractEventLoop) -
 def test_a_token_that_must_not_come_is_left_to_the_long_way(
     loop_of_a_test: asyncio.AbstractEventLoop, change: dict[str, Any], said: str
 ) -> None:
-    """Of a superseded attempt, or behind the end."""
+    """The token is of a superseded attempt, or behind the end."""
     way = Way(loop_of_a_test, journal_of(is_chat=False), is_short=True)
     usual = chunk(sse(event("a", [7], name="name", is_chat=False)))
     for _ in range(3):

@@ -21,7 +21,7 @@ PATIENCE_S = 30.0  # Only ends what hangs.
 
 
 async def self_tests(system: ProxyCluster) -> dict[str, Any]:
-    """What the state says of them, when all have ended."""
+    """The self-tests in the state, when all have ended."""
     found: dict[str, Any] = {}
 
     async def holds() -> bool:
@@ -189,7 +189,7 @@ async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
 
 
 async def test_only_kv_that_moves_is_fetched(build: ProxyClusterBuilder) -> None:
-    """Of two survivors one fetches nothing: it computes, the other one migrates."""
+    """One of two survivors fetches nothing: it computes, the other one migrates."""
 
     def prepare(instances: dict[str, Scripted]) -> None:
         instances["d1"].moves_kv = False

@@ -1,4 +1,4 @@
-"""What of a client's request goes on to an engine."""
+"""The part of a client's request that goes on to an engine."""
 
 import sys
 from typing import Any

@@ -132,7 +132,7 @@ def test_a_template_reads_what_the_exact_reader_reads_or_nothing(
     texts: list[tuple[str, int]],
     change: tuple[bytes, bytes],
 ) -> None:
-    """What does not fit it to the byte is left to the exact reader."""
+    """Events that do not fit it to the byte are left to the exact reader."""
     make = chat_event if is_chat else event
     learnt = make(*first)
     template = EventTemplate.of(learnt) if next_token_ids(learnt) else None

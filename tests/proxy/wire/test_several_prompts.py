@@ -26,7 +26,7 @@ def test_each_of_several_prompts_is_checked(wrong: Any) -> None:
 
 
 def test_the_budget_follows_all_prompts_of_a_request() -> None:
-    """What is kept of each, while their ids come one by one; nothing once they have ended."""
+    """The budget holds what is kept of each while their ids come, and nothing after their end."""
     body = completion(prompt=["a" * 100, "b" * 200, [1, 2, 3]], user="u" * 50)
     budget = ByteBudget(1 << 20)
 

@@ -148,7 +148,7 @@ async def test_calls_one_after_another_share_a_connection() -> None:
     ],
 )
 async def test_a_connection_is_not_used_again_after_an_unusual_end(answer: bytes) -> None:
-    """What was sent behind a response is never taken for the next one."""
+    """Bytes sent behind a response are never taken for the next one."""
     instance = Instance([answer, WHOLE], holds=True)
 
     async with serving(instance) as backend:
