@@ -41,7 +41,7 @@ MAX_TOKENS = 120
 
 
 class Reference:
-    """What an instance computes that nothing happens to."""
+    """The computation of an undisturbed instance."""
 
     def __init__(self, model: Path) -> None:
         self.worker = Worker(model, EngineSettings(pages=64))
@@ -209,8 +209,8 @@ async def test_instances_of_a_node_share_one_copy_of_the_weights(
 async def test_instances_of_a_node_copy_each_others_pages(
     tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a hand-off the full pages come out of the memory of the instance that has them, and only
-    what no tag names, its last page, through a socket.
+    """Full pages of a hand-off are copied from the memory of the instance that has them; only its
+    last page, which has no tag, comes through a socket.
     """
     written = anchored_document(tmp_path, tiny_model, instances=2)
     agent = AgentProcess(tmp_path, written)

@@ -131,7 +131,7 @@ def test_the_given_logits_stay_as_they_are() -> None:
 
 @pytest.mark.engine
 def test_a_word_is_forbidden_with_a_space_before_it_too(tiny_model: object) -> None:
-    """As vLLM does: most words stand after a space, which is another token."""
+    """vLLM does the same: most words stand after a space, which is another token."""
     tokenizer = Tokenizer.from_file(f"{tiny_model}/tokenizer.json")
 
     found = tokenised_words(["ka", " ka"], tokenizer)

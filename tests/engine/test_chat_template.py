@@ -96,7 +96,7 @@ def template_of(source: str) -> ChatTemplate:
 
 
 def as_transformers_wants(chat: dict[str, Any]) -> dict[str, Any]:
-    """What its users do by hand: arguments as objects, and no missing content."""
+    """The chat as users of transformers pass it: arguments as objects, and no missing content."""
     messages = json.loads(json.dumps(chat["messages"]))
     for message in messages:
         message["content"] = message["content"] or ""

@@ -41,9 +41,7 @@ AGENTS = {name: Peer(name, NodeId("n"), "127.0.0.1", 1) for name in (A, B)}
 
 
 class Agents:
-    """What `PagePusher` would talk to. It copies what it is sent, page by page, with a switch of
-    tasks in between.
-    """
+    """The peers of a `PagePusher`; they switch tasks between the pages that they copy."""
 
     def __init__(self) -> None:
         self.mood: dict[InstanceId, str] = {A: "well", B: "well"}

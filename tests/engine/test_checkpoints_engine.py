@@ -177,7 +177,7 @@ async def prefill_and_decode(
     ids: list[int],
     max_tokens: int,
 ) -> list[int]:
-    """What a proxy does with a stream; returns its tokens."""
+    """Run a stream as a proxy does; return its tokens."""
     done = await ask(prefill, stream, ids, 1, kv_transfer_params={"do_remote_decode": True})
     answer = await ask(
         decode, stream, ids, max_tokens, kv_transfer_params=done["kv_transfer_params"]

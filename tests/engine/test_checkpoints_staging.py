@@ -57,7 +57,7 @@ async def test_pages_that_are_saved_and_restored_are_the_same_bits(
 
 
 def test_buffers_are_used_again_and_never_twice_at_a_time() -> None:
-    """As many as are in use at once, however often pages travel."""
+    """The buffers are as many as are in use at once, however often pages travel."""
     pool = filled_pool(buffered=True)
     assert pool._area is not None
     first, second = pool.stage([0, 1]), pool.stage([1, 2])
@@ -101,8 +101,8 @@ async def test_a_page_server_sends_what_the_pages_held_when_they_were_pinned() -
 
 
 async def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a GPU the host may have no memory left to pin: the caller gets nothing, and
-    the pages are released for others.
+    """A host with a GPU may have no memory left to pin: the caller gets nothing, and the pages are
+    released for others.
     """
     pages, pool = PageManager(PAGES, 4), filled_pool(buffered=True)
     source = EnginePages(pages, pool, released=lambda: None)
@@ -122,7 +122,7 @@ async def test_pages_that_cannot_be_staged_are_not_kept(monkeypatch: pytest.Monk
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    """What is received lies in the pool already."""
+    """Received pages lie in the pool already."""
     pool = filled_pool(buffered=False)
 
     staged = Staged([3], pool._bytes)

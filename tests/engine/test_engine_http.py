@@ -1,4 +1,4 @@
-"""What an instance answers over HTTP, and what it refuses."""
+"""Answers and refusals of an instance over HTTP."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ async def test_the_openai_client_understands_both_endpoints(tiny_model: Path) ->
 
 
 async def test_prefill_of_a_chat_hands_its_ids_and_pages_over(tiny_model: Path) -> None:
-    """As vLLM does for chats: the prompt's ids stand at the top. With them decode needs no
+    """The prompt's ids stand at the top, as in vLLM's answers to chats. With them decode needs no
     template.
     """
     body = {
@@ -105,9 +105,7 @@ async def test_prefill_of_a_chat_hands_its_ids_and_pages_over(tiny_model: Path) 
 
 
 async def test_log_probabilities_are_the_models_own(tiny_model: Path) -> None:
-    """As in vLLM: of what the model thinks, before penalties and temperature change what is
-    drawn.
-    """
+    """Log probabilities describe, as in vLLM, the model before penalties and temperature."""
     body = {"prompt": "kalo kalo kalo", "max_tokens": 1, "logprobs": 4, "temperature": 0}
     async with serving(tiny_model) as (_, client):
         plain = await (await client.post(COMPLETIONS, json=body)).json()
@@ -218,7 +216,7 @@ async def test_no_history_has_more_pages_than_a_frame_has_tags(
 async def test_what_exceeds_the_context_is_refused_with_the_code_that_clients_know(
     tiny_model: Path, prompt: list[int] | str
 ) -> None:
-    """Of the prompt alone, and with the output that is asked for; a text too long to be counted."""
+    """The prompt counts alone and with the requested output; a text may be too long to count."""
     async with serving(tiny_model, pages=4) as (_, client):
         asked = {"prompt": prompt, "max_tokens": 8}
         answer = await client.post(COMPLETIONS, json=asked)
@@ -248,7 +246,7 @@ async def test_usage_has_the_tokens_that_the_prefix_cache_had(tiny_model: Path) 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_every_event_has_the_counts_up_to_it(tiny_model: Path, path: str) -> None:
-    """Of the tokens that it and the events before it have, though more are computed by then."""
+    """The tokens that it and the events before it have count, though more are computed by then."""
     body = {
         **({"messages": MESSAGES} if path == CHAT else {"prompt": [5, 6, 7]}),
         "max_tokens": 5,

@@ -192,7 +192,7 @@ def test_a_message_that_called_ends_with_tool_calls(tokenizer: Tokenizer) -> Non
 def test_a_token_of_half_a_character_has_empty_content(
     tokenizer: Tokenizer, tools: list[dict[str, Any]] | None
 ) -> None:
-    """As with vLLM: `text += delta.content` fails where a client finds none."""
+    """vLLM does the same: `text += delta.content` fails where a client finds none."""
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
     request = parse_chat_request(msgspec.json.encode(body))
     output = [*tokenizer.encode("🙂 é 🚀", add_special_tokens=False).ids, END_ID]
@@ -264,9 +264,7 @@ def worker(tiny_model: Path) -> Worker:
 def test_on_the_worker_every_cut_continues_exactly(
     worker: Worker, tokenizer: Tokenizer, sampling: str
 ) -> None:
-    """What was sampled, how likely it was, its text and its end: all of it is a function of the
-    history.
-    """
+    """The sampled ids, their probabilities, the text and the end are functions of the history."""
     body = {"prompt": "x", "max_tokens": MAX_TOKENS, "logprobs": 5, **SAMPLINGS[sampling]}
     request = parse_completion_request(msgspec.json.encode(body))
     prompt = tokenizer.encode(PROMPT).ids

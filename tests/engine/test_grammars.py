@@ -35,8 +35,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHE
 @pytest.mark.network
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_the_output_is_what_the_schema_says(tiny_model: Path, path: str) -> None:
-    """Of a model that knows no JSON, sampled at a high temperature, whatever else it is asked: it
-    ends with the grammar.
+    """A model that knows no JSON, sampled at a high temperature, ends with the grammar whatever
+    else the request asks for.
     """
     asked: dict[str, Any] = (
         {"messages": [{"role": "user", "content": "kalo"}]} if path == CHAT else {"prompt": "kalo"}

@@ -48,7 +48,7 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
 
 def test_repetition_comes_before_the_others() -> None:
-    """As in vLLM: the order of the three changes the result."""
+    """The order of the three changes the result; it is vLLM's."""
     penalties = Penalties(VOCAB, [], [0], presence=1.0, frequency=0.5, repetition=2.0)
 
     assert penalties.apply(torch.full((VOCAB,), 4.0))[0] == 4.0 / 2 - 0.5 - 1.0

@@ -71,7 +71,7 @@ def test_a_higher_attempt_ends_the_lower_one_and_is_never_ended_by_it() -> None:
 
 
 def test_the_end_of_slots_spares_runs_without_one() -> None:
-    """What computes already does not fetch any more; but a late call of it is refused."""
+    """A run that computes already does not fetch any more; but a late call of it is refused."""
     core = IdleCore()
     fetching, computing = run_of(S, 1, slot_token=7), run_of(T, 1)
     core.submit(fetching)
@@ -85,7 +85,7 @@ def test_the_end_of_slots_spares_runs_without_one() -> None:
 
 
 def test_ended_streams_are_forgotten_after_a_while() -> None:
-    """What is remembered follows the streams of the last minutes, not those since the start."""
+    """The book remembers the streams of the last minutes, not those since the start."""
     book = AttemptBook()
     for n in range(10 * int(ATTEMPTS_KEPT_S)):
         book.fence({StreamId(f"{n}"): (0, 2)}, float(n))

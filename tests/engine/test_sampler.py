@@ -90,7 +90,7 @@ def test_top_k_with_equal_logits_keeps_the_lowest_ids() -> None:
 @settings(deadline=None)
 @given(row=rows, top=st.integers(0, 20))
 def test_log_probabilities_are_those_of_the_distribution(row: list[float], top: int) -> None:
-    """Of the sampled token and of the likeliest, the lowest id first among equals."""
+    """The sampled token and the likeliest have theirs, the lowest id first among equals."""
     logits = torch.tensor(row)
     expected = torch.log_softmax(logits.double(), 0)
 

@@ -185,7 +185,7 @@ def test_a_machine_that_computes_by_address_or_width_is_refused(
 
 
 def test_samples_are_numbers_without_a_pattern() -> None:
-    """Of a regular sample, different orders of additions could have the same sum."""
+    """Different orders of additions could give a regular sample the same sum."""
     values = sample(100, 200, CPU)
 
     assert len(set(values.flatten().tolist())) > 19_900

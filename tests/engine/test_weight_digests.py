@@ -121,7 +121,7 @@ def test_a_damaged_note_is_not_believed(tiny_copy: Path, lie: bytes) -> None:
 def test_a_note_of_something_else_is_not_believed(
     tiny_copy: Path, field: str, value: object
 ) -> None:
-    """Of another version, of other files, or no hash."""
+    """The note is of another version or of other files, or has no hash."""
     fingerprint = worker(tiny_copy).fingerprint
     note = json.loads((tiny_copy / NOTE_NAME).read_text())
     (tiny_copy / NOTE_NAME).write_text(json.dumps(note | {"root": "11" * 32, field: value}))

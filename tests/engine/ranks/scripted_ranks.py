@@ -58,7 +58,7 @@ class ScriptedSeat:
 
 
 class ScriptedProcesses:
-    """As `RankProcesses`."""
+    """Scripted stand-in for `RankProcesses`."""
 
     def __init__(self, layout: Layout) -> None:
         self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
@@ -78,7 +78,7 @@ class ScriptedProcesses:
         return ScriptedSeat(rank, self.told.put)
 
     def answer(self, name: str, what: Any, answers: Sequence[tuple[int, Answer]]) -> None:
-        """Of ranks that live; a hook is called once."""
+        """Report answers of living ranks, unless a hook holds them back; it is called once."""
         hook = self.hooks.pop(name, None)
         told = [
             Answered(self.seats[rank], answer)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ class ScriptedProcesses:
 
 
 class ScriptedGroup:
-    """As `RankGroup`."""
+    """Scripted stand-in for `RankGroup`."""
 
     def __init__(self, ranks: int, **elastic: Any) -> None:
         self.layout = self.full = even(UNITS, ranks)

@@ -1,4 +1,4 @@
-"""What is asked of a peer for pages that lack cells here."""
+"""Requests to a peer for pages that lack cells here."""
 
 from collections.abc import Sequence
 from typing import Any, cast

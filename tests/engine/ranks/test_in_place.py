@@ -128,9 +128,9 @@ def damage(group: RankGroup, move: Move) -> None:
 def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
     tiny_model: Path, expected: list[torch.Tensor]
 ) -> None:
-    """Of four uneven ranks one is lost, and in the move another one: what they had is used where it
-    is. Then a device, whose memory is damaged where a new rank copies it. What is read is what the
-    plans say, and survivors stay the processes that they are.
+    """One of four uneven ranks is lost, and another one during the move: their memory is used where
+    it is. Then a device is lost, and a unit is damaged where a new rank copies it. The bytes read
+    are those of the plans, and survivors stay the same processes.
     """
     group = group_of(tiny_model, tp=4)
     first = group.pids

@@ -182,7 +182,7 @@ def test_ranks_do_not_hang_while_the_watch_itself_stood_still() -> None:
 def test_a_rank_that_hangs_in_the_probe_is_killed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in any batch: by the limit of those that are not predicted."""
+    """The probe has the limit of batches that are not predicted."""
     group, worker = group_of(tiny_model, tp=3), Worker(tiny_model, SETTINGS)
     monkeypatch.setattr(groups, "UNPREDICTED_S", 3.0)
     pids, probe = group.pids, group.probe
@@ -235,7 +235,7 @@ def test_ranks_that_have_joined_in_vain_keep_what_they_had(
 
 
 def test_no_thread_is_left_of_ranks_that_have_ended(tiny_model: Path) -> None:
-    """Of each that computes there are two: one reads its answers, the other one awaits its end."""
+    """A computing rank has two threads: one reads its answers, the other awaits its end."""
     before = set(threading.enumerate())
 
     def of_ranks() -> int:

@@ -71,7 +71,7 @@ def test_heads_that_losses_spread_are_proven_before(
 
 
 def lost_twice(layout: Layout, units: Units, *, spread: bool) -> list[Layout]:
-    """Of the ranks beside the first one, one lost, and one more, or two at once."""
+    """Layouts after the loss of one rank and then another, or of two at once; not the first."""
     found = []
     for one in layout.stages[0].ranks[1:]:
         left = reshaped(layout, units, survivors(layout, [one]), spread=spread)

@@ -46,7 +46,7 @@ SETTINGS = EngineSettings(pages=8)
 
 
 def descriptors(name: str) -> list[int]:
-    """Of memory of that name, by its number: those that are open in this process."""
+    """Inodes of memory of that name, one for each descriptor that this process has open."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # That of the directory itself.
@@ -112,7 +112,7 @@ def test_a_unit_that_comes_twice_from_where_a_lost_rank_had_it_stays_there(
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where none is left for its socket."""
+    """The start fails where no descriptor is left for the rank's socket."""
     before = len(descriptors("kvrs-life"))
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""What an instance of several ranks is refused for, before anything is started."""
+"""Settings of several ranks that an instance refuses before anything is started."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""What the process of an instance does as its ranks die, join, leave and come back, whatever they
-do meanwhile. The ranks are scripted.
+"""The process of an instance re-forms as its ranks die, join, leave and come back, whatever they do
+meanwhile. The ranks are scripted.
 """
 
 import os
@@ -250,7 +250,7 @@ def test_what_a_restart_takes_after_the_start_is_learned_without_the_start() -> 
 
 
 def test_nothing_is_learned_of_a_restart_that_a_further_loss_breaks_off() -> None:
-    """What was done in vain is no part of the next one."""
+    """Time that was wasted is no part of the next prediction."""
     with scripted(min_ranks=4) as group:
         group.processes.hooks["form"] = then(lambda: group.lose(2))
         group.lose(3)
@@ -266,7 +266,7 @@ def test_nothing_is_learned_of_a_restart_that_a_further_loss_breaks_off() -> Non
 def test_ranks_that_share_processors_are_no_slower_with_fewer(
     monkeypatch: pytest.MonkeyPatch, processors: int, ranks: int, factor: float
 ) -> None:
-    """Of four; each computes with one thread."""
+    """The instance has four ranks, which compute with one thread each."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
     with scripted() as group:
         assert group.reformer.factors(even(UNITS, ranks)) == pytest.approx((factor, factor))
@@ -514,7 +514,7 @@ def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.Monk
 
 
 def test_a_process_that_was_stopped_itself_blames_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks have said meanwhile it hears before it looks again."""
+    """It reads what ranks have reported meanwhile before it looks again."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(reformed, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     own = even(UNITS, 2)

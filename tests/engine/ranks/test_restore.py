@@ -155,10 +155,10 @@ async def losing(
 async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_restored(
     tiny_model: Path, tmp_path: Path, ranks: int
 ) -> None:
-    """What the agent holds is fetched and the rest computed, with the tokens of a stream that has
-    lost nothing. Cells that are lost in mid-restore are fetched too, although the agent has not
-    said anything yet of the stream that began again; an agent that is lost then is done without.
-    Two ranks have a head each; three have both spread, and the streams' base says by which layers.
+    """Pages that the agent holds are fetched and the rest computed; the tokens equal those of an
+    undisturbed stream. Cells lost during a restore are fetched too, although the agent has not
+    reported on the restarted stream yet; a lost agent is done without. Two ranks have a head each;
+    three have both spread, and the streams' base says by which layers.
     """
     async with asyncio.timeout(180), AsyncExitStack() as agents:
         _, port = await agents.enter_async_context(agent(tmp_path / "store"))

@@ -48,7 +48,7 @@ SPREADS = ElasticSettings(spread_heads=True)
 def model(
     tiny_model: Path, random_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """As the tiny one, with five KV heads."""
+    """The tiny model with five KV heads."""
     directory = tmp_path_factory.mktemp("spread") / "tiny"
     shutil.copytree(tiny_model, directory)
     random = random_model(
@@ -92,7 +92,7 @@ def batches() -> Iterator[list[Chunk]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[torch.Tensor]:
-    """Of one process, sequence by sequence."""
+    """Results of one process, sequence by sequence."""
     worker = Worker(model, SETTINGS)
     return [torch.cat([worker.execute([chunk]) for chunk in batch]) for batch in batches()]
 
@@ -179,8 +179,8 @@ def test_stages_spread_heads_over_their_own_ranks(
 def test_a_device_takes_the_cells_of_its_turns_only(
     model: Path, expected: list[torch.Tensor]
 ) -> None:
-    """Of each page those of the rank's own heads, and of the spread ones those of its base, which
-    is that of the sequences with fewest tokens to compute.
+    """Each page loses the cells of the rank's own heads and the spread cells of the page's base; a
+    batch's base is that of the sequences with fewest tokens to compute.
     """
     group = group_of(model, tp=4)
     try:
