@@ -215,7 +215,7 @@ class Rough:
             self.rise(name)
 
     def load(self, name: InstanceId, drawn: int, seconds: float, stream: StreamId) -> Event:
-        """What waits at an instance, as it reports it or as other workers have sent it."""
+        """An event of an instance's load, names or re-forming."""
         if drawn >= 850_000:
             return self.re_formed(name, drawn, stream)
         if drawn < 806_000:
@@ -225,7 +225,7 @@ class Rough:
         return LoadReported(name, seconds)
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
-        """What an instance has said of itself."""
+        """An event of an instance's drain or self-test."""
         kind, number = drawn % 4, drawn // 4
         if kind == 0:
             return DrainReported(name, self.epochs[name], {stream: 3})

@@ -74,7 +74,7 @@ def test_its_deadlines_count_from_the_arrival_of_the_request() -> None:
 
 
 def test_the_next_proxy_learns_where_its_kv_is() -> None:
-    """What is handed on is what the policy believes."""
+    """The next proxy gets the places that the policy believes in."""
     harness = PolicyHarness("p0", "d0", name=PolicyName.ALWAYS_RECOMPUTE)
     harness.decoding("a", prompt_tokens=100)
 

@@ -200,7 +200,7 @@ def test_a_denied_stream_is_unprotected() -> None:
 
 
 def test_a_place_is_kept_while_it_serves() -> None:
-    """What is there already need not be sent again."""
+    """Pages that are there already need not be sent again."""
     harness = cluster(BackupMode.REMOTE)
     harness.handle(LoadReported(D1, 3.0))
     harness.decoding("A")

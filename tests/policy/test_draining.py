@@ -74,8 +74,8 @@ def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
 
 @pytest.mark.parametrize("first", ["draining", "reforming"])
 def test_an_instance_that_is_about_to_end_gets_nothing_while_another_re_forms(first: str) -> None:
-    """What comes in that moment waits for the other one, and is not moved right away. What runs
-    there goes on, until the other one computes.
+    """Streams that come in that moment wait for the other one, and are not moved right away.
+    Streams that run there go on, until the other one computes.
     """
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")

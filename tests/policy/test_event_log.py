@@ -113,7 +113,7 @@ EVENTS = [kind for kind in get_args(Event) if kind is not InstanceUp]
 
 
 def entry_of(event: Event, answer: Sequence[Action], now_s: float = 1.5) -> LogEntry:
-    """What is read of one line, under a header."""
+    """The entry that is read from one line, under a header."""
     _, entry = read([HEADER, event_line(now_s, event, answer)])
     assert isinstance(entry, LogEntry)
     return entry

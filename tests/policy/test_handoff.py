@@ -115,9 +115,7 @@ def test_rom_counts_no_link_within_the_prefills_node() -> None:
 
 
 def test_a_redirected_recovery_is_not_learned_from() -> None:
-    """What was predicted is not what happened: there was another queue before it, and another
-    link.
-    """
+    """The prediction was for another queue and another link."""
     told = PolicyHarness(
         "p0", "d0", "p1", "d1", "d2", name=PolicyName.ALWAYS_RECOMPUTE, handoff=Handoff.AUTO
     )

@@ -249,7 +249,7 @@ def test_a_suspect_that_left_without_a_token_is_suspected_no_longer() -> None:
 
 
 def test_an_excuse_lasts_when_the_other_loss_is_old() -> None:
-    """What was found once is not found again otherwise because a record has gone."""
+    """A ruling does not change because a record has gone."""
     scene = nearly_refused()
     scene.lose(STORM_AT_S)
     hit_twice(scene)
@@ -434,7 +434,7 @@ def test_more_deaths_may_be_set_than_losses_raise_them_to() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_exit_from_outside_suspects_nobody(*, before: bool) -> None:
-    """Whether the report of it comes before the loss or after it."""
+    """The report of it may come before the loss or after it."""
     scene = Scene(2)
     scene.lose(0.0, A)
     name = InstanceId("i1")

@@ -79,7 +79,7 @@ def test_what_was_learned_is_forgotten_towards_1(ratio: float, waits: list[float
 
 
 def test_an_observation_after_a_long_pause_counts_from_1() -> None:
-    """What has been forgotten does not come back."""
+    """A correction that has been forgotten does not come back."""
     corrections = learned(4.0)
 
     corrections.observe(Option.MIGRATE, 0.5, 0.5, 10.0 + 20 * HALF_LIFE_S)

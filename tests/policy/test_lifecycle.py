@@ -60,7 +60,7 @@ def test_every_step_is_drawn_and_carried_out_by_a_method() -> None:
 
 
 def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot happen is not drawn; what happens and is not drawn is an assertion."""
+    """Impossible steps are not drawn; one that happens and is not drawn is an assertion."""
     steps: Counter[tuple[type[StreamEvent], Stage | None]] = Counter()
     moves: Counter[tuple[Stage | None, Stage | None]] = Counter()
     apply, enter, admit, forget = Steps.apply, Ledger._enter, Ledger.admit, Ledger.forget

@@ -111,7 +111,7 @@ def test_decode_instances_compute_a_few_prompts_at_a_time() -> None:
 
 
 def test_interrupted_streams_come_before_new_prompts() -> None:
-    """What is recomputed at an instance takes the room of new ones."""
+    """Recomputed streams take the room of new ones at an instance."""
     harness = vllms("p0", "d0", "d1")
     for number in range(PROMPTS_MAX):
         harness.decoding(f"v{number}")

@@ -31,7 +31,7 @@ NONE: frozenset[Capability] = frozenset()
 
 
 def plain(*names: str, **settings: object) -> PolicyHarness:
-    """As vLLM: prefill instances cache, decode instances do nothing of their own accord."""
+    """Instances like vLLM's: prefill ones cache, decode ones do nothing of their own accord."""
     harness = PolicyHarness(**settings)  # type: ignore[arg-type]
     for name in names:
         harness.handle(InstanceUp(instance(name, capabilities=CACHES if name[0] == "p" else NONE)))

@@ -430,7 +430,7 @@ def fall_silent(harness: PolicyHarness, name: InstanceId, at_s: float) -> list[A
 
 
 def alone_at_two_silent_instances() -> tuple[PolicyHarness, InstanceId, InstanceId]:
-    """Of A, which waits for its first token at the one and then at the other."""
+    """A policy, and the two silent instances at which A waited for its first token."""
     harness = PolicyHarness("p0", "d0", "d1", "d2", wait_s=30.0, poison_deaths=2)
     first = harness.decoding("A", resumed=False).plan.decode
     second = only(fall_silent(harness, first, 2.0), Start).plan.decode

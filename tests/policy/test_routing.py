@@ -241,7 +241,7 @@ def test_the_snapshot_is_plain_data() -> None:
 
 
 def could_take(harness: PolicyHarness, name: str, *silent: str) -> bool:
-    """Whether others could go on with what runs at the instance, while these are silent."""
+    """True if others could go on with the instance's streams, while these are silent."""
     return harness.policy.has_others(InstanceId(name), lambda other: other not in silent)
 
 

@@ -27,7 +27,7 @@ def recoveries(
 
 
 def test_one_victim_splits_and_the_first_of_many_does_not() -> None:
-    """What the target computes for the first, all the others wait for."""
+    """The other victims all wait for what the target computes for the first."""
     assert recoveries(1, "d1")[0].option is Option.SPLIT
     assert recoveries(8, "d1")[0].option is Option.MIGRATE
 

@@ -147,7 +147,7 @@ def test_the_wait_is_weighed_against_other_ways() -> None:
     ],
 )
 def test_denials_that_concern_no_current_attempt_are_ignored(late: SlotDenied) -> None:
-    """Of an older attempt, of another target, of an unknown stream."""
+    """The denials concern an older attempt, another target and an unknown stream."""
     harness = migrating(1)
     before = harness.policy.snapshot()
 

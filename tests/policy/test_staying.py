@@ -105,7 +105,7 @@ def test_a_stream_leaves_where_that_is_sooner() -> None:
 
 
 def test_the_next_token_ends_the_recovery() -> None:
-    """What was predicted is compared with what it took, and learned."""
+    """The prediction is compared with the real time and corrects later ones."""
     harness = two_pairs("s")
     harness.handle(reforming("d0", 0.02), at_s=1.0)
     harness.handle(reformed("d0"), at_s=1.03)
@@ -312,7 +312,7 @@ def test_what_re_formings_took_is_learned_for_the_next_promise() -> None:
 
 
 def test_lost_cells_are_no_source() -> None:
-    """What an instance has lost a part of cannot be fetched from it; the rest still can."""
+    """Pages that have lost a part cannot be fetched from the instance; the rest still can."""
     harness = PolicyHarness("b0")
     for name in ("s", "t"):
         harness.handle(StreamArrived(StreamId(name), 400))
@@ -382,7 +382,7 @@ def test_a_hand_off_avoids_an_instance_that_re_forms() -> None:
 def test_a_prefill_that_re_forms_is_weighed_like_a_decode_instance(
     ready_in_s: float, stays: bool
 ) -> None:
-    """Of a request that has no token yet."""
+    """The request has no token yet."""
     harness = PolicyHarness("p0", "d0")
     harness.handle(StreamArrived(S, 300))
     harness.handle(InstanceUp(instance("p1")))

@@ -1,4 +1,4 @@
-"""What it costs to compute a history again."""
+"""The cost of computing a history again."""
 
 import pytest
 
@@ -49,8 +49,8 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
 def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
     queue_s: float, sources: set[str | None]
 ) -> None:
-    """What it computes no other victim waits for at the target. Where it is the sooner one itself,
-    the target is not weighed.
+    """No other victim waits at the target for what it computes. If it is the sooner one itself, the
+    target is not weighed.
     """
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")

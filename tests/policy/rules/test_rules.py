@@ -125,7 +125,7 @@ def test_the_choice_costs_all_victims_together_least(
 def test_more_victims_never_have_the_target_compute_more(
     estimates: list[Estimate], some: float, more: float
 ) -> None:
-    """What the others wait for counts the more, the more others there are."""
+    """The more other victims there are, the more their waiting counts."""
     few, many = sorted((some, more))
 
     at_target_s = [AUTO.decide(estimates, others=n).at_target_s for n in (few, many)]
