@@ -1,4 +1,4 @@
-"""What a process that is killed at any moment leaves in its ledger, and what of it is adopted."""
+"""The ledger of a process that is killed at any moment, and the part of it that is adopted."""
 
 from collections.abc import Callable
 

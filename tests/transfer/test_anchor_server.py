@@ -71,7 +71,7 @@ def files(directory: StoreDirectory) -> set[str]:
 
 
 def open_files(directory: StoreDirectory) -> list[str]:
-    """Of the directory, in this process."""
+    """Memory files of the directory that this process has open."""
     links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
     return [link for link in links if link.startswith(f"{directory.path.resolve()}/memory-")]
 

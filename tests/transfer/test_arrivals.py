@@ -1,4 +1,4 @@
-"""What the kernel tells of bytes that have arrived."""
+"""Bytes that have arrived, as the kernel counts them."""
 
 import socket
 import time

@@ -21,7 +21,7 @@ N1 = NodeId("n1")
 
 @web.middleware
 async def explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """As the instance's own application does."""
+    """Turn errors into answers as the instance's own application does."""
     try:
         return await handler(request)
     except RequestError as error:

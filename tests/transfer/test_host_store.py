@@ -92,7 +92,7 @@ def read(store: HostStore, some: tuple[Tag, ...]) -> int:
 
 
 def test_pages_come_out_as_they_went_in(host: StoreHost) -> None:
-    """Of checkpoints there are full pages only: a tail is not to be had."""
+    """Checkpoints have full pages only: a tail is not to be had."""
     store = filled(host, 3)
 
     pinned = asyncio.run(store.pin(PullRequest(tags(1, 5), handoff=S, tail_index=3)))

@@ -39,8 +39,8 @@ def play(
     seed: int = 0,
     start_s: float = 0.0,
 ) -> list[Sent]:
-    """What is sent by transfers that ask again as soon as they had their turn; a turn is served up
-    to `lateness_s` late.
+    """The parts sent by transfers that ask again as soon as they had their turn; a turn is served
+    up to `lateness_s` late.
     """
     turns, random, order = LinkTurns(), Random(seed), count()
     turns.set_rate(bytes_per_s, start_s)
@@ -181,7 +181,7 @@ def test_a_link_that_was_idle_has_saved_up_nothing(bytes_per_s: float, idle_s: f
 def test_a_handoff_is_as_quick_as_on_an_empty_link(
     bytes_per_s: float, ms: int, starts_s: float, others: list[TrafficClass]
 ) -> None:
-    """What is below it on the link costs it one turn of a chunk at most."""
+    """Lower classes on the link cost it one turn of a chunk at most."""
     size_bytes = max(1, int(bytes_per_s * ms / 1e3))
 
     sent = play(

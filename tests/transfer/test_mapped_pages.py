@@ -109,7 +109,7 @@ class Node:
         return result, [bytes(view) for view in views[: result.full_pages]]
 
     def sent_bytes_measured(self) -> bool:
-        """Whether pages came through a socket."""
+        """True if pages came through a socket."""
         return N0 in self.puller.links()
 
 
@@ -499,7 +499,7 @@ async def test_a_part_of_which_a_cell_was_damaged_at_rest_is_not_restored(tmp_pa
 
 
 async def test_tails_are_sent(tmp_path: Path) -> None:
-    """What lies behind the tokens of a partial page is not for others."""
+    """Bytes behind the tokens of a partial page are not for others."""
     async with node(tmp_path) as each:
         each.put(S, 2)
         views = [memoryview(bytearray(PAGE_BYTES)) for _ in range(2)]
@@ -540,7 +540,7 @@ async def test_files_are_mapped_for_a_while_only(
 
 
 async def test_memory_is_a_link_of_its_own(tmp_path: Path) -> None:
-    """What is copied says nothing of the node's network, and the other way round."""
+    """Copies say nothing of the node's network, and the other way round."""
     async with node(tmp_path) as each:
         each.put(S)
         await each.pull(each.mapped_only)

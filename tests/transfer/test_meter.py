@@ -59,9 +59,7 @@ def play(
 def test_the_estimate_of_a_constant_link_is_its_rate_for_any_chunking_and_overlap(
     periods: list[tuple[float, list[tuple[int, int]]]], bytes_per_s: float
 ) -> None:
-    """What is measured is what the link can do, not how its transfers were cut or what each of them
-    got.
-    """
+    """The meter measures the link's rate, not how transfers were cut or what each of them got."""
     meter = LinkMeter(LINK, min_sample_bytes=1000)
     now_s = 0.0
 
@@ -203,9 +201,7 @@ def test_samples_that_disagree_or_are_near_are_no_step() -> None:
 
 
 def test_a_reader_that_held_up_its_peer_is_not_the_links_fault() -> None:
-    """What came between its turns came at the rate of the link; the waits for its turns do not
-    count.
-    """
+    """Bytes between its turns came at the rate of the link; waits for its turns do not count."""
     meter = LinkMeter(LINK, min_sample_bytes=1000)
     meter.begin(A, 0.0)
 

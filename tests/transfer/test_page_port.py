@@ -231,8 +231,8 @@ async def test_silent_connections_keep_no_peer_out(count: int) -> None:
 async def test_peers_that_come_in_the_same_moment_are_all_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after a failure, when every victim fetches its pages from one agent: more than may be in
-    their hand-shake at a time.
+    """After a failure every victim fetches its pages from one agent: more than may be in their
+    hand-shake at a time.
     """
     monkeypatch.setattr(server_module, "MAX_HANDSHAKES", 32)
     async with serving() as port, pulling() as puller:

@@ -226,7 +226,7 @@ async def test_a_page_damaged_over_an_old_connection_is_sent_again_at_once() -> 
 
 
 async def test_pages_without_a_place_are_not_even_checked() -> None:
-    """What is dropped cannot be wrong."""
+    """Pages that are dropped cannot be wrong."""
     async with agent_store() as h:
         h.sink.refused[A] = StoreCode.FULL
         h.links.faults.corrupt(2)
@@ -392,8 +392,8 @@ async def send_raw(
     ends: bool = True,
     flips: Sequence[tuple[int, int]] = (),
 ) -> bytes:
-    """What an agent answers to these messages after the hand-shake, each with its mac, if it
-    answers before the connection ends.
+    """An agent's answer to these messages after the hand-shake, each with its mac; empty if the
+    connection ends first.
     """
     sock = await connect(h.peer.port)
     try:

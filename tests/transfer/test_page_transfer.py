@@ -278,7 +278,7 @@ async def test_pages_that_are_gone_end_the_run_without_an_error(held: int) -> No
 
 
 async def test_pages_that_came_are_counted_by_kind() -> None:
-    """What a pull for a recovery brings is told from hand-offs; what was missing counts nowhere."""
+    """Bytes for recoveries are told from hand-offs; pages that were missing count nowhere."""
     async with world(holding(3)) as w:
         await w.pull(5)
         await w.puller.pull(
@@ -467,7 +467,7 @@ async def test_a_question_with_a_flipped_bit_is_not_answered(flip_at: int) -> No
 async def test_a_question_that_is_damaged_on_an_idle_connection_is_asked_again_on_a_new_one() -> (
     None
 ):
-    """As one that finds its connection dead; the pull does not notice."""
+    """The connection is replaced like one that is found dead; the pull does not notice."""
     into = buffers(1)
     async with world(holding(2)) as w:
         first_bytes = len(encode_pull(PullFrame(1, PullRequest(tags(1))))) + SESSION_MAC_BYTES
@@ -548,8 +548,8 @@ async def test_no_listener_is_an_error_and_not_an_exception() -> None:
 async def test_without_a_descriptor_to_connect_with_nothing_is_pulled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is not a `TransferError` is taken for a bug and ends the whole instance, with all of its
-    streams.
+    """Any error but a `TransferError` is taken for a bug and ends the whole instance, with all of
+    its streams.
     """
 
     def refuse(host: str) -> socket.socket:

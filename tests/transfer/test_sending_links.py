@@ -206,7 +206,7 @@ async def test_a_fault_that_ends_lets_go_who_waits() -> None:
 
 
 async def test_who_waits_at_a_link_that_is_cut_gives_up() -> None:
-    """As its peer does, which receives nothing."""
+    """Its peer, which receives nothing, gives up too."""
     faults = SendingFaults()
     link = SendingLink(faults, N1, None, stall_timeout_s=0.1)
     faults.hold(N1, 0, asyncio.get_running_loop().time() + 3600)

@@ -219,7 +219,7 @@ def test_a_stream_that_ended_is_not_reserved_for_again() -> None:
 
 
 def test_a_stream_without_a_reservation_has_nothing_here() -> None:
-    """As after a restart: its writer must begin anew, with an offer."""
+    """After a restart its writer must begin anew, with an offer."""
     book = CheckpointBook(4)
 
     incoming = book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 2))

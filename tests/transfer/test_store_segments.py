@@ -1,4 +1,4 @@
-"""What a killed process leaves in shared memory, and what of it the next one takes."""
+"""The shared memory of a killed process, and the part of it that the next one takes."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -99,8 +99,8 @@ def test_a_torn_page_is_not_adopted(
 
 
 def test_a_page_whose_record_was_not_written_is_not_adopted(left: StoreDirectory) -> None:
-    """As after a kill in the middle of receiving it; the page that was in that slot before is gone
-    with its record.
+    """A kill while a page is received leaves such a page; the former page of that slot is gone with
+    its record.
     """
     segments = Segments(left, LAYOUT)
     segments.adopt()
