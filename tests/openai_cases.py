@@ -345,7 +345,7 @@ class Answer:
 
     @property
     def shape(self) -> Any:
-        """Of the answer, and of all events together: engines cut a text as they please."""
+        """The shape of the answer, or of all events together: engines cut a text as they please."""
         if self.status != 200:
             return {"error": {"message": "str"}}
         merged: Any = {}
@@ -403,7 +403,7 @@ async def ask(http: aiohttp.ClientSession, url: str, path: str, body: dict[str, 
 
 
 def missing(alone: Any, behind: Any, where: str = "") -> list[str]:
-    """What an answer has alone and not behind kvrs, or of another type. A null is nothing."""
+    """Fields that an answer has only alone, or of another type behind kvrs. A null is no field."""
     if isinstance(alone, dict) and isinstance(behind, dict):
         return [
             each
@@ -431,7 +431,7 @@ def refused_otherwise(alone: Answer, behind: Answer) -> list[str]:
 
 
 def _root(field: str) -> str:
-    """Of `messages[0].content`, and of vLLM's `body.messages.0.content`, `messages`."""
+    """The first name of a path: `messages` in `messages[0].content` or `body.messages.0`."""
     return re.split(r"[.\[]", field.removeprefix("body."), maxsplit=1)[0]
 
 

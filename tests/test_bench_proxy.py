@@ -226,7 +226,7 @@ def test_a_sampled_proxy_sends_whole_traces_of_a_part(spans: int) -> None:
 
 
 def test_subjects_are_compared_within_a_round() -> None:
-    """What slows a whole round is in no ratio; those that are not observed are one measure."""
+    """A slow round changes no ratio; the two subjects that are not observed are one measure."""
     rows = [{"none": speed * 2, "control": speed * 4, "all": speed * 3.3} for speed in (1, 5, 9)]
 
     assert added(rows, "all").mean == pytest.approx(0.1)
@@ -256,7 +256,7 @@ def test_two_equal_proxies_say_whether_the_bar_can_be_told(
 
 
 def test_each_subject_starts_at_each_place_as_often() -> None:
-    """What starts first may have more of a cache."""
+    """The first subject of a round may have more of a cache."""
     subjects = [NONE, CONTROL, SAMPLED, ALL]
     orders = [in_order(subjects, number) for number in range(2 * len(subjects))]
 
@@ -348,7 +348,7 @@ def verdicts(*rows: dict[str, object]) -> dict[str, str]:
 
 
 def test_a_bar_is_judged_by_the_ratio_of_medians() -> None:
-    """Of kvrs and its peer, each over all rounds."""
+    """The ratio is of kvrs and its peer, each over all rounds."""
     peer = [row("vllm-router P/D", cpu_s_per_million=value) for value in (30.0, 10.0, 20.0)]
     at_par = [row("kvrs", cpu_s_per_million=value) for value in (20.0, 99.0, 5.0)]
     above = [row("kvrs", cpu_s_per_million=value) for value in (20.1, 99.0, 5.0)]

@@ -23,7 +23,7 @@ class Quiet(Record):
 
 @pytest.fixture
 def code(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether it is that of the kept result, as a test wants it."""
+    """A switch: under `same`, the code counts as that of the kept result."""
     of = {"same": True}
     monkeypatch.setattr(
         cells_module, "is_of_this_code", lambda path, folder: of["same"] and path.exists()

@@ -1,4 +1,4 @@
-"""What holds of the command line as a whole."""
+"""Rules that hold for the command line as a whole."""
 
 import io
 import json

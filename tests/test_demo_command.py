@@ -13,7 +13,7 @@ from kvrs.errors import ConfigError, KvrsError
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DemoOptions:
-    """As few requests as the demo's own fault allows. Starting a cluster is an error."""
+    """Options with the few requests that the demo's fault needs; a started cluster is an error."""
 
     def started(self: Cluster) -> Cluster:
         raise KvrsError("a cluster was started")
@@ -56,7 +56,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_start(
 
 
 def test_a_trace_of_any_known_format_will_do(options: DemoOptions, tmp_path: Path) -> None:
-    """As for `kvrs replay`: the first line of a file tells its format."""
+    """The first line of a file tells its format, as for `kvrs replay`."""
     path = tmp_path / "azure.csv"
     rows = "".join(
         f"2023-11-16 18:17:{second:02}.0000000,{100 + second},9\n" for second in range(30)

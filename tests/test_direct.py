@@ -191,7 +191,7 @@ def test_heads_that_are_kept_are_bounded() -> None:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_parser(data: bytes) -> None:
-    """What is no usual request is for the full server."""
+    """Bytes that are no usual request are for the full server."""
     head = parse_head(data)
 
     assert head is None or data.startswith(b"POST ")
@@ -439,7 +439,7 @@ async def test_a_connection_that_goes_to_the_full_server_is_read_on() -> None:
 
 
 async def test_a_client_that_leaves_cancels_its_request() -> None:
-    """What runs for it ends."""
+    """The task that runs for it ends."""
     async with opened() as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(post(b"wait"))

@@ -145,7 +145,7 @@ async def test_a_task_that_has_not_begun_is_cancelled_before_its_first_step() ->
 
 
 async def test_a_cancellation_counts_when_what_is_waited_for_came_in_the_same_turn() -> None:
-    """As with tasks of asyncio, for which a future is done before its task hears of it."""
+    """Tasks of asyncio do the same: a future is done before its task hears of it."""
     future = asyncio.get_running_loop().create_future()
     task, ended = begun(_wait_for(future))
 

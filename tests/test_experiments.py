@@ -110,7 +110,7 @@ def test_the_policies_are_judged_by_all_their_seeds() -> None:
 
 
 def test_the_evidence_shows_the_kept_results() -> None:
-    """Beside every published figure; a row without ours says what is missing."""
+    """The page has ours beside each published figure; a row without ours says what is missing."""
     found = list(evidence.rows())
 
     assert (evidence.DOCS / "evidence.md").read_text() == evidence.as_markdown()
@@ -242,7 +242,7 @@ class Repository:
         return self._git("rev-parse", "HEAD")
 
     def amended(self) -> None:
-        """As a rebase leaves it: former commits are in no history."""
+        """Amend the commit as a rebase does: former commits are in no history."""
         self._git("commit", "-q", "--amend", "-m", "d")
 
     def state(self, **run: Any) -> str:
@@ -260,7 +260,7 @@ class Repository:
 @pytest.mark.process
 @pytest.mark.parametrize("changed", ["experiments/kill_series/run.py", "experiments/kills.py"])
 def test_a_changed_method_makes_a_result_void(tmp_path: Path, changed: str) -> None:
-    """Of the experiment's own folder or its harness, committed or not."""
+    """The change is in the experiment's own folder or its harness, committed or not."""
     repository = Repository(tmp_path)
     assert repository.state(commit=repository.commit) == "kept"
 

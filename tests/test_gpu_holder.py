@@ -62,7 +62,7 @@ class StandIn:
         return 0 if result.value in NAMES else 1
 
     def close(self) -> None:
-        """As the end of its process."""
+        """Release all memory, like the end of its process."""
         for memory in self.mapped.values():
             memory.close()
         for descriptor in self._handles.values():

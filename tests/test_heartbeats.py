@@ -73,7 +73,7 @@ def _beats(raw: bytes) -> list[float]:
 
 
 async def _read(port: int, query: str, tls: Certificates | None = None) -> bytes:
-    """What a client in a thread of its own reads of heartbeats while it makes the loop stall."""
+    """The heartbeats that a client in a thread of its own reads while it makes the loop stall."""
 
     async def read() -> bytes:
         async with (
@@ -147,7 +147,7 @@ def test_heartbeats_over_tls_go_on_while_the_event_loop_stalls(
 
 
 def _is_of(port: int, number: str) -> bool:
-    """Whether this descriptor is a socket of that port."""
+    """True if this descriptor is a socket of that port."""
     try:
         duplicate = os.dup(int(number))
     except OSError:
@@ -163,7 +163,7 @@ def _is_of(port: int, number: str) -> bool:
 
 
 async def test_heartbeats_need_the_key_and_a_time(port: HttpPort) -> None:
-    """As every request to an instance or agent; nothing but a number of seconds is taken."""
+    """The key is that of every request to an instance or agent; the time is a number of seconds."""
     path = "/kvrs/v1/heartbeat"
     async with (
         aiohttp.ClientSession(f"http://127.0.0.1:{port.port}") as stranger,
@@ -187,7 +187,7 @@ async def test_a_watcher_that_does_not_read_is_cut_off() -> None:
 
 
 def _is_shut(receiver: socket.socket) -> bool:
-    """Whether the other side has ended the connection, behind what it has sent."""
+    """True if the other side has ended the connection, behind what it has sent."""
     poll = select.poll()
     poll.register(receiver, select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""What the HTTP faces of instances and agents have in common."""
+"""Common parts of the HTTP faces of instances and agents."""
 
 import asyncio
 

@@ -117,7 +117,7 @@ async def cluster(
 
 
 async def answers(port: int, context: ssl.SSLContext) -> bool:
-    """Whether a request gets any answer."""
+    """True if a request gets any answer."""
     url = f"https://127.0.0.1:{port}/healthz"
     with contextlib.suppress(aiohttp.ClientError):
         async with (
@@ -164,7 +164,7 @@ async def test_a_cluster_serves_over_tls_and_no_stranger_gets_a_connection(
 
 
 async def test_faults_and_emptied_caches_reach_instances_over_tls(tmp_path: Path) -> None:
-    """As `kvrs replay --config` sends them; the secret without a certificate is not enough."""
+    """`kvrs replay --config` sends them so; the secret without a certificate is not enough."""
     ca = Authority(tmp_path)
     section = ca.issue("n0").section(ca.cert)
     certificates = tls.Certificates("security.tls", PeerTlsSettings.model_validate(section))
@@ -186,8 +186,8 @@ async def test_faults_and_emptied_caches_reach_instances_over_tls(tmp_path: Path
 async def test_a_ca_is_replaced_in_a_running_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/security.md says: trust both, renew the certificates, remove the old one. The cluster
-    serves at every step, and in the end the old CA opens no port.
+    """The steps are those of docs/security.md: trust both, renew the certificates, remove the old
+    one. The cluster serves at every step, and in the end the old CA opens no port.
     """
     monkeypatch.setattr(tls, "LOOK_INTERVAL_S", 0.02)
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")

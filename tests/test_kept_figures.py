@@ -67,7 +67,7 @@ def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("result")
 def test_a_mark_names_a_figure_and_its_form(mark: str, figure: str) -> None:
-    """What is around it stays as it was."""
+    """The text around it stays as it was."""
     comment = f"<!-- kept: a/results/a.json {mark} -->"
 
     assert kept.renewed(f"It took 9.9{comment} s, or 3.") == f"It took {figure}{comment} s, or 3."

@@ -36,7 +36,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., io.StringIO
 def test_a_line_of_json_has_time_level_message_and_facts(
     begin: Callable[..., io.StringIO],
 ) -> None:
-    """What collects logs reads the names; a fact never takes the place of one of them."""
+    """Collectors of logs read the names; a fact never takes the place of one of them."""
     stream = begin(as_json=True, worker="proxy-0.1")
 
     log.warning("instance lost", extra={"instance": "d0", "cause": 'reset "by" peer\n', "time": 7})
@@ -80,7 +80,7 @@ def test_a_line_of_the_console_has_facts_behind_words(begin: Callable[..., io.St
 def test_rows_are_lines_with_times_of_their_own(
     begin: Callable[..., io.StringIO], as_json: bool
 ) -> None:
-    """As if each had been logged when it happened, by one write."""
+    """One write gives the lines of rows that were logged one by one when they happened."""
     times = [1_700_000_000.25, 1_700_000_060.5]
 
     stream = begin(as_json=as_json, worker="w")

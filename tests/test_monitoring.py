@@ -84,7 +84,7 @@ def rules() -> dict[str, dict[str, Any]]:
 
 
 def expressions() -> Iterator[str]:
-    """Of the dashboard, with values in the place of its variables."""
+    """The dashboard's expressions, with values in the place of its variables."""
     for panel in dashboard_json()["panels"]:
         for target in panel.get("targets", []):
             yield target["expr"].replace("$__rate_interval", "1m").replace("$proxy", ".*")

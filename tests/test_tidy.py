@@ -154,7 +154,7 @@ def _imports(module: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]
 
 
 def for_types(module: str) -> Iterator[ast.AST]:
-    """What stands below `if TYPE_CHECKING:`."""
+    """The statements below `if TYPE_CHECKING:`."""
     for node in modules()[module].body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from node.body

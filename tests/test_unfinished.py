@@ -12,7 +12,7 @@ KIB = 1 << 10
 
 @dataclass
 class Sent:
-    """What the model knows of a body: the order of the steps is by `step`."""
+    """A body as the model knows it: the order of the steps is by `step`."""
 
     received: int = 0
     held: int = 0

@@ -91,7 +91,7 @@ def test_every_row_has_a_verdict_that_is_computed_or_has_a_reason(row: Exhibit) 
 
 @pytest.mark.parametrize("row", FILLED, ids=lambda row: row.name)
 def test_no_row_hides_a_bar_that_its_result_misses(row: Exhibit) -> None:
-    """What the text of a kept result says of a miss stands in the row, and is its verdict."""
+    """A miss in the text of a kept result stands in the row, and is its verdict."""
     missed = misses(row.result) if row.result else []
 
     assert all(each in row.grounds for each in missed)

@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns, which runs in a `VirtualLoop`."""
+    """Run `work` in a `VirtualLoop`; return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 

@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def links(self) -> set[NodeId]:
-        """What pages have come over."""
+        """Nodes from which pages have been pulled."""
         return set(self._puller.links())
 
     async def release(self, stream: str) -> None:

@@ -168,7 +168,7 @@ async def test_requests_without_the_secret_get_nothing(tmp_path: Path) -> None:
 
 
 async def test_injected_faults_affect_what_the_agent_sends(tmp_path: Path) -> None:
-    """As those of an instance do."""
+    """An agent carries out injected faults as an instance does."""
     config = parse_config(document(tmp_path, allow_faults=True))
     async with (
         running(config),

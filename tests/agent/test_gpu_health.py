@@ -142,7 +142,7 @@ def test_a_persistent_condition_keeps_the_state() -> None:
 
 
 def test_the_most_severe_symptom_is_the_reason() -> None:
-    """Of several in one reading."""
+    """A reading with several symptoms reports the worst of them."""
     readings = Readings()
 
     assert readings.look(replace(FINE, remap_pending=True, xids=(63, 48))).reason == "xid 48"

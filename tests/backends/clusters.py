@@ -33,7 +33,7 @@ _START_TIMEOUT_S = 300.0  # Of a DistServe server: Ray, its workers, their torch
 
 
 class Cluster(Protocol):
-    """What the suite needs of a cluster beside its instances' own interface."""
+    """The operations of a cluster that its instances' own interface lacks."""
 
     config: Config
     secret: bytes

@@ -1,4 +1,4 @@
-"""What every backend has to show through the one interface that a proxy uses
+"""The contract that every backend fulfils, through the one interface that a proxy uses
 (`kvrs/proxy/backends/backend.py`).
 
 The same suite runs over the embedded engine, DistServe with its patches, and vLLM. What an engine
@@ -32,7 +32,7 @@ async def whole(system: BackendCluster) -> list[int]:
 
 
 async def test_instances_report_their_identity(system: BackendCluster) -> None:
-    """As configured, of one model, and the same at a second request."""
+    """The identity is the configured one, of one model, and the same at a second request."""
     configured = {
         instance.id: (node.id, instance.role)
         for node, instance in system.cluster.config.cluster.instances()
@@ -215,7 +215,7 @@ async def test_a_fence_ends_lower_attempts(system: BackendCluster) -> None:
 
 
 async def test_a_death_ends_its_streams_and_its_watch(system: BackendCluster) -> None:
-    """As an UpstreamError, without waiting for anything; then it comes back in a higher epoch."""
+    """They end at once with an UpstreamError; the instance comes back in a higher epoch."""
     before = system.infos[D0]
     async with system.talk(PROMPT, LONG).decode(D0) as reader:
         await reader.read(2)

@@ -29,7 +29,7 @@ NOT_ASKED = ProxyAnswer("http://127.0.0.1:1", cause="not asked")
 
 
 def machine(document: dict[str, Any], answer: ProxyAnswer = NOT_ASKED) -> dict[str, Finding]:
-    """What is found, by check."""
+    """The machine's findings, by check."""
     found = list(machine_findings(parse_config(document), {}, answer))
     return {each.check: each for each in found}
 
@@ -205,7 +205,7 @@ async def asked(config: Config) -> ProxyAnswer:
 
 
 def config_of(system: ProxyCluster, **sections: Any) -> dict[str, Any]:
-    """As an operator's file: with the ports that were chosen."""
+    """A configuration like an operator's file, with the ports that were chosen."""
     nodes: dict[str, list[dict[str, Any]]] = {}
     for name, instance in system.instances.items():
         row = {"id": name, "role": instance.role.value, "port": instance.port}
@@ -339,7 +339,7 @@ async def test_a_key_that_an_engine_does_not_take_is_a_failure() -> None:
 
 @pytest.mark.network
 async def test_another_version_or_configuration_is_a_warning() -> None:
-    """Of the proxy that runs, beside the one that is installed and the file that is given."""
+    """The running proxy is compared with the installed version and the given file."""
     async with open_proxy_cluster(pairs=1) as system:
         state = await system.state()
         other = parse_config(config_of(system))

@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 def until(holds: Callable[[], Found | None], within_s: float = END_S) -> Found:
-    """What `holds` returns once that counts as true."""
+    """The first result of `holds` that counts as true."""
     deadline_s = time.monotonic() + within_s
     while not (found := holds()):
         assert time.monotonic() < deadline_s

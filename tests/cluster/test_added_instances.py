@@ -49,7 +49,7 @@ until = partial(launches.until, within_s=WAIT_S)
 
 
 def test_a_file_that_cannot_be_written_ends_no_cluster(up: Launch) -> None:
-    """As on a disk that is full: processes are told of a new instance once there is room."""
+    """A full disk only delays the announcement of a new instance until there is room."""
     _, admin = up.urls
     port, page_port = free_ports(2)
     added = {"id": "d1", "role": "decode", "port": port, "page_port": page_port}

@@ -56,11 +56,11 @@ class Victim:
         self.pid = self.process.pid
 
     def state(self) -> str:
-        """As the kernel has it: S sleeping, T stopped, Z dead."""
+        """The kernel's state: S sleeping, T stopped, Z dead."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def was_continued(self) -> bool:
-        """Whether it was stopped and continued since this was asked last: the kernel notes it."""
+        """True if it was stopped and continued since the last call: the kernel notes it."""
         return os.waitid(os.P_PID, self.pid, os.WCONTINUED | os.WNOHANG) is not None
 
 
@@ -396,7 +396,7 @@ async def test_a_link_fault_is_asked_of_both_ends_and_taken_back() -> None:
 
 
 async def inject_until_the_end(injection: Injection) -> None:
-    """As a run does: when the load is over, so are the faults."""
+    """Inject all faults, then end them, as a run does when its load is over."""
     task = asyncio.create_task(inject_faults(injection))
     while injection.schedule.pending or not injection.carried_out:
         await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What the status of a process says of its end."""
+"""Exit statuses show why a process ended."""
 
 import signal
 from pathlib import Path

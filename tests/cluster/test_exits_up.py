@@ -99,7 +99,7 @@ def test_every_proxy_hears_which_signal_ended_an_instance(
 
 
 def test_an_end_that_was_ordered_is_external(cluster: Cluster) -> None:
-    """As in a rolling restart."""
+    """A rolling restart ends instances by order, not by a fault."""
     _, told = reported(cluster, "p0", lambda _: cluster.end(InstanceId("p0")))
 
     assert {(each["cause"], each["is_external"]) for each in told} == {("exit status 0", True)}

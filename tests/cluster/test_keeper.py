@@ -125,7 +125,7 @@ def test_no_process_follows_after_the_end() -> None:
 
 
 class Ends:
-    """What a keeper says of processes that have ended."""
+    """Records the ends of processes that a keeper reports."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int | None]] = []
@@ -158,7 +158,7 @@ class Dying:
 
 
 def ends_of(*words: tuple[str, ...], status: int | None = None) -> list[tuple[int, int | None]]:
-    """What is told of processes that say these words."""
+    """The reported ends of processes that say these words."""
     dying, ends = Dying(*words), Ends()
     kept = Keeper("d0", dying.make, with_spare=False, ended=ends.tell, status=lambda: status)
     kept.start()

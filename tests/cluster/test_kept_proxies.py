@@ -186,7 +186,7 @@ def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
     [b"HTTP", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n{"],
 )
 def test_a_truncated_state_is_an_error(spawned: Spawned, broken: bytes) -> None:
-    """As when the proxy is killed while it answers: the caller has to repeat its request."""
+    """A proxy killed while it answers truncates its state: the caller has to repeat its request."""
     cluster = Cluster.__new__(Cluster)
     cluster.proxies = [spawned.kept]
     with socket.create_server(("127.0.0.1", spawned.port)) as server:

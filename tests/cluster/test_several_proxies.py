@@ -301,7 +301,7 @@ def test_wrong_options_are_refused_before_anything_starts(
 
 
 def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> None:
-    """As that of the first one always was."""
+    """The second proxy's ports are checked like those of the first."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -154,7 +154,7 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster) -> None:
 
 
 def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster) -> None:
-    """As in a rolling restart: the stream ends at the old process, or goes on at the new one."""
+    """In a rolling restart the stream ends at the old process or goes on at the new one."""
     expected, before = Stream(cluster).read(), pid_of(cluster)
 
     assert go_on(cluster, end=True) == expected

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Of a file, under nohup."""
+    """A cluster started from a file, under nohup."""
     folder = tmp_path_factory.mktemp("up")
     instances = [{"id": name, "role": role} for name, role in (("p0", "prefill"), ("d0", "decode"))]
     document = {"cluster": {"nodes": [{"id": "n0", "instances": instances}]}}
@@ -69,7 +69,7 @@ def test_the_file_of_up_is_that_of_its_proxy_for_doctor(up: Launch) -> None:
 
 
 def test_the_death_of_an_instance_is_printed(up: Launch) -> None:
-    """As that of a proxy is."""
+    """Deaths of instances are printed like those of proxies."""
     _, admin = up.urls
     rows = ask("GET", f"{admin}/kvrs/v1/state")["instances"]
 

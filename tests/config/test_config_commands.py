@@ -46,7 +46,7 @@ def test_show_as_json_has_the_origins_by_path(tuned: Path) -> None:
 
 
 def test_show_without_a_file_shows_the_defaults() -> None:
-    """What an empty file would be."""
+    """The defaults shown are those of an empty file."""
     assert yaml.safe_load(config("show").stdout) == Config().model_dump(mode="json")
 
 
@@ -82,7 +82,7 @@ def test_a_file_overrides_a_preset_and_the_environment_overrides_both(
 
 @pytest.mark.parametrize("text", ["7", "policy: 3", "backup: {mode: none}"])
 def test_a_file_with_faults_over_a_preset_has_the_faults(tmp_path: Path, text: str) -> None:
-    """As without one."""
+    """The faults are the same as without a preset."""
     path = tmp_path / "own.yaml"
     path.write_text(text)
 

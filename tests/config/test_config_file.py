@@ -106,7 +106,7 @@ def test_a_name_that_is_no_part_of_a_path_is_refused(name: str) -> None:
 
 
 def test_ids_ports_and_roles_are_checked_across_sections() -> None:
-    """What no single value shows: doubles, and a cluster that could never serve."""
+    """Values are checked against each other: doubles, and a cluster that could never serve."""
     nodes = [
         {
             "id": "n0",

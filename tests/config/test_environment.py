@@ -123,7 +123,7 @@ def test_a_fault_names_the_variable_that_it_is_in(tmp_path: Path) -> None:
 
 
 def test_a_variable_without_a_value_is_called_empty() -> None:
-    """As compose files and charts set them; `got None` would name what nobody wrote."""
+    """Compose files and charts set them so; `got None` would name a value that is not set."""
     (fault,) = faults_of({"KVRS_PROXY__PORT": ""})
 
     assert fault == (
@@ -133,7 +133,7 @@ def test_a_variable_without_a_value_is_called_empty() -> None:
 
 
 def test_a_log_level_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by `--log-level`, which comes before the variable."""
+    """The variable is checked like `--log-level`, which comes before it."""
     monkeypatch.setenv("KVRS_LOG_LEVEL", "loud")
 
     refused = CliRunner().invoke(app, ["config", "show"])

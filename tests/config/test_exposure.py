@@ -86,7 +86,7 @@ def test_each_credential_opens_its_own_ports_and_no_other() -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o640])
 def test_a_file_that_others_may_read_is_no_credential(tmp_path: Path, mode: int) -> None:
-    """What everyone on the machine knows proves nothing."""
+    """A token that everyone on the machine knows proves nothing."""
     token = tmp_path / "token"
     token.write_text(TOKEN[ADMIN_ENV_NAME])
     token.chmod(mode)

@@ -220,7 +220,7 @@ def test_a_model_without_a_tokenizer_is_a_warning_before_other_engines(tmp_path:
 
 
 def test_pages_that_do_not_fit_into_memory_are_a_fault(tmp_path: Path) -> None:
-    """Of all instances on one host, from the shape of the model's KV."""
+    """The pages of all instances on one host count, by the shape of the model's KV."""
     document = model(tmp_path, "tokenizer.json", "model.safetensors", hidden_size=1 << 16)
     document["cluster"]["engine"] = {"pages": 1 << 20}
 

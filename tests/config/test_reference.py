@@ -66,7 +66,7 @@ def test_the_schema_refuses_what_the_program_refuses(document: Any) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_a_first_file_is_valid_and_has_comments(backend: Backend, tmp_path: Path) -> None:
-    """Of the backend that was asked for; each section says what it is."""
+    """The file has the requested backend; a comment explains each section."""
     path = tmp_path / "kvrs.yaml"
     path.write_text(first_file(backend))
 

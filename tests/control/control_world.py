@@ -79,7 +79,7 @@ MAX_TOKENS = 100_000  # Streams end before it.
 
 
 class Engines(StrEnum):
-    """What the instances of a world are."""
+    """Kinds of instances that a world can have."""
 
     OURS = "ours"  # All capabilities.
     PLAIN = "plain"  # As vLLM: prefill caches prefixes, and no instance fetches.
@@ -198,7 +198,7 @@ class World:
         self.at(self.now_s + self.random.uniform(0.001, 0.5), what)
 
     def tell(self, event: Event) -> None:
-        """What no driver should report; the policy must ignore it."""
+        """Report an event that no driver should report; the policy must ignore it."""
         self.control.tell(event, self.now_s)
 
     # The driver.

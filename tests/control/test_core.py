@@ -1,4 +1,4 @@
-"""What `Control` makes of the reports of a driver."""
+"""`Control` turns the reports of a driver into events of the policy and actions."""
 
 from typing import Any
 
@@ -259,7 +259,7 @@ def test_a_stream_is_closed_once() -> None:
 
 
 def test_an_adopted_stream_holds_what_is_still_there() -> None:
-    """What the proxy before knew of a process that has restarted is worth nothing."""
+    """Pages known at a process that has restarted since then do not count."""
     driver = Driver()
     arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=True)
     journal = SimJournal(S, arrival, 0.0, 40, list(range(40)), [7, 7], owner_epoch=1)

@@ -46,7 +46,7 @@ def test_all_proxies_come_to_the_same_in_whatever_sequence_they_hear_orders() ->
 
 
 def test_what_is_set_aside_leaves_what_was_carried_out_before_it() -> None:
-    """Of one about the same instance; else the file counts. A newer order is no longer aside."""
+    """The instance's former order counts, else the file. A newer order is no longer set aside."""
     orders = FleetOrders("a", FILE)
     orders.take([FleetOrder(D1, 1, "b", node("n1", "d1"))])
     orders.take([FleetOrder(D1, 2, "b", None), FleetOrder(D0, 3, "b", None)])

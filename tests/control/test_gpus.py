@@ -17,7 +17,7 @@ class Info:
 
 @dataclass
 class Seen:
-    """What the proxy knows of an instance, as far as this is concerned."""
+    """An instance as the proxy knows it, reduced to the fields used here."""
 
     id: InstanceId
     node: NodeId

@@ -249,7 +249,7 @@ def test_a_former_process_of_the_same_name_is_another_instance() -> None:
 
 @pytest.mark.parametrize("settings", [{"enabled": False}, {"tests_kv": False}])
 def test_without_tests_everything_is_believed(settings: dict[str, bool]) -> None:
-    """As before there were any."""
+    """Instances have their declared capabilities when no tests are configured."""
     bench = Bench("p0", "d0", **settings)
 
     assert bench.moves() == {"p0", "d0"}

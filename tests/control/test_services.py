@@ -20,7 +20,7 @@ def _names(nodes: Nodes) -> list[str]:
 
 
 def test_each_address_is_an_instance_on_a_node_of_its_own() -> None:
-    """Beside those of the file, which stay as they are at an address of the name too."""
+    """Instances of the file stay as they are, even at an address of the name."""
     found = {"decode": frozenset(("10.0.0.3", "fd00::2", "10.0.0.1"))}
 
     own, *added = with_services(FILE, [DECODE], found)

@@ -45,7 +45,7 @@ def test_a_long_limit_is_looked_at_in_between() -> None:
 
 
 def test_a_stall_of_the_own_event_loop_starts_the_timeout_again() -> None:
-    """What came meanwhile may be read after the look."""
+    """Data that arrived during the stall may be read after the look."""
     timer = SilenceTimer(0.0)
     next_s = timer.look(0.0, 1.0, never)
     assert next_s == 1.0

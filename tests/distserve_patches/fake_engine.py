@@ -30,9 +30,7 @@ HELD = {
 
 
 def starter(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """What starts an engine over fake workers, and checks at the end that nothing of any job is
-    left in it.
-    """
+    """Starts an engine over fake workers, and checks at the end that no job is left in it."""
     import distserve.single_stage_engine as engines
     import ray
     from distserve import engine as engine_module

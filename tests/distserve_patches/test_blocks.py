@@ -392,9 +392,7 @@ async def test_a_swap_that_finds_no_room_gives_the_request_up() -> None:
 
 
 async def test_what_a_history_does_not_need_is_given_back() -> None:
-    """Of blocks for a whole history a request keeps those whose KV is there: the schedulers count
-    no others.
-    """
+    """A request keeps those blocks of its history that have KV: the schedulers count no others."""
     blocks = manager(8, 0, Workers())
     reserved = blocks.pages.allocate(5)
     assert reserved is not None

@@ -88,7 +88,7 @@ def generated(
 
 @pytest.fixture(scope="module")
 def embedded(tiny_model: Path) -> list[list[int]]:
-    """What the embedded engine continues the prompts with."""
+    """The embedded engine's continuations of the prompts."""
     worker = Worker(tiny_model, EngineSettings(pages=16, page_size_tokens=BLOCK))
     return [continuation(worker, prompt) for prompt in PROMPTS]
 

@@ -22,7 +22,7 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # Tensor and pipeline parallel sizes
 
 
 def ranks(layout: tuple[int, int]) -> Iterator[list[int]]:
-    """As upstream's `ParallelConfig.to_list`."""
+    """Ranks in the form of upstream's `ParallelConfig.to_list`."""
     tensor_size, pipeline_size = layout
     for pipeline_rank, tensor_rank in itertools.product(range(pipeline_size), range(tensor_size)):
         yield [tensor_size, tensor_rank, pipeline_size, pipeline_rank]

@@ -1,6 +1,4 @@
-"""What stands for SwiftTransformer's model classes: exact, for every number of ranks, and refusing
-by name.
-"""
+"""The stand-ins for SwiftTransformer's model classes are exact, and refuse by name."""
 
 import itertools
 import threading
@@ -89,7 +87,7 @@ class Stage:
         return answer
 
     def whole(self, block: int) -> Tensor:
-        """As the embedded engine lays a page out, `[layers, heads, 2, block, head_dim]`."""
+        """The block as a page of the embedded engine, `[layers, heads, 2, block, head_dim]`."""
         page = torch.zeros(tiny.LAYERS, tiny.KV_HEADS, 2, BLOCK, tiny.HEAD_DIM)
         for (pipeline, tensor), caches in zip(self.places, self.caches, strict=True):
             layers = slice(pipeline * self.layers, (pipeline + 1) * self.layers)
@@ -134,7 +132,7 @@ def test_tokens_and_kv_equal_the_embedded_engines(
 
 
 def test_a_block_is_clean_for_its_next_owner(tiny_model: Path) -> None:
-    """What an earlier request left, even if it is no number, reaches no other request."""
+    """KV left by an earlier request, even if it is no number, reaches no other request."""
     with Stage(tiny_model, (1, 1)) as stage:
         for cache in stage.caches[0]:
             cache.fill_(torch.nan)

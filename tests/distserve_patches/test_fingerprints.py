@@ -104,7 +104,7 @@ def test_what_kvrs_overrides_is_in_the_table(distserve: Path) -> None:
 
 
 def overridden() -> set[tuple[type, str]]:
-    """What our classes redefine, and the class of upstream's that they have it from."""
+    """Functions that our classes override, each with the upstream class that has it."""
     from distserve_patches import blocks, engine, requests, stages, worker
 
     found = set()

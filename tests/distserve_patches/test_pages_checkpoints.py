@@ -17,9 +17,7 @@ PAGES = 64
 
 
 class StageWorld(World):
-    """What a step computes goes into the caches of two ranks, each of which has half of the
-    layers.
-    """
+    """A world whose steps write to the caches of two ranks, each with half of the layers."""
 
     def __init__(self, most_pages: int = 64) -> None:
         super().__init__(PAGES)

@@ -94,7 +94,7 @@ async def test_a_big_transfer_goes_in_pieces_that_let_others_in_between(
 
 
 async def test_pages_for_two_agents_go_out_in_one_call() -> None:
-    """What is asked for in the same moment: a call to the workers costs more than the pages."""
+    """Requests of one moment share a call to the workers, which costs more than the pages."""
     stage, embedded = filled(), embedded_pool()
     staged = [stage.pool.stage(pages) for pages in ([0, 1], [1, 2])]
 
@@ -122,7 +122,7 @@ async def test_pages_are_written_only_when_nothing_is_being_swapped_out_of_them(
 
 
 async def test_a_dead_worker_is_a_failed_transfer() -> None:
-    """As when a peer dies; and the room is there again."""
+    """The transfer fails like one whose peer dies, and its slots are free again."""
     stage = filled(2)
     stage.failure = RayActorError()
     staged = stage.pool.stage([1, 2])
@@ -195,7 +195,7 @@ def test_more_than_may_be_staged_is_refused_before_anything_is_allocated() -> No
 async def test_slots_are_used_again_and_never_twice_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many as are in use at once, however often pages travel."""
+    """The slots are as many as are in use at once, however often pages travel."""
     monkeypatch.setattr(staging, "SEGMENT_BYTES", 2 * GEOMETRY.page_bytes)
     stage = filled()
     first, second = stage.pool.stage([0, 1]), stage.pool.stage([1, 2])
@@ -291,8 +291,8 @@ def retained(pages: PageManager) -> tuple[list[int], tuple[Tag, ...]]:
 
 
 async def test_a_page_server_sends_full_pages_and_the_partial_one() -> None:
-    """As from an embedded engine's pool; the slots are free afterwards, and only the lease
-    holds the pages.
+    """The pages equal those of an embedded engine's pool; the slots are free afterwards, and only
+    the lease holds the pages.
     """
     stage, embedded, pages = filled(2, 2), embedded_pool(), PageManager(BLOCKS, 4)
     released: list[bool] = []

@@ -152,7 +152,7 @@ async def test_pages_get_out_while_a_step_runs(made: "RecoverableEngine", tiny_m
 async def test_a_killed_worker_fails_the_transfer_and_takes_nothing_along(
     made: "RecoverableEngine",
 ) -> None:
-    """What was staged before is still there; nothing of the memory has a name that would stay."""
+    """Pages staged before are still there; the memory has no name that would stay."""
     async with asyncio.timeout(60):
         pool = made.pool(Stage.CONTEXT)
         pages = await prefilled_pages(made, 4)

@@ -43,7 +43,7 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """As every command reports it."""
+    """The message is that of every command."""
     missing = str(tmp_path / "none.yaml")
 
     assert (

@@ -448,7 +448,7 @@ async def test_a_fenced_attempt_ends_and_is_refused(pair: InstancePair) -> None:
 async def test_a_transfer_whose_slot_has_ended_ends(
     pair: InstancePair, slot_token: int, ends: bool
 ) -> None:
-    """As at the embedded engine: only what runs under a slot, and the epoch stays."""
+    """Only transfers under the ended slot end, as at the embedded engine; the epoch stays."""
     kvrs = {"stream": "s", "attempt": 1, "prompt_tokens": len(PROMPT), "slot_token": slot_token}
     asking = asyncio.create_task(ask(pair.d, body(PROMPT, kvrs=kvrs)))
     await pair.job()
@@ -479,9 +479,7 @@ async def test_a_client_that_leaves_aborts_its_job(pair: InstancePair) -> None:
 async def test_an_abort_while_pages_are_fetched_leaves_nothing_behind(
     pair: InstancePair, waits_for: str
 ) -> None:
-    """Whether it waits for room or for bytes: blocks are free again, once they are not
-    written any more.
-    """
+    """A job that waits for room or for bytes frees its blocks once nothing is written to them."""
     if waits_for == "room":
         pair.engine.room.clear()
     job, _, asking = await resumed(pair, generation=99)

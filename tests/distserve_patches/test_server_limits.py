@@ -1,4 +1,4 @@
-"""What a server sees of its stages before it measures them. Ray does not run."""
+"""Limits of a server's stages before it measures them. Ray does not run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ def test_no_request_is_longer_than_a_stage(distserve: Path, pages: int, longest:
 
 
 def test_stages_too_small_to_be_measured_are_refused(distserve: Path) -> None:
-    """What the measurement asks for would wait for ever."""
+    """Requests of the measurement would wait for ever."""
     with pytest.raises(ConfigError, match="hold requests of 12 tokens; allowed: at least 16"):
         limited(3)
 

@@ -39,7 +39,7 @@ async def test_a_stream_has_the_tokens_of_an_undisturbed_engine(running: Running
 
 
 async def test_a_prefill_ends_with_token_0_and_its_pages_can_be_retained(running: Running) -> None:
-    """What the sink retains in `prefilled` is there when the job has let go of it."""
+    """Pages that the sink retains in `prefilled` stay when the job has let go of them."""
     async with running() as (engine, world):
         sink = Recorder()
         job = new_job(1, PROMPT, 1, sink, prefill_only=True)

@@ -50,7 +50,7 @@ def blocks_of(unit: Unit, start: int, stop: int) -> set[tuple[Unit, int]]:
 def blocks_there(
     had: dict[int, set[tuple[Unit, int]]], moves: MovePlan
 ) -> dict[int, set[tuple[Unit, int]]]:
-    """What each rank has after all moves."""
+    """Blocks that each rank has after all moves."""
     there = defaultdict(set, {rank: set(own) for rank, own in had.items()})
     for move in moves.moves:
         blocks = blocks_of(move.unit, move.start, move.stop)
@@ -239,8 +239,8 @@ def test_lost_heads_are_read_in_distinct_pieces_and_exchanged() -> None:
 
 
 def test_subtrees_of_the_sum_stay_large() -> None:
-    """Of 64 tiles on 8 ranks 7 + 7 sums are sent after a loss, where 7 + 8 would do no better than
-    a random deal (design, 1.4: 15).
+    """After a loss, 64 tiles on 8 ranks send 7 + 7 sums; 7 + 8 would be no better than a random
+    deal (design, 1.4: 15).
     """
     units = Units(7, (64,) * 8, (64,) * 64, (64,) * 64, 0)
     before = even(units, tp=8)

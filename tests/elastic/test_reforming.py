@@ -87,7 +87,7 @@ def test_what_has_arrived_is_not_read_again_after_a_further_loss() -> None:
 
 
 def test_memory_that_other_ranks_can_have_is_not_read_from_the_host() -> None:
-    """Of a process that is gone, as long as its device is not lost too."""
+    """Ranks copy the memory of a process that is gone, unless its device is lost too."""
     costs = replace(COSTS, rates=LinkRates(100.0, 1e6), kept_is_readable=True)
     own = machine(costs=costs, spread=False)
 
@@ -295,7 +295,7 @@ def test_a_rank_leaves_only_while_all_serve() -> None:
 
 
 def test_a_leaving_rank_that_dies_before_it_has_left_is_a_lost_one() -> None:
-    """What had arrived of it counts, and the rest comes from the host."""
+    """The units that it had sent count, and the rest comes from the host."""
     own = machine()
     (left,) = own.handle(RankLeaving(2))
     *arrived, missing = answers(left)
@@ -534,7 +534,7 @@ class World:
 
     @property
     def ready(self) -> list[Report]:
-        """What ranks can say that do not hang, nor copy what is not there yet."""
+        """Reports of ranks that do not hang and have what they copy."""
         coming = set(self.queue)
         return [
             event
@@ -600,7 +600,7 @@ def test_slower_steps_count_only_until_the_lost_rank_is_back() -> None:
 def test_heads_that_cannot_be_spread_have_one_rank_each(
     tp: int, lost: set[int], again: bool
 ) -> None:
-    """Of a layer no rank has two more than another, and those that are kept stay where they are."""
+    """In a layer no rank has two more than another; heads that are kept stay where they are."""
     units = Units(3, (128,) * 8, (64,) * 8, (64,) * 8, 32)
     before = even(units, tp)
     left = [rank for rank in before.ranks if rank not in lost]

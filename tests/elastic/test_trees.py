@@ -21,7 +21,7 @@ def add(left: str, right: str) -> str:
 
 
 def summed(node: Node, units: int) -> str:
-    """What the steps of a node make."""
+    """The sum that the steps of a node make."""
     sums: dict[int, str] = {}
     for unit, additions in steps(node, units):
         sums[unit] = str(unit)

@@ -142,7 +142,7 @@ def test_a_wrong_shape_is_named_in_terms_of_the_file(
 
 
 def test_a_fault_has_a_label_for_people() -> None:
-    """What, whom and when, as the file named them."""
+    """The label says what, whom and when, as the file named them."""
     (kill_later, cut) = parse_faults(
         [
             kill({"at_s": 9, "inflight_at_least": 8}, {"role": "decode"}),
@@ -447,7 +447,7 @@ def test_a_schedule_wants_no_look_before_any_time_has_come() -> None:
 
 
 def test_a_kill_may_be_of_some_workers_only() -> None:
-    """What is no kill has no use for them."""
+    """Faults that are no kills take no number of workers."""
     (fault,) = parse_faults(
         [{"when": {"at_s": 1}, "what": "kill", "whom": {"id": "d0"}, "workers": 1}]
     )

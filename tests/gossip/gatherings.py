@@ -49,7 +49,7 @@ class Gathering:
         return int(self.seeds[member.id].rpartition(":")[2])
 
     async def kill(self, member: Membership) -> None:
-        """As by SIGKILL: without an announcement."""
+        """End the member without an announcement, like SIGKILL."""
         self._members.remove(member)
         member._gossip = None
         if member._timer is not None:

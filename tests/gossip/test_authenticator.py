@@ -294,7 +294,7 @@ def test_forged_packets_change_no_state() -> None:
 
 
 def test_the_mac_is_hmac_sha256_over_header_name_and_payload() -> None:
-    """As the format is documented, computed a second time."""
+    """The documented format, computed a second time, gives the same MAC."""
     a, _ = pair()
     packet = a.seal(B, b"payload")
 

@@ -74,9 +74,7 @@ def held(net: GossipNet, of: SimNode) -> set[Status]:
 def test_a_stopped_node_declares_no_death_and_refutes_within_two_seconds(
     seed: int, buffered_packets: int, noticed: bool
 ) -> None:
-    """Whether or not its clock shows the stop, and its socket has buffered the packets; with
-    loss.
-    """
+    """Its clock may not show the stop, its socket may have buffered packets, and some are lost."""
     deaths = Deaths()
     net = cluster(16, seed, deaths)
     net.loss, net.buffered_packets = 0.2, buffered_packets

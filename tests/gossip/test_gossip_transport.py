@@ -187,7 +187,7 @@ async def test_a_replaced_run_is_answered_on_the_same_transport(stream: bool) ->
 
 
 async def test_bad_datagrams_are_counted_and_the_socket_stays_open() -> None:
-    """Of every kind that can be rejected."""
+    """The attacker sends every kind of datagram that is rejected."""
     async with open_net() as net:
         a, b = await net.add(A), await net.add(B)
         a.transport.send(B, b"1")
@@ -329,7 +329,7 @@ async def test_forged_datagrams_with_a_member_s_address_cost_it_nothing() -> Non
 
 
 async def test_a_connection_that_ends_within_a_packet_is_counted() -> None:
-    """As `cut`."""
+    """The packet is dropped as `cut`."""
     async with open_net() as net:
         b = await net.add(B)
 

@@ -86,13 +86,13 @@ def test_updates_are_never_larger_than_estimated(update: MemberUpdate) -> None:
 
 @given(digest_entries)
 def test_digest_entries_are_never_larger_than_estimated(known: KnownMember) -> None:
-    """As updates."""
+    """The estimates are upper bounds, like those of updates."""
     assert len(msgspec.msgpack.encode(known)) <= wire.known_member_bytes(known)
 
 
 @given(entries)
 def test_record_entries_are_never_larger_than_estimated(entry: Entry) -> None:
-    """As updates."""
+    """The estimates are upper bounds, like those of updates."""
     assert len(msgspec.msgpack.encode(entry)) <= wire.entry_bytes(
         entry.name, entry.version, entry.value
     )

@@ -171,7 +171,7 @@ def test_only_numeric_addresses_are_used(text: str, address: Any) -> None:
 
 
 def test_a_tick_that_is_overdue_can_be_timed_again() -> None:
-    """What uvloop returns for a time that has come is no timer, and has no `when`."""
+    """uvloop's handle for a time that has come is no timer, and has no `when`."""
 
     async def publish_twice() -> None:
         async with gathering() as system:

@@ -157,7 +157,7 @@ async def test_a_broken_connection_is_an_error_and_keeps_what_came() -> None:
 
 
 async def test_a_port_without_a_listener_is_an_error_of_every_request() -> None:
-    """As many records as requests, always."""
+    """There are always as many records as requests."""
     async with serving(lambda body, response: asyncio.sleep(0)) as url:
         pass
 
@@ -332,7 +332,7 @@ async def test_chat_is_asked_with_a_message_and_read_from_deltas() -> None:
 
 
 async def test_a_key_is_sent_as_a_bearer_token() -> None:
-    """As OpenAI's own clients do."""
+    """OpenAI's own clients do the same."""
     seen: list[str | None] = []
 
     async def complete(request: web.Request) -> web.Response:

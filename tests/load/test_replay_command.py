@@ -366,7 +366,7 @@ def test_faults_need_the_admin_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["5", "5:5", "7:3", ":9", "a:b", "-1:4"])
 def test_a_window_has_a_first_and_an_end(text: str) -> None:
-    """As a slice of the requests by number."""
+    """A window is a slice of the requests by number."""
     with pytest.raises(ConfigError, match="--window"):
         parse_window(text)
 
@@ -519,7 +519,7 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
 def test_lengths_that_were_chosen_are_kept_and_questioned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a file, or with any option of length, nothing is changed unasked."""
+    """Lengths of a file, or given by any option of length, are not changed unasked."""
     server = Server()
     server.max_model_len = 32
     with serving(server) as url:

@@ -103,7 +103,7 @@ class AgentsOnHosts(Members):
             time.sleep(0.02)
 
     def hold(self, by: Iterable[str], about: Iterable[str], status: str) -> bool:
-        """Whether each of `by` has each of `about` in this status."""
+        """True if each of `by` has each of `about` in this status."""
         about = list(about)
         return all(
             self.statuses().get((one, other)) == status

@@ -64,7 +64,7 @@ class RayOnHosts:
         self.network.__exit__()
 
     def files(self, host: str) -> Path:
-        """What is /tmp there."""
+        """The directory that is /tmp there."""
         return self._directory / host
 
     def at(self, host: str, *command: str) -> list[str]:

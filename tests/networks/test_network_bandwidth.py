@@ -69,7 +69,7 @@ async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
 
 
 async def _is_near(clients: Clients) -> bool:
-    """Whether the estimate is near the rate."""
+    """True if the estimate is near the rate."""
     (link,) = (await clients.load("d1")).links
     return link.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.15)
 

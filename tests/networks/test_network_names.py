@@ -88,7 +88,7 @@ class Fleet:
         return [self.network.addresses[host] for host in hosts]
 
     def ids(self, *hosts: str) -> set[str]:
-        """Of the instances there."""
+        """Ids of the instances there."""
         return {f"{ROLES[host]}-{self.network.addresses[host]}" for host in hosts}
 
     async def state(self) -> Any:
@@ -143,7 +143,7 @@ class Fleet:
         await self.until(is_so)
 
     async def until_logged(self, cause: str) -> None:
-        """Of a look-up of each name."""
+        """Wait until a look-up of each name is logged with this cause."""
 
         async def is_so() -> bool:
             return all(f"{name}: {cause}" in self.proxy.log() for name in (PREFILL, DECODE))

@@ -105,7 +105,7 @@ async def test_streams_survive_a_link_that_is_cut(clients: Clients) -> None:
 
 
 async def _sees_load(clients: Clients, proxy: str, streams: int) -> bool:
-    """Whether the proxy has seen so many streams of the other one that decode."""
+    """True if the proxy sees so many decoding streams of the other one."""
     rows = (await clients.state(proxy))["policy"]["instances"]
     return bool(sum(row["others_reported"] for row in rows if row["id"] != "p0") == streams)
 
@@ -264,7 +264,7 @@ async def _slots(clients: Clients) -> SlotCounts:
 
 
 async def _holds_for(clients: Clients, victims: set[str]) -> bool:
-    """Whether the slot is granted, and the first proxy recovers one of these streams."""
+    """True if the slot is granted, and the first proxy recovers one of these streams."""
     running = await _recoveries(clients, "proxy-0", to="d1", outcome="running")
     return (await _slots(clients)).held == 1 and bool(victims & {row["stream"] for row in running})
 
@@ -309,6 +309,6 @@ async def test_a_stream_survives_the_link_to_its_mirror(clients: Clients) -> Non
 
 
 async def _peer_is(clients: Clients, health: str) -> bool:
-    """Whether each of the two proxies sees the other so."""
+    """True if each of the two proxies sees this health of the other."""
     rows = [row for name in PROXIES for row in (await clients.state(name))["proxies"]]
     return all(set(row["peers"].values()) == {health} for row in rows)

@@ -1,4 +1,4 @@
-"""What `deploy/` has: an image, units and manifests that go with each other and with kvrs."""
+"""The image, units and manifests of `deploy/` go with each other and with kvrs."""
 
 import re
 import shutil

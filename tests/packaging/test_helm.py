@@ -57,7 +57,7 @@ def test_templates_use_values_that_exist_and_all_of_them() -> None:
 
 
 def test_actions_and_definitions_of_templates_are_closed() -> None:
-    """As far as this is seen without helm: each block has its end, each include its definition."""
+    """A check without helm: each block has its end, each include its definition."""
     texts = {path.name: path.read_text() for path in TEMPLATES}
     whole = "".join(texts.values())
 
@@ -84,7 +84,7 @@ def test_the_configuration_of_the_values_can_run() -> None:
 
 
 def rendered(own: dict[str, Any], directory: Path) -> str:
-    """What helm makes of the chart with these values."""
+    """The manifests that helm makes of the chart with these values."""
     path = directory / "values.yaml"
     path.write_text(yaml.safe_dump(own))
     command = ["helm", "template", "east", str(CHART), "--values", str(path)]

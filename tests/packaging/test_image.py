@@ -33,7 +33,7 @@ def buildah(*arguments: str) -> str:
 
 
 def size_bytes(image: str) -> int:
-    """Of its files, as they lie in a container's root."""
+    """Bytes of the image's files, as they lie in a container's root."""
     container = buildah("from", "--pull-never", image)
     try:
         root = Path(buildah("mount", container))

@@ -1,4 +1,4 @@
-"""What the distribution promises: a small base, extras by name, a public API."""
+"""The distribution has a small base, extras by name and a public API."""
 
 import re
 import subprocess

@@ -24,7 +24,7 @@ grids = st.integers(2, 5).flatmap(
 
 
 def attention_s(cached: int, new: int) -> float:
-    """What attention costs, in the form of the fitted quadratic."""
+    """Seconds of attention, in the form of the fitted quadratic."""
     return 0.01 + 1e-5 * new + 2e-9 * new * new + 4e-9 * new * cached + 1e-7 * cached
 
 

@@ -45,7 +45,7 @@ def test_a_page_among_many_takes_no_step_of_its_own() -> None:
 
 
 def test_only_lengths_within_the_measurements_are_covered() -> None:
-    """What no measurement stands behind is marked."""
+    """Lengths outside the measurements are marked."""
     table = PrefillTable.from_points("t", "s", SEED_POINTS)
 
     assert [table.covers(n) for n in (0, 511, 512, 2048, 2049)] == [False, False, True, True, False]

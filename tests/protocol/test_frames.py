@@ -166,7 +166,7 @@ ASKED = [
 
 
 def answered(wire: bytes) -> object:
-    """What a server makes of these bytes; None: it waits for more."""
+    """The message that a server decodes from these bytes; None: it waits for more."""
     frame_type, length = frames.decode_header(wire[: frames.HEADER_BYTES], *QUESTIONS)
     body = wire[frames.HEADER_BYTES :][:length]
     (decode,) = (decode for _, own_type, _, decode in KINDS if own_type is frame_type)
@@ -272,7 +272,7 @@ def test_random_bodies_are_decoded_or_refused_and_nothing_else(
 def test_random_headers_are_decoded_or_refused_and_nothing_else(
     header: bytes, expected: FrameType
 ) -> None:
-    """As for bodies."""
+    """Headers follow the same rule as bodies."""
     for decode in (frames.decode_header, frames.decode_answer):
         try:
             decode(header, expected)
@@ -315,7 +315,7 @@ def test_what_is_held_has_its_number_in_its_start(request_id: int, held: list[He
 def test_random_records_of_what_is_held_are_decoded_or_refused_and_nothing_else(
     payload: bytes,
 ) -> None:
-    """As for bodies."""
+    """Records follow the same rule as bodies."""
     try:
         frames.decode_held(payload)
     except TransferError:
@@ -395,7 +395,7 @@ def test_a_pull_of_an_unknown_class_is_refused() -> None:
 
 
 def store_body(*ranges: int) -> bytearray:
-    """Of a STORE with ranges of so many pages, without its checksum."""
+    """The body of a STORE with ranges of so many pages, without its checksum."""
     claim = CheckpointClaim(StreamId("s"), 0, 1)
     all_ranges = (
         StoredRange(claim, 0, (Tag(bytes(TAG_BYTES)),) * pages, (0,) * pages) for pages in ranges

@@ -1,4 +1,4 @@
-"""What an instance says of itself, read by a proxy of another version."""
+"""An instance's account of itself, read by a proxy of another version."""
 
 import msgspec
 

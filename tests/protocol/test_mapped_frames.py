@@ -66,6 +66,6 @@ def test_a_page_lies_within_its_file(page: PlacedPage, is_right: bool) -> None:
 
 @pytest.mark.parametrize("found", [[64], [64, 64, 64], [64, 65]])
 def test_announced_files_are_those_that_came(found: list[int]) -> None:
-    """As many, and as large."""
+    """Announced and received files agree in number and size."""
     with pytest.raises(TransferError, match="but sends"):
         check_files([64, 64], found)

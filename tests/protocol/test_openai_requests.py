@@ -203,7 +203,7 @@ def test_what_is_passed_on_undecoded_must_be_text_too() -> None:
 
 
 def test_a_usage_in_every_event_comes_with_that_at_the_end() -> None:
-    """As vLLM has it: alone the option does nothing."""
+    """The option alone does nothing, as in vLLM."""
     each = {"continuous_usage_stats": True}
     for options, wants in (
         (each | {"include_usage": True}, True),
@@ -217,7 +217,7 @@ def test_a_usage_in_every_event_comes_with_that_at_the_end() -> None:
 
 @pytest.mark.parametrize("body", [completion, chat])
 def test_options_of_a_stream_need_a_stream(body: Any) -> None:
-    """As OpenAI and vLLM have it; none is no fault."""
+    """OpenAI and vLLM have the same rule; an empty object is no fault."""
     parse = parse_completion_request if body is completion else parse_chat_request
 
     assert not parse(body(stream_options={})).stream

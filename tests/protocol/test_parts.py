@@ -1,5 +1,5 @@
-"""What two rectangles of cells have in common is exactly their common cells, and any cells are
-those of some rectangles.
+"""The intersection of two rectangles of cells has exactly their common cells, and rectangles can
+cover any cells.
 """
 
 from hypothesis import given

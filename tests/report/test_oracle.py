@@ -1,4 +1,4 @@
-"""What counts as lost, repeated and different."""
+"""The oracle's counts of lost, repeated and different tokens."""
 
 import random
 

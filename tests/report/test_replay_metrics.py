@@ -91,7 +91,7 @@ def test_a_stream_without_tokens_has_no_times() -> None:
 def test_the_wait_around_a_fault_is_the_longest_that_ends_after_it(
     times_s: tuple[float, ...], fault_s: float, expected: Pause | None
 ) -> None:
-    """What the interrupted client saw, without blaming the fault for earlier waits."""
+    """The interrupted client saw this wait; earlier ones are not blamed on the fault."""
     assert metrics.pause_after(record(*times_s), fault_s) == expected
 
 

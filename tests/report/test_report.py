@@ -223,7 +223,7 @@ def test_costs_are_listed_where_both_are_known() -> None:
 
 @pytest.mark.parametrize("report", [exact_report(), broken_report()], ids=["exact", "broken"])
 def test_the_file_is_json_and_holds_the_report(tmp_path: Path, report: Report) -> None:
-    """What was written is what was built."""
+    """The file has the report that was built."""
     write_report(report, tmp_path / "new" / "report.json")
 
     assert json.loads((tmp_path / "new" / "report.json").read_text()) == report

@@ -60,7 +60,7 @@ def test_the_back_may_come_while_the_front_is_in_flight() -> None:
 
 
 def test_what_did_not_come_is_computed_and_what_came_is_not() -> None:
-    """Of a back only the middle: before and behind it everything is computed, in order."""
+    """Only the middle of a back comes: before and behind it everything is computed, in order."""
     batches, _ = scheduler()
     one = sequence(21, pulls=(range(1, 5),))
     submit(batches, one)

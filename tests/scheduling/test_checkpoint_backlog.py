@@ -1,4 +1,4 @@
-"""What is sent to which holder, and in which order, without a socket and without a clock."""
+"""Pages sent to each holder, and their order, without a socket and without a clock."""
 
 from typing import Any
 
@@ -94,8 +94,8 @@ def send_all(backlog: CheckpointBacklog, now_s: float = 0.0, agent: InstanceId =
 
 
 def test_a_holder_is_asked_before_it_is_sent_anything() -> None:
-    """What it has already, from an earlier attempt or from another stream with the same beginning,
-    is not sent.
+    """Pages that it has already, from an earlier attempt or from another stream with the same
+    beginning, are not sent.
     """
     backlog = CheckpointBacklog(PAGE)
     following(backlog, "s", 5)

@@ -105,7 +105,7 @@ def test_the_least_recently_released_page_is_evicted_first() -> None:
 
 
 def test_a_match_makes_a_page_recent() -> None:
-    """What was used last is evicted last."""
+    """The page that was used last is evicted last."""
     pages = PageManager(2, P)
     first, second = computed_run(pages, TAGS[:2])
     pages.release([first])

@@ -46,7 +46,7 @@ def test_decode_steps_go_before_prefill() -> None:
 
 
 def test_prefill_is_first_come_first_served() -> None:
-    """What the older prompt leaves of the budget goes to the next."""
+    """The next prompt gets the part of the budget that the older one leaves."""
     batches, _ = scheduler(max_batch_tokens=8)
     older, younger = sequence(10), sequence(10, first=100)
     submit(batches, older, younger)
@@ -401,7 +401,7 @@ def test_no_request_is_admitted_while_another_has_no_page_to_go_on() -> None:
 
 
 def test_queued_tokens_are_those_not_computed_yet() -> None:
-    """What the cache gave and what a batch computed is not queued; a produced token is, until its
+    """Tokens that the cache gave or a batch computed are not queued; a produced token is, until its
     own step.
     """
     batches, _ = scheduler(max_batch_tokens=6)

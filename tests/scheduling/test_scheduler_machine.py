@@ -35,7 +35,7 @@ def kv(past: bytes, token: int) -> bytes:
 
 
 def kv_of(token_ids: list[int]) -> list[bytes]:
-    """What the KV of these tokens must be, position by position."""
+    """The KV that these tokens must have, position by position."""
     values: list[bytes] = []
     for token in token_ids:
         values.append(kv(values[-1] if values else EMPTY, token))
@@ -47,7 +47,7 @@ def next_token(last_kv: bytes) -> int:
 
 
 def continuation(prompt: list[int], tokens: int) -> list[int]:
-    """What an engine that is never disturbed produces."""
+    """The prompt and its continuation by an engine that is never disturbed."""
     token_ids = list(prompt)
     for _ in range(tokens):
         token_ids.append(next_token(kv_of(token_ids)[-1]))

@@ -58,7 +58,7 @@ def test_tokens_are_shared_out_as_by_the_literal_algorithm(
 @settings(max_examples=200, deadline=None)
 @given(waiting=LINES.filter(lambda line: any(each.tokens for each in line)), cost=COSTS)
 def test_the_first_in_line_is_in_every_batch(waiting: list[Waiting], cost: PrefillCost) -> None:
-    """Of equally loaded ranks the first in line's goes first."""
+    """Among equally loaded ranks, that of the first in line goes first."""
     first = next(at for at, each in enumerate(waiting) if each.tokens)
 
     assert shared_out(waiting, 1, cost)[first] == 1

@@ -64,7 +64,7 @@ def test_one_seed_has_no_interval() -> None:
 
 
 def test_equal_policies_are_both_best() -> None:
-    """Of a single seed, too, none is better than an equal one."""
+    """Even with a single seed, none is better than an equal one."""
     policies = {ROM: runs(1.0), AUTO: runs(1.0), PolicyName.ALWAYS_RESTORE: runs(2.0)}
 
     assert verdict(compare(policies)).startswith("rom, auto did best;")

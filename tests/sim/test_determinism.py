@@ -18,7 +18,7 @@ print(digest(range(8)))
 
 
 def digest(seeds: range) -> str:
-    """Of everything that policies were told and asked for, and of what was done to whom."""
+    """Hash of all that policies were told and asked for, and of what was done in the cluster."""
     found = hashlib.sha256()
     for seed in seeds:
         world = scenario(seed, keep_log=True)

@@ -114,7 +114,7 @@ def test_event_log_of_a_simulated_proxy_can_be_run_again(seed: int) -> None:
 
 
 def first_broken(seeds: int = 60) -> str:
-    """What the first world to go wrong says."""
+    """The error of the first world that goes wrong; empty if none does."""
     for seed in range(seeds):
         try:
             scenario(seed).run()

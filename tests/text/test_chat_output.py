@@ -39,7 +39,7 @@ def machine(tokenizer: Tokenizer, prompt: str = "hello", stops: tuple[str, ...] 
 
 
 def deltas(output: ChatOutput, token_ids: list[int]) -> list[TextDelta]:
-    """What each id adds, and at the end what was held back."""
+    """The deltas of the ids, and at the end that of the text that was held back."""
     found: list[TextDelta] = []
     for token_id in token_ids:
         found.append(output.feed(token_id))
@@ -101,7 +101,7 @@ def calls_of(delta: TextDelta) -> list[tuple[str, str]]:
 def test_a_message_has_these_parts(
     text: str, content: str, reasoning: str, calls: list[tuple[str, str]]
 ) -> None:
-    """What only looks like a marker or a call stays content, to the last character."""
+    """Text that only looks like a marker or a call stays content, to the last character."""
     whole = split([text])
 
     assert (whole.text, whole.reasoning, calls_of(whole)) == (content, reasoning, calls)

@@ -77,7 +77,7 @@ def test_no_piece_holds_a_split_character(tokenizer: Tokenizer, text: str, cut: 
 
 
 def test_an_unfinished_character_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
-    """What is held back is released, so that the text equals the ids."""
+    """Bytes that are held back are released, so that the text equals the ids."""
     token_ids = [byte_token(tokenizer, value) for value in "a🙂".encode()[:-1]]
 
     pieces, _ = deltas(tokenizer, token_ids)
@@ -177,7 +177,7 @@ def test_text_ends_where_the_first_stop_string_completes(
 
 
 def test_a_possible_beginning_of_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
-    """What was sent cannot be taken back."""
+    """Text that was sent cannot be taken back."""
     token_ids = [byte_token(tokenizer, value) for value in b"ab<en<end>"]
 
     pieces, stopped = deltas(tokenizer, token_ids, ["<end>"])

@@ -128,7 +128,7 @@ async def test_a_self_test_sees_what_vllm_does(front: Front) -> None:
 
 
 def text_and_ids(answer: Any) -> tuple[str, list[int], str | None]:
-    """Of a whole answer, or of all events of a streamed one."""
+    """Text, ids and finish reason of a whole answer, or of all events of a streamed one."""
     events = answer if isinstance(answer, list) else [answer]
     choices = [choice for event in events for choice in event["choices"]]
     said = [
