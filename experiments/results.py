@@ -3,7 +3,9 @@
 A result says at which commit, when, on which machine, under which load and with which seeds it was
 measured. A change of the product makes it older, nothing else; what has moved since then is for the
 sentinels to tell (experiments/sentinels). A change of the method makes it void: of a Python file of
-the experiment's own folder, or of a module of experiments and tests that it imports.
+the experiment's own folder, or of a module of experiments and tests that it imports. Docstrings,
+comments, imports, other names for what is imported from the product, and definitions that were
+added to a module are no change of it.
 """
 
 import ast
@@ -47,7 +49,7 @@ def state(result: Path, folder: str, root: Path = ROOT) -> str:
     commit = run.get("commit", "unknown")
     if unknown := _unknown(commit, root):
         return unknown
-    changed = _differs(commit, method_of(folder), root)
+    changed = any(_is_other_code(commit, name, root) for name in _changed(commit, folder, root))
     return METHOD_CHANGED if changed else KEPT
 
 
@@ -93,6 +95,51 @@ def _unknown(commit: str, root: Path) -> str:
     if _git(root, "cat-file", "-e", f"{commit}^{{commit}}"):
         return f"unknown: there is no commit {shown(commit)} here"
     return ""
+
+
+def _changed(commit: str, folder: str, root: Path) -> list[str]:
+    """Names of the files of the method that are no longer the same text."""
+    words = ["git", "diff", "--name-only", commit, "--", *method_of(folder), *NOT_CODE]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@cache
+def _is_other_code(commit: str, name: str, root: Path) -> bool:
+    """True unless all statements of the file at that commit are still there, and only definitions
+    came in addition.
+    """
+    words = ["git", "show", f"{commit}:{name}"]
+    before = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    path = root / name
+    if before.returncode or not path.exists() or path.suffix != ".py":
+        return True
+    old, new = _statements(before.stdout), _statements(path.read_text())
+    added = [kind for statement, kind in new.items() if statement not in old]
+    return not old.keys() <= new.keys() or not all(added)
+
+
+def _statements(source: str) -> dict[str, bool]:
+    """The statements of a module without its imports and docstrings; true: it is a definition."""
+    tree = ast.parse(source)
+    of_product = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in _PRODUCT
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in of_product:
+            node.id = "of the product"
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            has_docstring = ast.get_docstring(node, clean=False) is not None
+            node.body = node.body[has_docstring:]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {
+        ast.dump(node): isinstance(node, kinds)
+        for node in tree.body
+        if not isinstance(node, ast.Import | ast.ImportFrom)
+    }
 
 
 def _differs(commit: str, paths: Sequence[str], root: Path) -> bool:

@@ -258,6 +258,37 @@ class Repository:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        ('"""Words."""\nfrom kvrs.b import B\nRATE = B(2)\n\ndef added() -> None: ...\n', "kept"),
+        ("from kvrs.a import A\nRATE = A(3)\n", "void: method changed"),
+        ("from kvrs.a import A\nRATE = A(2)\nRATE += 1\n", "void: method changed"),
+        ("def added() -> None: ...\n", "void: method changed"),
+    ],
+)
+def test_words_imports_and_added_definitions_change_no_method(
+    tmp_path: Path, after: str, found: str
+) -> None: ...\n', "kept"),
+        ("from kvrs import ids as names\nRATE = 2\nnames.ONE\n", "void: method changed"),
+        ("RATE = 3\n", "void: method changed"),
+        ("RATE = 2\nRATE += 1\n", "void: method changed"),
+        ("def added() -> None: ...\n", "void: method changed"),
+    ],
+)
+def test_words_imports_and_added_definitions_change_no_method(
+    tmp_path: Path, after: str, found: str
+) -> None:
+    """A statement that is another one, that is gone, or that is run in addition does."""
+    repository = Repository(tmp_path)
+    repository.write("experiments/kills.py", "from kvrs.a import A\nRATE = A(2)\n")
+    commit = repository.committed()
+    repository.write("experiments/kills.py", after)
+
+    assert repository.state(commit=commit) == found
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("changed", ["experiments/kill_series/run.py", "experiments/kills.py"])
 def test_a_changed_method_makes_a_result_void(tmp_path: Path, changed: str) -> None:
     """The change is in the experiment's own folder or its harness, committed or not."""
