@@ -269,15 +269,6 @@ class Repository:
 )
 def test_words_imports_and_added_definitions_change_no_method(
     tmp_path: Path, after: str, found: str
-) -> None: ...\n', "kept"),
-        ("from kvrs import ids as names\nRATE = 2\nnames.ONE\n", "void: method changed"),
-        ("RATE = 3\n", "void: method changed"),
-        ("RATE = 2\nRATE += 1\n", "void: method changed"),
-        ("def added() -> None: ...\n", "void: method changed"),
-    ],
-)
-def test_words_imports_and_added_definitions_change_no_method(
-    tmp_path: Path, after: str, found: str
 ) -> None:
     """A statement that is another one, that is gone, or that is run in addition does."""
     repository = Repository(tmp_path)
