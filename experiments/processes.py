@@ -221,7 +221,7 @@ class Processes:
 
 
 class Spent(NamedTuple):
-    """What a thread has spent since it began, in seconds."""
+    """The time that a thread has spent since it began, in seconds."""
 
     running_s: float
     queued_s: float  # It could run, and others had the CPUs.

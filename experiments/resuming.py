@@ -25,7 +25,7 @@ _FINAL = {"unknown_stream", "inexact", "idempotency_mismatch", "beyond_end"}
 
 
 class Way(StrEnum):
-    """What a client does when its stream breaks."""
+    """The action of a client when its stream breaks."""
 
     CONTINUE = "continue"  # The same request with Last-Event-ID.
     REPLAY = "replay"  # The same request alone: the client discards its part and gets all again.
@@ -59,7 +59,7 @@ _events = msgspec.json.Decoder(_Event)
 
 @dataclass(slots=True)
 class Had:
-    """What one client has received of one stream."""
+    """The part of one stream that one client has received."""
 
     request: int  # Which one of the distinct requests.
     way: Way

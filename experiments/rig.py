@@ -31,7 +31,7 @@ _LASTING_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """What prefill answered, for the decode call."""
+    """The answer of prefill, for the decode call."""
 
     params: dict[str, Any]
 

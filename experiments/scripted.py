@@ -11,7 +11,7 @@ def expected_text(prompt: list[int], tokens: int) -> str:
 
 
 async def is_whole(system: ProxyCluster, prompt: list[int], tokens: int) -> bool:
-    """Whether a greedy completion comes with every token, and each once."""
+    """True if a greedy completion comes with every token, and each once."""
     status, body = await system.complete(prompt=prompt, max_tokens=tokens, temperature=0)
     if status != 200:
         return False

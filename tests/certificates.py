@@ -16,7 +16,7 @@ class Pair:
     key: Path
 
     def section(self, client_ca: Path | None = None) -> dict[str, str | None]:
-        """As a section of the configuration."""
+        """The pair as a section of the configuration."""
         ca = None if client_ca is None else str(client_ca)
         return {"cert": str(self.cert), "key": str(self.key), "client_ca": ca}
 
@@ -51,7 +51,7 @@ class Authority:
         return pair
 
     def client(self, pair: Pair | None = None) -> ssl.SSLContext:
-        """Of a client that trusts this CA, and has a certificate or none."""
+        """The context of a client that trusts this CA, and has a certificate or none."""
         context = ssl.create_default_context(cafile=str(self.cert))
         if pair is not None:
             context.load_cert_chain(pair.cert, pair.key)

@@ -73,7 +73,7 @@ class MissingError(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all of them need."""
+    """The parts that all proxies need."""
 
     engines: Engines
     directory: Path  # For their configurations and logs.
@@ -90,7 +90,7 @@ class Running:
 
     @property
     def pids(self) -> list[int]:
-        """Of the process and all that it started."""
+        """Ids of the process and all that it started."""
         return [] if self.process is None else descendants(self.process.pid)
 
 
@@ -308,7 +308,7 @@ def _cluster(bench: Bench) -> dict[str, Any]:
 
 
 def state(running: Running) -> Any:
-    """Of a kvrs proxy, from its admin port."""
+    """The state of a kvrs proxy, from its admin port."""
     url = f"http://127.0.0.1:{running.admin_port}/kvrs/v1/state"
     with urllib.request.urlopen(url, timeout=10) as answer:
         return json.loads(answer.read())

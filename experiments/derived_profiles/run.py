@@ -50,7 +50,7 @@ class Model:
 
     @property
     def block_parameters(self) -> int:
-        """Of all layers: what a token passes through, with every expert counted."""
+        """Parameters of all layers that a token passes through, with every expert counted."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (
             attention + self.experts * (3 if self.gated else 2) * self.hidden * self.ffn
@@ -159,7 +159,7 @@ def distserve_profiles(sources: Path) -> Iterator[dict[str, Any]]:
 
 
 def estimated_profiles(sources: Path, report: list[str]) -> Iterator[dict[str, Any]]:
-    """What aiconfigurator estimates for vLLM, and Llama-3.1-8B scaled from its Qwen3-14B."""
+    """The estimates of aiconfigurator for vLLM, and Llama-3.1-8B scaled from its Qwen3-14B."""
     prefill = _rows(sources / "aiconfigurator_prefill_estimates.csv")
     decode = _rows(sources / "aiconfigurator_decode_estimates.csv")
     for key, rows in prefill.items():

@@ -110,7 +110,7 @@ class Formation:
         return torch.cat([parts[unit] for unit in sorted(parts)], 1)[: step.real_rows]
 
     def cell(self, layer: int, head: int) -> Tensor:
-        """Of all pages, `[pages, 2, page_size_tokens, head_dim]`."""
+        """The cell in all pages, `[pages, 2, page_size_tokens, head_dim]`."""
         (found,) = (
             rank.pools[layer].tensor[:, 0, rank.owned("heads", layer).index(head)]
             for rank in self.ranks

@@ -53,7 +53,7 @@ async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
 
 @dataclass(slots=True)
 class FetchedCells:
-    """What was fetched after losses, beside the cells that were lost of these pages."""
+    """The data fetched after losses, beside the cells that were lost of these pages."""
 
     losses: int = 0
     pages: int = 0

@@ -95,7 +95,7 @@ async def main() -> None:
 
 
 def misses(figures: dict[str, Any]) -> list[str]:
-    """What a pass must have held and has not."""
+    """The requirements that a pass has not met."""
     faults = sum(count for what, count in figures["faults"].items() if what != "in mid-move")
     allowed = figures["streams"] // MOST_STREAMS_PER_FAULT
     found = {
@@ -322,7 +322,7 @@ def cells_of(found: FetchedCells) -> dict[str, Any]:
 
 
 def leaves_of(done: list[Reformed], ranks: int) -> dict[str, Any]:
-    """Of ranks that left on purpose: fewer compute then, and nothing was lost."""
+    """Figures of ranks that left on purpose: fewer compute then, and nothing was lost."""
     degrees = [ranks, *(each.degree for each in done)]
     left = [
         each

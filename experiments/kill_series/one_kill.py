@@ -95,7 +95,7 @@ def play(way: str, seed: int) -> Played | None:
 
 
 def parts_of(log: Iterable[LogEntry]) -> list[Parts]:
-    """Of every stream that had a token before the loss."""
+    """The parts of every stream that had a token before the loss."""
     entries = [*log]
     happened = incidents(entries)
     lost_s = next(each.at_s for each in happened if isinstance(each, Loss))
@@ -126,7 +126,7 @@ def parts_of(log: Iterable[LogEntry]) -> list[Parts]:
 
 
 def figures_of(played: dict[int, Played], best: dict[int, Played]) -> dict[str, Any]:
-    """Of all seeds, and the differences to `auto`, seed by seed."""
+    """Figures of all seeds, and the differences to `auto`, seed by seed."""
     pauses_s = [pause_s for each in played.values() for pause_s in each.pauses_s]
     longest_s = [max(each.pauses_s) for each in played.values()]
     longer = interval(
@@ -156,7 +156,7 @@ def row(way: str, figures: dict[str, Any]) -> str:
 
 
 def words(longest: Sequence[Parts]) -> list[str]:
-    """What the longest pauses of the kills consist of."""
+    """The parts of which the longest pauses of the kills consist."""
 
     def mean_ms(values: Iterable[float]) -> str:
         return f"{fmean(values) * 1e3:.0f}"

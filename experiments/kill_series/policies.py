@@ -95,7 +95,7 @@ def row_of(run: Run, clean: Run) -> Row:
 
 
 def figures_of(rows: dict[str, Row], best: dict[str, Row]) -> Row:
-    """Of all seeds together, and the differences to `auto`, seed by seed."""
+    """Figures of all seeds together, and the differences to `auto`, seed by seed."""
     pauses_s = [pause_s for row in rows.values() for pause_s in row["pauses_s"]]
     return {
         "seeds": len(rows),
@@ -128,7 +128,7 @@ def by_policy(cells: dict[str, ByPolicy]) -> dict[str, dict[str, Row]]:
 
 
 def missed(figures: dict[str, Row]) -> list[str]:
-    """What falls short of the bars of the series."""
+    """The bars of the series that are missed."""
     found = [
         f"{name}: {row[key]} {key.replace('_', ' ')}"
         for name, row in figures.items()

@@ -90,7 +90,7 @@ def longest_words(rows: list[dict[str, Any]]) -> str:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """What falls short of the bars."""
+    """The bars that are missed."""
     found = [] if figures["exact"] else ["tokens differ, or a stream has failed"]
     if (hit := figures["fewest_streams_hit_by_a_kill"]) < HIT_AT_LEAST:
         found.append(f"a kill hit {hit} streams; bar {HIT_AT_LEAST}")

@@ -209,7 +209,7 @@ def as_text(ways: list[Way]) -> str:
 
 
 def worst_share(ways: list[Way]) -> float:
-    """Of memcpy's rate, where the files were mapped before."""
+    """The lowest share of memcpy's rate, where the files were mapped before."""
     return min(way.rate for way in ways if way.name.startswith("mapped,")) / ways[0].rate
 
 

@@ -169,7 +169,7 @@ def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
 
 
 def alone_s(record: StreamRecord) -> float:
-    """What its prompt takes to compute, and nothing else."""
+    """Seconds to compute its prompt, and nothing else."""
     return PREFILL.seconds_for(record.prompt_tokens)
 
 
@@ -245,7 +245,7 @@ def shown(found: Interval) -> str:
 
 
 def is_shown(found: Interval) -> bool:
-    """Whether the interval excludes 0."""
+    """True if the interval excludes 0."""
     return found.half_width is not None and abs(found.mean) > found.half_width
 
 

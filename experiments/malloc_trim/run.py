@@ -60,8 +60,8 @@ def main() -> None:
 
 @dataclass
 class Series:
-    """What one process did: times and page faults of every step by its kind, and memory at its
-    start and after its last step.
+    """Measurements of one process: times and page faults of every step by its kind, and memory at
+    its start and after its last step.
     """
 
     resident_mb: list[float]

@@ -256,7 +256,7 @@ class Experiment:
             await asyncio.sleep(0.1)
 
     async def _busiest(self, alive: set[str]) -> str:
-        """Of those alive, one with the most streams; waits until all streams are open."""
+        """The instance alive with the most streams; waits until all streams are open."""
         while True:
             streams = [
                 stream for stream in (await self._state())["streams"] if stream["stage"] == "decode"

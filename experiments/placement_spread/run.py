@@ -104,7 +104,7 @@ class Cluster:
         return found
 
     def lost_together(self, dead: set[NodeId]) -> float:
-        """Of the streams that the dead nodes served: the share whose holder is dead too."""
+        """The share of the streams of the dead nodes whose holder is dead too."""
         victims = [each for each in self.held if each.serving in dead]
         return sum(each.node in dead for each in victims) / len(victims)
 

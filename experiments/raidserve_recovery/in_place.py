@@ -87,7 +87,7 @@ def units() -> Units:
 
 
 def join_s() -> float:
-    """Of real ranks with next to nothing to move, measured."""
+    """The measured time of real ranks with next to nothing to move."""
     found = json.loads(MEASURED.read_text())
     return float(found["pause_s"]["p50"])
 

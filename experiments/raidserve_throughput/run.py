@@ -134,7 +134,7 @@ def tokens_per_s(model: Model, layout: Layout, most: int) -> float:
 
 
 def static_rates(model: Model, most: int) -> dict[str, list[float]]:
-    """Of each system that depends on the number of GPUs only: by that number."""
+    """Rates of each system that depends on the number of GPUs only: by that number."""
     layers = model.units.layers
     whole = tokens_per_s(model, even(model.units, GPUS), most)
 
@@ -232,7 +232,7 @@ def carry_through(own: Reforming, actions: list[Action]) -> list[Action]:
 
 
 def answers(action: Action) -> list[UnitArrived | RankJoined | ProbeEnded]:
-    """What ranks report once they have done it."""
+    """The reports of ranks once they have done it."""
     match action:
         case CarryOut(epoch=epoch, plan=plan):
             places = dict.fromkeys((move.target, move.unit) for move in plan.moves)

@@ -96,7 +96,7 @@ def measured(model: Path, layout: Layout, sizes: Sizes) -> dict[str, Any]:
 
 
 def bases_of(layout: Layout, sizes: Sizes) -> list[int]:
-    """As requests of one length are routed that arrive one after the other."""
+    """The bases of requests of one length that arrive one after the other."""
     pending = dict.fromkeys(range(layout.bases), 0)
     bases = []
     for _ in range(sizes.sequences):
@@ -106,7 +106,7 @@ def bases_of(layout: Layout, sizes: Sizes) -> list[int]:
 
 
 def load_of(layout: Layout, rank: int, layer: int, bases: Sequence[int]) -> list[float]:
-    """What a rank does in a layer: heads over all sequences (of spread ones a share), products of
+    """The load of a rank in a layer: heads over all sequences (of spread ones a share), products of
     spread heads, which each have a cost of their own, and tiles.
     """
     spread = len(layout.spread(layer))
@@ -138,9 +138,9 @@ def token_of(sequence: int, base: int, step: int, sizes: Sizes) -> Chunk:
 
 
 def by_layer_s(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], float]:
-    """Of each layout the CPU seconds of its busiest rank of attention and of MLP, layer by layer:
-    ranks meet behind both. From costs that fit all ranks of all layouts: of a head, of products of
-    spread heads, of a tile and of the rest. Also the largest error of the fit, of a rank's seconds.
+    """CPU seconds of each layout's busiest rank of attention and of MLP, layer by layer: ranks meet
+    behind both. From costs that fit all ranks of all layouts: of a head, of products of spread
+    heads, of a tile and of the rest. Also the largest error of the fit, of a rank's seconds.
     """
     facts = np.array([[1.0, *np.sum(loads, 0)] for row in rows for loads in row["loads"]])
     seconds = np.array([each for row in rows for each in row[key]])

@@ -1,4 +1,4 @@
-"""What a request costs in the proxy: its events, its body, its two calls, all of it without
+"""The cost of a request in the proxy: its events, its body, its two calls, all of it without
 sockets, and the recovery of the victims of a death.
 
     python -m experiments.request_path.run [--rounds 200] [--out DIR]

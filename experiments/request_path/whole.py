@@ -108,7 +108,7 @@ class _Links(EngineLinks):
 
 
 class Proxy:
-    """As the proxy's process composes it, but for its ports, its watches and its peers."""
+    """A proxy as its process composes it, but for its ports, its watches and its peers."""
 
     def __init__(self, config: Config, infos: Sequence[InstanceInfo]) -> None:
         clock, metrics = time.monotonic, Metrics({})
@@ -188,7 +188,7 @@ def prefilled() -> bytes:
 
 
 def decoded() -> Iterator[tuple[bytes, ...]]:
-    """What each step of the engine sends for the stream."""
+    """The bytes that each step of the engine sends for the stream."""
     for token in range(TOKENS):
         is_last = token == TOKENS - 1
         choice = {

@@ -30,7 +30,7 @@ _LAST = ("response.completed", "response.incomplete", "response.failed")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client has of one response, over all its connections."""
+    """The content of one response at a client, over all its connections."""
 
     text: str
     ending: str

@@ -130,7 +130,7 @@ def _load(
 
 
 def _counts(running: Running) -> dict[str, int]:
-    """What the proxy has given up, and sent again."""
+    """Counts of failed attempts, lost instances and recoveries at the proxy."""
     url = f"http://127.0.0.1:{running.admin_port}/metrics"
     with contextlib.closing(urllib.request.urlopen(url, timeout=60)) as answer:
         text = answer.read().decode()

@@ -98,7 +98,7 @@ class Cut:
 
 @dataclass
 class Script:
-    """What all instances of a test share."""
+    """The script that all instances of a test share."""
 
     faults: dict[int, Fault] = field(default_factory=dict)  # By output position; each happens once.
     finish_faults: list[Fault] = field(

@@ -1,4 +1,4 @@
-"""What scripted instances compute: tokens, and their text by the machines of the product.
+"""The computation of scripted instances: tokens, and their text by the machines of the product.
 
 A token is a function of the whole history before it, so that a wrong continuation differs from its
 first token on, and a lost or repeated token cannot hide. Most prompts give random text; those of a
@@ -59,7 +59,7 @@ def token_after(history: Sequence[int], seed: int | None = None) -> int:
 
 
 class Sampler(StrEnum):
-    """What the draws of a seeded request depend on."""
+    """The values on which the draws of a seeded request depend."""
 
     KEYED = "keyed"  # Seed and position, as in vLLM's second model runner: a cut changes nothing.
     GENERATOR = "generator"  # Seed and draws of this request, as in its first one and on the CPU.
@@ -84,7 +84,7 @@ class Arithmetic:
 
 
 def expected_ids(prompt: list[int], count: int) -> list[int]:
-    """What an undisturbed stream produces."""
+    """The tokens of an undisturbed stream."""
     history = list(prompt)
     for _ in range(count):
         history.append(token_after(history))
@@ -216,7 +216,7 @@ _NOTHING = TextDelta("")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one token adds; `finish_reason` is set on the last one, whose held-back text is
+    """The output of one token; `finish_reason` is set on the last one, whose held-back text is
     `rest`.
     """
 

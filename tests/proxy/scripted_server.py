@@ -51,7 +51,7 @@ class ScriptedServer:
         self.port = await self._port.open(self.host, self.port)
 
     async def kill(self) -> None:
-        """As by SIGKILL: all connections are reset at once, and new ones are refused."""
+        """End it like SIGKILL: all connections are reset at once, and new ones are refused."""
         assert self._port is not None
         await self._port.stop_listening()
         for transport in list(self._connections):
@@ -69,8 +69,8 @@ class ScriptedServer:
             await self.kill()
 
     def freeze(self) -> None:
-        """As by SIGSTOP: connections stand and are taken, and nothing comes of them until
-        `thaw`.
+        """Stop it like SIGSTOP: connections stand and are taken, and nothing comes of them
+        until `thaw`.
         """
         self.awake.clear()
 

@@ -50,7 +50,7 @@ ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the 
 
 @dataclass
 class VllmScript:
-    """What the servers of one cluster share."""
+    """The script that the servers of one cluster share."""
 
     engines: set[str] = field(default_factory=set)  # That live, by id.
     hand_offs: dict[str, list[int]] = field(
