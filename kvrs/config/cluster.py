@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.config.settings import NAME, Host, Settings, netloc
+from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
@@ -216,3 +217,15 @@ class ClusterSettings(Settings):
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)
+
+    def find(self, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
+        """The instance and its node.
+
+        Raises:
+            ConfigError: there is no such instance.
+        """
+        for node, instance in self.instances():
+            if instance.id == instance_id:
+                return node, instance
+        allowed = ", ".join(instance.id for _, instance in self.instances())
+        raise ConfigError([f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}"])

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvrs.config.file import Config
 from kvrs.elastic import grain
 from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.arena import Arena
-from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
 from kvrs.engine.models.digests import file_states, weights_digest
 from kvrs.engine.models.loading import proven, read_decoder, skeleton, with_rotary

@@ -12,12 +12,11 @@ from typing import Any, Self
 
 import msgspec
 
-from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
@@ -73,7 +72,7 @@ class LoadedModel:
         Raises:
             ConfigError: instance, model or engine settings are wrong.
         """
-        node, settings = find_instance(config, instance_id)
+        node, settings = config.cluster.find(instance_id)
         if config.cluster.model is None:
             raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
         engine = config.cluster.engine
@@ -125,7 +124,7 @@ class EngineInstance(ServedInstance):
             ConfigError: instance, model or engine settings are wrong.
         """
         loaded = loaded or LoadedModel.load(config, instance_id, secret)
-        node, settings = find_instance(config, instance_id)
+        node, settings = config.cluster.find(instance_id)
         engine = config.cluster.engine
         pace = Pace(engine.pace) if engine.pace is not None else None
         self.worker = loaded.worker
@@ -361,11 +360,3 @@ def predicted_s(prefill: PrefillTable, chunks: Sequence[Chunk]) -> float:
         prefill.extra(chunk.first_position, len(chunk.token_ids)) - prefill.step_overhead_s
         for chunk in chunks
     )
-
-
-def find_instance(config: Config, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
-    for node, instance in config.cluster.instances():
-        if instance.id == instance_id:
-            return node, instance
-    allowed = ", ".join(instance.id for _, instance in config.cluster.instances())
-    raise ConfigError([f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}"])

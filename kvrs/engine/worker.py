@@ -18,7 +18,7 @@ from kvrs.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.step import build_step, pages_per_block
 from kvrs.engine.layers.tiles import TILE_ROWS, check_batched_products
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import weights_digest
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.probe import probe_digest

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.arena import Arena
-from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.digests import units_root
 from kvrs.engine.models.loading import read_decoder, skeleton, with_rotary
 from kvrs.engine.models.weights import Weights
@@ -97,7 +97,7 @@ def test_shapes_need_no_compiler(random_model: Callable[..., Path]) -> None:
     directory = random_model("qwen3", **FAMILIES["qwen3"])
     program = (
         "import sys, pathlib\n"
-        "from kvrs.engine.models.config import ModelConfig\n"
+        "from kvrs.engine.model_config import ModelConfig\n"
         "from kvrs.engine.models.loading import skeleton\n"
         "skeleton(ModelConfig.from_directory(pathlib.Path(sys.argv[1])))\n"
         "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.models.config import ModelConfig, Rope, RopeScaling
+from kvrs.engine.model_config import ModelConfig, Rope, RopeScaling
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 

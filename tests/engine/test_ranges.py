@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from kvrs.elastic.shares import Share
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.ranges import RangeReader, read_header
 from kvrs.engine.models.unit_blocks import UnitBlocks, assemble

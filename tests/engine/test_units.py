@@ -28,7 +28,7 @@ from kvrs.engine.layers.units import (
     gated_silu,
     product,
 )
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.worker import Worker
 from kvrs.errors import KvrsError

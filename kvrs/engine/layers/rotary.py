@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvrs.engine.models.config import RopeScaling
+from kvrs.engine.model_config import RopeScaling
 
 # A table of whole SIMD vectors: the last entries must not be computed by other code than the same
 # entries of a longer table.

@@ -13,7 +13,7 @@ from kvrs.engine.layers.proofs import Proofs
 from kvrs.engine.layers.rotary import RotaryTable, inverse_frequencies
 from kvrs.engine.layers.tiles import check_tile_products
 from kvrs.engine.layers.units import ColumnUnits, Mlp, RowUnits, gated_silu
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.decoder import (
     Attention,
     Decoder,

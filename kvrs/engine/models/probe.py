@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from kvrs.engine.layers.proofs import sample
 from kvrs.engine.layers.step import pages_per_block
 from kvrs.engine.layers.tiles import GROUP_MATRICES, TILE_ROWS, batched_product
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 
 # More elements than any SIMD vector, and no multiple of one.
 _ELEMENTS = 1003

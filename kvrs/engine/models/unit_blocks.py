@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrs.elastic.shares import Share
 from kvrs.elastic.units import Unit, UnitKind
 from kvrs.engine.layers.units import ColumnUnits, RowUnits
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.decoder import Decoder, Layer
 from kvrs.engine.models.digests import unit_leaf
 from kvrs.engine.models.forms import TOGETHER_BYTES

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from kvrs.config.file import Config, load_config, read_secrets
-from kvrs.engine.instance import find_instance
 from kvrs.engine.layers.tiles import padded_rows
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.link import (
     WORDS,
     Begin,
@@ -99,7 +98,7 @@ class StageHost:
             ConfigError: there is no such stage, or directory or settings are wrong.
             KvrsError: there is not enough memory, a rank has ended, or the ranks differ.
         """
-        node, instance = find_instance(config, instance_id)
+        node, instance = config.cluster.find(instance_id)
         if (place := instance.remote_stages.get(stage)) is None:
             allowed = ", ".join(map(str, instance.remote_stages)) or "none"
             raise ConfigError(

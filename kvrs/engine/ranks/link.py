@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.wire import WireChunk
 from kvrs.errors import TransferError
 from kvrs.protocol.secrets import derive

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.elastic.layouts import Layout
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import root_of
 from kvrs.engine.ranks.formation import Predict
 from kvrs.engine.ranks.link import facts_digest, stage_key

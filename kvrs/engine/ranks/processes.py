@@ -14,7 +14,7 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.units import Unit
 from kvrs.engine.forking import Nursery
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import unit_name
 from kvrs.engine.models.unit_blocks import UnitBlocks
 from kvrs.engine.models.weights import Weights

@@ -28,7 +28,7 @@ from kvrs.elastic.units import Unit, UnitKind
 from kvrs.engine.allocator import keep_freed_memory
 from kvrs.engine.layers.proofs import Proofs, sample
 from kvrs.engine.layers.step import build_step
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
 from kvrs.engine.models.digests import leaves, unit_name
 from kvrs.engine.models.loading import proven, read_decoder

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.engine.layers.tiles import padded_rows
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import of_layers
 from kvrs.engine.ranks.link import (
     WORDS,

@@ -6,7 +6,7 @@ from kvrs.config.cluster import Backend, InstanceSettings
 from kvrs.config.file import Config
 from kvrs.elastic.layouts import Layout, Stage, hybrid, staged, uneven
 from kvrs.elastic.units import Units
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.errors import ConfigError, LayoutError
 
 

@@ -18,7 +18,7 @@ from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.plans import plan
 from kvrs.elastic.speed import Shares, shares
 from kvrs.elastic.units import Units
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
 from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import Predict, RankFormation

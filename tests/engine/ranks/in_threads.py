@@ -15,7 +15,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.grain import Grain
 from kvrs.elastic.layouts import SPREAD, Layout, Stage
 from kvrs.elastic.shares import Share
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import CellPool, WholePages, memory_bytes

@@ -10,8 +10,7 @@ from typing import Any
 
 from kvrs.config.file import ENV_NAME, Config, dump_config, parse_config
 from kvrs.elastic.layouts import Layout
-from kvrs.engine.instance import find_instance
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.ids import InstanceId
@@ -39,7 +38,7 @@ def model_of(config: Config) -> Path:
 
 
 def layout_in(config: Config) -> Layout:
-    _, settings = find_instance(config, D0)
+    _, settings = config.cluster.find(D0)
     layout = layout_of(settings, ModelConfig.from_directory(model_of(config)).units)
     assert layout is not None
     return layout
@@ -66,5 +65,5 @@ def hosting(config: Config, directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def head_of(config: Config, secret: bytes = SECRET) -> RanksOnNodes:
-    node, settings = find_instance(config, D0)
+    node, settings = config.cluster.find(D0)
     return RanksOnNodes(config, node.id, settings, layout_in(config), secret)

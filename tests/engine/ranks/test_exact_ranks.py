@@ -10,7 +10,7 @@ from experiments.elastic_bits.models import LAYERS, MODELS, write_model
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import validate
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import exchange
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk

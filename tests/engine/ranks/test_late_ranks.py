@@ -13,7 +13,7 @@ import torch
 
 from kvrs.elastic.layouts import Layout, even
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import group as groups
 from kvrs.engine.ranks import reformer
 from kvrs.engine.ranks.formation import HangWatch, RankFormation

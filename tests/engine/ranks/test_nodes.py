@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.link import (
     PagesDone,

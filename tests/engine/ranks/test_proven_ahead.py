@@ -15,7 +15,7 @@ from kvrs.elastic.on_demand import reshaped, survivors
 from kvrs.elastic.shares import Share
 from kvrs.elastic.units import Unit, Units
 from kvrs.engine.layers import proofs
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.loading import proven
 from kvrs.engine.models.unit_blocks import UnitBlock, assemble
 from kvrs.engine.ranks.cells import memory_bytes

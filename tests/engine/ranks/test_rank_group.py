@@ -23,7 +23,7 @@ from kvrs.elastic.reforming import Way
 from kvrs.engine import instance as instances
 from kvrs.engine.instance import LoadedModel
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import stages
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup

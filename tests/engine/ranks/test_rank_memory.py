@@ -19,7 +19,7 @@ from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.units import Unit, UnitKind
 from kvrs.engine.forking import Nursery
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.unit_blocks import UnitBlocks
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import memory_bytes

@@ -9,7 +9,7 @@ from kvrs.cluster.ports import resolve_ports
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import parse_config
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.seats import Shared
 from kvrs.engine.ranks.settings import check_layouts, layout_of
 from kvrs.errors import ConfigError, KvrsError

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import hybrid, staged
 from kvrs.engine.instance import EngineInstance, LoadedModel, describe_model
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.reformer import cells_of
 from kvrs.engine.routes import make_app
 from kvrs.engine.worker import end_tokens_of, geometry_of

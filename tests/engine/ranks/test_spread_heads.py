@@ -15,7 +15,7 @@ from kvrs.elastic.layouts import SPREAD, Layout, even, hybrid, staged
 from kvrs.elastic.reforming import Way
 from kvrs.elastic.units import Units
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares, prefill_cost

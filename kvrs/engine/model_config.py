@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvrs.elastic.grain import Grain
 from kvrs.elastic.units import Units
-from kvrs.engine.models.fields import Fields
+from kvrs.engine.model_fields import Fields
 
 _WEIGHT_BYTES = 4
 
