@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from distserve_patches import upstream
 from kvrs.config.cluster import Backend, NodeSettings
 from kvrs.config.file import Config, load_config, read_secrets
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.http import naming_port
 from kvrs.ids import NodeId

@@ -30,7 +30,7 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.elastic import grain
 from kvrs.engine.chat import load_chat_template
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.probe import probe_digest
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.requests import Vocabulary

@@ -14,7 +14,7 @@ from distserve_patches.cpu.memory import handle_of, open_handle, with_zero_row
 from distserve_patches.cpu.shards import ShardedPool
 from kvrs.engine.allocator import keep_freed_memory
 from kvrs.engine.layers.step import build_step
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.weights import Weights

@@ -16,7 +16,7 @@ from kvrs.elastic import cmm, on_demand
 from kvrs.elastic.layouts import Layout, staged, uneven
 from kvrs.elastic.plans import HOST, Move, plan
 from kvrs.elastic.units import UnitKind, Units
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import memory_bytes
 from kvrs.engine.ranks.processes import RankProcesses

@@ -15,7 +15,7 @@ from experiments.random_model import write_random_llama
 from experiments.rank_balance.run import FULL, LAYERS, Sizes, measured, read_options
 from experiments.record import Record
 from kvrs.config.cluster import InstanceSettings
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.protocol.instance import Role
 

@@ -21,7 +21,7 @@ from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import Layout, even, hybrid, staged, uneven
 from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.units import Units
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.scheduling.sequences import Chunk
 

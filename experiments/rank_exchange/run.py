@@ -27,7 +27,7 @@ from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout, Stage
 from kvrs.elastic.units import UnitKind
-from kvrs.engine.models.config import ModelConfig
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.exchange import Areas, FormationMemory, SharedMemory
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.group import RankGroup

@@ -42,8 +42,8 @@ from kvrs.protocol.instance import Capability, InstanceInfo, MeasuredPrefill, Ro
 from kvrs.proxy.backends.backend import Backend, Prefilled
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import Reader
 

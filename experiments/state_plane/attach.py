@@ -23,8 +23,8 @@ from kvrs.elastic import grain
 from kvrs.engine.anchored import AnchoredMemory, _mapped, _tensor
 from kvrs.engine.layers.tiles import TILE_ROWS
 from kvrs.engine.layers.units import CANONICAL
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.arena import Arena
-from kvrs.engine.models.config import ModelConfig
 from kvrs.engine.models.decoder import Decoder
 from kvrs.engine.models.digests import file_states
 from kvrs.engine.models.loading import read_decoder, skeleton

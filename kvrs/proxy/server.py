@@ -38,11 +38,10 @@ from kvrs.proxy.api.observing import RequestObserver
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
-from kvrs.proxy.backends.peer import new_session
-from kvrs.proxy.fleet.changes import Fleet, FleetLinks
 from kvrs.proxy.fleet.following import FleetFollower
 from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.fleet.services import ServiceNames
+from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
@@ -51,11 +50,12 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.spans import Tracer
+from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
-from kvrs.proxy.watch.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.wire.peer import new_session
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.running import Stop, run_service

@@ -16,7 +16,7 @@ from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import Backend, Prefilled
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, EventSplitter, prompt_ids_of
 from kvrs.proxy.wire.upstream import Flow, Need

@@ -118,7 +118,7 @@ async def test_a_lack_of_descriptors_is_a_wait(build: ProxyClusterBuilder, tmp_p
 
 CALL = """
 import asyncio, resource, sys
-from kvrs.proxy.backends.peer import Peer, new_unproven_session
+from kvrs.proxy.wire.peer import Peer, new_unproven_session
 
 async def main():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

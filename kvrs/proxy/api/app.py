@@ -47,7 +47,6 @@ from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.keep_alive import KeepAlives
 from kvrs.proxy.streams.live import Failed, Outcome
 from kvrs.proxy.streams.metrics import Metrics
@@ -56,6 +55,7 @@ from kvrs.proxy.wire.budget import ByteBudget, Held
 from kvrs.proxy.wire.deadlines import deadlines_of
 from kvrs.proxy.wire.downstream import ClientRequest, Sent, StreamedResponse
 from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import (
     CHAT,
     COMPLETIONS,

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from kvrs.control.live import Complete
 from kvrs.protocol.openai.chunks import Choice, usage_of
 from kvrs.proxy.streams.clients import Client
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Outcome
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS, cut_list, number_choice
 
 

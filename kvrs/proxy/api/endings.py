@@ -9,10 +9,10 @@ from kvrs.control.live import Complete
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.streams.clients import SseClient
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed, Outcome
 from kvrs.proxy.streams.responses import total_usage
 from kvrs.proxy.wire.downstream import StreamedResponse
+from kvrs.proxy.wire.journal import Journal
 
 Response = web.Response | StreamedResponse
 

@@ -26,12 +26,12 @@ from kvrs.proxy.api.models import find_model
 from kvrs.proxy.api.tenants import TENANT, Use
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import BusyError
-from kvrs.proxy.fleet.watchdog import silence_limit
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.wire.budget import ByteBudget, Held
+from kvrs.proxy.wire.peer import BusyError
 from kvrs.proxy.wire.request_context import CURRENT
+from kvrs.proxy.wire.watchdog import silence_limit
 
 _OF_TEXT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 _OF_CHAT = (

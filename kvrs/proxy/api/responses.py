@@ -41,11 +41,11 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.keep_alive import KeepAlives
 from kvrs.proxy.streams.live import Failed, Outcome
 from kvrs.proxy.wire.budget import ByteBudget, Held
 from kvrs.proxy.wire.downstream import Sent
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read
 
 _FLUSH_TIMEOUT_S = 1.0

@@ -21,9 +21,9 @@ from kvrs.control.tenants import Excess, GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.responses import total_tokens
 from kvrs.proxy.wire.downstream import ClientRequest
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.workers.limits import Give, Rates, Take, Taken, TenantLimits
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
-from kvrs.proxy.backends.peer import Peer
+from kvrs.proxy.wire.peer import Peer
 
 
 class AgentBackend(Peer):

@@ -16,7 +16,7 @@ from kvrs.protocol.openai.fields import (
 )
 from kvrs.protocol.openai.requests import StreamOptions
 from kvrs.protocol.token_ids import encode
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS
 
 # Done by the proxy itself, or set anew in every call.

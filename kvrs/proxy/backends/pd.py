@@ -26,7 +26,7 @@ from kvrs.protocol.openai.chunks import Usage, error_body, error_kind, refusal_b
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.peer import UNREADABLE, BusyError, DeniedError, Peer, UnusableError
+from kvrs.proxy.wire.peer import UNREADABLE, BusyError, DeniedError, Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 

@@ -38,7 +38,9 @@ from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
-from kvrs.proxy.backends.peer import (
+from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.backends.vllm_transfer import checked
+from kvrs.proxy.wire.peer import (
     UNREADABLE,
     DeniedError,
     UnusableError,
@@ -46,8 +48,6 @@ from kvrs.proxy.backends.peer import (
     lost,
     wait_for_descriptor,
 )
-from kvrs.proxy.backends.vllm_metrics import VllmMetrics
-from kvrs.proxy.backends.vllm_transfer import checked
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS
 from kvrs.proxy.wire.upstream import EventReader, Reader

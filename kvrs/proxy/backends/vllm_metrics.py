@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from kvrs.proxy.backends.peer import UnusableError
+from kvrs.proxy.wire.peer import UnusableError
 
 # Values that are not finite numbers count as absent.
 _NUMBER = r"[-+]?[0-9]{1,30}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?"

@@ -9,8 +9,8 @@ from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.policy.model.events import InstanceExited
 from kvrs.protocol.instance import ExitReport
-from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.fleet.orders import check_named
+from kvrs.proxy.wire.peer import UNREADABLE
 
 
 class Exited(msgspec.Struct, frozen=True):

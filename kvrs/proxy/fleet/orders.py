@@ -15,8 +15,8 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
 from kvrs.protocol.mirror import FleetOrder, Hello
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.reload import nodes_of
+from kvrs.proxy.wire.peer import UNREADABLE
 
 
 class DrainOrder(msgspec.Struct, frozen=True):

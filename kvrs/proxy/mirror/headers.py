@@ -13,7 +13,7 @@ from kvrs.policy.model.events import Deadlines, Kept
 from kvrs.protocol.mirror import unpack_ids
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.records import Record
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
 KEY = "Idempotency-Key"

@@ -20,10 +20,10 @@ from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.partial_events import rest_of
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed
 from kvrs.proxy.streams.tasks import error_of
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from kvrs.protocol.mirror import StreamEvent, pack_ids, unpack_ids
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.continuation import Continuation
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 
 
 def rest_of(

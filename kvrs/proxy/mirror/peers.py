@@ -27,7 +27,7 @@ from kvrs.protocol.mirror import (
     Update,
 )
 from kvrs.protocol.proof import WRONG_DOOR
-from kvrs.proxy.backends.peer import Peer, UnusableError
+from kvrs.proxy.wire.peer import Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import WholeReader
 

@@ -38,9 +38,9 @@ from kvrs.proxy.mirror.pending import Pending
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
 from kvrs.proxy.streams.clients import Client
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.wire.journal import Journal
 
 log = logging.getLogger(__name__)
 

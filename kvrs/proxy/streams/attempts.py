@@ -18,20 +18,20 @@ from kvrs.policy.model.events import FailureKind
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
-from kvrs.proxy.backends.peer import (
-    BusyError,
-    ConnectionLostError,
-    DeniedError,
-    NotConnectedError,
-)
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
-from kvrs.proxy.fleet.watchdog import SilentError, silence_limit
 from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.spans import NO_SPAN, CallSpan, traced_call
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.wire.peer import (
+    BusyError,
+    ConnectionLostError,
+    DeniedError,
+    NotConnectedError,
+)
+from kvrs.proxy.wire.watchdog import SilentError, silence_limit
 
 
 class AttemptDriver(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from kvrs.protocol.openai.requests import ChatRequest
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, StopStrings, TextDelta
 

@@ -52,12 +52,12 @@ from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import Attempt
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.spans import RequestTrace
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import CURRENT
 
 log = logging.getLogger(__name__)

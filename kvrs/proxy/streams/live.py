@@ -9,7 +9,7 @@ from kvrs.control.self_tests import TestedProcess
 from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)

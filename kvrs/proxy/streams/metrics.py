@@ -32,7 +32,7 @@ from kvrs.policy.model.estimates import Option
 from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
-from kvrs.proxy.backends.peer import descriptor_waits
+from kvrs.proxy.fleet.supervision import TaskKind
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
 from kvrs.proxy.streams.stream_metrics import (
     SECONDS,
@@ -42,7 +42,7 @@ from kvrs.proxy.streams.stream_metrics import (
     TallySeries,
     durations_of,
 )
-from kvrs.proxy.watch.supervision import TaskKind
+from kvrs.proxy.wire.peer import descriptor_waits
 
 # Without a series `_created` for each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.

@@ -18,11 +18,11 @@ from kvrs.protocol.openai.chunks import (
     refusal_body,
 )
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
-from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.token_path import TokenPath
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.sse import (
     CHOICES,
     PROMPT_TOKEN_IDS,

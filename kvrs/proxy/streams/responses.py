@@ -8,7 +8,7 @@ import msgspec
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice, ReceivedDelta, Usage, usage_of
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.protocol.token_ids import encode
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import ParsedRequest
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.requests import ChatRequest
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import RequestContext
 from kvrs.tracing.context import new_span_id, new_trace_id, parent_of, traceparent_of
 from kvrs.tracing.otlp import Span, SpanKind, SpanSource, Value

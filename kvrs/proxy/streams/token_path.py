@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvrs.control.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import EventTemplate, shared
 
 _MOST_BYTES = 2048  # Of a chunk with its frame; an event of one token has a few hundred.

@@ -28,9 +28,9 @@ from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Backend, RefusedError
 from kvrs.proxy.backends.bodies import decode_call, prefill_call
-from kvrs.proxy.backends.peer import UNREADABLE
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.peer import UNREADABLE
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.upstream import EventReader
 

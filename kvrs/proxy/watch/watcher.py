@@ -22,11 +22,11 @@ from kvrs.policy.model.events import NamesListed
 from kvrs.protocol.instance import NO_OTHER_NAMES, AgentInfo, InstanceInfo, LoadReport
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
-from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
-from kvrs.proxy.fleet.watchdog import SilentError, Watchdog, silence_limit
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import DeathCause
 from kvrs.proxy.watch.gossip_view import GossipView
+from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog, silence_limit
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from kvrs.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
 from kvrs.protocol.secrets import DoorKey
 from kvrs.proving import Greeter, Keys, address_of, prove
-from kvrs.proxy.backends.peer import (
+from kvrs.proxy.wire.peer import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
     ConnectionLostError,

@@ -11,8 +11,8 @@ from typing import Protocol, assert_never, cast
 
 from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
-from kvrs.proxy.backends.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
+from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
 from kvrs.proxy.wire.sse import EventSplitter
 
 _MAX_REFUSAL_BYTES = 8 << 20

@@ -20,7 +20,7 @@ from kvrs.protocol.instance import Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.bodies import decode_call
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.requests import CHAT, read
 from kvrs.proxy.wire.upstream import EventReader

@@ -15,10 +15,10 @@ from kvrs.protocol.geometry import KvGeometry
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
-from kvrs.proxy.backends.peer import UnusableError
 from kvrs.proxy.backends.vllm import _check_probe
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
+from kvrs.proxy.wire.peer import UnusableError
 from kvrs.proxy.wire.pool import Access, EngineLinks
 
 # As vLLM 0.32 answers for a prompt of 150 tokens.

@@ -23,10 +23,10 @@ from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.live import Failed
 from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from tests.proxy.proxy_cluster import WITHIN_S
 

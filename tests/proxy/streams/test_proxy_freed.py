@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrs.proxy.streams.journal import Journal
+from kvrs.proxy.wire.journal import Journal
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
 

@@ -16,11 +16,11 @@ from kvrs import __version__
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
-from kvrs.proxy.backends.peer import ConnectionLostError, UnusableError
-from kvrs.proxy.fleet.watchdog import SilentError
 from kvrs.proxy.streams.metrics import DeathCause, Metrics, Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
+from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
+from kvrs.proxy.wire.watchdog import SilentError
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network

@@ -18,8 +18,8 @@ from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.spans import RequestTrace, Tracer, traced_call
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import context_of
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.tracing.otlp import SpanSource

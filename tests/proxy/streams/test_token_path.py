@@ -22,9 +22,9 @@ from kvrs.protocol.openai.chunks import (
     sse,
 )
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient, TakeToken
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.http_response import HttpResponse
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import head_of
 from kvrs.proxy.wire.upstream import Need, Upstream

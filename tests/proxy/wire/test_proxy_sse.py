@@ -25,8 +25,8 @@ from kvrs.protocol.openai.chunks import (
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.continuation import EngineText
-from kvrs.proxy.streams.journal import Journal
 from kvrs.proxy.streams.relay import Relay
+from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,

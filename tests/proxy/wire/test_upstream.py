@@ -16,13 +16,13 @@ from kvrs.proxy.backends import pd
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
-from kvrs.proxy.backends.peer import (
+from kvrs.proxy.wire import pool as pools
+from kvrs.proxy.wire.peer import (
     BusyError,
     ConnectionLostError,
     NotConnectedError,
     UnusableError,
 )
-from kvrs.proxy.wire import pool as pools
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
 from tests.proxy.proxy_cluster import WITHIN_S

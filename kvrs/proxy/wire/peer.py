@@ -21,7 +21,7 @@ from kvrs.descriptors import is_exhausted
 from kvrs.errors import UpstreamError
 from kvrs.protocol.instance import Heartbeat, LeaseAnswer, LeaseUpdate
 from kvrs.proving import Keys, ProvingConnector, UnprovenError
-from kvrs.proxy.fleet.watchdog import reset_timeout
+from kvrs.proxy.wire.watchdog import reset_timeout
 from kvrs.tls import Certificates
 
 log = logging.getLogger(__name__)

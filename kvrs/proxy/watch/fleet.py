@@ -18,11 +18,11 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.cluster import open_backend
 from kvrs.proxy.fleet.failing_gpus import FailingGpus
+from kvrs.proxy.fleet.supervision import TaskKind, keep_running
 from kvrs.proxy.reload import Apply, ReloadingPart
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
-from kvrs.proxy.watch.supervision import TaskKind, keep_running
 from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
 from kvrs.proxy.wire.pool import EngineLinks
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvrs.proxy.fleet import watchdog
-from kvrs.proxy.fleet.watchdog import SilentError, reset_timeout, silence_limit
+from kvrs.proxy.wire import watchdog
+from kvrs.proxy.wire.watchdog import SilentError, reset_timeout, silence_limit
 from tests.virtual_time import run_virtually, virtual_loop
 
 
