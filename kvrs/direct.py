@@ -39,7 +39,7 @@ _LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,9})\r\n")
 _AUTHORIZATION = re.compile(rb"\r\n[Aa]uthorization: ([!-~](?:[ -~]*[!-~])?)\r\n")
 _OF_AUTHORIZATION, _BEFORE_IT_BYTES = b"uthorization: ", 3
 # Fields that may hold a secret, or differ with each request; also others than these.
-_NEVER_CACHED = re.compile(
+_UNCACHED = re.compile(
     r"auth|key|token|secret|passw|cookie|credential|signature|session|trace|-id$", re.IGNORECASE
 )
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
@@ -115,9 +115,7 @@ def _keep(key: bytes, head: _Head, *, has_authorization: bool) -> None:
     headers = CIMultiDict(head.headers)
     if has_authorization and len(headers.getall("Authorization")) == 1:
         headers["Authorization"] = ""
-    if "?" in head.path or any(
-        _NEVER_CACHED.search(name) and value for name, value in headers.items()
-    ):
+    if "?" in head.path or any(_UNCACHED.search(name) and value for name, value in headers.items()):
         return
     if len(_KNOWN_HEADS) >= _MOST_KNOWN:
         _KNOWN_HEADS.clear()
