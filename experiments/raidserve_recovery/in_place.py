@@ -203,7 +203,8 @@ def ladder_s() -> dict[str, float]:
             peer_bytes_per_s=RATES.peer_bytes_per_s,
             bytes_per_s=12.5e9,
         )
-        rungs = {rung.way: rung.total_s for rung in explain_elastic(question).ladder}
+        ladder = explain_elastic(question)["ladder"]
+        rungs = {rung["way"]: rung["total_s"] for rung in ladder}
         found |= {
             way: rungs[rung]
             for way, rung in IN_LADDER.items()

@@ -1,20 +1,25 @@
 """Commands that start nothing: a decision explained, an API key."""
 
 import secrets
-from dataclasses import fields
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import kvrs.cli.options as opt
-from kvrs.cli.common import console, filled
+from kvrs.cli.common import console
 from kvrs.config.commented import flow
 from kvrs.config.policy import PolicyName
 from kvrs.config.tenants import check_name, key_hash
 from kvrs.errors import ConfigError
 from kvrs.explain.decision import CheckpointAt
-from kvrs.explain.show_elastic import KvBackup
+from kvrs.explain.elastic import KvBackup
+from kvrs.tables import show
+
+# Parameters of `kvrs explain` that only `--elastic` has, and those that it has as well.
+_OF_ELASTIC = frozenset(("elastic", "tp", "lost", "requests", "context", "backup"))
+_OF_BOTH = frozenset(("bandwidth", "local_bandwidth", "host_bandwidth"))
 
 
 def explain(
@@ -53,13 +58,12 @@ def explain(
 ) -> None:
     """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
     given = locals()
-    from kvrs.explain.show import ExplainOptions, run_explain
-    from kvrs.explain.show_elastic import ElasticOptions, run_explain_elastic
-    from kvrs.explain.show_log import explain_log
+    from kvrs.explain.incidents import explain_log
+    from kvrs.explain.questions import decision_document, elastic_document
 
     if elastic is not None:
-        _refuse_unused(ctx, "--elastic", {field.name for field in fields(ElasticOptions)})
-        run_explain_elastic(filled(ElasticOptions, given, json=as_json))
+        _refuse_unused(ctx, "--elastic", _OF_ELASTIC | _OF_BOTH)
+        show(elastic_document(given), as_json=as_json)
         return
     if log is not None:
         _refuse_unused(ctx, "--log", {"log"})
@@ -72,11 +76,11 @@ def explain(
     if missing:
         instead = "--log with an event log or --elastic with a profile instead"
         raise ConfigError([f"{line}; allowed: a value, or {instead}" for line in missing])
-    _refuse_unused(ctx, "--profile", {field.name for field in fields(ExplainOptions)} | {"correct"})
-    run_explain(filled(ExplainOptions, given, corrections=correct or (), json=as_json))
+    _refuse_unused(ctx, "--profile", ctx.params.keys() - _OF_ELASTIC - {"log", "as_json"})
+    show(decision_document(given), as_json=as_json)
 
 
-def _refuse_unused(ctx: typer.Context, mode: str, used: set[str]) -> None:
+def _refuse_unused(ctx: typer.Context, mode: str, used: Set[str]) -> None:
     """Raises ConfigError: an option was given that this kind of question does not have."""
     unused = [
         f"--{name.replace('_', '-')}: given with {mode}, which does not use it"
@@ -86,7 +90,7 @@ def _refuse_unused(ctx: typer.Context, mode: str, used: set[str]) -> None:
         and source.name == "COMMANDLINE"
     ]
     if unused:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(used - {"json"}))
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(used))
         raise ConfigError([f"{line}; allowed: {flags}" for line in unused])
 
 
@@ -103,7 +107,7 @@ def incidents(
     as_json: opt.Json = False,
 ) -> None:
     """List the incidents of an event log: cause, victims, decisions, outcome, regret."""
-    from kvrs.explain.grouped import show_incidents
+    from kvrs.explain.incidents import show_incidents
 
     show_incidents(log, number, what_if, as_json=as_json)
 

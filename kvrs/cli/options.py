@@ -10,7 +10,7 @@ from kvrs.config import presets
 from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
-from kvrs.explain.show_elastic import KvBackup
+from kvrs.explain.elastic import KvBackup
 from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import Api
 

@@ -8,7 +8,7 @@ the target's node or on a third one, may have a checkpoint, and the target itsel
 history.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf, isfinite
@@ -28,7 +28,7 @@ from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, Role
 
 _N0, _N1, _N2 = NodeId("n0"), NodeId("n1"), NodeId("n2")
-_HOLDER, _AGENT = InstanceId("holder"), InstanceId("agent")
+_AGENT = InstanceId("agent")
 
 
 class CheckpointAt(StrEnum):
@@ -166,10 +166,18 @@ def _case(question: Question) -> Case:
     """The victim at its target, with a policy's records of the situation in question."""
     settings = question.settings
     view = ClusterView(question.local_bytes_per_s)
-    holder = view.add(_instance(question, _HOLDER, _N0, Role.PREFILL))
-    prefill = view.add(_instance(question, InstanceId("prefill instance"), _N1, Role.PREFILL))
-    lacks = {Capability.PULL_PAGES} if question.prefix_cache else set()
-    target = view.add(_instance(question, InstanceId("target"), _N1, Role.DECODE, lacks))
+    everything = frozenset(Capability)
+    at_target = everything - {Capability.PULL_PAGES} if question.prefix_cache else everything
+    holder, prefill, target = (
+        view.add(
+            Instance(InstanceId(name), node, role, 1, question.geometry, question.prefill, can)
+        )
+        for name, node, role, can in (
+            ("holder", _N0, Role.PREFILL, everything),
+            ("prefill instance", _N1, Role.PREFILL, everything),
+            ("target", _N1, Role.DECODE, at_target),
+        )
+    )
     prefill.reported_queue_s, target.reported_queue_s = question.queue_s, question.target_queue_s
     for node in (_N0, _N2):
         view.link(node, _N1).bytes_per_s = question.bytes_per_s
@@ -203,18 +211,6 @@ def _give(
         stream.checkpoints[agent.id] = StoredCheckpoint(agent, question.geometry, size, pages)
 
 
-def _instance(
-    question: Question,
-    name: InstanceId,
-    node: NodeId,
-    role: Role,
-    lacks: Set[Capability] = frozenset(),
-) -> Instance:
-    return Instance(
-        name, node, role, 1, question.geometry, question.prefill, frozenset(Capability) - lacks
-    )
-
-
 def _taken_apart(case: Case, rule: Rule, estimate: Estimate, others: float) -> Weighed:
     terms = [*rule.terms(case, estimate)]
     factor = case.factor(estimate.option)
@@ -242,14 +238,10 @@ def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
         InstanceId("own"), question.own_queue_s, question.local_bytes_per_s, is_near=True
     )
     remote = HandoffCandidate(InstanceId("target"), question.target_queue_s, question.bytes_per_s)
-    kv_bytes, handshake_s = (
-        question.prompt_tokens * question.geometry.bytes_per_token,
-        question.settings.handshake_s,
-    )
-    own_s, remote_s = (hand_off_s(how, each, kv_bytes, handshake_s) for each in (own, remote))
-    return WeighedHandoff(
-        how, own_s, remote_s, choose(how, own, [remote], kv_bytes, handshake_s) is own
-    )
+    kv_bytes = question.prompt_tokens * question.geometry.bytes_per_token
+    costs = kv_bytes, question.settings.handshake_s
+    own_s, remote_s = (hand_off_s(how, each, *costs) for each in (own, remote))
+    return WeighedHandoff(how, own_s, remote_s, choose(how, own, [remote], *costs) is own)
 
 
 def _crossover(question: Question) -> Crossover:
@@ -264,15 +256,11 @@ def _crossover(question: Question) -> Crossover:
 
 def _crossover_bytes_per_s(question: Question) -> float | None:
     """Migrating costs `fixed + bytes / bandwidth`: both follow from estimates at two bandwidths."""
-    fastest = _estimate(replace(question, bytes_per_s=inf), Option.MIGRATE)
-    at_1_byte_per_s = _estimate(replace(question, bytes_per_s=1.0), Option.MIGRATE)
-    recompute = _estimate(question, Option.RECOMPUTE)
-    if (
-        fastest is None
-        or at_1_byte_per_s is None
-        or recompute is None
-        or recompute.total_s <= fastest.total_s
-    ):
+    fastest, at_1_byte_per_s = (
+        _estimates(replace(question, bytes_per_s=rate)).get(Option.MIGRATE) for rate in (inf, 1.0)
+    )
+    recompute = _estimates(question).get(Option.RECOMPUTE)
+    if not (fastest and at_1_byte_per_s and recompute) or recompute.total_s <= fastest.total_s:
         return None
     size_bytes = at_1_byte_per_s.transfer_s - fastest.transfer_s
     factor = at_1_byte_per_s.total_s / at_1_byte_per_s.raw_s
@@ -288,15 +276,12 @@ def _crossover_queue_depth(question: Question) -> float | None:
     """
     if question.settings.name is PolicyName.ROM:
         return None  # `ROM_DECIDE` weighs no queue.
-    migrate = _estimate(question, Option.MIGRATE)
-    without_queue = _estimate(replace(question, queue_s=0.0), Option.RECOMPUTE)
-    at_most = _estimate(replace(question, queue_s=inf), Option.RECOMPUTE)
-    if (
-        migrate is None
-        or without_queue is None
-        or at_most is None
-        or at_most.total_s <= migrate.total_s
-    ):
+    migrate = _estimates(question).get(Option.MIGRATE)
+    without_queue, at_most = (
+        _estimates(replace(question, queue_s=queue_s)).get(Option.RECOMPUTE)
+        for queue_s in (0.0, inf)
+    )
+    if not (migrate and without_queue and at_most) or at_most.total_s <= migrate.total_s:
         return None
     if without_queue.total_s >= migrate.total_s or without_queue.source is None:
         return 0.0
@@ -305,6 +290,7 @@ def _crossover_queue_depth(question: Question) -> float | None:
     return max(0.0, queue_s / question.service_s)
 
 
-def _estimate(question: Question, option: Option) -> Estimate | None:
+def _estimates(question: Question) -> dict[Option, Estimate]:
+    """The estimate of each option, the first where there are several."""
     estimates = _weigh(_case(question), BY_NAME[question.settings.name])
-    return next((estimate for estimate in estimates if estimate.option is option), None)
+    return {estimate.option: estimate for estimate in reversed(estimates)}

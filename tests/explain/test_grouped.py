@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.config.policy import PolicyName
 from kvrs.errors import LogError
-from kvrs.explain.grouped import grouped, what_if
+from kvrs.explain.incidents import grouped, what_if
 from kvrs.policy.event_log import LogEntry, read
 from tests.policy.recorded_incident import A, B, Rough, incident
 
@@ -47,11 +47,12 @@ def test_the_policy_of_the_log_decides_the_same_again() -> None:
     other = what_if(records, PolicyName.ALWAYS_RECOMPUTE, {each.line for each in decisions})
 
     chosen = {(each.line, each.action.stream) for each in decisions}
-    assert {(line, each.stream) for line, found in same.items() for each in found} == chosen
+    assert {(line, stream) for line, found in same.items() for stream in found} == chosen
     for each in decisions:
-        again = next(one for one in same[each.line] if one.stream == each.action.stream)
-        assert again.option == getattr(each.action, "option", None)
-    assert {one.option for found in other.values() for one in found} <= {"recompute", None}
+        again = same[each.line][each.action.stream]
+        assert again["option"] == getattr(each.action, "option", None)
+    options = {one["option"] for found in other.values() for one in found.values()}
+    assert options <= {"recompute", None}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -66,14 +67,14 @@ def test_any_log_can_be_asked_what_if(seed: int) -> None:
 
 def test_the_list_and_one_in_detail_as_json(log: Path) -> None:
     """For scripts: cause, victims, options, prediction, outcome, regret, and the other policy."""
-    listed = CliRunner().invoke(app, ["incidents", str(log), "--json"])
-    one = CliRunner().invoke(
-        app, ["incidents", str(log), "1", "--what-if", "always_recompute", "--json"]
-    )
+    asked = ["--what-if", "always_recompute", "--json"]
+    listed = CliRunner().invoke(app, ["incidents", str(log), *asked])
+    one = CliRunner().invoke(app, ["incidents", str(log), "1", *asked])
 
     found = json.loads(listed.stdout)["incidents"]
     (first,) = json.loads(one.stdout)["incidents"]
-    assert found[0] | {"decisions": []} == first | {"decisions": []}
+    assert found[0] == first
+    assert first["decided_otherwise"] >= 1
     decision = first["decisions"][0]
     assert decision["instead"]["option"] == "recompute"
     assert decision["options"][decision["option"]] > 0
@@ -106,9 +107,8 @@ def test_incidents_have_date_and_time(tmp_path: Path) -> None:
 
     (first, *_) = found["incidents"]
     assert first["at_utc"].startswith("2026-03-04T05:06:")
-    clock = first["at_utc"].replace("T", " ").removesuffix("+00:00")
-    assert clock in shown
-    assert f"incident 1, {clock} UTC: d0 lost" in one
+    assert first["at_utc"] in shown
+    assert first["at_utc"] in one
 
 
 def test_an_incident_that_is_not_there_is_named_with_what_is(log: Path) -> None:

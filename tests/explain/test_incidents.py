@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.explain.incidents import Loss, RecordedDecision, chosen_of, incidents, others_of, way_of
+from kvrs.explain.incidents import Loss, RecordedDecision, incidents
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.event_log import LogEntry, event_line, header_line, read
 from kvrs.policy.model.actions import GiveUp, Reason, Recovered
@@ -38,17 +38,14 @@ def test_a_decision_is_shown_with_its_way_and_the_others() -> None:
     first = next(each for each in happened(incident()) if isinstance(each, RecordedDecision))
     assert isinstance(first.action, Recovered)
 
-    chosen, others = chosen_of(first), others_of(first)
+    chosen, options = first.chosen, first.options
 
     assert chosen is not None
     assert (chosen.option, chosen.total_s) == (first.action.option, first.action.predicted_s)
-    assert first.action.option not in others
-    assert list(others.values()) == sorted(others.values())
-    assert Option.RECOMPUTE in others
-    assert (
-        way_of(first)
-        == f"{first.action.option.value} to d1 from agent-n1 [{chosen.first_page}, 62)"
-    )
+    assert options[first.option] <= first.action.predicted_s
+    assert list(options.values()) == sorted(options.values())
+    assert Option.RECOMPUTE in options
+    assert first.way == f"{first.option} to d1 from agent-n1 [{chosen.first_page}, 62)"
 
 
 def test_a_stream_that_was_given_up_is_a_decision_too() -> None:
@@ -63,7 +60,7 @@ def test_a_stream_that_was_given_up_is_a_decision_too() -> None:
     (found,) = happened(lines)
 
     assert isinstance(found, RecordedDecision)
-    assert (found.action, found.line, chosen_of(found), others_of(found), way_of(found)) == (
+    assert (found.action, found.line, found.chosen, found.options, found.way) == (
         gone,
         3,
         None,

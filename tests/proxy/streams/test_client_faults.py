@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.explain.grouped import grouped
+from kvrs.explain.incidents import grouped
 from kvrs.policy.event_log import LogEntry, read
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import RefusedError
