@@ -3,20 +3,18 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Column, Table
-from rich.text import Text
 
 import kvrs.cli.options as opt
+from kvrs import tables
 from kvrs.cli.common import console
 from kvrs.config.cluster import Backend
-from kvrs.config.commented import flow
-from kvrs.config.file import checked, load_config, load_source
+from kvrs.config.commented import commented_yaml, flow, shown_path
+from kvrs.config.file import Config, checked, load_config, load_source
+from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
-from kvrs.tables import folded, output
 
 DIFFERENT = 1  # The exit status of `diff`, as that of diff(1).
 
@@ -47,24 +45,39 @@ def check(file: File, elsewhere: Elsewhere = False) -> None:
 
 def show(file: ShownFile = None, preset: opt.Preset = None, as_json: opt.Json = False) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
-    from kvrs.config.effective import show, show_json
-
     source = load_source(file, os.environ, preset)
-    print(json.dumps(show_json(source), indent=2) if as_json else show(source).rstrip())
+    config, defaults = (each.model_dump(mode="json") for each in (checked(source), Config()))
+    constants = dict(leaves(defaults))
+    origins = {
+        path: source.place_of(path)
+        # A value that stands nowhere is a constant, or one that a profile sets.
+        or ("gossip.profile" if path[0] == "gossip" and value != constants[path] else "default")
+        for path, value in leaves(config)
+    }
+    if as_json:
+        found = {"config": config, "from": {shown_path(path): origins[path] for path in origins}}
+        print(json.dumps(found, indent=2))
+    else:
+        print(commented_yaml(config, origins.get).rstrip())
 
 
 def diff(first: File, second: Other, as_json: opt.Json = False) -> None:
     """Print what two files configure differently, whatever they look like."""
-    from kvrs.config.effective import differences
-
-    found = list(differences(*(load_config(path, os.environ) for path in (first, second))))
-    if as_json:
-        print(json.dumps(found, indent=2))
-    elif found:
-        output().print(_difference_table(first, second, found), highlight=False)
+    sides = {
+        name: dict(leaves(load_config(path, os.environ).model_dump(mode="json")))
+        for name, path in (("first", first), ("second", second))
+    }
+    rows = []
+    for path in sides["first"] | sides["second"]:
+        values = {name: side[path] for name, side in sides.items() if path in side}
+        if len(values) == 1 or values["first"] != values["second"]:
+            shown = values if as_json else {name: flow(values[name]) for name in values}
+            rows.append({"key": shown_path(path), **shown})
+    if rows or as_json:
+        tables.show(rows, as_json=as_json)
     else:
         console.print("no difference in effect", style="green")
-    raise typer.Exit(DIFFERENT if found else 0)
+    raise typer.Exit(DIFFERENT if rows else 0)
 
 
 def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
@@ -86,11 +99,3 @@ def schema() -> None:
     from kvrs.config.reference import json_schema
 
     print(json.dumps(json_schema(), indent=2))
-
-
-def _difference_table(first: Path, second: Path, found: list[dict[str, Any]]) -> Table:
-    table = Table("key", Column(Text(str(first))), Column(Text(str(second))), box=box.SIMPLE_HEAD)
-    for each in found:
-        values = (flow(each[side]) if side in each else "-" for side in ("first", "second"))
-        table.add_row(Text(each["key"]), *map(Text, values))
-    return folded(table)

@@ -1,7 +1,7 @@
 """YAML with a comment beside or above each value."""
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvrs.config.settings import dump_yaml
@@ -15,7 +15,7 @@ Note = Callable[[KeyPath], str | None]
 
 def commented_yaml(document: Mapping[str, Any], note: Note) -> str:
     """A document as YAML, with what `note` returns for a value as its comment."""
-    blocks = ["\n".join(_entry(key, value, (key,), note)) for key, value in document.items()]
+    blocks = ("\n".join(_section({key: value}, (), note)) for key, value in document.items())
     return "\n\n".join(blocks) + "\n"
 
 
@@ -43,43 +43,34 @@ def flow(value: Any) -> str:
     return text.strip()[1:-1]
 
 
-def _section(section: Mapping[str, Any], path: KeyPath, indent: int, note: Note) -> list[str]:
-    lines = []
+def _section(
+    section: Mapping[str, Any], above: KeyPath, note: Note, indent: int = 0
+) -> Iterator[str]:
     for key, value in section.items():
-        lines += _entry(key, value, (*path, key), note, indent)
-    return lines
+        path = (*above, key)
+        below = [*_below(value, path, note, indent)]
+        line = " " * indent + (f"{key}:" if below else f"{key}: {flow(value)}")
+        text = note(path)
+        if not text:
+            yield line
+        elif len(beside := f"{line}  # {text}") <= WIDTH:
+            yield beside
+        else:
+            yield from (*comment(text, indent), line)
+        yield from below
 
 
-def _entry(key: str, value: Any, path: KeyPath, note: Note, indent: int = 0) -> list[str]:
-    nested = _nested(value, path, indent, note)
-    line = " " * indent + (f"{key}:" if nested else f"{key}: {flow(value)}")
-    return [*_annotated(line, note(path), indent), *nested]
-
-
-def _nested(value: Any, path: KeyPath, indent: int, note: Note) -> list[str]:
+def _below(value: Any, path: KeyPath, note: Note, indent: int) -> Iterator[str]:
     """The lines below a key; none where the value stands beside it."""
-    if isinstance(value, dict) and value:
-        return _section(value, path, indent + 2, note)
-    lines = []
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+    if isinstance(value, dict):
+        yield from _section(value, path, note, indent + 2)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for index, item in enumerate(value):
-            lines += _item(item, (*path, index), indent, note)
-    return lines
-
-
-def _item(item: Any, path: KeyPath, indent: int, note: Note) -> list[str]:
-    block = _section(item, path, indent + 2, note)
-    compact = " " * indent + f"- {flow(item)}"
-    if len(compact) <= WIDTH and not any("#" in line for line in block):
-        return [compact]
-    if block[0].lstrip().startswith("#"):
-        return [" " * indent + "-", *block]
-    return [" " * indent + "- " + block[0].lstrip(), *block[1:]]
-
-
-def _annotated(line: str, text: str | None, indent: int) -> list[str]:
-    if not text:
-        return [line]
-    if len(beside := f"{line}  # {text}") <= WIDTH:
-        return [beside]
-    return [*comment(text, indent), line]
+            block = [*_section(item, (*path, index), note, indent + 2)]
+            dash, start = " " * indent + "-", block[0].lstrip()
+            if len(compact := f"{dash} {flow(item)}") <= WIDTH and "#" not in "".join(block):
+                yield compact
+            elif start.startswith("#"):
+                yield from (dash, *block)
+            else:
+                yield from (f"{dash} {start}", *block[1:])
