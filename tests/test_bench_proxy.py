@@ -14,7 +14,6 @@ import pytest
 from experiments.bench_proxy import proxies, table
 from experiments.bench_proxy.engines import (
     PAIR,
-    SSE_PAIR,
     VLLM_PAIR,
     BenchError,
     Engines,
@@ -106,9 +105,7 @@ def test_a_burst_is_counted_token_by_token(programs: Programs) -> None:
     assert result["window_tokens"] == 3 * 255
 
 
-@pytest.mark.parametrize(
-    "instances", [PAIR, SSE_PAIR, VLLM_PAIR], ids=["embedded", "no trunk", "vllm"]
-)
+@pytest.mark.parametrize("instances", [PAIR, VLLM_PAIR], ids=["embedded", "vllm"])
 def test_a_proxy_takes_the_mocks_for_engines(
     programs: Programs, instances: tuple[Instance, ...], tmp_path: Path
 ) -> None:

@@ -1,6 +1,4 @@
-/* Instances, their connections, and when each connection writes next. A connection may be a trunk,
- * which has other ones within it, as in kvrs/trunk.py. */
-#include <arpa/inet.h>
+/* Instances, their connections, and when each connection writes next. */
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -39,14 +37,7 @@ struct connection {
     char name[72];
     struct buffer answer;
     struct connection *previous, *next;
-    struct connection *trunk; /* It is within this one; NULL: within none. */
-    uint32_t number;            /* There. */
-    bool is_trunk;
-    struct connection **within; /* By their numbers; NULL: ended, or not begun. */
-    uint32_t within_count;
 };
-
-enum entry { DATA, PAUSE, RESUME, CLOSE, RESET };
 
 static struct instance instances[MAX_INSTANCES];
 static int instance_count, epoll_fd;
@@ -103,32 +94,15 @@ static void schedule(struct connection *c, int64_t due_ns)
     heap_sift(c->heap_index);
 }
 
-static void put_entry(struct connection *c, enum entry kind, const char *data, size_t size)
-{
-    uint32_t words[] = {htonl(c->number), htonl((uint32_t)kind << 24 | (uint32_t)size)};
-    put(&c->trunk->out, (const char *)words, 8);
-    put(&c->trunk->out, data, size);
-}
-
 static void end_connection(struct connection *c, bool reset)
 {
     if (c->fd < 0)
         return;
-    for (uint32_t i = 0; i < c->within_count; i++)
-        if (c->within[i])
-            end_connection(c->within[i], reset);
-    free(c->within);
-    c->within_count = 0;
-    if (c->trunk) {
-        if (c->trunk->fd >= 0)
-            put_entry(c, reset ? RESET : CLOSE, NULL, 0);
-        c->trunk->within[c->number] = NULL;
-    } else if (reset) {
+    if (reset) {
         struct linger hard = {1, 0};
         setsockopt(c->fd, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
     }
-    if (!c->trunk)
-        close(c->fd);
+    close(c->fd);
     c->fd = -1;
     unschedule(c);
     drop(&c->in);
@@ -153,16 +127,10 @@ static void want(struct connection *c, bool out)
     epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &e);
 }
 
-/* False: the connection has ended. What is within a trunk leaves when all has been done. */
+/* False: the connection has ended. */
 static bool flush(struct connection *c)
 {
     size_t sent = 0;
-    if (c->trunk) {
-        for (size_t n; (n = c->out.size - sent) > 0; sent += n)
-            put_entry(c, DATA, c->out.at + sent, n = n < 65536 ? n : 65536);
-        c->out.size = 0;
-        return true;
-    }
     while (sent < c->out.size) {
         ssize_t n = send(c->fd, c->out.at + sent, c->out.size - sent, MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR)

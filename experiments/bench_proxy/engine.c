@@ -49,7 +49,6 @@
 #define MAX_REQUEST_BYTES (64u << 20)
 #define IDS_PER_EVENT 100
 #define PREFIX "KVRS-PROOF/1 "
-#define PREFACE "KVRS-TRUNK/1\r\n\r\n"
 #define JSON_HEAD "HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n"
 
 static int completions;
@@ -435,78 +434,13 @@ static struct connection *new_connection(int fd, struct instance *i)
     return c;
 }
 
-static bool read_requests(struct connection *c);
-
-static struct connection *within(struct connection *c, uint32_t number)
+static void read_requests(struct connection *c)
 {
-    if (number < c->within_count)
-        return c->within[number];
-    if (!(c->within = realloc(c->within, (number + 1) * sizeof *c->within)))
-        fail("realloc");
-    memset(c->within + c->within_count, 0, (number + 1 - c->within_count) * sizeof *c->within);
-    c->within_count = number + 1;
-    struct connection *made = c->within[number] = new_connection(c->fd, c->instance);
-    made->trunk = c;
-    made->number = number;
-    made->proof = OPEN;
-    return made;
-}
-
-/* Pauses are for clients that do not read, of which the bench has none. */
-static void read_entries(struct connection *c)
-{
-    size_t at = 0;
-    while (c->in.size - at >= 8) {
-        uint32_t words[2];
-        memcpy(words, c->in.at + at, 8);
-        uint32_t number = ntohl(words[0]), kind = ntohl(words[1]) >> 24;
-        size_t size = ntohl(words[1]) & 0xffffff;
-        if (number > c->within_count + 1) {
-            end_connection(c, false);
-            return;
-        }
-        if (c->in.size - at < 8 + size)
-            break;
-        struct connection *found = kind == DATA ? within(c, number)
-                                 : number < c->within_count ? c->within[number] : NULL;
-        if (found && kind == DATA) {
-            put(&found->in, c->in.at + at + 8, size);
-            read_requests(found);
-        } else if (found && kind >= CLOSE) {
-            end_connection(found, false);
-        }
-        at += 8 + size;
-    }
-    c->in.size -= at;
-    memmove(c->in.at, c->in.at + at, c->in.size);
-}
-
-/* A preface may come in one read with the end of the proof. */
-static bool is_trunk(struct connection *c)
-{
-    size_t preface = sizeof PREFACE - 1;
-    if (c->proof == OPEN && c->instance->has_key && !c->trunk && !c->is_trunk &&
-        c->in.size >= preface && !memcmp(c->in.at, PREFACE, preface)) {
-        c->is_trunk = true;
-        c->in.size -= preface;
-        memmove(c->in.at, c->in.at + preface, c->in.size);
-        put(&c->out, PREFACE, preface);
-    }
-    return c->is_trunk;
-}
-
-static bool read_requests(struct connection *c)
-{
-    while (c->fd >= 0 && !is_trunk(c) && c->in.size && c->kind == NOTHING)
+    while (c->fd >= 0 && c->in.size && c->kind == NOTHING)
         if (!(c->proof == OPEN ? read_one(c) : read_proof(c)))
             break;
-    if (c->fd >= 0 && c->is_trunk) {
-        read_entries(c);
-        return c->fd >= 0;
-    }
     if (c->fd >= 0 && !c->in.size && c->kind != NOTHING)
         drop(&c->in); /* Ten thousand idle ones would hold it. */
-    return c->fd >= 0;
 }
 
 static void receive(struct connection *c)
@@ -574,10 +508,8 @@ static void kill_instance(struct instance *i)
         streams += c->instance == i && c->kind == STREAM;
     for (struct connection *c = connections, *next; c; c = next) {
         next = c->next;
-        if (c->instance == i && !c->trunk)
+        if (c->instance == i)
             end_connection(c, true);
-        if (c->fd < 0)
-            next = connections; /* Others may have ended with it. */
     }
     recovered_count = 0;
     printf("{\"begun_ns\":%lld,\"ended_ns\":%lld,\"streams\":%d}\n", (long long)begun_ns,
@@ -727,11 +659,6 @@ int main(int argc, char **argv)
             struct connection *c = heap[0];
             if (write_due(c))
                 read_requests(c);
-        }
-        for (struct connection *c = connections, *next; c; c = next) {
-            next = c->next;
-            if (c->is_trunk && c->out.size)
-                flush(c);
         }
         for (struct connection *next; closed; closed = next) {
             next = closed->next;

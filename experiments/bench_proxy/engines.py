@@ -38,7 +38,6 @@ class Instance:
     listens: bool = True  # Else from the order `listen` on.
     queued: int = 0  # What it reports: more streams than it can run at a time.
     is_vllm: bool = False  # Else it speaks the instance protocol.
-    has_trunk: bool = True  # Else each call has a connection of its own.
 
     def lines(self) -> str:
         """Its part of the engine's file."""
@@ -54,9 +53,7 @@ class Instance:
             geometry=_GEOMETRY,
             max_model_len=131_072,
             page_port=1,
-            capabilities=[
-                each for each in Capability if self.has_trunk or each is not Capability.TRUNK
-            ],
+            capabilities=[each for each in Capability if each is not Capability.TRUNK],
             prefill=MeasuredPrefill("bench", 256, [0.0001, 0.001, 0.002]),
         )
         load = LoadReport(
@@ -78,7 +75,6 @@ class Instance:
 
 
 PAIR = (Instance("p0", Role.PREFILL, "n0"), Instance("d0", Role.DECODE, "n1"))
-SSE_PAIR = tuple(replace(each, has_trunk=False) for each in PAIR)
 VLLM_PAIR = tuple(replace(each, is_vllm=True) for each in PAIR)
 
 

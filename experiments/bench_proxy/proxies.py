@@ -278,11 +278,6 @@ def kvrs(
     return start
 
 
-def has_trunk(tree: Path) -> bool:
-    """Whether this kvrs knows the capability; an older one refuses engines that name it."""
-    return "TRUNK" in (tree / "kvrs/protocol/instance.py").read_text()
-
-
 def _cluster(bench: Bench) -> dict[str, Any]:
     """Sections of the configuration."""
     engines = bench.engines

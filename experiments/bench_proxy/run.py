@@ -22,7 +22,6 @@ from pathlib import Path
 from experiments.bench_proxy import proxies, table
 from experiments.bench_proxy.engines import (
     PAIR,
-    SSE_PAIR,
     VLLM_PAIR,
     BenchError,
     Instance,
@@ -47,11 +46,9 @@ PEERS: dict[str, Start] = {
 }
 QUICK = ("no proxy", "nginx", "vllm-router P/D")
 _KVRS, _VLLM = "kvrs", "kvrs, vLLM"
-_SSE = "kvrs, no trunk"
 # No bar names these: the first round has them, unless --subjects names them.
 ONCE = ("aiohttp relay", "raw relay", "vllm-router", _VLLM)
-_OTHERS: dict[str, Sequence[Instance]] = {_SSE: SSE_PAIR, _VLLM: VLLM_PAIR}
-SUBJECTS = (*PEERS, _KVRS, _SSE, _VLLM)
+SUBJECTS = (*PEERS, _KVRS, _VLLM)
 
 
 def main() -> int:
@@ -149,7 +146,7 @@ class Bench:
     once: Sequence[str]  # Subjects of the first round alone.
     peers: dict[str, Start]
     trees: dict[str, Path]  # Of kvrs.
-    others: dict[str, Sequence[Instance]]  # This kvrs in front of other instances.
+    has_vllm: bool  # Also this kvrs in front of mocks of plain vLLM.
     steadies: Sequence[Steady]
     specials: Sequence[Special]
     rows: list[Row] = field(default_factory=list)
@@ -167,7 +164,7 @@ class Bench:
             () if arguments.subjects else ONCE,
             {name: start for name, start in PEERS.items() if name in wanted},
             trees,
-            {name: pair for name, pair in _OTHERS.items() if name in wanted},
+            _VLLM in wanted,
             [each for each in STEADY if each.name in names],
             [each for each in SPECIAL if each.name in names],
         )
@@ -199,23 +196,12 @@ class Bench:
     def _steps(self, setting: Setting, number: int) -> list[Step]:
         """All subjects, in each round from another one on, then what is of kvrs alone."""
         starts = self.peers | {name: proxies.kvrs(tree) for name, tree in self.trees.items()}
-        pairs = {
-            name: PAIR if proxies.has_trunk(tree) else SSE_PAIR for name, tree in self.trees.items()
-        }
+        if self.has_vllm:
+            starts[_VLLM] = proxies.kvrs()
         steady = [
-            Step(
-                name,
-                None,
-                partial(measure, setting, start, name, self.steadies, pairs.get(name, PAIR)),
-            )
+            Step(name, None, partial(measure, setting, start, name, self.steadies, _mocks(name)))
             for name, start in starts.items()
-        ]
-        steady += [
-            Step(name, None, partial(measure, setting, proxies.kvrs(), name, self.steadies, pair))
-            for name, pair in self.others.items()
-        ]
-        steady = [
-            each for each in steady if self.steadies and (number == 0 or each.name not in self.once)
+            if self.steadies and (number == 0 or name not in self.once)
         ]
         shift = number * 2 % max(1, len(steady))
         special = [
@@ -225,6 +211,10 @@ class Bench:
             if number == 0 or not each.once
         ]
         return steady[shift:] + steady[:shift] + special
+
+
+def _mocks(subject: str) -> Sequence[Instance]:
+    return VLLM_PAIR if subject == _VLLM else PAIR
 
 
 def _special(

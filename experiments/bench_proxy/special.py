@@ -50,8 +50,6 @@ def _opened(
     mirrored: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[Engines, Running]]:
-    if not proxies.has_trunk(tree):
-        instances = [replace(each, has_trunk=False) for each in instances]
     with ExitStack() as stack:
         engines = stack.enter_context(setting.engines(instances))
         start = proxies.kvrs(tree, mirrored=mirrored, **settings)
