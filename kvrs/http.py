@@ -193,7 +193,6 @@ class HttpPort:
         if self._direct is not None:
             await self._direct.close(self._shutdown_timeout_s)
         await self._runner.cleanup()
-        self._connections.abort()  # Trunks, whose connections have ended.
 
 
 async def _name_server(_: web.Request, response: web.StreamResponse) -> None:

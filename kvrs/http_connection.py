@@ -5,7 +5,6 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ from kvrs.connections import Connections
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
 from kvrs.protocol.secrets import Door, DoorKey
-from kvrs.trunk import PREFACE, Trunk
 
 SERVER = "kvrs"  # In every response, without versions.
 _FULL = error_body("too many connections are open", kind="server_error")
@@ -75,12 +73,10 @@ class HttpConnection(web.RequestHandler):
     """A connection that counts. `door` is the one of which the client has proved the key.
     `room_changed` is called with whether its client reads as fast as is written to it,
     `data_came` when something of the request's body may have come.
-
-    A client that has proved a key may make it a trunk, whose connections are as this one.
     """
 
     __slots__ = (
-        *("_abort", "_again", "_among", "_begun", "_proof", "_taken", "_turns", "_waits"),
+        *("_abort", "_among", "_proof", "_taken", "_turns", "_waits"),
         *("address", "data_came", "door", "room_changed"),
     )
 
@@ -97,10 +93,6 @@ class HttpConnection(web.RequestHandler):
         self._turns = turns
         self._waits = False  # For its turn to read.
         self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
-        self._again = (
-            partial(HttpConnection, server, among, turns, (), **settings) if keys else None
-        )
-        self._begun: bytes | None = None  # Of what follows a proof, if that may be a preface.
         self.address = ""
         self.door: Door | None = None
         self.room_changed: Callable[[bool], None] | None = None
@@ -139,15 +131,6 @@ class HttpConnection(web.RequestHandler):
             data = self._prove(self._proof, data)
             if not data:
                 return
-        if self._begun is not None:
-            data = self._begun + data
-            if len(data) < len(PREFACE) and PREFACE.startswith(data):
-                self._begun = data
-                return
-            self._begun = None
-            if data.startswith(PREFACE):
-                self._become_trunk(data[len(PREFACE) :])
-                return
         super().data_received(data)
         if self.data_came is not None:
             self.data_came()
@@ -166,24 +149,6 @@ class HttpConnection(web.RequestHandler):
         if not self._waits:
             super()._resume_transport_reading()
 
-    def _become_trunk(self, data: bytes) -> None:
-        """The connections in it are served from now on, and counted."""
-        assert self._taken is not None
-        self.transport = None  # aiohttp's server lets it go, and does not close it.
-        super().connection_lost(None)
-        self._among.begin(self)
-        trunk = Trunk(self._accepted, partial(self._among.forget, self))
-        self._taken.set_protocol(trunk)
-        trunk.connection_made(self._taken)
-        self._taken.write(PREFACE)
-        trunk.data_received(data)
-
-    def _accepted(self) -> "HttpConnection":
-        assert self._again is not None
-        made = self._again()
-        made.door = self.door
-        return made
-
     def _prove(self, proof: ServerProof, data: bytes) -> bytes:
         """Feed the proof; return the data that is left when it is over."""
         if self._taken is None:  # Refused.
@@ -199,7 +164,6 @@ class HttpConnection(web.RequestHandler):
         if proof.is_over:
             self._proof = None
             self.door = None if proof.door is None else proof.door.door
-            self._begun = None if self.door is None else b""
         return data
 
     def connection_lost(self, exc: BaseException | None) -> None:

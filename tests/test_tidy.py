@@ -26,7 +26,6 @@ RANK = {
     "connections": 1,
     "unfinished": 1,
     "tracing": 1,
-    "trunk": 1,
     "tls": 1,
     "protocol": 1,
     "profiles": 2,

@@ -53,7 +53,7 @@ class Instance:
             geometry=_GEOMETRY,
             max_model_len=131_072,
             page_port=1,
-            capabilities=[each for each in Capability if each is not Capability.TRUNK],
+            capabilities=list(Capability),
             prefill=MeasuredPrefill("bench", 256, [0.0001, 0.001, 0.002]),
         )
         load = LoadReport(

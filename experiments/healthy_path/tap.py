@@ -1,17 +1,13 @@
 """A thin TCP tap in front of an instance: forwards bytes, and records requests and the times of
-responses, also of connections within a trunk (`kvrs/trunk.py`).
+responses.
 """
 
 import asyncio
 import re
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from struct import Struct
+from collections import Counter
+from collections.abc import Callable
 
-from kvrs.trunk import MOST_BYTES, PREFACE
-
-_ENTRY = Struct(">II")
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _EVENT = re.compile(rb"data: (.*?)\n\n")
 
@@ -50,38 +46,6 @@ class Requests:
             self._counted(self.last)
 
 
-class Connections:
-    """Takes the bytes of one side apart: those of the connection itself are of number 0, and once
-    it is a trunk there are those of the connections within it.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._is_trunk = False
-
-    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Numbers of connections, and data of theirs."""
-        whole = self._rest + data
-        if not self._is_trunk:
-            at = whole.find(PREFACE)
-            if at < 0:
-                self._rest = whole[1 - len(PREFACE) :]
-                yield 0, data
-                return
-            self._is_trunk = True
-            whole = whole[at + len(PREFACE) :]
-            yield 0, data[: len(data) - len(whole)]
-        while len(whole) >= _ENTRY.size:
-            number, word = _ENTRY.unpack_from(whole)
-            # Of another kind than data it has none.
-            end = _ENTRY.size + (word if word <= MOST_BYTES else 0)
-            if len(whole) < end:
-                break
-            yield number, whole[_ENTRY.size : end]
-            whole = whole[end:]
-        self._rest = whole
-
-
 class Tap:
     """Listens on a port of its own, in front of one port of this machine."""
 
@@ -112,8 +76,7 @@ class _Caller(asyncio.Protocol):
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
-        self._asked, self._answered = Connections(), Connections()
-        self._requests: defaultdict[int, Requests] = defaultdict(lambda: Requests(tap.counted))
+        self._requests = Requests(tap.counted)
         self._early: list[bytes] = []  # Received before the instance's side was open.
         self._instance: asyncio.Transport | None = None
         self.transport: asyncio.Transport | None = None
@@ -132,8 +95,7 @@ class _Caller(asyncio.Protocol):
         transport.write(b"".join(self._early))
 
     def data_received(self, data: bytes) -> None:
-        for number, part in self._asked.feed(data):
-            self._requests[number].feed(part)
+        self._requests.feed(data)
         if self._instance is None:
             self._early.append(data)
         else:
@@ -142,9 +104,8 @@ class _Caller(asyncio.Protocol):
     def answered(self, data: bytes) -> None:
         assert self.transport is not None
         now_s = time.perf_counter()
-        for number, part in self._answered.feed(data):
-            if self._requests[number].last == "POST /v1/completions":
-                self._tap.answers.append((now_s, part))
+        if self._requests.last == "POST /v1/completions":
+            self._tap.answers.append((now_s, data))
         self.transport.write(data)
 
     def connection_lost(self, error: Exception | None) -> None:

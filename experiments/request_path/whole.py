@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from struct import Struct
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ from kvrs.proxy.reload import Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.wire.pool import Access, EngineLinks, Pool
+from kvrs.proxy.wire.upstream import Upstream
 
 TOKENS = 4
 PROMPT_TOKENS = 128
@@ -39,7 +39,6 @@ MEANWHILE_BYTES = 4 << 20
 PARTS = ("prefill_call_us", "decode_call_us", "first_byte_us", "cpu_us")
 
 _SECRET = b"request-path-0123456789"
-_ENTRY = Struct(">II")
 _STREAM = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
@@ -82,28 +81,35 @@ class _Written(asyncio.Transport):
 
 
 class _Engine(_Written):
-    """The other end of a trunk."""
-
-    number = 0  # Of the connection that has brought the last call.
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        super().write(data)
-        self.number, _ = _ENTRY.unpack_from(data)
+    """The engine's end of a connection."""
 
     def answer(self, *pieces: bytes) -> None:
-        entries = [_ENTRY.pack(self.number, len(piece)) + piece for piece in pieces]
-        self.protocol.data_received(b"".join(entries))
+        for piece in pieces:
+            self.protocol.data_received(piece)
+
+
+class _Pool(Pool):
+    """Connections to an engine in memory."""
+
+    def __init__(self, url: str, engines: list[_Engine]) -> None:
+        super().__init__(Access(), url)
+        self._engines = engines
+
+    async def _connect(self) -> Upstream:
+        upstream, engine = Upstream(asyncio.get_running_loop(), self._forget), _Engine()
+        engine.set_protocol(upstream)
+        upstream.connection_made(engine)
+        self._engines.append(engine)
+        return upstream
 
 
 class _Links(EngineLinks):
-    """The pools in the order of the instances."""
-
     def __init__(self) -> None:
         super().__init__(Access({}))
-        self.made: list[Pool] = []
+        self.engines: list[_Engine] = []
 
     def pool(self, url: str) -> Pool:
-        self.made.append(made := super().pool(url))
+        self._pools.append(made := _Pool(url, self.engines))
         return made
 
 
@@ -141,11 +147,8 @@ class Proxy:
         )
         observer = RequestObserver(metrics.registry, clock, logs_access=False)
         self.server: DirectServer = observer.watch(api.application(), api.direct())[1]
-        self.engines: list[_Engine] = []
-        for info, pool in zip(infos, links.made, strict=True):
+        for info in infos:
             control.instance_up(control.instances.known[info.id], info, clock())
-            self.engines.append(engine := _Engine())
-            pool.open_trunk_over(engine)
 
     def connect(self, client: _Written) -> DirectConnection:
         among = Connections(ConnectionLimits(10, 10))
@@ -156,7 +159,7 @@ class Proxy:
     async def called(self) -> _Engine:
         """The engine that gets the next call."""
         while True:
-            for engine in self.engines:
+            for engine in self.links.engines:
                 if engine.data:
                     return engine
             await asyncio.sleep(0)
@@ -219,7 +222,7 @@ async def measure(
     samples: list[tuple[int, ...]] = []
 
     def begin() -> tuple[int, int]:
-        for each in (client, *proxy.engines):
+        for each in (client, *proxy.links.engines):
             each.begin()
         if is_idle:
             time.sleep(PAUSE_S)

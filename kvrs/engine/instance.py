@@ -54,7 +54,6 @@ CAPABILITIES = [
     Capability.SPLIT,
     Capability.CHECKPOINT,
     Capability.EXACT_RESUME,
-    Capability.TRUNK,
 ]
 
 

@@ -45,11 +45,10 @@ class Capability(StrEnum):
     EXACT_RESUME = (
         "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
     )
-    TRUNK = "trunk"  # Takes connections of its port within one (`kvrs/trunk.py`).
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability | None":
-        """A capability of a later version keeps its name, and is no other's."""
+        """A capability of another version keeps its name, and is no other's."""
         if not isinstance(value, str):
             return None
         unknown = str.__new__(cls, value)

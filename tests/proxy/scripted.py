@@ -517,11 +517,5 @@ async def _break(
     return response
 
 
-def without_trunk(instances: dict[str, Scripted]) -> None:
-    """Each call comes over a connection of its own."""
-    for each in instances.values():
-        each.capabilities = [one for one in each.capabilities if one is not Capability.TRUNK]
-
-
 def _json(message: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(message), content_type="application/json")

@@ -15,7 +15,6 @@ from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES
 from kvrs.protocol.instance import (
-    Capability,
     FenceRequest,
     InstanceInfo,
     LoadReport,
@@ -89,7 +88,7 @@ class OpenAiPeer(Peer):
             body = call.spend()
         else:
             body = await self._large.run(size_bytes, call.spend)
-        upstream = await pool.take(len(body))
+        upstream = await pool.take()
         try:
             await upstream.send(pool.head(call.path, len(body), call.headers), body, reader)
             del call, body  # The answer may take minutes.
@@ -136,10 +135,7 @@ class PdBackend(OpenAiPeer):
     """An instance with the instance protocol."""
 
     async def info(self) -> InstanceInfo:
-        info = await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
-        if Capability.TRUNK in info.capabilities:
-            await self._pool.use_trunk()
-        return info
+        return await self.control("GET", "/kvrs/v1/instance", None, InstanceInfo)
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
         request = FenceRequest(

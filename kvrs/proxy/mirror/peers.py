@@ -123,7 +123,7 @@ class ProxyPeer(Peer):
 
     async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
         reader = WholeReader(MAX_BODY_BYTES)
-        upstream = await self._pool.take(len(body))
+        upstream = await self._pool.take()
         try:
             await upstream.send(self._pool.head(path, len(body)), body, reader)
             await upstream.ended()

@@ -1,13 +1,11 @@
 """The connections to one instance for the calls of streams, kept from one call to the next."""
 
 import asyncio
-import logging
 import os
 import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -35,13 +33,7 @@ from kvrs.proxy.wire.peer import (
 )
 from kvrs.proxy.wire.upstream import Need, Upstream
 from kvrs.tls import Certificates
-from kvrs.trunk import PREFACE, Trunk
 
-log = logging.getLogger(__name__)
-
-# A longer request has a connection of its own, so that no token of another stream waits for it.
-MOST_BYTES_IN_TRUNK = 64 << 10
-_TRUNK_PAUSE_S = 1.0  # Until one is opened again.
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
 
 
@@ -84,7 +76,7 @@ class EngineLinks:
     def drop(self, pool: "Pool") -> None:
         """Nothing more is asked there; calls that run go on to their end."""
         self._pools.remove(pool)
-        pool.retire()
+        pool.close()
 
     async def close(self) -> None:
         for pool in self._pools:
@@ -112,88 +104,68 @@ class Pool:
             f"POST {parsed.path}%s HTTP/1.1\r\nHost: {parsed.netloc}\r\n{token}"
             "Content-Type: application/json\r\nContent-Length: %d\r\n%s\r\n"
         )
-        # By the time since when, longest first: connections of their own, and those in the trunk.
-        self._kept: dict[Upstream, float] = {}
-        self._kept_there: dict[Upstream, float] = {}
+        self._kept: dict[Upstream, float] = {}  # By the time since when, longest first.
         self._forget = self._lost  # One for all connections.
-        self._trunk: Trunk | None = None
-        self._opening: asyncio.Task[None] | None = None
         self._sweep: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._lost_calls: list[tuple[EagerFuture[Need], UpstreamError]] = []
 
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
         """The head of a request; each line of `headers` has its end."""
         return (self._head % (path, size_bytes, headers)).encode()
 
-    async def take(self, size_bytes: int) -> Upstream:
-        """A connection for one call with a body of this size, which gives it back.
+    async def take(self) -> Upstream:
+        """A connection for one call, which gives it back: the one that has been idle for the
+        shortest time, or a new one.
 
         Raises:
             UpstreamError: there is none; the process may be dead.
         """
-        trunk = self._trunk
-        if trunk is None or not trunk.is_open or size_bytes > MOST_BYTES_IN_TRUNK:
-            if (own := _taken(self._kept)) is not None:
-                return own
-            return await connect_with_descriptor(self._connect, self._url)
-        if (kept := _taken(self._kept_there)) is not None:
-            return kept
-        upstream = Upstream(asyncio.get_running_loop(), self._forget, in_trunk=True)
-        trunk.connect(upstream)
-        return upstream
+        while self._kept:
+            upstream, _ = self._kept.popitem()
+            if upstream.is_open:
+                return upstream
+        return await connect_with_descriptor(self._connect, self._url)
 
     def give_back(self, upstream: Upstream) -> None:
         if not upstream.leave():
             return
-        all_kept = self._kept_there if upstream.in_trunk else self._kept
-        if len(all_kept) >= MOST_KEPT:
-            oldest = next(iter(all_kept))
-            del all_kept[oldest]
+        if self._is_closed:
+            upstream.close()
+            return
+        if len(self._kept) >= MOST_KEPT:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
             oldest.close()
         loop = asyncio.get_running_loop()
-        all_kept[upstream] = loop.time()
+        self._kept[upstream] = loop.time()
         if self._sweep is None:
             self._sweep = loop.call_later(KEPT_S, self._close_old)
 
-    def retire(self) -> None:
-        """Keep no connection that no call uses, and no trunk once the last call in it has ended."""
-        if self._opening is not None:
-            self._opening.cancel()
-        for upstream in [*self._kept, *self._kept_there]:
-            upstream.close()
-        self._kept.clear()
-        self._kept_there.clear()
-        trunk, self._trunk = self._trunk, None  # Before it is lost: it is not opened again.
-        if trunk is not None:
-            trunk.retire()
-
     def close(self) -> None:
-        trunk = self._trunk
-        self.retire()
+        """Close what no call uses, and from now on each connection when its call has ended."""
+        self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
-        if trunk is not None:
-            trunk.abort()
+        for upstream in list(self._kept):
+            upstream.close()
+        self._kept.clear()
 
     def _close_old(self) -> None:
         """Close what has been idle for too long, and look again when the next one will have."""
         loop = asyncio.get_running_loop()
-        now_s, self._sweep, next_s = loop.time(), None, inf
-        for all_kept in (self._kept, self._kept_there):
-            for upstream, since_s in list(all_kept.items()):
-                if now_s - since_s < KEPT_S:
-                    next_s = min(next_s, since_s + KEPT_S)
-                    break
-                del all_kept[upstream]
-                upstream.close()
-        if next_s < inf:
-            self._sweep = loop.call_at(next_s, self._close_old)
+        now_s, self._sweep = loop.time(), None
+        for upstream, since_s in list(self._kept.items()):
+            if now_s - since_s < KEPT_S:
+                self._sweep = loop.call_at(since_s + KEPT_S, self._close_old)
+                return
+            del self._kept[upstream]
+            upstream.close()
 
     def _lost(
         self, upstream: Upstream, call: EagerFuture[Need] | None, error: UpstreamError | None
     ) -> None:
         self._kept.pop(upstream, None)
-        self._kept_there.pop(upstream, None)
         if call is not None and error is not None:
             if not self._lost_calls:
                 asyncio.get_running_loop().call_later(LOST_TOGETHER_S, self._fail_lost)
@@ -207,54 +179,6 @@ class Pool:
                 if isinstance(error, ConnectionLostError):
                     error.has_waited = True
                 call.set_exception(error)
-
-    # The trunk.
-
-    async def use_trunk(self) -> None:
-        """The process that has just come up takes connections within one: open that for calls to
-        come. Whenever none is open, calls have connections of their own.
-        """
-        if self._opening is not None:
-            self._opening.cancel()  # It may be waiting, after the loss of the one before.
-        self._opening = opening = asyncio.get_running_loop().create_task(self._open_trunk(0.0))
-        await asyncio.wait({opening})
-
-    async def _open_trunk(self, after_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await asyncio.sleep(after_s)
-            key = self._key()
-            transport, greeter = await self._open(loop)
-            if key is not None:
-                await _proved(transport, greeter, key)
-            await _agreed(transport)
-        except (OSError, UpstreamError) as error:
-            log.info("no trunk", extra={"url": self._url, "cause": str(error)})
-            return
-        finally:
-            if self._opening is asyncio.current_task():
-                self._opening = None
-        self.open_trunk_over(transport)
-
-    def open_trunk_over(self, transport: asyncio.Transport) -> None:
-        """The other end takes a trunk: it carries the calls from now on."""
-        trunk = Trunk(None, lambda: self._trunk_lost(trunk))
-        transport.set_protocol(trunk)
-        trunk.connection_made(transport)
-        # Calls of a process that has been fenced go on in the one that there was.
-        before, self._trunk = self._trunk, trunk
-        for upstream in list(self._kept_there):
-            upstream.close()
-        self._kept_there.clear()
-        if before is not None:
-            before.retire()
-
-    def _trunk_lost(self, trunk: Trunk) -> None:
-        if self._trunk is trunk:
-            self._trunk = None
-            if self._opening is None:
-                opening = self._open_trunk(_TRUNK_PAUSE_S)
-                self._opening = asyncio.get_running_loop().create_task(opening)
 
     # New connections.
 
@@ -311,38 +235,6 @@ class Pool:
         return await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
 
 
-class _Opening(asyncio.Protocol):
-    """Asks for a trunk, and waits for the answer."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self.preface: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._transport = transport
-        self._received = b""
-        transport.set_protocol(self)
-        transport.write(PREFACE)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._received == PREFACE:
-            self.preface.set_result(None)
-        elif not PREFACE.startswith(self._received):
-            self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.preface.done():
-            self.preface.set_exception(ConnectionResetError("it takes no trunk"))
-            self.preface.exception()  # The task that waits may have been cancelled.
-
-
-def _taken(all_kept: dict[Upstream, float]) -> Upstream | None:
-    """The one that has been idle for the shortest time."""
-    while all_kept:
-        upstream, _ = all_kept.popitem()
-        if upstream.is_open:
-            return upstream
-    return None
-
-
 async def _connected(
     loop: asyncio.AbstractEventLoop, addresses: Sequence[aiohttp.AddrInfoType]
 ) -> socket.socket:
@@ -374,17 +266,6 @@ async def _proved(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) 
     except ProofError as error:
         transport.abort()
         raise _unproven(str(error)) from None
-    except BaseException:
-        transport.abort()
-        raise
-
-
-async def _agreed(transport: asyncio.Transport) -> None:
-    """Raises OSError: the other end takes no trunk, or does not answer."""
-    try:
-        opened = _Opening(transport)
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await opened.preface
     except BaseException:
         transport.abort()
         raise

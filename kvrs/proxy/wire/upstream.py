@@ -100,17 +100,10 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         *("_ended", "_is_paused", "_is_sent", "_loop", "_lost", "_reader", "_refusal"),
-        *("_response", "_room", "_shortcut", "_take", "_transport", "in_trunk"),
+        *("_response", "_room", "_shortcut", "_take", "_transport"),
     )
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        lost: "Lost",
-        *,
-        in_trunk: bool = False,
-    ) -> None:
-        self.in_trunk = in_trunk  # Else it is a connection of its own.
+    def __init__(self, loop: asyncio.AbstractEventLoop, lost: "Lost") -> None:
         self._loop = loop
         self._lost = lost
         self._transport: asyncio.Transport | None = None

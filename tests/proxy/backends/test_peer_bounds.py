@@ -12,7 +12,6 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.scripted import without_trunk
 
 pytestmark = pytest.mark.network
 
@@ -76,11 +75,7 @@ async def test_an_answer_that_does_not_end_is_not_kept(
 
 async def test_clients_learn_no_address(build: ProxyClusterBuilder) -> None:
     """Neither of an instance that takes no connection, nor of the proxy's end of it."""
-    system = await build(
-        pairs=1,
-        policy={"recovery": {"max_attempts": 1, "wait_s": 0.5}},
-        prepare=without_trunk,
-    )
+    system = await build(pairs=1, policy={"recovery": {"max_attempts": 1, "wait_s": 0.5}})
     p0 = system.instances["p0"]
     assert p0._port is not None
     for site in list(p0._port._runner.sites):  # Its watch goes on.

@@ -220,7 +220,9 @@ async def test_an_instance_that_is_not_the_configured_one_is_refused(
 async def test_a_capability_of_a_later_version_is_an_offer_that_is_not_taken(
     build: ProxyClusterBuilder,
 ) -> None:
-    """The instance serves as one without it; so engines may be updated before proxies."""
+    """The instance serves as one without it. So engines may be updated before proxies, and engines
+    that still declare what proxies have given up need no update.
+    """
 
     def prepare(instances: dict[str, Scripted]) -> None:
         for instance in instances.values():

@@ -3,7 +3,6 @@
 import asyncio
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from struct import pack
 from types import FrameType
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
 from kvrs.proxy.wire.sse import head_of
 from kvrs.proxy.wire.upstream import Need, Upstream
-from kvrs.trunk import Trunk
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 SETTINGS = settings(max_examples=400, deadline=None)
@@ -335,17 +333,16 @@ def test_a_token_that_must_not_come_is_left_to_the_long_way(
     assert len(way.journal.output_ids) == 3
 
 
-async def test_a_token_takes_five_calls_from_trunk_to_client() -> None:
+async def test_a_token_takes_three_calls_from_connection_to_client() -> None:
     """What its CPU in Python depends on."""
     loop, wire = asyncio.get_running_loop(), Wire()
     way = Way(loop, journal_of(is_chat=False), is_short=True)
-    trunk, upstream = Trunk(None, lambda: None), Upstream(loop, lambda *_: None, in_trunk=True)
-    trunk.connection_made(cast(asyncio.Transport, wire))
-    trunk.connect(upstream)
+    upstream = Upstream(loop, lambda *_: None)
+    upstream.connection_made(cast(asyncio.Transport, wire))
     await upstream.send(b"request", b"", way.relay)
     usual = chunk(sse(event("a", [7], name="name", is_chat=False)))
     for data in (HEAD, usual, usual, usual):
-        trunk.data_received(pack(">II", 1, len(data)) + data)
+        upstream.data_received(data)
     called: list[str] = []
 
     def note(frame: FrameType, what: str, _: Any) -> None:
@@ -353,16 +350,10 @@ async def test_a_token_takes_five_calls_from_trunk_to_client() -> None:
             called.append(frame.f_code.co_qualname)
 
     sys.setprofile(note)
-    trunk.data_received(pack(">II", 1, len(usual)) + usual)
+    upstream.data_received(usual)
     sys.setprofile(None)
 
-    assert called == [
-        "Trunk.data_received",
-        "TrunkConnection.received",
-        "Upstream.data_received",
-        "TokenPath.take",
-        "Journal.wrote",
-    ]
+    assert called == ["Upstream.data_received", "TokenPath.take", "Journal.wrote"]
     assert len(way.journal.output_ids) == 4
 
 

@@ -10,7 +10,7 @@ from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault, Scripted, without_trunk
+from tests.proxy.scripted import Fault, Scripted
 from tests.proxy.scripted_model import Arithmetic, Sampler, expected_ids, text_of
 
 pytestmark = pytest.mark.network
@@ -159,7 +159,6 @@ async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
     """Services come and go; a bug of tests would end the proxy at the third time."""
 
     def prepare(instances: dict[str, Scripted]) -> None:
-        without_trunk(instances)
         script = instances["d1"].script
         script.gate, script.gate_at = asyncio.Event(), 2
 

@@ -404,6 +404,25 @@ async def test_kept_connections_are_bounded_in_time(monkeypatch: pytest.MonkeyPa
     assert len(instance.connections) == 3
 
 
+async def test_an_instance_that_is_removed_has_no_connection_once_its_calls_have_ended() -> None:
+    """A call that runs gets its whole answer; what no call uses is closed at once."""
+    instance = Instance([HEAD + CHUNK, WHOLE], holds=True)
+
+    async with serving(instance) as backend:
+        reader = Gathering()
+        running = asyncio.ensure_future(backend.decode(call(), reader))
+        await reader.begun.wait()
+        await backend.decode(call(), Gathering())
+        backend.leave()
+        await until_closed(instance, 1)
+        instance.connections[0].write(CHUNK + b"0\r\n\r\n")
+        await running
+        await until_closed(instance, 2)
+
+    assert reader.data == b"abcabc"
+    assert not backend._links._pools
+
+
 @pytest.mark.parametrize(("tokens", "beside"), [(10, False), (40_000, True)])
 async def test_a_long_prompt_is_written_and_read_beside_the_event_loop(
     tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
