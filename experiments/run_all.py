@@ -129,6 +129,7 @@ def _kinds(folder: str, minutes: float, *needs: Need, **options: str) -> list[Ex
 ALL = (
     _plain("decision", 1),
     _plain("request_path", 1),
+    Experiment("request_path", ("gauge",), 1, "python -m experiments.request_path.gauge"),
     _plain("malloc_trim", 3),
     _plain("supervision", 3),
     _plain("innocents", 15),

@@ -5,7 +5,8 @@ between what comes in and what goes out, without any socket.
 import asyncio
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -209,17 +210,13 @@ def decoded() -> Iterator[tuple[bytes, ...]]:
         yield (_STREAM, chunk) if token == 0 else (chunk + _LAST_CHUNK * is_last,)
 
 
-async def measure(
-    config: Config, infos: Sequence[InstanceInfo], rounds: int, *, is_idle: bool
-) -> dict[str, float]:
-    """Median microseconds of a request's parts: from its last byte to the prefill call, from the
-    answer to that to the decode call, from the first token to the first byte out, and of CPU for
-    all of it with `TOKENS` tokens. `is_idle`: as `measure_events` has it.
-    """
+async def exchanges(
+    config: Config, infos: Sequence[InstanceInfo], *, is_idle: bool
+) -> AsyncGenerator[tuple[int, ...]]:
+    """Run requests one after the other; of each the nanoseconds of `PARTS`."""
     proxy, client = Proxy(config, infos), _Written()
     connection = proxy.connect(client)
     asked, answer, (first, *steps) = request(), prefilled(), decoded()
-    samples: list[tuple[int, ...]] = []
 
     def begin() -> tuple[int, int]:
         for each in (client, *proxy.links.engines):
@@ -233,30 +230,47 @@ async def measure(
         begun_ns, begun_cpu_ns = begun
         return written.first_ns - begun_ns, time.thread_time_ns() - begun_cpu_ns
 
-    for n in range(WARM_UP + rounds):
-        if n == WARM_UP:
-            keep_what_is_there()
-        begun = begin()
-        connection.data_received(asked)
-        prefill = await proxy.called()
-        to_prefill_ns, asking_ns = took(begun, prefill)
-        begun = begin()
-        prefill.answer(answer)
-        decode = await proxy.called()
-        to_decode_ns, prefilling_ns = took(begun, decode)
-        begun = begin()
-        decode.answer(*first)
-        to_client_ns, first_ns = took(begun, client)
-        begun = begin()
-        for step in steps:
-            decode.answer(*step)
-        while not client.data[-1].endswith(_LAST_CHUNK):
+    try:
+        while True:
+            begun = begin()
+            connection.data_received(asked)
+            prefill = await proxy.called()
+            to_prefill_ns, asking_ns = took(begun, prefill)
+            begun = begin()
+            prefill.answer(answer)
+            decode = await proxy.called()
+            to_decode_ns, prefilling_ns = took(begun, decode)
+            begun = begin()
+            decode.answer(*first)
+            to_client_ns, first_ns = took(begun, client)
+            begun = begin()
+            for step in steps:
+                decode.answer(*step)
+            while not client.data[-1].endswith(_LAST_CHUNK):
+                await asyncio.sleep(0)
             await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        _, rest_ns = took(begun, client)
-        cpu_ns = asking_ns + prefilling_ns + first_ns + rest_ns
-        samples.append((to_prefill_ns, to_decode_ns, to_client_ns, cpu_ns))
-    await proxy.links.close()
+            _, rest_ns = took(begun, client)
+            cpu_ns = asking_ns + prefilling_ns + first_ns + rest_ns
+            yield to_prefill_ns, to_decode_ns, to_client_ns, cpu_ns
+    finally:
+        await proxy.links.close()
+
+
+async def measure(
+    config: Config, infos: Sequence[InstanceInfo], rounds: int, *, is_idle: bool
+) -> dict[str, float]:
+    """Median microseconds of a request's parts: from its last byte to the prefill call, from the
+    answer to that to the decode call, from the first token to the first byte out, and of CPU for
+    all of it with `TOKENS` tokens. `is_idle`: as `measure_events` has it.
+    """
+    samples: list[tuple[int, ...]] = []
+    async with aclosing(exchanges(config, infos, is_idle=is_idle)) as made:
+        async for took_ns in made:
+            samples.append(took_ns)
+            if len(samples) == WARM_UP:
+                keep_what_is_there()
+            if len(samples) == WARM_UP + rounds:
+                break
     medians = (statistics.median(each) / 1e3 for each in zip(*samples[WARM_UP:], strict=True))
     return {name: round(us, 1) for name, us in zip(PARTS, medians, strict=True)}
 

@@ -1,0 +1,130 @@
+"""The path of a request of 4 tokens, and of a death with one victim, through the code of kvrs: how
+many functions are called how often, in how many files, and how often the next call is in another
+file. The sixth of six equal ones is traced; beside it the CPU of a request, hot and cold.
+
+python -m experiments.request_path.gauge [--json] [--calls request|death] [--out DIR]
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import uvloop
+
+import kvrs
+from experiments.record import Record
+from experiments.request_path import whole
+from experiments.request_path.run import NODES, make_config, make_info, measure_recovery
+
+BEFORE = 5  # Equal ones.
+ROUNDS = 200
+# The bars of the fold: files, functions, calls, changes of file.
+MOST = {"request": (34, 180, 330, 170), "death": (24, 140, 280, 110)}
+_PRODUCT = str(Path(kvrs.__file__).parent) + "/"
+
+
+@dataclass
+class Trace:
+    """The calls of functions of kvrs in this thread while it is entered, in their order."""
+
+    calls: list[tuple[str, str]] = field(default_factory=list)  # Files and functions.
+
+    def __enter__(self) -> Self:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(_PRODUCT):
+            self.calls.append((code.co_filename.removeprefix(_PRODUCT), code.co_qualname))
+
+    def figures(self) -> dict[str, int]:
+        files = [file for file, _ in self.calls]
+        return {
+            "files": len(set(files)),
+            "functions": len(set(self.calls)),
+            "calls": len(self.calls),
+            "changes_of_file": sum(a != b for a, b in pairwise(files)),
+        }
+
+
+async def traced_request() -> Trace:
+    config = make_config(NODES[0])
+    infos = [make_info(each.id, node.id, each.role) for node, each in config.cluster.instances()]
+    trace = Trace()
+    async with aclosing(whole.exchanges(config, infos, is_idle=False)) as made:
+        for _ in range(BEFORE):
+            await anext(made)
+        with trace:
+            await anext(made)
+    return trace
+
+
+async def traced_death() -> Trace:
+    for _ in range(BEFORE):
+        await measure_recovery(1)
+    trace = Trace()
+    await measure_recovery(1, trace)
+    return trace
+
+
+def cpu_us(*, is_idle: bool) -> float:
+    config = make_config(NODES[0])
+    infos = [make_info(each.id, node.id, each.role) for node, each in config.cluster.instances()]
+    return whole.measured(config, infos, ROUNDS, is_idle=is_idle)["cpu_us"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON alone")
+    parser.add_argument("--calls", choices=MOST, help="print the calls of one of them instead")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    record = Record()
+    traces = {"request": uvloop.run(traced_request()), "death": asyncio.run(traced_death())}
+    if options.calls:
+        print(*(f"{file} {name}" for file, name in traces[options.calls].calls), sep="\n")
+        return 0
+    figures: dict[str, Any] = {name: trace.figures() for name, trace in traces.items()}
+    cpu = {"hot": cpu_us(is_idle=False), "cold": cpu_us(is_idle=True)}
+    is_met = all(
+        found <= most
+        for name, limits in MOST.items()
+        for found, most in zip(figures[name].values(), limits, strict=True)
+    )
+    document = figures | {"request_cpu_us": cpu, "at_most": MOST, "met": is_met}
+    if options.json:
+        print(json.dumps(document, indent=1))
+        return 0
+    text = as_text(figures, cpu)
+    print(text)
+    record.keep(options.out, "gauge", document, text)
+    return 0 if is_met else 1
+
+
+def as_text(figures: dict[str, dict[str, int]], cpu: dict[str, float]) -> str:
+    lines = [f"{'':<10}{'files':>12}{'functions':>12}{'calls':>12}{'changes of file':>18}"]
+    for name, found in figures.items():
+        shown = [
+            f"{value} ({most})" for value, most in zip(found.values(), MOST[name], strict=True)
+        ]
+        lines.append(f"{name:<10}{shown[0]:>12}{shown[1]:>12}{shown[2]:>12}{shown[3]:>18}")
+    lines.append("in brackets: at most")
+    lines.append(f"CPU of a request, us: hot {cpu['hot']:.0f}, cold {cpu['cold']:.0f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
