@@ -56,8 +56,9 @@ def test_the_base_needs_nothing_of_the_extras() -> None:
 def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extras() -> None:
     """A proxy starts in a fraction of a second, and a simulator needs no tensors."""
     modules = (
-        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs.cluster.fault_injection, kvrs.explain.questions, "
-        "kvrs.load.command, kvrs.proxy.server, kvrs.report.compare, kvrs.sim.command"
+        "kvrs.agent.__main__, kvrs.api, kvrs.cli, kvrs.cluster.fault_injection, "
+        "kvrs.explain.questions, kvrs.load.command, kvrs.proxy.server, "
+        "kvrs.report.compare, kvrs.sim.command"
     )
     script = f"import sys, {modules}; print(sorted(sys.modules.keys() & {OPTIONAL}))"
 
