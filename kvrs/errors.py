@@ -9,6 +9,11 @@ EXTRAS = {
     "engine": _ENGINE,
     "report": ("matplotlib", "numpy"),
     "ray": (*_ENGINE, "ray"),
+    "tracing": (
+        "opentelemetry.exporter.otlp.proto.http",
+        "opentelemetry.sdk",
+        "opentelemetry.trace",
+    ),
     "distserve": (*_ENGINE, "filelock", "huggingface_hub", "psutil", "ray", "transformers"),
 }
 _BEYOND_NUMBERS = 1e9  # Seconds, rates and factors that are larger are mistakes, as nan is.
@@ -53,12 +58,19 @@ def check_extras(*extras: str) -> None:
         MissingExtraError: some are not.
     """
     extra_of = {module: extra for extra in extras for module in EXTRAS[extra]}
-    absent = [module for module in extra_of if find_spec(module) is None]
+    absent = [module for module in extra_of if not _is_installed(module)]
     if absent:
         wanted = ",".join(dict.fromkeys(extra_of[module] for module in absent))
         raise MissingExtraError(
             f"not installed: {', '.join(absent)}; to install: pip install 'kvrs[{wanted}]'"
         )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # The package that it would be in is not installed either.
+        return False
 
 
 class TraceError(KvrsError):

@@ -23,6 +23,7 @@ from kvrs.config.settings import HOST_OF_PORT, is_numeric
 from kvrs.config.tenants import read_tenants
 from kvrs.config.tls import TlsSettings
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.tracing.settings import trace_settings
 
 _RESOLVE_S = 3.0
 _MOST_SHOWN = 3
@@ -81,6 +82,7 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """
     from kvrs.proxy.workers.ports import check_shared_ports
 
+    yield from faults_in(partial(trace_settings, environ))
     yield from faults_in(partial(check_shared_ports, config))
     yield from _faults_of_model(config)
     for key, path, read in private_files(config, environ):

@@ -82,6 +82,7 @@ def up(
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.cluster.launcher import Cluster
     from kvrs.cluster.upkeep import Upkeep
+    from kvrs.tracing.settings import trace_settings
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
     of_instances = {"tp": tp, "pp": pp}
@@ -102,6 +103,7 @@ def up(
     settings = read_config()
     needed = "engine" if ray is None else "ray"
     check_extras("distserve" if settings.cluster.backend is Backend.DISTSERVE else needed)
+    trace_settings(os.environ)  # Raises ConfigError, as every process of the cluster would.
     read_launch = partial(_launch, config, environ)
     upkeep = Upkeep(say, read_config, read_launch)
     # From here on every ending signal takes the same path, which always cleans up.

@@ -4,6 +4,7 @@ instance protocol.
 
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -15,7 +16,6 @@ from kvrs.engine.answers import Answer, ChatAnswer, CompletionAnswer
 from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.runs import FencedError
 from kvrs.engine.served import ServedInstance
-from kvrs.engine.spans import RunTrace, RunTracer
 from kvrs.heartbeats import add_heartbeats
 from kvrs.protocol.instance import (
     FenceRequest,
@@ -34,8 +34,11 @@ from kvrs.protocol.openai.requests import (
 )
 from kvrs.protocol.secrets import Door
 
+if TYPE_CHECKING:
+    from kvrs.engine.spans import RunTrace, RunTracer
 
-def make_app(instance: ServedInstance, tracer: RunTracer | None = None) -> web.Application:
+
+def make_app(instance: ServedInstance, tracer: "RunTracer | None" = None) -> web.Application:
     """All routes of an instance. All but `/healthz` require the instance's key. `tracer`: of the
     calls that are traced; None: none are.
     """
@@ -80,7 +83,7 @@ def _refuse_while_down(instance: ServedInstance) -> Middleware:
 class InstanceHandlers:
     """Handlers of all routes; each only translates."""
 
-    def __init__(self, instance: ServedInstance, tracer: RunTracer | None) -> None:
+    def __init__(self, instance: ServedInstance, tracer: "RunTracer | None") -> None:
         self._instance = instance
         self._tracer = tracer
         self._admission = Admission(instance)
@@ -151,7 +154,7 @@ class InstanceHandlers:
         answer = ChatAnswer(asked, run, model, int(time.time()), pieces, names_prompt=names_prompt)
         return await self._serve(request, asked, run, answer, trace)
 
-    def _begin_trace(self, request: web.Request) -> RunTrace | None:
+    def _begin_trace(self, request: web.Request) -> "RunTrace | None":
         return None if self._tracer is None else self._tracer.begin(request.headers)
 
     async def _serve(
@@ -160,7 +163,7 @@ class InstanceHandlers:
         asked: CompletionRequest | ChatRequest,
         run: GenerationRun,
         answer: Answer,
-        trace: RunTrace | None,
+        trace: "RunTrace | None",
     ) -> web.StreamResponse:
         """Run to the end; a client that disconnects ends its run."""
         if trace is not None:

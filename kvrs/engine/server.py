@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,7 +17,6 @@ from kvrs.descriptors import raise_descriptor_limit
 from kvrs.engine.instance import EngineInstance, LoadedModel
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedInstance
-from kvrs.engine.spans import tracing
 from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
@@ -24,6 +24,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Door, door_keys
 from kvrs.tls import load_certificates
+from kvrs.tracing.settings import trace_settings
 from kvrs.transfer.fault_route import add_fault_route
 
 log = logging.getLogger(__name__)
@@ -109,10 +110,20 @@ async def serve_http(
     Raises:
         ConfigError: a port is in use, or traces cannot be sent as the environment says.
     """
-    async with tracing(instance.settings.id, time.monotonic) as tracer:
-        app = make_app(instance, tracer)
+    tracer = None
+    if (settings := trace_settings(os.environ)) is not None:
+        from kvrs.engine.spans import RunTracer
+        from kvrs.tracing.sending import SpanSender
+
+        name = instance.settings.id
+        tracer = RunTracer(SpanSender(settings, "kvrs-engine", name), name, time.monotonic)
+    app = make_app(instance, tracer)
+    try:
         async with _serve_app(instance, app, allow_faults=allow_faults):
             yield app
+    finally:
+        if tracer is not None:
+            await tracer.close()
 
 
 @asynccontextmanager

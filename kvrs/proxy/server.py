@@ -34,7 +34,7 @@ from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
 from kvrs.proving import Address, address_of, agent_keys
 from kvrs.proxy.api.admin import Admin, OwnSource
 from kvrs.proxy.api.app import ClientApi
-from kvrs.proxy.api.observing import RequestObserver
+from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
@@ -49,7 +49,6 @@ from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.spans import Tracer
 from kvrs.proxy.watch.fleet import Fleet, FleetLinks
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.watch.self_test import SelfTester
@@ -59,8 +58,6 @@ from kvrs.proxy.wire.peer import new_session
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.workers.link import WorkerLink
 from kvrs.proxy.workers.running import Stop, run_service
-from kvrs.tracing.sender import SpanSender
-from kvrs.tracing.settings import trace_settings
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +91,6 @@ class Proxy:
         self.tenants: Tenants | None = None
         self._api: ClientApi | None = None
         self._observer: RequestObserver | None = None
-        self._spans: SpanSender | None = None
         self._sessions: list[aiohttp.ClientSession | EngineLinks] = []
         self._driver: Driver | None = None
         self._to_agents: aiohttp.ClientSession | None = None
@@ -182,7 +178,6 @@ class Proxy:
             keep(TaskKind.KEYS, tenants.run),
             keep(TaskKind.FLEET, follower.run),
             keep(TaskKind.FLEET, services.run),
-            *([keep(TaskKind.TRACES, self._spans.run)] if self._spans else []),
             *([self._link.share_load(control)] if self._link else []),
             observe_lag(metrics.loop_lag.observe),
             mirror.run(),
@@ -221,13 +216,13 @@ class Proxy:
 
     def _open_observer(self, metrics: Metrics) -> RequestObserver:
         """Raises ConfigError: what the environment asks for traces cannot be done."""
-        config, tracer = self._config, None
-        if (settings := trace_settings(os.environ, "kvrs-proxy", config.proxy.id)) is not None:
-            self._spans = SpanSender(settings)
-            tracer = Tracer(settings.sampler, self._spans.add, config.cluster.backend)
+        config = self._config
         metrics.orders_aside.set_function(lambda: len(self.reloads.orders.aside))
         return RequestObserver(
-            metrics.registry, time.monotonic, logs_access=config.logs.access, tracer=tracer
+            metrics.registry,
+            time.monotonic,
+            logs_access=config.logs.access,
+            tracer=open_tracer(config.proxy.id, config.cluster.backend, os.environ),
         )
 
     def _load_tls(self) -> TlsOfPorts:
@@ -381,10 +376,8 @@ class Proxy:
         for session in self._sessions:
             await session.close()
         if self._observer is not None:
-            self._observer.close()
-        if self._spans is not None:
-            await self._spans.close()
-        self._membership = self._spans = None
+            await self._observer.close()
+        self._membership = None
         self._ports, self._background, self._sessions = [], [], []
 
     def _describe(self) -> dict[str, Any]:

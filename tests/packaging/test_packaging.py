@@ -1,5 +1,6 @@
 """The distribution has a small base, extras by name and a public API."""
 
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,29 @@ from tests.packaging.hashes import locked
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {*sum(EXTRAS.values(), ())}
+# Distributions whose modules have other names.
+MODULES = {
+    "opentelemetry-api": "opentelemetry.trace",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry-sdk": "opentelemetry.sdk",
+}
+PROXY_WITHOUT_TRACES = """
+import asyncio, sys
+sys.modules["opentelemetry"] = None  # An import of it fails, as where it is not installed.
+from kvrs.config.file import parse_config
+from kvrs.proxy.server import Proxy
+
+async def main():
+    instances = [{"id": "e0", "role": "both", "port": 1, "page_port": 2}]
+    nodes = [{"id": "n0", "instances": instances}]
+    ports = {"port": 0, "admin_port": 0}
+    proxy = Proxy(parse_config({"proxy": ports, "cluster": {"nodes": nodes}}), bytes(32))
+    await proxy.start()
+    await proxy.close()
+
+asyncio.run(main())
+print([name for name in sys.modules if name.startswith("opentelemetry.")])
+"""
 
 
 @pytest.fixture
@@ -29,13 +53,14 @@ def base_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requirements_of(extra: str) -> set[str]:
-    """The distributions that an extra installs, with those of the extras that it includes."""
+    """The modules that an extra installs, with those of the extras that it includes."""
     found = set()
     for requirement in PROJECT["optional-dependencies"][extra]:
         if included := re.fullmatch(r"kvrs\[(.*)\]", requirement):
             found |= set().union(*map(requirements_of, included[1].split(",")))
         else:
-            found.add(re.split(r"[<>=]", requirement)[0])
+            name = re.split(r"[<>=]", requirement)[0]
+            found.add(MODULES.get(name, name))
     return found
 
 
@@ -63,6 +88,16 @@ def test_everything_but_the_engine_and_the_cluster_is_imported_without_the_extra
     script = f"import sys, {modules}; print(sorted(sys.modules.keys() & {OPTIONAL}))"
 
     assert subprocess.check_output([sys.executable, "-c", script]) == b"[]\n"
+
+
+@pytest.mark.process
+@pytest.mark.network
+def test_a_proxy_without_traces_needs_no_extra_of_traces() -> None:
+    """No code of spans runs: nothing of OpenTelemetry is imported, at the start either."""
+    command = [sys.executable, "-c", PROXY_WITHOUT_TRACES]
+    environment = {name: value for name, value in os.environ.items() if "OTEL_" not in name}
+
+    assert subprocess.check_output(command, env=environment) == b"[]\n"
 
 
 @pytest.mark.usefixtures("base_install")

@@ -23,7 +23,7 @@ class Collector:
         body = await request.read()
         self.headers.append(dict(request.headers))
         if self.statuses:
-            return web.Response(status=self.statuses.popleft())
+            return web.Response(status=self.statuses.popleft(), headers={"Retry-After": "0"})
         self.taken.append(ExportTraceServiceRequest.FromString(body))
         return web.Response(content_type="application/x-protobuf")
 

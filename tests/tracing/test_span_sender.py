@@ -1,45 +1,47 @@
 """Spans on their way to a collector that refuses, is away, or is too slow."""
 
 import asyncio
-import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
+from opentelemetry.sdk.trace import Tracer
 
-from kvrs.errors import ConfigError
-from kvrs.tracing import sender
-from kvrs.tracing.otlp import Span, SpanKind
-from kvrs.tracing.sender import SpanSender
-from kvrs.tracing.settings import TraceSettings, trace_settings
+from kvrs.tracing import sending
+from kvrs.tracing.sending import SpanSender
+from kvrs.tracing.settings import trace_settings
 from tests.tracing.collector import collecting
 
 pytestmark = pytest.mark.network
 
-
-def span(number: int) -> Span:
-    return Span("1" * 32, f"{number:016x}", "", f"span {number}", SpanKind.SERVER, 1, 2, {})
+Sending = Callable[..., AbstractAsyncContextManager[SpanSender]]
 
 
-def settings(url: str, **changes: Any) -> TraceSettings:
-    found = trace_settings({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, "kvrs-proxy", "proxy-0")
-    assert found is not None
-    return replace(found, **changes)
+@pytest.fixture
+def send(monkeypatch: pytest.MonkeyPatch) -> Sending:
+    """A sender with these variables after `OTEL_`, closed when the block is left."""
+
+    @asynccontextmanager
+    async def opened(url: str, **environ: str) -> AsyncIterator[SpanSender]:
+        given = {"EXPORTER_OTLP_ENDPOINT": url, "BSP_SCHEDULE_DELAY": "50"} | environ
+        variables = {f"OTEL_{name}": value for name, value in given.items()}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        settings = trace_settings(variables)
+        assert settings is not None
+        sender = SpanSender(settings, "kvrs-proxy", "proxy-0")
+        try:
+            yield sender
+        finally:
+            await sender.close()
+
+    return opened
 
 
-@asynccontextmanager
-async def sending(given: TraceSettings) -> AsyncIterator[SpanSender]:
-    sent = SpanSender(given)
-    task = asyncio.create_task(sent.run())
-    try:
-        yield sent
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await sent.close()
+def add(sender: SpanSender, number: int) -> None:
+    sender.tracer.start_span(f"span {number}").end()
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -48,85 +50,122 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def dropped(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
-    return [
-        (vars(record)["count"], vars(record)["cause"])
-        for record in caplog.records
-        if record.message == "spans dropped"
-    ]
-
-
-async def test_a_full_batch_is_sent_at_once_and_the_rest_by_time() -> None:
+async def test_a_full_batch_is_sent_at_once_and_the_rest_at_the_end(send: Sending) -> None:
     """Each span once, in the order in which they ended."""
-    async with (
-        collecting() as collector,
-        sending(settings(collector.url, batch_spans=40, delay_s=3600.0)) as sent,
-    ):
-        for number in range(50):
-            sent.add(span(number))
-        await until(lambda: len(collector.spans) == 40)
-        await sent.close()
+    sizes = {"BSP_MAX_EXPORT_BATCH_SIZE": "40", "BSP_SCHEDULE_DELAY": "3600000"}
+    async with collecting() as collector:
+        async with send(collector.url, **sizes) as sender:
+            for number in range(50):
+                add(sender, number)
+            await until(lambda: len(collector.spans) == 40)
 
         assert [each.name for each in collector.spans] == [f"span {each}" for each in range(50)]
-        assert [len(each.resource_spans[0].scope_spans[0].spans) for each in collector.taken] == [
-            40,
-            10,
-        ]
+        sent = [len(each.resource_spans[0].scope_spans[0].spans) for each in collector.taken]
+        assert sent == [40, 10]
 
-    async with (
-        collecting() as collector,
-        sending(settings(collector.url, delay_s=0.05, is_packed=True, headers={"k": "v"})) as sent,
-    ):
-        sent.add(span(7))
+
+async def test_a_batch_is_sent_by_time_as_the_variables_say(send: Sending) -> None:
+    given = {
+        "EXPORTER_OTLP_HEADERS": "a=b",
+        "EXPORTER_OTLP_TRACES_HEADERS": "api-key=x%20y",
+        "EXPORTER_OTLP_COMPRESSION": "gzip",
+    }
+    async with collecting() as collector, send(collector.url, **given) as sender:
+        add(sender, 7)
         await until(lambda: bool(collector.spans))
+
         (headers,) = collector.headers
-        assert (headers["k"], headers["Content-Encoding"]) == ("v", "gzip")
+        assert (headers["api-key"], headers["Content-Encoding"]) == ("x y", "gzip")
+        assert "a" not in headers
+
+
+async def test_an_address_for_traces_is_the_whole_one(send: Sending) -> None:
+    async with collecting() as collector:
+        own = {"EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/own/path"}
+        async with send("http://nowhere.invalid", **own) as sender:
+            add(sender, 1)
+        assert [each.name for each in collector.spans] == ["span 1"]
 
 
 async def test_a_collector_that_is_busy_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    send: Sending, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And one that refuses is not: it would refuse the same again."""
-    monkeypatch.setattr(sender, "_PAUSE_S", 0.01)
-    async with (
-        collecting(503, 429) as collector,
-        sending(settings(collector.url, delay_s=0.05)) as sent,
-    ):
-        sent.add(span(1))
+    async with collecting(503, 429) as collector, send(collector.url) as sender:
+        add(sender, 1)
         await until(lambda: bool(collector.spans))
-        assert dropped(caplog) == []
+        assert "Failed to export" not in caplog.text
 
         collector.statuses.append(400)
-        sent.add(span(2))
-        await until(lambda: bool(dropped(caplog)))
-        sent.add(span(3))
+        add(sender, 2)
+        await until(lambda: "Failed to export spans batch code: 400" in caplog.text)
+        add(sender, 3)
         await until(lambda: len(collector.spans) == 2)
 
-    assert [each.name for each in collector.spans] == ["span 1", "span 3"]
-    assert dropped(caplog) == [(1, "HTTP 400")]
+        assert [each.name for each in collector.spans] == ["span 1", "span 3"]
 
 
-async def test_spans_beyond_what_may_wait_are_dropped_and_counted(
-    caplog: pytest.LogCaptureFixture,
+async def test_spans_beyond_what_may_wait_are_dropped(
+    send: Sending, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A collector that is away costs a bounded amount of memory, and no stream."""
-    caplog.set_level(logging.WARNING)
-    with socket.socket() as taken:  # Nothing listens there.
-        taken.bind(("127.0.0.1", 0))
-        url = "http://{}:{}".format(*taken.getsockname())
-        given = settings(url, batch_spans=4, most_spans=6, timeout_s=0.05, delay_s=3600.0)
-        sent = SpanSender(given)
-        for number in range(9):
-            sent.add(span(number))
+    """A collector that is slow costs a bounded amount of memory, and no stream: at most one batch
+    is on its way, and the queue holds the newest spans.
+    """
+    sizes = {"BSP_MAX_EXPORT_BATCH_SIZE": "4", "BSP_MAX_QUEUE_SIZE": "6"}
+    async with collecting() as collector:
+        async with send(collector.url, **sizes) as sender:
+            for number in range(100):  # Without an `await` the collector answers none.
+                add(sender, number)
+        names = [each.name for each in collector.spans]
 
-        await sent.close()
-
-    away, more, rest = dropped(caplog)
-    assert (away[0], more[0]) == (4, 2)
-    assert rest == (3, "too many wait to be sent")
+    assert 6 <= len(names) <= 10
+    assert names[-6:] == [f"span {number}" for number in range(94, 100)]
+    assert "Queue full, dropping Span." in caplog.text
 
 
-async def test_a_certificate_that_is_not_there_is_found_at_the_start() -> None:
-    """Not with the first span."""
-    with pytest.raises(ConfigError, match=r"CERTIFICATE.*nowhere\.pem"):
-        SpanSender(settings("https://127.0.0.1:1", ca_file="nowhere.pem"))
+async def test_the_end_waits_a_moment_for_a_collector_that_does_not_answer(
+    send: Sending, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the event loop serves on."""
+    monkeypatch.setattr(sending, "_FLUSH_TIMEOUT_S", 0.2)
+    turns = 0
+
+    async def serve() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = "http://{}:{}".format(*silent.getsockname())
+        async with send(url, EXPORTER_OTLP_TIMEOUT="60000") as sender:
+            add(sender, 1)
+            serving, turns_before = asyncio.create_task(serve()), turns
+            async with asyncio.timeout(30):
+                await sender.close()
+            serving.cancel()
+    await until(lambda: not [each for each in threading.enumerate() if "Otel" in each.name])
+
+    assert turns - turns_before > 10
+    assert "spans dropped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "sampler"),
+    [
+        ("", "", "ParentBased{root:AlwaysOnSampler"),
+        ("always_on", "", "AlwaysOnSampler"),
+        ("always_off", "", "AlwaysOffSampler"),
+        ("traceidratio", "0.25", "TraceIdRatioBased{0.25}"),
+        ("parentbased_traceidratio", "0.25", "ParentBased{root:TraceIdRatioBased{0.25}"),
+        ("parentbased_always_off", "0.25", "ParentBased{root:AlwaysOffSampler"),
+    ],
+)
+async def test_samplers_have_the_names_of_the_specification(
+    send: Sending, name: str, argument: str, sampler: str
+) -> None:
+    """The ratio is of those that have one."""
+    given = {"TRACES_SAMPLER": name, "TRACES_SAMPLER_ARG": argument}
+    async with send("http://127.0.0.1:1", **given) as sender:
+        assert isinstance(sender.tracer, Tracer)
+        assert sender.tracer.sampler.get_description().startswith(sampler)

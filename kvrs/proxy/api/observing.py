@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.logs import Row, log_rows
 from kvrs.proxy.api.tenants import TENANT
-from kvrs.proxy.streams.spans import RequestTrace, Tracer
 from kvrs.proxy.streams.stream_metrics import Tally, TallySeries
 from kvrs.proxy.wire.request_context import (
     CURRENT,
@@ -23,6 +22,10 @@ from kvrs.proxy.wire.request_context import (
     RequestContext,
     context_of,
 )
+from kvrs.tracing.settings import trace_settings
+
+if TYPE_CHECKING:
+    from kvrs.proxy.streams.spans import RequestTracer
 
 log = logging.getLogger("kvrs.access")
 
@@ -56,6 +59,20 @@ class AccessLog:
             log_rows(log, "request", rows)
 
 
+def open_tracer(proxy: str, engine: str, environ: Mapping[str, str]) -> "RequestTracer | None":
+    """None: the environment asks for no traces.
+
+    Raises:
+        ConfigError: what it asks for cannot be done.
+    """
+    if (settings := trace_settings(environ)) is None:
+        return None
+    from kvrs.proxy.streams.spans import RequestTracer
+    from kvrs.tracing.sending import SpanSender
+
+    return RequestTracer(SpanSender(settings, "kvrs-proxy", proxy), engine)
+
+
 class RequestObserver:
     def __init__(
         self,
@@ -63,7 +80,7 @@ class RequestObserver:
         clock: Callable[[], float],
         *,
         logs_access: bool,
-        tracer: Tracer | None = None,
+        tracer: "RequestTracer | None" = None,
     ) -> None:
         self._responses = TallySeries(
             "kvrs_http_responses",
@@ -116,10 +133,12 @@ class RequestObserver:
         finally:
             self._end(request, context, request.path, status, began_s)
 
-    def close(self) -> None:
-        """Write the lines that wait."""
+    async def close(self) -> None:
+        """Write the lines that wait, and send the spans."""
         if self._access is not None:
             self._access.write()
+        if self._tracer is not None:
+            await self._tracer.close()
 
     def _begin(self, request: web.Request | DirectRequest) -> RequestContext:
         context = context_of(request.headers)
@@ -141,7 +160,7 @@ class RequestObserver:
         if series is None:
             series = self._series[path, status] = self._responses.of(path, _code(status))
         series.inc()
-        if isinstance(context.trace, RequestTrace):
+        if context.trace is not None:
             context.trace.end(path, status)
         if self._access is None:
             return

@@ -24,7 +24,6 @@ class TaskKind(StrEnum):
     FLEET = "fleet"  # Follows orders of other proxies about instances, and names of services.
     KEYS = "keys"  # Follows the file of API keys.
     SELF_TESTS = "self_tests"
-    TRACES = "traces"  # Sends spans to a collector.
 
 
 async def observe_lag(observe: Callable[[float], None]) -> None:

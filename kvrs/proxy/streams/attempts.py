@@ -4,7 +4,8 @@ decides what follows.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -23,7 +24,6 @@ from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
-from kvrs.proxy.streams.spans import NO_SPAN, CallSpan, traced_call
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.peer import (
     BusyError,
@@ -32,6 +32,11 @@ from kvrs.proxy.wire.peer import (
     NotConnectedError,
 )
 from kvrs.proxy.wire.watchdog import SilentError, silence_limit
+
+if TYPE_CHECKING:
+    from kvrs.proxy.streams.spans import CallSpan, RequestTrace
+
+_NO_SPAN = nullcontext()
 
 
 class AttemptDriver(Protocol):
@@ -84,7 +89,7 @@ class Attempt:
         self._instances = driver.control.instances
         self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
         self._has_resumed = False
-        self._span: CallSpan = NO_SPAN  # Of the decode call.
+        self._span: CallSpan | None = None  # That of the decode call, if it is traced.
         # Facts of an attempt that is one call: the instance that computes the history, and how much
         # of the output belongs to that.
         self._prefilling: InstanceId | None = None
@@ -220,7 +225,7 @@ class Attempt:
             return self._stays() or self._is_making_progress(instance)
 
         with (
-            traced_call(journal.request, "prefill", instance, journal) as span,
+            self._traced("prefill", instance) as span,
             silence_limit(lambda: timeout_s, excused),
         ):
             call = prefill_call(
@@ -228,7 +233,7 @@ class Attempt:
                 self._attempt,
                 places,
                 exact=self._instances.resumes_exactly(instance),
-                traceparent=span.traceparent,
+                traceparent=None if span is None else span.traceparent,
             )
             answer = await self._driver.backends[instance].prefill(call)
         if journal.prompt_ids is None:
@@ -267,9 +272,7 @@ class Attempt:
         is_handed_off = transfer is not None and plan.prefill is not None
         try:
             with (
-                traced_call(
-                    live.journal.request, "decode", plan.decode, live.journal
-                ) as self._span,
+                self._traced("decode", plan.decode) as self._span,
                 silence_limit(self._limit_s, self._is_excused) as watchdog,
             ):
                 relay.silence = watchdog.silence
@@ -298,10 +301,18 @@ class Attempt:
             transfer,
             exact=instances.resumes_exactly(plan.decode),
             slot_token=slot,
-            traceparent=self._span.traceparent,
+            traceparent=None if self._span is None else self._span.traceparent,
         )
         journal.parsed.pack()
         return call
+
+    def _traced(self, name: str, instance: InstanceId) -> "AbstractContextManager[CallSpan | None]":
+        """The span of a call, if the request has a trace."""
+        journal = self._live.journal
+        if journal.request is None or journal.request.trace is None:
+            return _NO_SPAN
+        trace: RequestTrace = journal.request.trace
+        return trace.call(name, instance, journal)
 
     # The silence of the decode call.
 
@@ -353,7 +364,8 @@ class Attempt:
             self._driver.resumed(self._live, self._attempt)
             return
         self._has_resumed = True
-        self._span.first_token()
+        if self._span is not None:
+            self._span.first_token()
         self._live.decoded_by = self._control.self_tests.process(self._plan.decode)
         self._release_slot()
         if self._prefilling is not None:

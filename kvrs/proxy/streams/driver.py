@@ -55,7 +55,6 @@ from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
-from kvrs.proxy.streams.spans import RequestTrace
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import CURRENT
@@ -138,7 +137,7 @@ class Driver:
             return Failed(503, body, retry_after_s=_REFUSED_RETRY_S)
         outcome: EagerFuture[Outcome] = EagerFuture(asyncio.get_running_loop())
         journal.request = request = CURRENT.get()
-        if request is not None and isinstance(request.trace, RequestTrace):
+        if request is not None and request.trace is not None:
             request.trace.opened(journal)
         live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
         self._metrics.streams.active.inc()

@@ -14,7 +14,6 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import Recovered, Settled
 from kvrs.policy.model.estimates import Estimate, Option, best_by_option
 from kvrs.proxy.streams.live import OpenStream
-from kvrs.proxy.streams.spans import RequestTrace
 from kvrs.proxy.wire.request_context import RequestContext
 
 log = logging.getLogger(__name__)
@@ -164,5 +163,5 @@ class RecoveryLog:
             self._settled(recovery)
             log.info("recovery", extra=recovery.facts())
             request, recovery.request = recovery.request, None
-            if request is not None and isinstance(request.trace, RequestTrace):
+            if request is not None and request.trace is not None:
                 request.trace.recovered(recovery, self._clock())

@@ -5,13 +5,14 @@ import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
 from kvrs.direct import DirectRequest
 from kvrs.ids import StreamId
-from kvrs.tracing.context import TRACEPARENT, parent_of
 
+TRACEPARENT = "traceparent"
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
 # Further headers of the response, for those that write their head themselves.
@@ -19,13 +20,17 @@ HEADERS_KEY: web.RequestKey[Mapping[str, str]] = web.RequestKey("headers", Mappi
 
 # Characters that need no quotes in a header and in a log.
 _ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
+# W3C Trace Context, level 1: version, trace and span, both other than 0, and flags.
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
     id: str
     traceparent: str | None = None  # Of the client, or of the span that it has here.
-    trace: object | None = None  # Its spans (kvrs/proxy/streams/spans.py), where there are any.
+    trace: Any = None  # Its RequestTrace (kvrs/proxy/streams/spans.py), if it has one.
 
     def call_headers(self, stream: StreamId, attempt: int, traceparent: str | None) -> str:
         """For the calls of an attempt. Engines take the id for that of their own request, which
@@ -66,5 +71,5 @@ def context_of(headers: Mapping[str, str]) -> RequestContext:
     given, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
     return RequestContext(
         given if _ID.fullmatch(given) else secrets.token_hex(16),
-        trace if parent_of(trace) is not None else None,
+        trace if _TRACEPARENT.fullmatch(trace) else None,
     )

@@ -5,12 +5,16 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
@@ -18,12 +22,10 @@ from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
-from kvrs.proxy.streams.spans import RequestTrace, Tracer, traced_call
+from kvrs.proxy.streams.spans import RequestTracer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import context_of
 from kvrs.proxy.wire.requests import COMPLETIONS, read
-from kvrs.tracing.otlp import SpanSource
-from kvrs.tracing.settings import Sampler
 from tests.agent.agents import SECRET
 from tests.free_ports import free_ports
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -269,19 +271,39 @@ async def test_engines_are_told_of_a_trace_that_the_sampler_leaves_out(
 
 def test_what_waits_to_be_sent_holds_no_stream() -> None:
     """Spans of 2,048 requests may wait, each of which may have megabytes."""
-    context, waiting = context_of({}), list[SpanSource]()
+    context, waiting = context_of({}), InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(waiting))
     journal = Journal(StreamId("s"), read(COMPLETIONS, msgspec.json.encode(REQUEST)), 0.0)
     journal.prompt_ids = [1, 2, 3]
     holders = sys.getrefcount(journal), sys.getrefcount(journal.parsed)
 
-    Tracer(Sampler(), waiting.append, "kvrs").begin(context, "POST")
-    assert isinstance(context.trace, RequestTrace)
+    sender: Any = SimpleNamespace(tracer=provider.get_tracer("kvrs"), close=None)
+    RequestTracer(sender, "kvrs").begin(context, "POST")
     context.trace.opened(journal)
-    with traced_call(context, "decode", InstanceId("d0"), journal):
+    with context.trace.call("decode", InstanceId("d0"), journal):
         journal.attempt += 1  # Another attempt has taken over when this one ends.
     context.trace.end("/v1/completions", 200)
 
     assert (sys.getrefcount(journal), sys.getrefcount(journal.parsed)) == holders
-    call, request = (each.span() for each in waiting)
-    assert (call.parent_id, call.attributes["kvrs.attempt"]) == (request.id, 0)
+    call, request = waiting.get_finished_spans()
+    assert call.parent is not None
+    assert call.attributes is not None
+    assert request.attributes is not None
+    assert (call.parent.span_id, call.attributes["kvrs.attempt"]) == (request.context.span_id, 0)
     assert request.attributes["gen_ai.usage.input_tokens"] == 3
+
+
+async def test_half_a_surrogate_pair_costs_no_other_spans(
+    build: ProxyClusterBuilder, collector: Collector
+) -> None:
+    """A client can name it in JSON; the protocol cannot, and the SDK drops the whole batch."""
+    system = await build(pairs=1)
+
+    await asked(system, model="a\udc00")
+    assert await asked(system) == 200
+    await system.proxy.close()
+
+    names = sorted(span.name for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER)
+    assert names[-1] == "text_completion scripted"
+    assert len(names) == 2

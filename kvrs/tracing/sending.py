@@ -1,0 +1,60 @@
+"""The sending of a process's spans to a collector, by the SDK of OpenTelemetry.
+
+Imported only where traces are asked for: its packages are those of the extra `tracing`.
+"""
+
+import asyncio
+import logging
+import time
+from threading import Thread
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from kvrs import __version__
+from kvrs.tracing.settings import TraceSettings
+
+log = logging.getLogger(__name__)
+
+_FLUSH_TIMEOUT_S = 2.0
+_POLL_S = 0.01
+
+
+class SpanSender:
+    """Sends the spans of `tracer` in batches, from a thread of the SDK."""
+
+    def __init__(self, settings: TraceSettings, service: str, instance: str) -> None:
+        own = {
+            "service.name": service,
+            "service.version": __version__,
+            "service.instance.id": instance,
+        }
+        # Attributes of the environment come before those of the process.
+        resource = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
+        # The process waits for the last batch in `close`, and not at its exit.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._exporter = OTLPSpanExporter(timeout=settings.timeout_s)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=settings.most_spans,
+                schedule_delay_millis=settings.delay_ms,
+                max_export_batch_size=settings.batch_spans,
+            )
+        )
+        self.tracer = self._provider.get_tracer("kvrs", __version__)
+
+    async def close(self) -> None:
+        """Send the remaining spans, for at most two seconds."""
+        # The SDK waits for up to 30 s, in a thread that the process does not wait for.
+        ending = Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        until_s = time.monotonic() + _FLUSH_TIMEOUT_S
+        while ending.is_alive() and time.monotonic() < until_s:
+            await asyncio.sleep(_POLL_S)
+        if ending.is_alive():
+            # It tries nothing again. The library has no annotation.
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+            log.warning("spans dropped", extra={"cause": "the collector has not taken the last"})
