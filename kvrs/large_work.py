@@ -24,8 +24,10 @@ class LargeWork:
         self._turn = asyncio.Lock()
 
     async def run(self, size_bytes: int, work: Callable[[], T]) -> T:
-        if size_bytes <= LARGE_BYTES:
-            return work()
+        return work() if size_bytes <= LARGE_BYTES else await self.run_aside(work)
+
+    async def run_aside(self, work: Callable[[], T]) -> T:
+        """Run large work in the thread."""
         async with self._turn:
             sys.setswitchinterval(_SHORT_TURN_S)
             try:

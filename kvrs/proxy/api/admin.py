@@ -5,13 +5,15 @@ import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
@@ -19,7 +21,7 @@ from kvrs.control.fleet_orders import node_of
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HEALTHZ, answer, error, require_token
 from kvrs.ids import InstanceId
-from kvrs.proxy.api.exposition import Exposition
+from kvrs.large_work import LargeWork
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
@@ -124,6 +126,16 @@ class OwnSource:
         return True
 
 
+class _Collected(Collector):
+    """Families collected on the event loop, so that no value changes while they are rendered."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = [*metrics]
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
 class Admin:
     def __init__(self, source: AdminSource, reloads: Reloads, security: SecuritySettings) -> None:
         # One of them is required; none: no token is.
@@ -131,7 +143,7 @@ class Admin:
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
         self._reloads = reloads
-        self._exposition = Exposition()
+        self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
     def application(self) -> web.Application:
@@ -275,8 +287,9 @@ class Admin:
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the text format, or in OpenMetrics where that is asked for."""
-        registry = await self._source.metrics()
-        body, content_type = self._exposition.render(registry, request.headers.get("Accept", ""))
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        collected = _Collected((await self._source.metrics()).collect())
+        body = await self._large.run_aside(partial(encode, collected))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _healthz(self, _: web.Request) -> web.Response:

@@ -6,7 +6,7 @@ All are taken when a stream ends, so that a token costs nothing.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, product, repeat
+from itertools import accumulate, product
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import Metric, Sample
@@ -91,9 +91,7 @@ class TallySeries(Collector):
 
 
 class DurationSeries(Collector):
-    """A histogram that observes without locks: every stream ends with seven observations. What has
-    not changed since it was last collected is the same object again.
-    """
+    """A histogram that observes without locks: every stream ends with seven observations."""
 
     def __init__(
         self,
@@ -107,46 +105,21 @@ class DurationSeries(Collector):
     ) -> None:
         self._name = name
         self._documentation = documentation
-        les = [*map(floatToGoString, buckets), "+Inf"]
+        self._label = label
+        self._les = [*map(floatToGoString, buckets), "+Inf"]
         self.by_value = {value: Durations(buckets) for value in values}
-        self._parts = [
-            _Part(name, {} if label is None else {label: value}, les, durations)
-            for value, durations in self.by_value.items()
-        ]
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        family = Metric(self._name, self._documentation, "histogram")
-        for part in self._parts:
-            family.samples += part.samples()
+        name, family = self._name, Metric(self._name, self._documentation, "histogram")
+        for value, durations in self.by_value.items():
+            labels = {} if self._label is None else {self._label: value}
+            totals = [*accumulate(durations.counts)]
+            for le, total in zip(self._les, totals, strict=True):
+                family.add_sample(f"{name}_bucket", labels | {"le": le}, total)
+            family.add_sample(f"{name}_count", labels, totals[-1])
+            family.add_sample(f"{name}_sum", labels, durations.sum_s)
         yield family
-
-
-class _Part:
-    """The samples of one series; its labels are made once."""
-
-    def __init__(
-        self, name: str, labels: dict[str, str], les: Sequence[str], durations: Durations
-    ) -> None:
-        self._name = name
-        self._labels = labels
-        self._of_buckets = [labels | {"le": le} for le in les]
-        self._durations = durations
-        self._counts: list[int] = []
-        self._samples: list[Sample] = []
-
-    def samples(self) -> list[Sample]:
-        durations, name = self._durations, self._name
-        if durations.counts != self._counts:
-            self._counts = [*durations.counts]
-            totals = [*map(float, accumulate(self._counts))]
-            bucket = f"{name}_bucket"
-            self._samples = [
-                *map(Sample, repeat(bucket), self._of_buckets, totals),
-                Sample(f"{name}_count", self._labels, totals[-1]),
-                Sample(f"{name}_sum", self._labels, durations.sum_s),
-            ]
-        return self._samples
 
 
 class StreamMetrics:
