@@ -2,13 +2,14 @@
 fields of requests are those of the structs that parse them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from kvrs import __version__
+from kvrs.protocol.instance import ExitReport
 from kvrs.protocol.openai.requests import (
     HIGHEST_ID,
     LOGPROBS_RANGE,
@@ -16,11 +17,14 @@ from kvrs.protocol.openai.requests import (
     RANGES,
     ChatRequest,
     CompletionRequest,
+    StreamOptions,
 )
 from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.protocol.openai.responses import response_schema
 from kvrs.proxy.api.generate import ALLOWED
 from kvrs.proxy.api.passed import FIELDS as PASSED
+from kvrs.proxy.fleet.orders import RankOrder
+from kvrs.proxy.reload import ReloadResult
 from kvrs.proxy.wire.requests import INVOCATIONS
 
 PATH = "/openapi.json"
@@ -101,18 +105,6 @@ _TEXT = {
         "lifetime_events": {"type": "array"},
     },
 }
-_RELOAD = {
-    "type": "object",
-    "required": ["applied", "restart_needed"],
-    "properties": {
-        **{
-            name: {"type": "array", "items": {"type": "string"}}
-            for name in ("applied", "restart_needed")
-        },
-        "file": {"type": "string"},
-        "note": {"type": "string"},
-    },
-}
 _INSTANCE = {
     "type": "object",
     "required": ["node", "id", "role", "port"],
@@ -130,24 +122,6 @@ _DRAIN = {
     "required": ["instance", "drain_s"],
     "properties": {"instance": {"type": "string"}, "drain_s": {"type": ["number", "null"]}},
 }
-_LEAVE = {
-    "type": "object",
-    "required": ["instance", "rank", "leaves"],
-    "properties": {
-        "instance": {"type": "string"},
-        "rank": {"type": "integer"},
-        "leaves": {"type": "boolean"},
-    },
-}
-_EXIT = {
-    "type": "object",
-    "required": ["start", "cause", "is_external"],
-    "properties": {
-        "start": {"type": "integer", "minimum": 0},
-        "cause": {"type": "string", "minLength": 1, "maxLength": 200},
-        "is_external": {"type": "boolean"},
-    },
-}
 _EXITED = {
     "type": "object",
     "required": ["instance", "start"],
@@ -160,7 +134,6 @@ _DRAIN_S = {
     "description": "How long its streams may run on; without it, cluster.drain_s.",
     "schema": {"type": "number", "minimum": 0, "maximum": 86400},
 }
-_REFERENCE = "#/components/schemas/{name}"
 # Between processes of the cluster; dropped where a client sends them.
 _INTERNAL = ("kvrs", "kv_transfer_params")
 # What only the engine's template reads, and prompts, in the form that is checked.
@@ -275,20 +248,21 @@ _PAGE = {
 
 def admin_document() -> dict[str, Any]:
     """The API for operators."""
+    reloaded, of_rank, ended = _schema(ReloadResult), _schema(RankOrder), _schema(ExitReport)
     return _document(
         "kvrs, admin port",
         {
             "/kvrs/v1/state": {"get": _operation("Instances, streams, recoveries", {})},
             "/kvrs/v1/overview": {"get": _operation("The same in few bytes", {})},
             "/ui": {"get": _PAGE},
-            "/kvrs/v1/reload": {"post": _operation("Read the file again", _RELOAD)},
+            "/kvrs/v1/reload": {"post": _operation("Read the file again", reloaded)},
             "/kvrs/v1/instances": {
                 "get": _operation("The fleet, as cluster.nodes of a file", _FLEET),
-                "post": _operation("Add an instance to a node", _RELOAD, _INSTANCE),
+                "post": _operation("Add an instance to a node", reloaded, _INSTANCE),
             },
             "/kvrs/v1/instances/{id}": {
                 "parameters": [_ID_IN_PATH],
-                "delete": _operation("Remove an instance once its streams are gone", _RELOAD),
+                "delete": _operation("Remove an instance once its streams are gone", reloaded),
             },
             "/kvrs/v1/drain/{id}": {
                 "parameters": [_ID_IN_PATH],
@@ -300,12 +274,12 @@ def admin_document() -> dict[str, Any]:
             },
             "/kvrs/v1/leave/{id}/{rank}": {
                 "parameters": [_ID_IN_PATH, _RANK_IN_PATH],
-                "post": _operation("Have a rank of the instance leave it", _LEAVE),
-                "delete": _operation("Have the rank back", _LEAVE),
+                "post": _operation("Have a rank of the instance leave it", of_rank),
+                "delete": _operation("Have the rank back", of_rank),
             },
             "/kvrs/v1/exits/{id}": {
                 "parameters": [_ID_IN_PATH],
-                "post": _operation("Report how a process of the instance ended", _EXITED, _EXIT),
+                "post": _operation("Report how a process of the instance ended", _EXITED, ended),
             },
             "/metrics": {"get": _operation("Metrics for Prometheus", None)},
             "/healthz": {"get": _operation("Whether the process runs", None)},
@@ -332,8 +306,7 @@ def _document(title: str, paths: Mapping[str, Any]) -> dict[str, Any]:
         "components": {
             "schemas": {
                 "Error": _ERROR,
-                **_components(CompletionRequest),
-                **_components(ChatRequest),
+                **_schemas(StreamOptions),
             },
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
@@ -387,13 +360,12 @@ def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
     null is as good as no field; a completion takes several prompts, each with `n` choices, which
     are `MAX_STREAMS` in all.
     """
-    fields = _fields(kind)
-    properties = _properties(fields)
-    if (prompt := properties.get("prompt")) is not None:
+    fields = (each for each in msgspec.structs.fields(kind) if each.encode_name not in _INTERNAL)
+    schema = _schema(msgspec.defstruct(kind.__name__, [*map(_documented, fields)], kw_only=True))
+    if (prompt := schema["properties"].get("prompt")) is not None:
         many = {"type": "array", "items": prompt, "minItems": 1, "maxItems": MAX_STREAMS}
-        properties["prompt"] = {"anyOf": [prompt, many]}
-    required = [field.encode_name for field in fields if field.required]
-    return {"type": "object", "required": required, "properties": properties}
+        schema["properties"]["prompt"] = {"anyOf": [prompt, many]}
+    return schema
 
 
 def _generate() -> dict[str, Any]:
@@ -405,51 +377,35 @@ def _generate() -> dict[str, Any]:
         "use_beam_search": {"enum": [False, None]},
         "logprobs": {"type": "null"},
     }
-    fields = [each for each in _fields(CompletionRequest) if each.encode_name in ALLOWED]
+    taken = {
+        name: schema
+        for name, schema in _request(CompletionRequest)["properties"].items()
+        if name in ALLOWED
+    }
     return {
         "type": "object",
         "required": ["prompt"],
-        "properties": _properties(fields) | own,
+        "properties": taken | own,
         "additionalProperties": False,
     }
 
 
-def _fields(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
-    return [each for each in msgspec.structs.fields(kind) if each.encode_name not in _INTERNAL]
+def _documented(field: msgspec.structs.FieldInfo) -> tuple[str, Any] | tuple[str, Any, None]:
+    """A field with what its struct does not say, for a struct that is only documented."""
+    name, kind = field.encode_name, field.type
+    if (more := _UNDECODED.get(name)) is not None:
+        kind = Any
+    elif (limits := LOGPROBS_RANGE if "logprobs" in name else RANGES.get(name)) is not None:
+        more = {"minimum": limits[0], "maximum": limits[1]}
+    kind = Annotated[kind, msgspec.Meta(extra_json_schema=more)]
+    return (name, kind) if field.required else (name, kind | None, None)
 
 
-def _properties(fields: Sequence[msgspec.structs.FieldInfo]) -> dict[str, Any]:
-    return {
-        field.encode_name: _field(field)
-        if field.required
-        else {"anyOf": [_field(field), {"type": "null"}]}
-        for field in fields
-    }
-
-
-def _field(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
-    name = field.encode_name
-    if (known := _UNDECODED.get(name)) is not None:
-        return known
-    limits = LOGPROBS_RANGE if name in ("logprobs", "top_logprobs") else RANGES.get(name)
-    schema, _ = _schema(field.type)
-    if limits is None:
-        return schema
-    return schema | {"minimum": limits[0], "maximum": limits[1]}
-
-
-def _components(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Structs within the fields, by name."""
-    found: dict[str, Any] = {}
-    for field in _fields(kind):
-        found |= _schema(field.type)[1]
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    found: dict[str, Any] = _schemas(kind)[kind.__name__]
     return found
 
 
-def _schema(kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With the components that it refers to. What is not decoded is any JSON."""
-    try:
-        (schema,), components = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
-    except TypeError:
-        return {}, {}
-    return schema, components
+def _schemas(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Those of a struct and of the structs within it, by name."""
+    return msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")[1]
