@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,8 +30,15 @@ class LargeWork:
     async def run_aside(self, work: Callable[[], T]) -> T:
         """Run large work in the thread."""
         async with self._turn:
-            sys.setswitchinterval(_SHORT_TURN_S)
-            try:
+            with short_turns():
                 return await asyncio.to_thread(work)
-            finally:
-                sys.setswitchinterval(_TURN_S)
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Short turns for all threads, within which one of them works for milliseconds."""
+    sys.setswitchinterval(_SHORT_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(_TURN_S)

@@ -6,20 +6,30 @@ Imported only where traces are asked for: its packages are those of the extra `t
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from threading import Thread
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
 from kvrs import __version__
+from kvrs.large_work import short_turns
 from kvrs.tracing.settings import TraceSettings
 
 log = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 2.0
 _POLL_S = 0.01
+
+
+class _Exporter(OTLPSpanExporter):
+    """Encodes a batch, which takes tens of milliseconds, beside the event loop."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        with short_turns():
+            return super().export(spans)
 
 
 class SpanSender:
@@ -35,7 +45,7 @@ class SpanSender:
         resource = Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
         # The process waits for the last batch in `close`, and not at its exit.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._exporter = OTLPSpanExporter(timeout=settings.timeout_s)
+        self._exporter = _Exporter(timeout=settings.timeout_s)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,
