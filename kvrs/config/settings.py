@@ -33,6 +33,9 @@ HOST_OF_PORT = {
 # The form of the name of a process or node, which is also a part of paths and of file names.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 
+# Settings of earlier versions, and what does their work now.
+_GONE = dict.fromkeys(("requests_per_s", "tokens_per_min"), "a gateway in front limits rates")
+
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?", re.ASCII)
 _LONGEST_NAME = 253
 
@@ -160,6 +163,8 @@ def faults_of(error: ValidationError, model: type[Settings], *section: str) -> l
 def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
     path = ".".join(map(str, (*section, *fault["loc"]))) or "the file"
     if fault["type"] == "extra_forbidden":
+        if (instead := _GONE.get(fault["loc"][-1])) is not None:
+            return f"{path}: this setting is gone; {instead}"
         return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc'], model))}"
     if fault["type"] == "missing":
         return f"{path}: missing"

@@ -30,9 +30,7 @@ class TenantSettings(Settings):
     keys: list[KeyHash] = Field(min_length=1, max_length=64)
     enabled: bool = True  # If not, requests get 403.
     streams: int | None = Field(default=None, ge=1)  # Open at a time; each choice is one.
-    requests_per_s: float | None = Field(default=None, gt=0)
     open_bytes: int | None = Field(default=None, ge=1024)  # Of the bodies of open requests.
-    tokens_per_min: int | None = Field(default=None, ge=1)  # Of prompts and output.
 
 
 def key_hash(key: bytes) -> bytes:

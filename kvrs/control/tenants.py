@@ -1,153 +1,62 @@
-"""How much of its limits a tenant has used, at one proxy. Pure: every question takes the time."""
+"""Use of a tenant's limits at one proxy, and addresses that guess at keys. Pure: every question
+about a moment takes the time.
+"""
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvrs.config.tenants import TenantSettings
 
-_RETRY_S = 1.0  # Until one of the tenant's own requests may have ended.
+RETRY_S = 1.0  # One of the tenant's own requests may have ended by then.
 # Failed keys of one address: so many at once, then one per second.
 _MOST_GUESSES = 10.0
 _GUESSES_PER_S = 1.0
 _MOST_ADDRESSES = 4096
 
 
-class RateBucket:
-    """A token bucket: it refills at `rate_per_s` up to its capacity, and may go below zero by what
-    was found out too late.
-    """
-
-    __slots__ = ("_level", "_updated_s", "capacity", "rate_per_s")
-
-    def __init__(self, rate_per_s: float, capacity: float, now_s: float) -> None:
-        self.rate_per_s = rate_per_s
-        self.capacity = capacity
-        self._level = capacity
-        self._updated_s = now_s
-
-    def level(self, now_s: float) -> float:
-        passed_s = max(0.0, now_s - self._updated_s)
-        self._level = min(self.capacity, self._level + passed_s * self.rate_per_s)
-        self._updated_s = max(self._updated_s, now_s)
-        return self._level
-
-    def take(self, amount: float, now_s: float) -> None:
-        """A negative amount gives back."""
-        self._level = min(self.capacity, self.level(now_s) - amount)
-
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much is there, or the bucket is full; 0: it is there now."""
-        return max(0.0, min(amount, self.capacity) - self.level(now_s)) / self.rate_per_s
-
-    def resize(self, rate_per_s: float, capacity: float, now_s: float) -> None:
-        """What was used stays used."""
-        used = self.capacity - self.level(now_s)
-        self.rate_per_s, self.capacity, self._level = rate_per_s, capacity, capacity - used
-
-
 @dataclass(frozen=True, slots=True)
 class Excess:
     """A limit that a request exceeds."""
 
-    limit: str  # Its name in the key file.
-    kind: str  # "requests", "tokens", "streams" or "bytes", as the type of OpenAI's error.
+    kind: str  # "streams" or "bytes", as the type of OpenAI's error.
     message: str
-    retry_after_s: float
 
 
 class TenantMeter:
-    """The use of one tenant. Requests are counted as they come, streams and bytes while they are
-    open, tokens by an estimate that is settled at the end.
+    """The use of one tenant: streams and bytes count while they are open. Other `limits` may be set
+    at any time; what is open stays open.
     """
 
-    def __init__(self, limits: TenantSettings, now_s: float) -> None:
+    def __init__(self, limits: TenantSettings) -> None:
         self.open_streams = 0
         self.open_bytes = 0
         self.refused = 0
         self.limits = limits
-        self._requests: RateBucket | None = None
-        self._tokens: RateBucket | None = None
-        self.change(limits, now_s)
-
-    def change(self, limits: TenantSettings, now_s: float) -> None:
-        """Take other limits; what is open stays open."""
-        self.limits = limits
-        per_s, per_min = limits.requests_per_s, limits.tokens_per_min
-        self._requests = _resized(self._requests, per_s, max(1.0, per_s or 0.0), now_s)
-        self._tokens = _resized(
-            self._tokens, None if per_min is None else per_min / 60, float(per_min or 0), now_s
-        )
-
-    def take_request(self, now_s: float) -> Excess | None:
-        bucket = self._requests
-        if bucket is None:
-            return None
-        if wait_s := bucket.wait_s(1.0, now_s):
-            return self._refuse("requests_per_s", "requests", bucket.rate_per_s, wait_s)
-        bucket.take(1.0, now_s)
-        return None
 
     def take_bytes(self, size_bytes: int) -> Excess | None:
         """Take the bytes of a body before it is read."""
         most = self.limits.open_bytes
         if most is not None and self.open_bytes + size_bytes > most:
-            return self._refuse("open_bytes", "bytes", most, _RETRY_S)
+            return self._refuse("open_bytes", "bytes", most)
         self.open_bytes += size_bytes
         return None
 
     def give_bytes(self, size_bytes: int) -> None:
         self.open_bytes -= size_bytes
 
-    def take_streams(self, streams: int, tokens: int, now_s: float) -> Excess | None:
-        """`tokens`: as many as the request may need."""
+    def take_streams(self, streams: int) -> Excess | None:
         most = self.limits.streams
         if most is not None and self.open_streams + streams > most:
-            return self._refuse("streams", "streams", most, _RETRY_S)
-        if self._tokens is not None:
-            if wait_s := self._tokens.wait_s(tokens, now_s):
-                limit = self.limits.tokens_per_min
-                assert limit is not None
-                return self._refuse("tokens_per_min", "tokens", limit, wait_s)
-            self._tokens.take(min(tokens, self._tokens.capacity), now_s)
+            return self._refuse("streams", "streams", most)
         self.open_streams += streams
         return None
 
-    def end_streams(self, streams: int, expected: int, used: int, now_s: float) -> None:
-        """Streams have ended; `expected` tokens were taken for them."""
+    def give_streams(self, streams: int) -> None:
         self.open_streams -= streams
-        if self._tokens is not None:
-            self._tokens.take(used - min(expected, self._tokens.capacity), now_s)
 
-    def rates(self, now_s: float) -> list[tuple[str, int, int, float]]:
-        """Of each limited rate its kind, its burst, what is left of it, and seconds until it is
-        full.
-        """
-        return [
-            (
-                kind,
-                int(bucket.capacity),
-                max(0, int(bucket.level(now_s))),
-                bucket.wait_s(math.inf, now_s),
-            )
-            for kind, bucket in (("requests", self._requests), ("tokens", self._tokens))
-            if bucket is not None
-        ]
-
-    def _refuse(self, limit: str, kind: str, most: float, wait_s: float) -> Excess:
+    def _refuse(self, limit: str, kind: str, most: int) -> Excess:
         self.refused += 1
-        return Excess(limit, kind, f"limit of {kind} reached: {limit} is {most:g}", wait_s)
-
-
-def _resized(
-    bucket: RateBucket | None, rate_per_s: float | None, capacity: float, now_s: float
-) -> RateBucket | None:
-    if rate_per_s is None:
-        return None
-    if bucket is None:
-        return RateBucket(rate_per_s, capacity, now_s)
-    bucket.resize(rate_per_s, capacity, now_s)
-    return bucket
+        return Excess(kind, f"limit of {kind} reached: {limit} is {most}")
 
 
 class GuessLimit:
@@ -156,12 +65,12 @@ class GuessLimit:
     """
 
     def __init__(self) -> None:
-        self._buckets: OrderedDict[str, RateBucket] = OrderedDict()
+        # Guesses that an address had left at its last failure, and the time of that.
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, address: str, now_s: float) -> float:
-        """How long the address has to wait for its next try; 0: none."""
-        bucket = self._buckets.get(address)
-        return 0.0 if bucket is None else bucket.wait_s(1.0, now_s)
+        """Seconds that the address has to wait for its next try; 0: none."""
+        return max(0.0, 1.0 - self._left_at(address, now_s)) / _GUESSES_PER_S
 
     def guess(self, address: str, now_s: float) -> float:
         """Note a failed key; returns how long the address has to wait before one counts, 0: not at
@@ -172,10 +81,12 @@ class GuessLimit:
         return wait_s
 
     def note_failure(self, address: str, now_s: float) -> None:
-        bucket = self._buckets.pop(address, None) or RateBucket(
-            _GUESSES_PER_S, _MOST_GUESSES, now_s
-        )
-        bucket.take(1.0, now_s)
-        self._buckets[address] = bucket
-        if len(self._buckets) > _MOST_ADDRESSES:
-            self._buckets.popitem(last=False)
+        left = self._left_at(address, now_s) - 1.0
+        self._left.pop(address, None)
+        self._left[address] = left, now_s
+        if len(self._left) > _MOST_ADDRESSES:
+            self._left.popitem(last=False)
+
+    def _left_at(self, address: str, now_s: float) -> float:
+        left, failed_s = self._left.get(address, (_MOST_GUESSES, now_s))
+        return min(_MOST_GUESSES, left + (now_s - failed_s) * _GUESSES_PER_S)

@@ -176,7 +176,7 @@ class ClientApi:
 
     async def _serve(self, read: Callable[..., ParsedRequest], request: ClientRequest) -> Response:
         """Admit a request and respond to it; count it by its outcome."""
-        counts, use = self._metrics.requests, Use(request[TENANT], self._clock)
+        counts, use = self._metrics.requests, Use(request[TENANT])
         with Held(self.budget, request.remote or "") as held, use:
             try:
                 admitted = await self._admit(held, use, read, request)
@@ -275,10 +275,7 @@ class ClientApi:
             journals[0].wants_usage = parsed.request.wants_usage and len(journals) == 1
         for journal in journals:
             journal.tenant, journal.name = use.tenant.mark, model.key
-        use.begin(journals, is_resumed=found is not None)
-        headers = use.tenant.rate_headers(self._clock())
-        if inexact:
-            headers["X-Kvrs-Exact"] = "no"
+        headers = {"X-Kvrs-Exact": "no"} if inexact else {}
         client = None
         if parsed.request.stream:
             client = SseClient(request, self._settings.write_timeout_s, headers)
@@ -293,17 +290,14 @@ class ClientApi:
     async def _take_streams(
         self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None
     ) -> None:
-        """Take streams and tokens from the tenant's limits. A stream that goes on was admitted
-        before: the earlier connection of its client, if it is still open, is about to be closed.
+        """Take streams from the tenant's limit. A stream that goes on was admitted before: the
+        earlier connection of its client, if it is still open, is about to be closed.
         """
-        streams, most_tokens = parsed.streams, parsed.request.max_tokens or 0
         if resume is None:
-            prompts = sum(one.tokens_guess for one in parsed.prompts)
-            await use.open(streams, prompts + streams * most_tokens)
+            await use.open(parsed.streams)
             return
         is_running = any(key in self._mirror.streams for key in resume.keys)
-        expected = parsed.tokens_guess + most_tokens if resume.stream is None else 0
-        await use.open(streams, expected, key=resume.keys[0], runs=is_running)
+        await use.open(parsed.streams, key=resume.keys[0], runs=is_running)
 
     def _most_elements(self, size_bytes: int) -> int:
         """How many elements a body may have for the model that is served.

@@ -68,7 +68,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "/v2/rerank": _RERANK,
 }
 _FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_BYTES_PER_TOKEN = 4
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -124,10 +123,10 @@ class Passed:
             app.router.add_post(path, partial(self._serve, path))
 
     async def _serve(self, path: str, request: web.Request) -> web.Response:
-        use = Use(request[TENANT], self._driver.clock)
+        use = Use(request[TENANT])
         with Held(self._api.budget, request.remote or "") as held, use:
             body = await self._api.read(held, use, request)
-            await use.open(1, len(body) // _BYTES_PER_TOKEN)
+            await use.open(1)
             return await self._answer(path, body)
 
     async def _answer(self, path: str, body: bytes) -> web.Response:

@@ -247,7 +247,7 @@ class ResponsesApi:
     async def _run(
         self, request: web.Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
     ) -> Outcome:
-        use = Use(request[TENANT], self._driver.clock)
+        use = Use(request[TENANT])
         with Held(self._api.budget, request.remote or "") as held, use:
             entry = await enter(held, use)
             admitted = entry.admitted

@@ -3,10 +3,9 @@
 import asyncio
 import ipaddress
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,14 +16,12 @@ from aiohttp.typedefs import Handler
 
 from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
-from kvrs.control.tenants import Excess, GuessLimit, TenantMeter
+from kvrs.control.tenants import RETRY_S, Excess, GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
-from kvrs.proxy.streams.responses import total_tokens
 from kvrs.proxy.wire.downstream import ClientRequest
-from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.workers.limits import Give, Rates, Take, Taken, TenantLimits
+from kvrs.proxy.workers.limits import Give, Take, Taken, TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -53,26 +50,15 @@ class Tenant:
     meter: TenantMeter
     secret: TenantSecret | None
     shared: SharedMeters | None = None
-    _rates: Rates = field(default_factory=list)  # As last heard.
 
     @property
     def limits(self) -> TenantLimits:
         found = self.meter.limits
-        return TenantLimits(
-            found.streams, found.requests_per_s, found.open_bytes, found.tokens_per_min
-        )
-
-    async def take_request(self, now_s: float) -> Excess | None:
-        if self.shared is not None and self.meter.limits.requests_per_s is not None:
-            excess = await self.take(self.shared, Take(self.name, self.limits, requests=1))
-            if excess is not None:
-                return excess
-        return self.meter.take_request(now_s)
+        return TenantLimits(found.streams, found.open_bytes)
 
     async def take(self, shared: SharedMeters, asked: Take) -> Excess | None:
         """Of what all workers share."""
         taken = await shared.take(asked)
-        self._rates = taken.rates
         if taken.excess is None:
             return None
         self.meter.refused += 1
@@ -92,26 +78,15 @@ class Tenant:
             "refused": meter.refused,
         }
 
-    def rate_headers(self, now_s: float) -> dict[str, str]:
-        """What is left of the limited rates, under the names that OpenAI uses."""
-        headers: dict[str, str] = {}
-        rates = self.meter.rates(now_s) if self.shared is None else self._rates
-        for kind, limit, remaining, reset_s in rates:
-            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
-            headers[f"x-ratelimit-reset-{kind}"] = _duration(reset_s)
-        return headers
-
-    def check(self, excess: Excess | None, now_s: float) -> None:
+    def check(self, excess: Excess | None) -> None:
         """Raises RequestError: a limit is exceeded."""
         if excess is not None:
-            wait = {"Retry-After": retry_after(excess.retry_after_s)}
             raise RequestError(
                 excess.message,
                 status=429,
                 code="rate_limit_exceeded",
                 kind=excess.kind,
-                headers=self.rate_headers(now_s) | wait,
+                headers={"Retry-After": retry_after(RETRY_S)},
             )
 
 
@@ -121,25 +96,18 @@ TENANT = web.RequestKey("tenant", Tenant)
 class Use:
     """The use of its tenant's limits that one request makes, until its block is left."""
 
-    __slots__ = (
-        *("_before", "_clock", "_expected", "_given", "_journals", "_shared", "_size_bytes"),
-        *("_streams", "_turn_over", "tenant"),
-    )
+    __slots__ = ("_given", "_shared", "_size_bytes", "_streams", "_turn_over", "tenant")
 
-    def __init__(self, tenant: Tenant, clock: Callable[[], float]) -> None:
+    def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self._clock = clock
         self._size_bytes = 0
         self._streams = 0
-        self._expected = 0
-        self._journals: Sequence[Journal] = ()
-        self._before = 0
         # What all workers share, and what was taken of it. Limits that begin to exist meanwhile
         # are those of later requests.
         self._shared: SharedMeters | None = None
         self._given: Give | None = None
         if tenant.shared is not None and tenant.limits.exist:
-            self._shared, self._given = tenant.shared, Give(tenant.name, 0, 0, 0, 0)
+            self._shared, self._given = tenant.shared, Give(tenant.name, 0, 0)
         self._turn_over: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
@@ -152,15 +120,12 @@ class Use:
         traceback: TracebackType | None,
     ) -> None:
         self.end_turn()
-        journals, meter = self._journals, self.tenant.meter
-        used = total_tokens(journals) - self._before if journals else 0
-        meter.give_bytes(self._size_bytes)
-        meter.end_streams(self._streams, self._expected, used, self._clock())
+        self.tenant.meter.give_bytes(self._size_bytes)
+        self.tenant.meter.give_streams(self._streams)
         given = self._given
         if self._shared is None or given is None:
             return
-        if given.size_bytes or given.streams or given.tokens:
-            given.used = used
+        if given.size_bytes or given.streams:
             self._shared.give(given)
 
     async def grow(self, size_bytes: int) -> None:
@@ -168,34 +133,30 @@ class Use:
         if (lacking_bytes := size_bytes - self._size_bytes) > 0:
             if self._shared is not None:
                 await self._take_shared(self._shared, size_bytes=lacking_bytes)
-            self._check(self.tenant.meter.take_bytes(lacking_bytes))
+            self.tenant.check(self.tenant.meter.take_bytes(lacking_bytes))
             self._size_bytes = size_bytes
 
-    async def open(self, streams: int, expected: int, *, key: str = "", runs: bool = False) -> None:
-        """`expected`: as many tokens as they may need; `key`: of the record of the only stream,
-        which `runs` at this worker already.
-        """
+    async def open(self, streams: int, *, key: str = "", runs: bool = False) -> None:
+        """`key`: of the record of the only stream, which `runs` at this worker already."""
         if self._shared is not None:
-            await self._take_shared(self._shared, streams=streams, tokens=expected, key=key)
+            await self._take_shared(self._shared, streams=streams, key=key)
         own = 0 if runs else streams
-        self._check(self.tenant.meter.take_streams(own, expected, self._clock()))
-        self._streams, self._expected = own, expected
+        self.tenant.check(self.tenant.meter.take_streams(own))
+        self._streams = own
 
     async def _take_shared(
         self,
         shared: SharedMeters,
         size_bytes: int = 0,
         streams: int = 0,
-        tokens: int = 0,
         key: str = "",
     ) -> None:
         tenant, given = self.tenant, self._given
         assert given is not None
-        asked = Take(tenant.name, tenant.limits, 0, size_bytes, streams, tokens, key)
-        self._check(await tenant.take(shared, asked))
+        asked = Take(tenant.name, tenant.limits, size_bytes, streams, key)
+        tenant.check(await tenant.take(shared, asked))
         given.size_bytes += size_bytes
         given.streams += streams
-        given.tokens += tokens
         given.key = key
 
     def begin_turn(self, over: Callable[[], None]) -> None:
@@ -206,14 +167,6 @@ class Use:
         if (over := self._turn_over) is not None:
             self._turn_over = None
             over()
-
-    def begin(self, journals: Sequence[Journal], *, is_resumed: bool) -> None:
-        """The tokens of these count; of a resumed stream those that it had are counted already."""
-        self._journals = journals
-        self._before = total_tokens(journals) if is_resumed else 0
-
-    def _check(self, excess: Excess | None) -> None:
-        self.tenant.check(excess, self._clock())
 
 
 class Tenants:
@@ -232,7 +185,7 @@ class Tenants:
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
-        self._anonymous = Tenant("", TenantMeter(_UNLIMITED, clock()), None)
+        self._anonymous = Tenant("", TenantMeter(_UNLIMITED), None)
         self._by_name: dict[str, Tenant] = {}
         self._by_hash: dict[bytes, Tenant] = {}
         self._settings = read_tenants(config.security, os.environ)
@@ -243,19 +196,17 @@ class Tenants:
 
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give each request its tenant; count it, before anything of its body is read."""
+        """Give each request its tenant, before anything of its body is read."""
         if request.path not in _OPEN_PATHS:
             await self.admit(request)
         return await handler(request)
 
     async def admit(self, request: ClientRequest) -> None:
-        """Raises RequestError: it is no tenant's, or one too many."""
+        """Raises RequestError: it is no tenant's."""
         if self._settings is None:
             request[TENANT] = self._anonymous
             return
-        request[TENANT] = tenant = await self._tenant_of(request)
-        now_s = self._clock()
-        tenant.check(await tenant.take_request(now_s), now_s)
+        request[TENANT] = await self._tenant_of(request)
 
     def secret_of(self, request: ClientRequest) -> TenantSecret:
         """For records of streams."""
@@ -343,16 +294,16 @@ class Tenants:
         return [tenant.describe() for tenant in self._by_name.values()]
 
     def _apply(self, settings: dict[str, TenantSettings]) -> None:
-        self._settings, now_s = settings, self._clock()
+        self._settings = settings
         by_name: dict[str, Tenant] = {}
         by_hash: dict[bytes, Tenant] = {}
         for name, limits in settings.items():
             tenant = self._by_name.get(name)
             if tenant is None:
                 secret = TenantSecret(self._ring, b"tenant\0" + name.encode())
-                tenant = Tenant(name, TenantMeter(limits, now_s), secret, self._shared)
+                tenant = Tenant(name, TenantMeter(limits), secret, self._shared)
             else:
-                tenant.meter.change(limits, now_s)
+                tenant.meter.limits = limits
             by_name[name] = tenant
             by_hash |= dict.fromkeys(map(bytes.fromhex, limits.keys), tenant)
         self._by_name, self._by_hash = by_name, by_hash
@@ -377,11 +328,3 @@ def _network(address: str | None) -> str:
     if parsed.version == 4:
         return str(parsed)
     return str(ipaddress.ip_network((parsed, 64), strict=False))
-
-
-def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 12ms, 3s, 6m0s."""
-    if seconds < 1:
-        return f"{math.ceil(seconds * 1000)}ms"
-    whole = math.ceil(seconds)
-    return f"{whole}s" if whole < 60 else f"{whole // 60}m{whole % 60}s"

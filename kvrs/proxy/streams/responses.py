@@ -158,9 +158,3 @@ def total_usage(journals: Sequence[Journal]) -> Usage:
     produced = sum(len(journal.output_ids) for journal in journals)
     cached = [journal.cached_tokens for journal in firsts if journal.cached_tokens is not None]
     return usage_of(prompt, produced, sum(cached) if len(cached) == len(firsts) else None)
-
-
-def total_tokens(journals: Sequence[Journal]) -> int:
-    """The tokens of `total_usage`."""
-    prompts = {id(journal.parsed): journal.prompt_tokens for journal in reversed(journals)}
-    return sum(prompts.values()) + sum(len(journal.output_ids) for journal in journals)

@@ -25,10 +25,7 @@ class Asking:
 
         def undo(answer: bytes) -> None:
             if unpacked(answer, Taken).excess is None:
-                size_bytes, tokens = asked.size_bytes, asked.tokens
-                self.give(
-                    Give(asked.tenant, size_bytes, asked.streams, tokens, used=0, key=asked.key)
-                )
+                self.give(Give(asked.tenant, asked.size_bytes, asked.streams, asked.key))
 
         taken: Taken = unpacked(await self._ask(TAKE, packed(asked), undo), Taken)
         return taken

@@ -1,7 +1,7 @@
 """Limits that hold for all workers of a proxy together, kept by their supervisor.
 
-Tenants' limits are exact: a worker asks before it takes a stream, bytes, tokens or a request of a
-tenant with limits, and says what it gives back. A worker that has ended gives back all at once.
+Tenants' limits are exact: a worker asks before it takes a stream or bytes of a tenant with limits,
+and says what it gives back. A worker that has ended gives back all at once.
 """
 
 from collections import Counter, deque
@@ -11,18 +11,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrs.config.tenants import TenantSettings
-from kvrs.control.tenants import Excess, GuessLimit, TenantMeter
-
-Rates = list[tuple[str, int, int, float]]  # As `TenantMeter.rates`.
+from kvrs.control.tenants import GuessLimit, TenantMeter
 
 
 class TenantLimits(msgspec.Struct, frozen=True, array_like=True):
     """Those of a tenant, as in the key file."""
 
     streams: int | None
-    requests_per_s: float | None
     open_bytes: int | None
-    tokens_per_min: int | None
 
     @property
     def exist(self) -> bool:
@@ -34,28 +30,23 @@ class Take(msgspec.Struct, array_like=True):
 
     tenant: str
     limits: TenantLimits
-    requests: int = 0
     size_bytes: int = 0
     streams: int = 0
-    tokens: int = 0
     key: str = ""  # Of the stream's record: at however many workers, it is one stream.
 
 
 class Taken(msgspec.Struct, array_like=True):
     """`excess`: what the tenant has no room for; nothing was taken then."""
 
-    excess: tuple[str, str, str, float] | None
-    rates: Rates
+    excess: tuple[str, str] | None
 
 
 class Give(msgspec.Struct, array_like=True):
-    """What was taken, and the tokens that were really used."""
+    """What was taken."""
 
     tenant: str
     size_bytes: int
     streams: int
-    tokens: int
-    used: int
     key: str = ""
 
 
@@ -69,7 +60,7 @@ class _Open:
 
 
 class SharedLimits:
-    """Every question takes the time."""
+    """A question about a guess takes the time."""
 
     def __init__(self) -> None:
         self._meters: dict[str, TenantMeter] = {}
@@ -77,25 +68,23 @@ class SharedLimits:
         self._open: dict[int, dict[str, _Open]] = {}  # By worker, then tenant.
         self._guesses = GuessLimit()
 
-    def take(self, worker: int, asked: Take, now_s: float) -> Taken:
-        meter = self._meter(asked.tenant, asked.limits, now_s)
+    def take(self, worker: int, asked: Take) -> Taken:
+        meter = self._meter(asked.tenant, asked.limits)
         held = self._open.setdefault(worker, {}).setdefault(asked.tenant, _Open())
         excess = None
-        if asked.requests:
-            excess = meter.take_request(now_s)
-        if excess is None and asked.size_bytes:
+        if asked.size_bytes:
             excess = meter.take_bytes(asked.size_bytes)
             held.size_bytes += 0 if excess else asked.size_bytes
-        if excess is None and (asked.streams or asked.tokens):
+        if excess is None and asked.streams:
             streams = 0 if asked.key and self._runs(asked.tenant, asked.key) else asked.streams
-            excess = meter.take_streams(streams, asked.tokens, now_s)
+            excess = meter.take_streams(streams)
             if excess is None and asked.key:
                 held.keys[asked.key] += 1
             elif excess is None:
                 held.streams += asked.streams
-        return Taken(None if excess is None else _plain(excess), meter.rates(now_s))
+        return Taken(None if excess is None else (excess.kind, excess.message))
 
-    def give(self, worker: int, given: Give, now_s: float) -> None:
+    def give(self, worker: int, given: Give) -> None:
         meter, held = self._meters[given.tenant], self._open[worker][given.tenant]
         meter.give_bytes(given.size_bytes)
         held.size_bytes -= given.size_bytes
@@ -105,15 +94,15 @@ class SharedLimits:
             streams = 0 if self._runs(given.tenant, given.key) else 1
         else:
             held.streams -= streams
-        meter.end_streams(streams, given.tokens, given.used, now_s)
+        meter.give_streams(streams)
 
-    def end(self, worker: int, now_s: float) -> None:
-        """Its requests ended with it. Tokens that were expected count as used."""
+    def end(self, worker: int) -> None:
+        """Its requests ended with it."""
         for tenant, held in self._open.pop(worker, {}).items():
             meter = self._meters[tenant]
             meter.give_bytes(held.size_bytes)
             ended = held.streams + sum(not self._runs(tenant, key) for key in held.keys)
-            meter.end_streams(ended, 0, 0, now_s)
+            meter.give_streams(ended)
 
     def _runs(self, tenant: str, key: str) -> bool:
         return any(key in open_[tenant].keys for open_ in self._open.values() if tenant in open_)
@@ -122,22 +111,18 @@ class SharedLimits:
         """A key from the address was wrong: seconds until its next try, 0: this one counts."""
         return self._guesses.guess(address, now_s)
 
-    def _meter(self, tenant: str, limits: TenantLimits, now_s: float) -> TenantMeter:
+    def _meter(self, tenant: str, limits: TenantLimits) -> TenantMeter:
         meter = self._meters.get(tenant)
         if meter is None or self._limits[tenant] != limits:
             settings = TenantSettings.model_construct(
                 keys=[], **{name: getattr(limits, name) for name in limits.__struct_fields__}
             )
             if meter is None:
-                meter = self._meters[tenant] = TenantMeter(settings, now_s)
+                meter = self._meters[tenant] = TenantMeter(settings)
             else:
-                meter.change(settings, now_s)
+                meter.limits = settings
             self._limits[tenant] = limits
         return meter
-
-
-def _plain(excess: Excess) -> tuple[str, str, str, float]:
-    return excess.limit, excess.kind, excess.message, excess.retry_after_s
 
 
 @dataclass(slots=True)

@@ -32,15 +32,15 @@ class SharedByWorkers:
 
     def end(self, worker: int) -> None:
         """Its process has ended."""
-        self._limits.end(worker, self._clock())
+        self._limits.end(worker)
         self._turns.end_all(worker)
         self.loads.end(worker)
 
     def _take(self, worker: int, body: bytes) -> bytes:
-        return packed(self._limits.take(worker, unpacked(body, Take), self._clock()))
+        return packed(self._limits.take(worker, unpacked(body, Take)))
 
     def _give(self, worker: int, body: bytes) -> bytes:
-        self._limits.give(worker, unpacked(body, Give), self._clock())
+        self._limits.give(worker, unpacked(body, Give))
         return b""
 
     def _guess(self, body: bytes) -> bytes:

@@ -106,33 +106,10 @@ async def test_health_needs_no_key_and_all_else_does(system: ProxyCluster) -> No
     }
 
 
-async def test_requests_per_second_are_limited_and_counted_down(
-    build: ProxyClusterBuilder, save: Save
-) -> None:
-    """One tenant's limit is nothing to another one."""
-    system = await build(security={"key_file": save(a={"requests_per_s": 0.01})})
-
-    async with system.http.post(
-        system.url + "/v1/completions", json=REQUEST, headers=bearer("a")
-    ) as response:
-        first = response.status, response.headers
-    async with system.http.post(
-        system.url + "/v1/completions", json=REQUEST, headers=bearer("a")
-    ) as response:
-        second, error = (response.status, response.headers), error_of(await response.read())
-    other, _ = await system.ask(REQUEST, bearer("b"))
-
-    assert (first[0], second[0], other) == (200, 429, 200)
-    assert first[1]["x-ratelimit-limit-requests"] == "1"
-    assert first[1]["x-ratelimit-remaining-requests"] == "0"
-    assert first[1]["x-ratelimit-reset-requests"].startswith("1m")
-    assert int(second[1]["Retry-After"]) > 90
-    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-
-
 async def test_streams_are_limited_while_they_are_open(
     build: ProxyClusterBuilder, save: Save
 ) -> None:
+    """One tenant's limit is nothing to another one."""
     system = await build(security={"key_file": save(a={"streams": 2})})
     system.script.gate = asyncio.Event()
 
@@ -141,29 +118,18 @@ async def test_streams_are_limited_while_they_are_open(
 
     opened = [asyncio.create_task(ask("a", n=2)), asyncio.create_task(ask("b"))]
     await system.until_streams_hold(0, 3)
-    refused = await ask("a")
+    async with system.http.post(
+        system.url + "/v1/completions", json=REQUEST, headers=bearer("a")
+    ) as response:
+        refused, error = response, error_of(await response.read())
     system.script.gate.set()
 
-    assert refused == 429
+    assert refused.status == 429
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert (error["type"], error["code"]) == ("streams", "rate_limit_exceeded")
     assert [await each for each in opened] == [200, 200]
     assert await ask("a", n=2) == 200
     assert await ask("a", n=3) == 429
-
-
-async def test_tokens_per_minute_are_limited(build: ProxyClusterBuilder, save: Save) -> None:
-    system = await build(security={"key_file": save(a={"tokens_per_min": 100})})
-    stream = REQUEST | {"stream": True}
-
-    async with system.http.post(
-        system.url + "/v1/completions", json=stream | {"max_tokens": 60}, headers=bearer("a")
-    ) as response:
-        assert "x-ratelimit-remaining-tokens" in response.headers
-        await response.read()
-    refused, body = await system.ask(stream | {"max_tokens": 60}, bearer("a"))
-    smaller, _ = await system.ask(stream | {"max_tokens": 4}, bearer("a"))
-
-    assert (response.status, refused, smaller) == (200, 429, 200)
-    assert error_of(body)["type"] == "tokens"
 
 
 async def test_open_bytes_are_limited_before_they_are_read(
@@ -249,9 +215,7 @@ async def test_a_flood_of_guesses_is_limited_and_right_keys_are_served(
 
 
 async def test_the_openai_package_knows_the_errors(build: ProxyClusterBuilder, save: Save) -> None:
-    system = await build(
-        security={"key_file": save(off={"enabled": False}, b={"requests_per_s": 0.01})}
-    )
+    system = await build(security={"key_file": save(off={"enabled": False}, b={"streams": 1})})
 
     def client(key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{system.url}/v1", api_key=key, max_retries=0)
@@ -262,12 +226,8 @@ async def test_the_openai_package_knows_the_errors(build: ProxyClusterBuilder, s
         with pytest.raises(openai.PermissionDeniedError):
             await off.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)
     async with client(KEYS["b"]) as limited:
-        made = await limited.completions.with_raw_response.create(
-            model="scripted", prompt=[1, 2], max_tokens=2
-        )
-        assert made.headers["x-ratelimit-remaining-requests"] == "0"
         with pytest.raises(openai.RateLimitError) as raised:
-            await limited.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)
+            await limited.completions.create(model="scripted", prompt=[1, 2], max_tokens=2, n=2)
         assert raised.value.code == "rate_limit_exceeded"
     async with client(KEYS["a"]) as right:
         answered = await right.completions.create(model="scripted", prompt=[1, 2], max_tokens=2)

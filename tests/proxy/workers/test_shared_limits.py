@@ -6,25 +6,20 @@ import pytest
 
 from kvrs.proxy.workers.limits import Give, SharedLimits, Take, TenantLimits, Turns
 
-NONE = TenantLimits(None, None, None, None)
+NONE = TenantLimits(None, None)
 
 
-def limits(
-    streams: int | None = None,
-    requests_per_s: float | None = None,
-    open_bytes: int | None = None,
-    tokens_per_min: int | None = None,
-) -> TenantLimits:
-    return TenantLimits(streams, requests_per_s, open_bytes, tokens_per_min)
+def limits(streams: int | None = None, open_bytes: int | None = None) -> TenantLimits:
+    return TenantLimits(streams, open_bytes)
 
 
 def stream(most: int, key: str = "", streams: int = 1) -> Take:
     return Take("t", limits(streams=most), streams=streams, key=key)
 
 
-def limit_of(shared: SharedLimits, worker: int, asked: Take, now_s: float = 0.0) -> str | None:
-    """The limit that is exceeded."""
-    excess = shared.take(worker, asked, now_s).excess
+def limit_of(shared: SharedLimits, worker: int, asked: Take) -> str | None:
+    """The kind of the limit that is exceeded."""
+    excess = shared.take(worker, asked).excess
     return None if excess is None else excess[0]
 
 
@@ -41,7 +36,7 @@ def test_streams_of_all_workers_count_together() -> None:
     assert limit_of(shared, 1, stream(2)) is None
     assert limit_of(shared, 2, stream(2)) == "streams"
 
-    shared.give(0, Give("t", 0, 1, 0, 0), 0.0)
+    shared.give(0, Give("t", 0, 1))
 
     assert limit_of(shared, 2, stream(2)) is None
     assert limit_of(shared, 0, stream(2)) == "streams"
@@ -53,10 +48,10 @@ def test_a_stream_with_a_key_counts_once_at_however_many_workers() -> None:
     assert limit_of(shared, 0, stream(1, "k")) is None
     assert limit_of(shared, 1, stream(1, "k")) is None
 
-    shared.give(0, Give("t", 0, 1, 0, 0, "k"), 0.0)
+    shared.give(0, Give("t", 0, 1, "k"))
 
     assert limit_of(shared, 0, stream(1)) == "streams"
-    shared.give(1, Give("t", 0, 1, 0, 0, "k"), 0.0)
+    shared.give(1, Give("t", 0, 1, "k"))
     assert limit_of(shared, 0, stream(1)) is None
 
 
@@ -67,32 +62,14 @@ def test_a_worker_that_ends_gives_back_what_it_has() -> None:
     assert limit_of(shared, 0, Take("t", asked, size_bytes=2048)) is None
     for worker, key in ((0, ""), (0, "a"), (0, "b"), (1, "b"), (1, "")):
         assert limit_of(shared, worker, Take("t", asked, streams=1, key=key)) is None
-    assert limit_of(shared, 1, Take("t", asked, size_bytes=1)) == "open_bytes"
+    assert limit_of(shared, 1, Take("t", asked, size_bytes=1)) == "bytes"
     assert limit_of(shared, 1, Take("t", asked, streams=1)) == "streams"
 
-    shared.end(0, 0.0)
+    shared.end(0)
 
     assert limit_of(shared, 1, Take("t", asked, size_bytes=2048)) is None
     assert limit_of(shared, 1, Take("t", asked, streams=2)) is None
     assert limit_of(shared, 1, Take("t", asked, streams=1)) == "streams"
-
-
-def test_rates_of_all_workers_count_together() -> None:
-    """And tokens that were expected and not used are given back to all."""
-    shared = SharedLimits()
-    asked = Take("t", limits(requests_per_s=2.0), requests=1)
-    assert [limit_of(shared, worker, asked) for worker in (0, 1, 0)] == [
-        None,
-        None,
-        "requests_per_s",
-    ]
-    assert limit_of(shared, 1, asked, now_s=0.5) is None
-
-    tokens = Take("u", limits(tokens_per_min=100), streams=1, tokens=60)
-    assert limit_of(shared, 0, tokens) is None
-    assert limit_of(shared, 1, tokens) == "tokens_per_min"
-    shared.give(0, Give("u", 0, 1, 60, 10), 0.0)
-    assert limit_of(shared, 1, tokens) is None
 
 
 def test_other_limits_of_a_tenant_apply_to_what_is_open() -> None:
@@ -124,20 +101,20 @@ def test_no_limit_is_exceeded_whatever_workers_do(seed: int) -> None:
         worker, kind = draw.randrange(3), draw.random()
         mine = [each for each in held if each[0] == worker]
         if kind < 0.05:
-            shared.end(worker, 0.0)
+            shared.end(worker)
             held = [each for each in held if each[0] != worker]
         elif kind < 0.45 and mine:
             held.remove(given := draw.choice(mine))
-            shared.give(worker, given[1], 0.0)
+            shared.give(worker, given[1])
         else:
             key = draw.choice(["", "", "a", "b"])
             streams, size_bytes = (1 if key else draw.randrange(3)), draw.randrange(2000)
             asked = Take("t", most, size_bytes=size_bytes)
-            if shared.take(worker, asked, 0.0).excess is None:
-                held.append((worker, Give("t", size_bytes, 0, 0, 0)))
+            if shared.take(worker, asked).excess is None:
+                held.append((worker, Give("t", size_bytes, 0)))
             asked = Take("t", most, streams=streams, key=key)
-            if streams and shared.take(worker, asked, 0.0).excess is None:
-                held.append((worker, Give("t", 0, streams, 0, 0, key)))
+            if streams and shared.take(worker, asked).excess is None:
+                held.append((worker, Give("t", 0, streams, key)))
 
         keys = {given.key for _, given in held if given.key}
         streams = len(keys) + sum(given.streams for _, given in held if not given.key)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -178,26 +177,6 @@ async def test_a_tenants_streams_are_limited_over_all_workers(
 
         assert again == [200] * lost + [429] * (12 - lost)
         system.script.gate.set()
-
-
-async def test_a_tenants_rates_are_limited_over_all_workers(
-    build: ProxyClusterBuilder, tmp_path: Path
-) -> None:
-    """What is left of them is the same in the headers of every worker."""
-    system = await build()
-    security = {"key_file": key_file(tmp_path, requests_per_s=0.001)}
-    async with open_workers(system, tmp_path, workers=3, security=security) as proxy:
-        answers = await asyncio.gather(
-            *(
-                proxy.http.post(f"{proxy.url}/v1/completions", json=REQUEST, headers=KEY)
-                for _ in range(30)
-            )
-        )
-
-        assert Counter(each.status for each in answers) == {200: 1, 429: 29}
-        for name, value in (("limit", "1"), ("remaining", "0")):
-            found = {each.headers[f"x-ratelimit-{name}-requests"] for each in answers}
-            assert found == {value}
 
 
 async def test_bytes_that_are_open_are_limited_over_all_workers(
