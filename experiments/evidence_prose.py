@@ -61,9 +61,8 @@ _BY_INTENTION = (
     "grow with their number.",
     "LUMEN, holder: chosen when an attempt starts, and again when its hand-off goes elsewhere.",
     "LUMEN, rebalancing: then `auto` may leave the assigned target "
-    "([0015](decisions/0015-dispatch-before-costs.md)). The loads are the streams of this proxy "
-    "with all its workers, and what the last load report counts beyond them: those of other "
-    "proxies.",
+    "([0015](decisions/0015-dispatch-before-costs.md)). The loads are the streams of this proxy, "
+    "and what the last load report counts beyond them: those of other proxies.",
     "LUMEN, three queues: it leaves their shares open; ours are 8 to 4 to 1.",
     "LUMEN, reload from SSD: engines of the simulator are back after seconds, or after 20 to 60 s, "
     "and do not read weights at a rate.",

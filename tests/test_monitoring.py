@@ -16,11 +16,9 @@ from typer.testing import CliRunner
 
 from kvrs.cli import app
 from kvrs.cli.monitoring import alert_rules, dashboard_json
-from kvrs.config.file import Config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.workers.supervisor import Supervisor
 
 NAME = re.compile(r"\b(?:kvrs|process|python)_[a-z0-9_]+")
 PROMTOOL = shutil.which("promtool")
@@ -40,9 +38,6 @@ CASES: dict[str, dict[str, str]] = {
     },
     "KvrsRankDied": {f"kvrs_worker_rank_deaths_total{{{WORKER}}}": "0x10 1x20"},
     "KvrsProxyRestarted": {f"process_start_time_seconds{{{JOB}}}": "100x10 260x20"},
-    "KvrsProxyWorkerRestarted": {
-        'kvrs_proxy_worker_restarts_total{proxy_worker="1"}': "0x10 1x20",
-    },
     "KvrsProxyDown": {f"up{{{JOB}}}": "1x10 0x5 1x15"},
     "KvrsWorkerDown": {f"kvrs_worker_up{{{WORKER}}}": "1x10 0x12 1x8"},
     "KvrsWorkerDegraded": {
@@ -91,12 +86,10 @@ def expressions() -> Iterator[str]:
 
 
 def exported() -> set[str]:
-    """The names of all samples, of a proxy and of the supervisor of one with workers."""
+    """The names of all samples."""
     metrics = Metrics({InstanceId("d0"): Role.DECODE}, [InstanceId("agent-n0")])
-    supervisor = Supervisor(Config(), Path("kvrs.yaml"), Config, no_env=True)
-    text = generate_latest(metrics.registry) + generate_latest(supervisor.registry)
     names = set()
-    for family in text_string_to_metric_families(text.decode()):
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         names |= {family.name, *(sample.name for sample in family.samples)}
         names |= {f"{family.name}_total"} if family.type == "counter" else set()
         if family.type == "histogram":

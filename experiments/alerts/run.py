@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from tests.free_ports import free_ports
 SCRAPE_S = 5
 MOST_SCRAPES = 2
 RANKS = 2  # Of p1.
-ALL_UP = 4 + 2 + RANKS  # Instances, agents, ranks.
+WORKERS = 2
+ALL_UP = WORKERS * (4 + 2 + RANKS)  # Instances, agents, ranks, as each worker sees them.
 _LOOK_S = 0.1
 _MOST_WAIT_S = 240.0
 _CLEAR_S = 300.0
@@ -41,7 +42,7 @@ Alert = dict[str, str]
 class Prometheus:
     """A server of its own directory, and since when each alert has been firing."""
 
-    def __init__(self, directory: Path, admin_port: int) -> None:
+    def __init__(self, directory: Path, admin_ports: Sequence[int]) -> None:
         self._directory = directory
         (self._port,) = free_ports(1)
         (directory / "kvrs.yaml").write_text(alert_rules())
@@ -51,7 +52,7 @@ class Prometheus:
             "scrape_configs": [
                 {
                     "job_name": "kvrs",
-                    "static_configs": [{"targets": [f"127.0.0.1:{admin_port}"]}],
+                    "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in admin_ports]}],
                 }
             ],
         }
@@ -145,12 +146,13 @@ def measure(directory: Path) -> list[dict[str, Any]]:
     nodes[1]["instances"][0]["tp"] = RANKS
     config = parse_config(
         {
-            "proxy": {"workers": 2, "port": port, "admin_port": admin_port},
+            "proxy": {"workers": WORKERS, "port": port, "admin_port": admin_port},
             "cluster": {"nodes": nodes},
             "backup": {"mode": "both"},
         }
     )
-    prometheus = Prometheus(directory, config.proxy.admin_port)
+    admin_ports = config.proxy.ports_of("admin_port")
+    prometheus = Prometheus(directory, admin_ports)
     watch = Watch(prometheus)
     everything = ("p0", "d0", "p1", "d1", "agent-n0", "agent-n1")
     with Processes(config) as processes:
@@ -158,7 +160,7 @@ def measure(directory: Path) -> list[dict[str, Any]]:
         processes.wait_ready(*everything)
         processes.start_proxy()
         with prometheus.running(), watch.running():
-            rows = Faults(processes, prometheus, watch, config.proxy.admin_port).run()
+            rows = Faults(processes, prometheus, watch, admin_ports).run()
             with suppress(TimeoutError):
                 _until(lambda: not prometheus.firing(), "all alerts are clear", _CLEAR_S)
             time.sleep(2 * _LOOK_S)
@@ -187,12 +189,16 @@ class Faults:
     """
 
     def __init__(
-        self, processes: Processes, prometheus: Prometheus, watch: Watch, admin_port: int
+        self,
+        processes: Processes,
+        prometheus: Prometheus,
+        watch: Watch,
+        admin_ports: Sequence[int],
     ) -> None:
         self._processes = processes
         self._prometheus = prometheus
         self._watch = watch
-        self._admin_port = admin_port
+        self._admin_ports = admin_ports
         self._rows: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -210,8 +216,9 @@ class Faults:
         silent = _died("d1") | {"cause": "silent"}
         self._fault("stop of a decode instance", lambda: os.kill(pid, signal.SIGSTOP), [silent])
         os.kill(pid, signal.SIGCONT)
-        worker = self._state()["proxies"][0]["workers"][1]["pid"]
-        restarted = {"alertname": "KvrsProxyWorkerRestarted", "proxy_worker": "1"}
+        worker = self._state(1)["proxies"][0]["pid"]
+        at = f"127.0.0.1:{self._admin_ports[1]}"
+        restarted = {"alertname": "KvrsProxyRestarted", "instance": at}
         self._fault(
             "kill of a worker of the proxy", lambda: os.kill(worker, signal.SIGKILL), [restarted]
         )
@@ -277,8 +284,8 @@ class Faults:
         self._processes.start(*names)
         self._processes.wait_ready(*names)
 
-    def _state(self) -> Any:
-        url = f"http://127.0.0.1:{self._admin_port}/kvrs/v1/state"
+    def _state(self, worker: int = 0) -> Any:
+        url = f"http://127.0.0.1:{self._admin_ports[worker]}/kvrs/v1/state"
         with urllib.request.urlopen(url, timeout=5) as response:
             return json.load(response)
 

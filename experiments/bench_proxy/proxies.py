@@ -20,6 +20,7 @@ from typing import Any
 
 from experiments.bench_proxy.engines import SECRET, BenchError, Engines, pinned
 from kvrs.config.file import ENV_NAME
+from kvrs.config.proxy import ADMIN_PORT_STEP
 from tests.free_ports import free_ports
 
 HERE = Path(__file__).parents[2]
@@ -302,8 +303,8 @@ def _cluster(bench: Bench) -> dict[str, Any]:
     return {"cluster": cluster, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}}
 
 
-def state(running: Running) -> Any:
-    """The state of a kvrs proxy, from its admin port."""
-    url = f"http://127.0.0.1:{running.admin_port}/kvrs/v1/state"
+def state(running: Running, worker: int = 0) -> Any:
+    """The state of a kvrs proxy, or of one of its workers, from its admin port."""
+    url = f"http://127.0.0.1:{running.admin_port + ADMIN_PORT_STEP * worker}/kvrs/v1/state"
     with urllib.request.urlopen(url, timeout=10) as answer:
         return json.loads(answer.read())

@@ -55,7 +55,9 @@ def _opened(
         start = proxies.kvrs(tree, mirrored=mirrored, **settings)
         running = stack.enter_context(start(setting.bench(engines)))
         if settings.get("workers", 1) > 1:
-            _until(partial(_has_all_workers, running), "not all workers came up")
+            _until(
+                partial(_has_all_workers, running, settings["workers"]), "not all workers came up"
+            )
         yield engines, running
 
 
@@ -99,10 +101,12 @@ def keyed(setting: Setting, tree: Path, number: int) -> Row:
     return row | _outcome(*results.values())
 
 
-def _has_all_workers(running: Running) -> bool:
-    """Until the others listen, the first one would get all connections."""
-    (proxy,) = proxies.state(running)["proxies"]
-    return all(worker["state"] == "up" for worker in proxy["workers"])
+def _has_all_workers(running: Running, workers: int) -> bool:
+    """All workers listen, else some would get no connections: each listens when it has seen an
+    instance up.
+    """
+    states = [proxies.state(running, worker) for worker in range(workers)]
+    return all(any(row["health"] == "up" for row in state["instances"]) for state in states)
 
 
 def _has_peers(running: Running) -> bool:

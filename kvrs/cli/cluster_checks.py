@@ -93,7 +93,7 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
         value = "cluster.model has no tokenizer.json: streams that are cut continue inexactly"
         remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
         yield doubtful("tokenizer of the proxy", value, "the file beside config.json", remedy)
-    if len(rows) == 1:  # Workers have configurations of their own, made from the file.
+    if config.proxy.workers == 1:  # Workers have configurations of their own, made from the file.
         yield _digest(config, rows[0])
     down = sorted({name for row in rows for name, is_up in row["peers"].items() if is_up != "up"})
     peers = {name for row in rows for name in row["peers"]}

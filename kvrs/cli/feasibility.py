@@ -80,7 +80,7 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield faults that keep a process of this configuration from starting or serving on this
     machine.
     """
-    from kvrs.proxy.workers.ports import check_shared_ports
+    from kvrs.proxy.process.workers import check_shared_ports
 
     yield from faults_in(partial(trace_settings, environ))
     yield from faults_in(partial(check_shared_ports, config))

@@ -39,6 +39,8 @@ NoEnv = Annotated[
     bool, typer.Option("--no-env", help="Without settings and ${NAME} from the environment")
 ]
 LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # From `kvrs up`.
+# A `WorkerPlan`, from the proxy that starts this one as a worker.
+WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 DemoTrace = Annotated[
     Path | None,
     typer.Option(

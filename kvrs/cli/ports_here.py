@@ -11,8 +11,6 @@ from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.config.settings import HOST_OF_PORT, netloc
 
-_OF_WORKERS = ("peer_port", "gossip_port")  # One for each, that follow each other.
-
 
 @dataclass(frozen=True, slots=True)
 class _Port:
@@ -94,13 +92,11 @@ def _ports(config: Config) -> Iterator[_Port]:
 
 def _all_ports(config: Config) -> Iterator[_Port]:
     proxy = config.proxy
-    for key in ("port", "admin_port", *_OF_WORKERS):
-        for more in range(proxy.workers if key in _OF_WORKERS else 1):
-            if first := getattr(proxy, key):
-                host, bind = getattr(proxy, HOST_OF_PORT[key]), None
-                if key == "gossip_port":
-                    bind = proxy.gossip_bind
-                yield _Port(f"proxy.{key}", "", host, first + more, bind)
+    yield _Port("proxy.port", "", proxy.host, proxy.port)
+    for key in ("admin_port", "peer_port", "gossip_port"):
+        bind = proxy.gossip_bind if key == "gossip_port" else None
+        for port in proxy.ports_of(key):
+            yield _Port(f"proxy.{key}", "", getattr(proxy, HOST_OF_PORT[key]), port, bind)
     # vLLM's and DistServe's are bound by other processes than kvrs.
     is_ours = config.cluster.backend is Backend.EMBEDDED
     for _, instance in config.cluster.instances() if is_ours else ():

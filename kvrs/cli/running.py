@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
 from kvrs.config.source import Source
-from kvrs.config.workers import with_workers
+from kvrs.config.workers import WorkerPlan, with_workers, worker_config
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
 
@@ -205,15 +206,18 @@ def proxy(
     workers: opt.Workers = None,
     no_env: opt.NoEnv = False,
     launch: opt.LaunchJson = None,
+    worker: opt.WorkerJson = None,
 ) -> None:
     """Run one proxy in front of instances that are already up."""
     import uvloop
 
     from kvrs.logs import log_to_stderr
+    from kvrs.proxy.process.workers import Supervisor, supervise
     from kvrs.proxy.server import serve
-    from kvrs.proxy.workers.supervisor import supervise
 
-    def read_config() -> Config:
+    plan = None if worker is None else msgspec.json.decode(worker, type=WorkerPlan)
+
+    def read_whole() -> Config:
         given = load_config(config, None if no_env else os.environ)
         given = given if workers is None else with_workers(given, workers)
         asked = {"port": port, "admin_port": admin_port}
@@ -222,6 +226,10 @@ def proxy(
             return given
         document = given.model_dump(mode="json")
         return parse_config(document | {"proxy": document["proxy"] | ports})
+
+    def read_config() -> Config:
+        whole = read_whole()
+        return whole if plan is None else worker_config(whole, plan)
 
     launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
     file = ConfigFile(config, read_config, launched)
@@ -245,13 +253,16 @@ def proxy(
         ]
     if faults:
         raise ConfigError(faults)
-    log_to_stderr(**settings.logs.options)
+    facts = {} if plan is None else {"worker": settings.proxy.id}
+    log_to_stderr(**settings.logs.options, **facts)
     secret, *older = read_secrets(settings.security, os.environ)
     if settings.proxy.workers > 1:
-        uvloop.run(supervise(settings, config, file, no_env=no_env))
-        return
+        # A worker has the same command line, with a plan.
+        command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")
+        raise typer.Exit(supervise(settings, command))
     watched = config if settings.proxy.reload_on_change else None
-    uvloop.run(serve(settings, secret, older, file, watched=watched))
+    supervisor = None if plan is None else Supervisor()
+    uvloop.run(serve(settings, secret, older, file, watched, supervisor))
 
 
 def agent(

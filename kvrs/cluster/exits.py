@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from kvrs.cluster.proxies import ProxyProcess
 from kvrs.ids import InstanceId
-from kvrs.load.admin import AdminError
+from kvrs.load.admin import AdminClient, AdminError
 from kvrs.protocol.instance import ExitReport
 
 # Signals that end a process and that others send to it. A process that is aborted, or at a fault of
@@ -120,8 +120,9 @@ def _count(file: Path) -> int | None:
 
 
 class ExitNews:
-    """Tells proxies of exits, each in a thread of its own, so that one that hangs delays no other.
-    A proxy that is not reached does without: it is starting, and its streams have met no death.
+    """Tells proxies, and each of their workers, of exits: each in a thread of its own, so that one
+    that hangs delays no other. A proxy that is not reached does without: it is starting, and its
+    streams have met no death.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -130,12 +131,13 @@ class ExitNews:
 
     def add(self, proxy: ProxyProcess) -> None:
         """Tell this proxy too from now on."""
-        queue: SimpleQueue[Exit | None] = SimpleQueue()
-        self._queues.append(queue)
-        sending = threading.Thread(
-            target=self._send, args=(proxy, queue), name="exits", daemon=True
-        )
-        sending.start()
+        for admin in proxy.admins:
+            queue: SimpleQueue[Exit | None] = SimpleQueue()
+            self._queues.append(queue)
+            sending = threading.Thread(
+                target=self._send, args=(admin, queue), name="exits", daemon=True
+            )
+            sending.start()
 
     def tell(self, news: Exit) -> None:
         for queue in self._queues:
@@ -145,10 +147,10 @@ class ExitNews:
         for queue in self._queues:
             queue.put(None)
 
-    def _send(self, proxy: ProxyProcess, queue: "SimpleQueue[Exit | None]") -> None:
+    def _send(self, admin: AdminClient, queue: "SimpleQueue[Exit | None]") -> None:
         while (news := queue.get()) is not None:
             try:
-                proxy.admin.note_exit(news.instance, news.report)
+                admin.note_exit(news.instance, news.report)
             except AdminError as error:
                 # Without a status it is not reached; 404 and 409: it has not seen that process up.
                 if error.status not in (None, 404, 409):

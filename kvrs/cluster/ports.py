@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.file import Config, parse_config
-from kvrs.config.proxy import ProxySettings
+from kvrs.config.proxy import ADMIN_PORT_STEP, ProxySettings
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.errors import ConfigError
 
@@ -23,16 +23,15 @@ from kvrs.errors import ConfigError
 # assigned to another one.
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 
-# Distance between the ports of consecutive proxies, where the file gives them.
-PORT_STEP = 10
 _PROXY_PORTS = ("port", "admin_port", "peer_port", "gossip_port")
-# Each worker of a proxy has one of these: so many ports that follow each other.
-_PORTS_OF_WORKERS = ("peer_port", "gossip_port")
+# Each worker of a proxy has one of these: the distance between them.
+_STEPS_OF_WORKERS = {"admin_port": ADMIN_PORT_STEP, "peer_port": 1, "gossip_port": 1}
 
 
 def several_proxies(proxy: ProxySettings, count: int) -> list[ProxySettings]:
     """The settings of `count` proxies like this one, each with an id, ports and an event log of its
-    own, without peers.
+    own, without peers. Where the file gives a port, that of the next proxy, or of its first worker,
+    lies as far above it as the admin port of a further worker would.
 
     Raises:
         ConfigError: the file names peers itself.
@@ -49,7 +48,7 @@ def several_proxies(proxy: ProxySettings, count: int) -> list[ProxySettings]:
         changes: dict[str, Any] = {"id": f"{proxy.id.removesuffix('-0')}-{number}"}
         for key in _PROXY_PORTS:
             given = getattr(proxy, key)
-            changes[key] = given + PORT_STEP * number if given else 0
+            changes[key] = given + ADMIN_PORT_STEP * proxy.workers * number if given else 0
         if proxy.event_log is not None:
             path = Path(proxy.event_log)
             changes["event_log"] = str(path.with_name(f"{path.stem}-{changes['id']}{path.suffix}"))
@@ -158,8 +157,8 @@ def _choose(wanted: list[tuple[Any, str, str]]) -> None:
                 faults.append(f"{name}: {host}:{port} is {why}; allowed: a free port, or 0 for any")
             except OverflowError:
                 faults.append(
-                    f"{name}: got {port}; allowed: 0 to 65535, for each proxy "
-                    f"{PORT_STEP} above the one before it"
+                    f"{name}: got {port}; allowed: 0 to 65535, for each proxy or worker "
+                    f"{ADMIN_PORT_STEP} above the one before it"
                 )
     if faults:
         raise ConfigError(faults)
@@ -174,8 +173,8 @@ def _bound(section: Any, key: str) -> str:
 
 def _span(section: Any, key: str) -> range:
     """All ports that belong to one."""
-    count = section.get("workers", 1) if key in _PORTS_OF_WORKERS else 1
-    return range(section[key], section[key] + count)
+    first, step = section[key], _STEPS_OF_WORKERS.get(key, 0)
+    return range(first, first + max(1, step * section.get("workers", 1)), max(1, step))
 
 
 def _bind_all(held: contextlib.ExitStack, host: str, ports: range, taken: Set[int]) -> int:
@@ -186,7 +185,7 @@ def _bind_all(held: contextlib.ExitStack, host: str, ports: range, taken: Set[in
         return ports[0]
     while True:
         first = random.randrange(FIRST_PORT, LAST_PORT)
-        chosen = range(first, first + len(ports))
+        chosen = range(first, first + ports.step * len(ports), ports.step)
         # Two of our own processes could both bind it: SO_REUSEADDR allows that until one listens.
         if not taken.isdisjoint(chosen) or not all(map(_reserve, chosen)):
             continue

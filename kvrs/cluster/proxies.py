@@ -54,12 +54,22 @@ class ProxyProcess:
 
     @property
     def admin_url(self) -> str:
-        scheme = "http" if self.settings.admin_tls is None else "https"
-        return f"{scheme}://{netloc(self.settings.admin_host, self.settings.admin_port)}"
+        return self.admin.url
 
     @property
     def admin(self) -> AdminClient:
-        return AdminClient(self.admin_url, self._admin_token, self.settings.admin_tls)
+        return self.admins[0]
+
+    @property
+    def admins(self) -> list[AdminClient]:
+        """The admin port of the proxy, or of each of its workers."""
+        settings = self.settings
+        scheme = "http" if settings.admin_tls is None else "https"
+        urls = [
+            f"{scheme}://{netloc(settings.admin_host, port)}"
+            for port in settings.ports_of("admin_port")
+        ]
+        return [AdminClient(url, self._admin_token, settings.admin_tls) for url in urls]
 
     @property
     def pid(self) -> int | None:

@@ -28,10 +28,9 @@ def faults_of_ports(
         for _, instance in cluster.instances()
         for stage in instance.stage_hosts
     ]
-    addresses += [(proxy.host, proxy.port), (proxy.admin_host, proxy.admin_port)]
-    if proxy.peer_port:
-        own = range(proxy.peer_port, proxy.peer_port + proxy.workers)
-        addresses += [(proxy.peer_host, port) for port in own]
+    addresses.append((proxy.host, proxy.port))
+    addresses += [(proxy.admin_host, port) for port in proxy.ports_of("admin_port")]
+    addresses += [(proxy.peer_host, port) for port in proxy.ports_of("peer_port")]
     if with_gossip:
         addresses += [(host, port) for _, host, port in gossip_members(cluster, proxy)]
     hosts_of = defaultdict(list)
@@ -59,8 +58,7 @@ def gossip_members(
     """
     agents = ((node.id, node.agent) for node in cluster.nodes)
     yield from ((node, agent.gossip_at, agent.gossip_port) for node, agent in agents)
-    for offset, name in enumerate(proxy.names):
-        port = proxy.gossip_port + offset if proxy.gossip_port else 0
+    for name, port in zip(proxy.names, proxy.ports_of("gossip_port"), strict=True):
         yield NodeId(name), proxy.gossip_host, port
 
 

@@ -381,7 +381,7 @@ def _faults_of_state_plane(config: Config) -> Iterator[str]:
 
 
 def _faults_of_workers(config: Config) -> Iterator[str]:
-    """What is divided among workers, or counted for each of them."""
+    """Faults of settings that are divided among workers, or counted for each of them."""
     proxy, workers = config.proxy, config.proxy.workers
     body = 2 * proxy.max_body_bytes
     for key, got, each in (
@@ -400,11 +400,12 @@ def _faults_of_workers(config: Config) -> Iterator[str]:
             f"no agent arbitrates between them; allowed: at least {workers}, or gossip.enabled: "
             f"true"
         )
-    for key in ("peer_port", "gossip_port"):
-        if (first := getattr(proxy, key)) + workers - 1 > MOST_PORT:
+    for key in ("admin_port", "peer_port", "gossip_port"):
+        first, *_, last = proxy.ports_of(key)
+        if last > MOST_PORT:
             yield (
-                f"proxy.{key}: got {first} with proxy.workers: {workers}, each of which has the "
-                f"port after that of the one before; allowed: at most {MOST_PORT + 1 - workers}"
+                f"proxy.{key}: got {first} with proxy.workers: {workers}, the last of which has "
+                f"{last}; allowed: at most {MOST_PORT - last + first}"
             )
     if len(longest := proxy.names[-1]) > MOST_ID:
         yield (

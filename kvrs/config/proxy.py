@@ -16,6 +16,7 @@ MOST_PEERS = 32
 MOST_PORT = 65535
 MOST_ORIGINS = 256
 MOST_ID = 64  # Characters.
+ADMIN_PORT_STEP = 10  # Distance between the admin ports of consecutive workers.
 LEAST_MIRROR_BYTES = 1 << 20
 
 
@@ -55,7 +56,7 @@ def proxy_of_worker(name: str) -> str | None:
 
 
 def are_workers_of_one(one: str, other: str) -> bool:
-    """Whether two ids are those of workers of the same proxy."""
+    """True if two ids are those of workers of the same proxy."""
     proxy = proxy_of_worker(one)
     return proxy is not None and proxy == proxy_of_worker(other)
 
@@ -98,7 +99,7 @@ class ProxySettings(Settings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Client port, for /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
-    """Processes that share the clients' port (docs/proxies.md#workers)."""
+    """Proxies that share the clients' port (docs/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
     allowed_origins: list[Annotated[str, AfterValidator(_origin)]] = Field(
@@ -112,7 +113,9 @@ class ProxySettings(Settings):
     admin_host: Host = "127.0.0.1"
     """Address the admin port listens on."""
     admin_port: int = Field(default=8001, ge=0, le=65535)
-    """Admin port, for /kvrs/v1/state and /metrics; never open it to clients. 0: any free port."""
+    """Admin port, for /kvrs/v1/state and /metrics; never open it to clients. 0: any free port.
+    Worker K has the port 10 K above it.
+    """
     admin_tls: TlsSettings | None = None
     """TLS of the admin port. null: plain HTTP."""
     gossip_host: Host = "127.0.0.1"
@@ -192,6 +195,11 @@ class ProxySettings(Settings):
     def names(self) -> list[str]:
         """The ids of its processes among proxies: its own, or those of its workers."""
         return names_of(self.id, self.workers)
+
+    def ports_of(self, key: str) -> list[int]:
+        """The ports of its processes under a key; 0: any free one."""
+        first, step = getattr(self, key), ADMIN_PORT_STEP if key == "admin_port" else 1
+        return [first + step * worker if first else 0 for worker in range(self.workers)]
 
     def every_peer(self) -> Iterator[PeerSettings]:
         """The processes of the other proxies."""

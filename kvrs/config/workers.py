@@ -1,35 +1,43 @@
 """The settings of each worker of a proxy that has several, made from those of the proxy.
 
-A worker is a proxy: it has an id, a port for other proxies, and the other workers for peers.
+A worker is a proxy: it has an id, ports of its own but for the clients', and the other workers for
+peers.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from kvrs.config.file import Config, parse_config
 from kvrs.config.proxy import PeerSettings
 
 
-def worker_config(config: Config, worker: int, port: int, peer_ports: Sequence[int]) -> Config:
-    """The configuration of one worker. `port`: the bound one of clients; `peer_ports`: those of all
-    workers.
-    """
-    proxy, count = config.proxy, config.proxy.workers
-    names = proxy.names
+class WorkerPlan(msgspec.Struct, frozen=True):
+    """The number of a worker, and the ports that are kept for it and the others."""
+
+    worker: int
+    port: int  # The client port, which all workers share.
+    admin_port: int
+    peer_ports: list[int]  # Those of all workers.
+
+
+def worker_config(config: Config, plan: WorkerPlan) -> Config:
+    """The configuration of one worker."""
+    proxy, count, worker = config.proxy, config.proxy.workers, plan.worker
     workers = (
         PeerSettings(id=name, host=proxy.peer_host, peer_port=at)
-        for name, at in zip(names, peer_ports, strict=True)
-        if name != names[worker]
+        for name, at in zip(proxy.names, plan.peer_ports, strict=True)
+        if name != proxy.names[worker]
     )
     log = proxy.event_log
     own = proxy.model_copy(
         update={
-            "id": names[worker],
+            "id": proxy.names[worker],
             "workers": 1,
-            "port": port,
-            "admin_port": 0,
-            "peer_port": peer_ports[worker],
-            "gossip_port": proxy.gossip_port + worker if proxy.gossip_port else 0,
+            "port": plan.port,
+            "admin_port": plan.admin_port,
+            "peer_port": plan.peer_ports[worker],
+            "gossip_port": proxy.ports_of("gossip_port")[worker],
             "peers": [*workers, *proxy.every_peer()],
             "max_streams": proxy.max_streams // count,
             "body_budget_bytes": proxy.body_budget_bytes // count,

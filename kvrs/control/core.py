@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, assert_never
 
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
-from kvrs.config.proxy import Inexact, are_workers_of_one
+from kvrs.config.proxy import Inexact
 from kvrs.control.checkpoints import CheckpointHolds
 from kvrs.control.drains import Drains
 from kvrs.control.effects import (
@@ -126,7 +126,7 @@ class Control(Generic[S]):
         self.drains = Drains(self.instances, self.produced_on, self.tell)
         self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
         self._links = LinkBounds(config.transfer.link)
-        self._loads = LoadSteps(has_peers=_has_other_proxies(config))
+        self._loads = LoadSteps(has_peers=bool(config.proxy.peers))
         self._reformings = Reformings()
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
@@ -477,9 +477,3 @@ def _arrival(live: LiveStream, now_s: float) -> StreamArrived | StreamAdopted:
         journal.tenant,
         journal.name,
     )
-
-
-def _has_other_proxies(config: Config) -> bool:
-    """Besides the workers of this one, which tell each other what they send where."""
-    proxy = config.proxy
-    return any(not are_workers_of_one(proxy.id, peer.id) for peer in proxy.every_peer())

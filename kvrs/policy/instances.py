@@ -24,7 +24,6 @@ from kvrs.policy.model.events import (
     InstanceUp,
     LoadReported,
     NamesListed,
-    OthersBooked,
     SelfTested,
 )
 from kvrs.policy.model.lifecycle import InstanceLeft, Stage
@@ -90,9 +89,9 @@ class InstanceEvents:
             return
         member.reported_queue_s = event.queue_delay_s
         if member.decodes:
-            # What it runs or queues, and this proxy and its workers have not sent there, is of
-            # other proxies (LUMEN section 4.3: the load of a target is all of that).
-            others = max(0, event.streams - len(member.running) - member.others_streams)
+            # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
+            # the load of a target is all that it runs or queues).
+            others = max(0, event.streams - len(member.running))
             self._view.count_stream(member, others - member.others_reported)
             member.others_reported = others
         if (reforming := member.reforming) is not None:
@@ -107,11 +106,6 @@ class InstanceEvents:
             # Else an attempt runs, or it was gathered and placed with one before it.
             if (stream := self._ledger.idle.get(stream_id)) is not None:
                 self._starter.place_again(stream, now_s)
-
-    def others_booked(self, event: OthersBooked) -> None:
-        if (member := self._view.members.get(event.instance)) is not None:
-            self._view.count_stream(member, event.streams - member.others_streams)
-            member.others_streams, member.others_work_s = event.streams, event.work_s
 
     def ended(self, event: InstanceLost | InstanceRemoved | InstanceExited, now_s: float) -> None:
         match event:

@@ -43,7 +43,6 @@ from kvrs.policy.model.events import (
     LinkMeasured,
     LoadReported,
     NamesListed,
-    OthersBooked,
     PagesKept,
     PrefillDone,
     RetentionLost,
@@ -134,13 +133,6 @@ class RecoveryPolicy:
         """Streams wait for a place or a slot."""
         return bool(self._ledger.idle) or self._slots.any_waiting
 
-    def booked(self) -> dict[InstanceId, tuple[float, int]]:
-        """What this proxy has sent to each instance, as `OthersBooked` tells it to others."""
-        return {
-            member.instance.id: (member.work_s, member.own_streams)
-            for member in self._view.members.values()
-        }
-
     def snapshot(self) -> dict[str, Any]:
         """Plain data for people: the view of the cluster, slots, and the streams that run or
         wait.
@@ -215,8 +207,6 @@ class RecoveryPolicy:
                 self._instances.learned(event, now_s)
             case LoadReported():
                 self._instances.reported(event, now_s)
-            case OthersBooked():
-                self._instances.others_booked(event)
             case LinkMeasured():
                 self._view.link(event.source, event.target).measure(event.bytes_per_s)
             case HolderUp():

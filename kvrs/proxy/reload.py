@@ -48,14 +48,11 @@ class Reloads:
     of its services over it, and `orders` over both.
     """
 
-    def __init__(
-        self, config: Config, read: Callable[[], Config], orders: FleetOrders | None = None
-    ) -> None:
-        """`read` reads the file again, and raises ConfigError. `orders`: those that are in
-        `config`; None: there are none.
-        """
+    def __init__(self, config: Config, read: Callable[[], Config]) -> None:
+        """`read` reads the file again, and raises ConfigError."""
         self.config = config
-        self.orders = orders or fleet_orders(config)
+        awaited = [service.id for service in config.cluster.services]
+        self.orders = FleetOrders(config.proxy.id, nodes_of(config), awaited)
         self.found: Found = {}
         self._file: Nodes = self.orders.nodes
         self._read = read
@@ -135,8 +132,8 @@ class Reloads:
         awaited = [service.id for service in services if service.id not in self.found]
         self.orders.read(with_services(self._file, services, self.found), awaited)
 
-    async def order(self, order: FleetOrder, *, is_trial: bool = False) -> ReloadResult:
-        """Carry out an order about the fleet. With `is_trial` it is only checked.
+    async def order(self, order: FleetOrder) -> ReloadResult:
+        """Carry out an order about the fleet.
 
         Raises:
             ConfigError: it cannot be; nothing has changed.
@@ -145,9 +142,8 @@ class Reloads:
         def read() -> Config:
             return with_nodes(self.config, self.orders.over(new=order))
 
-        result = await self._logged(self._take(read, is_trial=is_trial))
-        if not is_trial:
-            self.orders.take([order])
+        result = await self._logged(self._take(read))
+        self.orders.take([order])
         return result
 
     async def follow_orders(self) -> bool:
@@ -189,11 +185,9 @@ class Reloads:
                 log.error("not reloaded", extra={"cause": fault})
             raise
 
-    async def _take(self, read: Callable[[], Config], *, is_trial: bool = False) -> ReloadResult:
+    async def _take(self, read: Callable[[], Config]) -> ReloadResult:
         async with self._turn:
             merged, changes, result = await asyncio.to_thread(self._prepare, read)
-            if is_trial:
-                return result
             for apply in changes:
                 apply()
             self.config = merged
@@ -224,12 +218,6 @@ class Reloads:
             raise ConfigError(faults)
         restart_needed = [path for path in differing if not _is_in(path, sections)]
         return merged, changes, ReloadResult(applied, restart_needed)
-
-
-def fleet_orders(config: Config) -> FleetOrders:
-    """Orders of a proxy with this file, which has not looked up its services."""
-    awaited = [service.id for service in config.cluster.services]
-    return FleetOrders(config.proxy.id, nodes_of(config), awaited)
 
 
 def nodes_of(config: Config) -> Nodes:

@@ -19,7 +19,7 @@ from kvrs.config.addresses import gossip_seeds
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
-from kvrs.config.proxy import PeerSettings
+from kvrs.config.proxy import PeerSettings, are_workers_of_one
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.control.reload import reload_settings
 from kvrs.control.slots import slot_share
@@ -32,7 +32,7 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
 from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
 from kvrs.proving import Address, address_of, agent_keys
-from kvrs.proxy.api.admin import Admin, OwnSource
+from kvrs.proxy.api.admin import Admin, AdminSource
 from kvrs.proxy.api.app import ClientApi
 from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.tenants import Tenants
@@ -45,6 +45,8 @@ from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
+from kvrs.proxy.process.running import Stop, run_service
+from kvrs.proxy.process.workers import Supervisor
 from kvrs.proxy.reload import Apply, ReloadingPart, ReloadResult, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
@@ -56,13 +58,11 @@ from kvrs.proxy.wire.capacity import capacity_of
 from kvrs.proxy.wire.certificates import TlsOfPorts
 from kvrs.proxy.wire.peer import new_session
 from kvrs.proxy.wire.pool import Access, EngineLinks
-from kvrs.proxy.workers.link import WorkerLink
-from kvrs.proxy.workers.running import Stop, run_service
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
-_SEEN_WITHIN_S = 2.0  # A worker takes requests then, also if no instance is up.
+_SEEN_WITHIN_S = 2.0  # A worker takes requests after that, also if no instance is up.
 _FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
 
@@ -75,14 +75,14 @@ class Proxy:
         secret: bytes,
         older: Sequence[bytes] = (),
         read: Callable[[], Config] | None = None,
-        link: WorkerLink | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
-        configuration again; `link`: this is one of several workers of a proxy.
+        configuration again; `supervisor`: of this worker, one of several at the clients' port.
         """
         self._config = config
-        self._link = link
-        self.reloads = Reloads(config, read or (lambda: config), link.orders if link else None)
+        self._supervisor = supervisor
+        self.reloads = Reloads(config, read or (lambda: config))
         self.reloads.add(ReloadingPart("policy", self._prepare_policy, ("policy", "slo")))
         self.reloads.add(ReloadingPart("peers", self._prepare_peers, ("proxy.peers",)))
         self._ring = [secret, *older]
@@ -131,7 +131,7 @@ class Proxy:
         )
         await driver.tokenizer.check()
         control = driver.control
-        follower = FleetFollower(self.reloads, None if self._link is None else self._link.heard)
+        follower = FleetFollower(self.reloads)
         self._mirror = mirror = Mirror(
             config.proxy,
             driver.run_id,
@@ -142,7 +142,6 @@ class Proxy:
             stop=driver.end_early,
             count=lambda outcome: metrics.resumes.labels(outcome).inc(),
             orders=StandingOrders(control.orders, self.reloads.orders, clock, follower.heard),
-            turn=None if self._link is None else self._link.shared.turn,
         )
         tenants, settings = self._open_tenants(), self._capacity.settings
         self._api = api = ClientApi(
@@ -152,7 +151,7 @@ class Proxy:
         reached = FleetLinks(self._ring[0], links, backends, self._new_agent, agent_backends)
         fleet = Fleet(config, driver, reached, metrics, gossip_view)
         self.reloads.add(fleet.part)
-        shown = OwnSource(
+        shown = AdminSource(
             driver, metrics, gossip_view, self._describe, self.reloads, mirror.peers.news.tell
         )
         if config.proxy.peer_port:
@@ -178,25 +177,23 @@ class Proxy:
             keep(TaskKind.KEYS, tenants.run),
             keep(TaskKind.FLEET, follower.run),
             keep(TaskKind.FLEET, services.run),
-            *([self._link.share_load(control)] if self._link else []),
             observe_lag(metrics.loop_lag.observe),
             mirror.run(),
             *([gossip_view.run()] if config.gossip.enabled else []),
             *([event_log.run()] if event_log is not None else []),
         ]
         self._background = [asyncio.create_task(each) for each in work]
-        if self._link is not None:
-            await self._join_workers(api, driver, self._link)
+        if self._supervisor is not None:
+            await self._join_workers(api, driver)
 
-    async def _open_ports(self, api: ClientApi, source: OwnSource) -> None:
-        if self._link is not None:
-            self._link.show(source)
-            return
-        await self._listen_to_clients(api)
-        admin = Admin(source, self.reloads, self._config.security)
+    async def _open_ports(self, api: ClientApi, source: AdminSource) -> None:
+        if self._supervisor is None:
+            await self._listen_to_clients(api)
+        reloaded = None if self._supervisor is None else self._supervisor.reload_all
+        admin = Admin(source, self.reloads, self._config.security, reloaded)
         self.admin_port = await self._listen(admin.application(), "admin_port")
 
-    async def _join_workers(self, api: ClientApi, driver: Driver, link: WorkerLink) -> None:
+    async def _join_workers(self, api: ClientApi, driver: Driver) -> None:
         """Take requests once an instance is seen up: until then the other workers take them."""
         until_s = time.monotonic() + _SEEN_WITHIN_S
         while not driver.control.instances.ready() and time.monotonic() < until_s:
@@ -209,8 +206,7 @@ class Proxy:
         self.port = await self._listen(app, "port", direct=direct)
 
     def _open_tenants(self) -> Tenants:
-        shared = None if self._link is None else self._link.shared
-        self.tenants = Tenants(self._config, self._ring, time.monotonic, shared)
+        self.tenants = Tenants(self._config, self._ring, time.monotonic)
         self.reloads.add(ReloadingPart("keys", self.tenants.prepare))
         return self.tenants
 
@@ -322,9 +318,8 @@ class Proxy:
         await asyncio.gather(*self._background)
 
     async def leave(self) -> None:
-        delay_s = self._config.proxy.drain_delay_s
-        if delay_s and self._api is not None and (self._link is None or self._link.all_drain):
-            self._api.leaving = True  # Else other workers serve on.
+        if (delay_s := self._config.proxy.drain_delay_s) and self._api is not None:
+            self._api.leaving = True
             await asyncio.sleep(delay_s)
 
     async def drain(self) -> None:
@@ -333,8 +328,8 @@ class Proxy:
         """
         if self._api is None or self._mirror is None or self._driver is None:
             return
-        if self._link is not None and not self._link.all_drain:
-            await self._stop_taking_clients()  # The other workers take them.
+        if self._supervisor is not None:
+            await self._stop_taking_clients()  # Other workers, if they go on, take them.
         self._api.draining = True
         log.info("draining", extra={"streams": len(self._driver.streams)})
         if self._remaining_peers():
@@ -348,10 +343,10 @@ class Proxy:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def _remaining_peers(self) -> Set[str]:
-        """Proxies that go on when this one has drained."""
+        """Proxies that go on when this one has drained: workers of one proxy drain together."""
         assert self._mirror is not None
-        live = self._mirror.peers.live_ids
-        return live if self._link is None or not self._link.all_drain else live - self._link.others
+        live, me = self._mirror.peers.live_ids, self._config.proxy.id
+        return {peer for peer in live if not are_workers_of_one(peer, me)}
 
     async def _stop_taking_clients(self) -> None:
         for port in self._ports:
@@ -418,7 +413,7 @@ class Proxy:
         )
         self._ports.append(listening)
         try:
-            return await listening.open(host, port, shared=self._link is not None)
+            return await listening.open(host, port, shared=self._supervisor is not None)
         except OSError as error:
             reason = (
                 "is already in use"
@@ -470,22 +465,19 @@ async def serve(
     secret: bytes,
     older: Sequence[bytes] = (),
     read: Callable[[], Config] | None = None,
-    link: WorkerLink | None = None,
     watched: Path | None = None,
+    supervisor: Supervisor | None = None,
 ) -> None:
     """Run a proxy until SIGINT or SIGTERM, which a second one hastens; SIGHUP, or a change of the
-    `watched` file, has it `read` its configuration again. One of several workers of a proxy
-    (`link`) ends with its supervisor too.
+    `watched` file, has it `read` its configuration again. A worker ends with its `supervisor` too.
     """
-    proxy, stop = Proxy(config, secret, older, read, link), Stop(config.proxy.drain_delay_s)
+    proxy = Proxy(config, secret, older, read, supervisor)
+    stop = Stop(config.proxy.drain_delay_s)
 
     def ready() -> None:
         keep_what_is_there()
-        if link is None:
-            log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
-        else:
-            link.ready()
+        log.info("proxy ready", extra={"port": proxy.port, "admin_port": proxy.admin_port})
 
-    if link is not None:
-        link.stop = stop.asked
+    if supervisor is not None:
+        supervisor.end_with_it()
     await run_service(proxy, ready, stop, watched)

@@ -36,6 +36,17 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 END_S = 60.0
 
 
+def test_each_worker_of_a_proxy_has_an_admin_port() -> None:
+    """News of exits go to all of them."""
+    settings = ProxySettings(workers=3, admin_port=9001)
+
+    found = ProxyProcess(settings, lambda: subprocess.Popen(["false"]), str).admins
+
+    assert [each.url for each in found] == [
+        f"http://127.0.0.1:{port}" for port in (9001, 9011, 9021)
+    ]
+
+
 class Spawned:
     """Starts a tiny proxy, or from some start on one that ends at once."""
 

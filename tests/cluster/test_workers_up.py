@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from experiments.resuming import Clients, Way, bodies, is_exact, quiet_run, verdict
+from kvrs.config.proxy import ADMIN_PORT_STEP
 from tests.cluster.launches import END_S, Launch
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -33,10 +34,9 @@ async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path) -> Non
     launch = Launch(tmp_path, "--proxies", "2", "--workers", "2")
     try:
         await asyncio.to_thread(launch.wait_for_output, "Ctrl-C ends it")
-        rows = [await asyncio.to_thread(until_all_up, admin) for _, admin in launch.all_urls]
-        assert [row["id"] for row in rows] == ["proxy-0", "proxy-1"]
-        for row in rows:
-            assert len(row["workers"]) == 2
+        admins = [workers_of(admin) for _, admin in launch.all_urls]
+        pids = [await asyncio.to_thread(until_all_up, admin) for pair in admins for admin in pair]
+        assert len({*pids}) == len(WORKERS)
 
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
@@ -44,7 +44,7 @@ async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path) -> Non
                 session, lambda: [url for url, _ in launch.all_urls], bodies(REQUESTS, 120, seed=1)
             )
             quiet = await quiet_run(clients, REQUESTS)
-            for turn, victim in enumerate((rows[0]["workers"][0]["pid"], rows[0]["pid"])):
+            for turn, victim in enumerate((pids[0], supervisor_of(pids[1]))):
                 ways = [Way.CONTINUE, Way.REPLAY] * (REQUESTS // 2)
                 reading = [
                     asyncio.create_task(clients.read(n, way, f"k{turn}-{n}", proxy=0))
@@ -54,22 +54,33 @@ async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path) -> Non
                 os.kill(victim, signal.SIGKILL)
                 found = await asyncio.gather(*reading)
                 assert is_exact(verdict(found, quiet)), verdict(found, quiet)
-                await asyncio.to_thread(until_all_up, launch.all_urls[0][1])
+                for admin in admins[0]:
+                    await asyncio.to_thread(until_all_up, admin)
     finally:
         launch.process.terminate()
         launch.process.wait(END_S)
     launch.assert_nothing_left()
 
 
-def until_all_up(admin_url: str) -> dict[str, Any]:
-    """The row of a proxy whose workers, and all peers of any of them, are up."""
+def workers_of(admin_url: str) -> tuple[str, str]:
+    """The admin ports of both workers of a proxy."""
+    host, _, port = admin_url.rpartition(":")
+    return admin_url, f"{host}:{int(port) + ADMIN_PORT_STEP}"
+
+
+def supervisor_of(pid: int) -> int:
+    """The process that started a worker."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def until_all_up(admin_url: str) -> int:
+    """Wait until a worker and all its peers are up; its process id."""
     give_up_s = time.monotonic() + END_S
     while True:
         try:
             row: dict[str, Any] = state_of(admin_url)["proxies"][0]
-            states = {each["state"] for each in row["workers"]} | {*row["peers"].values()}
-            if states == {"up"} and {*row["peers"]} == WORKERS:
-                return row
+            if {row["id"], *row["peers"]} == WORKERS and {*row["peers"].values()} == {"up"}:
+                return int(row["pid"])
         except OSError:
             pass
         assert time.monotonic() < give_up_s

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.config.addresses import gossip_members
 from kvrs.config.file import parse_config
-from kvrs.config.workers import with_workers, worker_config
+from kvrs.config.workers import WorkerPlan, with_workers, worker_config
 from kvrs.errors import ConfigError
-from kvrs.proxy.workers.ports import check_shared_ports
+from kvrs.proxy.process.workers import check_shared_ports
 
 
 def faults_of(document: dict[str, Any]) -> list[str]:
@@ -43,11 +43,13 @@ def test_a_number_of_workers_is_a_small_integer(workers: Any, fault: str) -> Non
         ({"proxy": {"max_streams": 3}}, "proxy.max_streams: got 3 with proxy.workers: 4"),
         ({"proxy": {"mirror_bytes": 3 << 20}}, "proxy.mirror_bytes: got 3145728 with"),
         ({"proxy": {"body_budget_bytes": 32 << 20}}, "proxy.body_budget_bytes: got 33554432 with"),
+        ({"proxy": {"admin_port": 65506}}, "proxy.admin_port: got 65506 with proxy.workers: 4"),
         ({"proxy": {"peer_port": 65533}}, "proxy.peer_port: got 65533 with proxy.workers: 4"),
         ({"proxy": {"gossip_port": 65533}}, "proxy.gossip_port: got 65533 with proxy.workers: 4"),
         ({"proxy": {"id": "p" * 63}}, f"proxy.id: got '{'p' * 63}' with proxy.workers: 4"),
         ({"policy": {"slots_max": 3}}, "policy.slots_max: got 3 with proxy.workers: 4, and no"),
         ({"proxy": {"peer_port": 7997}}, "port 127.0.0.1:8000 is used 2 times; allowed: once"),
+        ({"proxy": {"peer_port": 8009}}, "port 127.0.0.1:8011 is used 2 times; allowed: once"),
         (
             {"proxy": {"peers": [{"id": "proxy-0.3", "peer_port": 9000}]}},
             "proxy.peers: id 'proxy-0.3' is used 2 times; allowed: once, proxy.id included",
@@ -88,7 +90,7 @@ def test_slots_need_no_share_where_agents_arbitrate() -> None:
 
     config = parse_config(document)
 
-    assert worker_config(config, 0, 8000, [1, 2, 3, 4]).policy.slots_max == 3
+    assert worker_config(config, WorkerPlan(0, 8000, 8001, [1, 2, 3, 4])).policy.slots_max == 3
 
 
 def test_workers_are_proxies_and_peers_of_each_other() -> None:
@@ -108,7 +110,7 @@ def test_workers_are_proxies_and_peers_of_each_other() -> None:
         }
     )
 
-    worker = worker_config(config, 1, 8000, [9000, 9001])
+    worker = worker_config(config, WorkerPlan(1, 8000, 8011, [9000, 9001]))
 
     assert (worker.proxy.id, worker.proxy.port, worker.proxy.workers) == ("proxy-0.1", 8000, 1)
     assert [(peer.id, peer.host, peer.peer_port) for peer in worker.proxy.peers] == [
@@ -117,6 +119,7 @@ def test_workers_are_proxies_and_peers_of_each_other() -> None:
         ("other.1", "10.0.0.2", 9001),
     ]
     assert (worker.proxy.peer_port, worker.proxy.gossip_port) == (9001, 7001)
+    assert worker.proxy.admin_port == 8011
     assert (worker.proxy.max_streams, worker.policy.slots_max) == (50, 4)
     assert worker.proxy.unfinished_body_bytes == 50
     assert worker.proxy.event_log == "/logs/events.1.jsonl"

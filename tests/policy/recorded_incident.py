@@ -32,7 +32,6 @@ from kvrs.policy.model.events import (
     LinkMeasured,
     LoadReported,
     NamesListed,
-    OthersBooked,
     PagesKept,
     PrefillDone,
     RetentionLost,
@@ -220,8 +219,6 @@ class Rough:
             return self.re_formed(name, drawn, stream)
         if drawn < 806_000:
             return NamesListed(name, self.epochs[name], NAMES[: drawn % 3])
-        if drawn < 815_000:
-            return OthersBooked(name, seconds, drawn % 4)
         return LoadReported(name, seconds)
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:

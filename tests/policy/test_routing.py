@@ -10,7 +10,6 @@ from kvrs.policy.model.events import (
     DrainOrdered,
     InstanceUp,
     LoadReported,
-    OthersBooked,
     PrefillDone,
     StreamArrived,
     StreamEnded,
@@ -56,26 +55,10 @@ def test_a_reported_queue_counts_when_it_is_longer_than_the_own_book() -> None:
     assert start.plan.prefill == P1
 
 
-def test_what_other_workers_have_sent_counts_like_the_own_book() -> None:
-    """It adds to the own bookings, and is not one of them."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(OthersBooked(P0, 0.5, 0))
-    harness.handle(OthersBooked(D0, 0.0, 3))
-
-    first = only(harness.handle(StreamArrived(A, 100)), Start)
-    harness.handle(OthersBooked(P0, 0.0, 0))
-    second = only(harness.handle(StreamArrived(B, 100)), Start)
-
-    assert (first.plan.prefill, second.plan.prefill) == (P1, P0)
-    assert harness.policy.booked()[D0] == (0.0, 1)
-    assert harness.policy.booked()[P0][0] > 0
-
-
 def test_streams_of_other_proxies_count_as_the_instance_reports_them() -> None:
-    """All that it runs or queues, without what this proxy and its workers have there."""
+    """All that it runs or queues, without what this proxy has there."""
     harness = PolicyHarness("p0", "d0")
     harness.decoding("own")
-    harness.handle(OthersBooked(D0, 0.0, 2))
 
     rows = []
     for streams in (3, 8, 2):
@@ -83,24 +66,7 @@ def test_streams_of_other_proxies_count_as_the_instance_reports_them() -> None:
         (row,) = (each for each in harness.policy.snapshot()["instances"] if each["id"] == D0)
         rows.append((row["decode_streams"], row["others_reported"]))
 
-    assert rows == [(3, 0), (3, 5), (3, 0)]
-    assert harness.policy.booked()[D0] == (0.0, 1)
-
-
-def test_streams_of_other_workers_count_at_their_decode_instance() -> None:
-    """The one with the fewest of all is taken, also after a report that lowers them again."""
-    harness = PolicyHarness("p0", "p1", "d1", "p2", "d2")
-    for busy in (P1, InstanceId("p2")):
-        harness.handle(LoadReported(busy, 9.0))
-    harness.handle(OthersBooked(D1, 0.0, 2))
-
-    plans = [
-        only(harness.handle(StreamArrived(StreamId(f"s{n}"), 1)), Start).plan for n in range(2)
-    ]
-    harness.handle(OthersBooked(D1, 0.0, 0))
-    plans.append(only(harness.handle(StreamArrived(C, 1)), Start).plan)
-
-    assert [plan.decode for plan in plans] == ["d2", "d2", "d1"]
+    assert rows == [(1, 2), (1, 7), (1, 1)]
 
 
 def test_work_leaves_the_book_when_prefill_answers() -> None:

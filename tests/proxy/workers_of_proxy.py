@@ -1,18 +1,17 @@
-"""`kvrs proxy` with several workers, as a process, before the scripted instances of a test."""
+"""`kvrs proxy` with several workers, as processes, before the scripted instances of a test."""
 
 import asyncio
 import os
 import re
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.scripted import SECRET
@@ -20,14 +19,14 @@ from tests.proxy.scripted import SECRET
 
 @dataclass
 class WorkersOfProxy:
-    """The running proxy. `log` is what it and its workers have logged."""
+    """The running proxy: `process` supervises its workers. `log` is what all have logged."""
 
     process: asyncio.subprocess.Process
     config: Path
     http: aiohttp.ClientSession  # A connection for each request, so that workers take turns.
     log: list[bytes] = field(default_factory=list)
     port: int = 0
-    admin_port: int = 0
+    admin_ports: list[int] = field(default_factory=list)  # One for each worker.
 
     @property
     def url(self) -> str:
@@ -41,48 +40,46 @@ class WorkersOfProxy:
         ) as response:
             return response.status, await response.read()
 
-    async def admin(self, path: str, method: str = "GET") -> tuple[int, bytes]:
-        url = f"http://127.0.0.1:{self.admin_port}{path}"
+    async def admin(self, path: str, method: str = "GET", worker: int = 0) -> tuple[int, bytes]:
+        url = f"http://127.0.0.1:{self.admin_ports[worker]}{path}"
         async with self.http.request(method, url) as response:
             return response.status, await response.read()
 
-    async def state(self) -> Any:
-        return msgspec.json.decode((await self.admin("/kvrs/v1/state"))[1])
-
-    async def proxy_row(self) -> Any:
-        return (await self.state())["proxies"][0]
-
-    async def workers(self) -> list[dict[str, Any]]:
-        return list((await self.proxy_row())["workers"])
-
-    async def count(self, series: str, **labels: str) -> float:
-        """The sum of the samples with this name and these labels; there is at least one."""
-        text = (await self.admin("/metrics"))[1].decode()
-        samples = [
-            sample
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == series and labels.items() <= sample.labels.items()
+    async def states(self) -> list[Any]:
+        """The states of all workers."""
+        answers = [
+            await self.admin("/kvrs/v1/state", worker=worker)
+            for worker in range(len(self.admin_ports))
         ]
-        assert samples, f"no sample of {series} {labels}"
-        return sum(sample.value for sample in samples)
+        return [msgspec.json.decode(body) for _, body in answers]
 
-    async def until_up(self) -> None:
-        """Wait until all workers are up, and know each other."""
+    async def rows(self) -> list[dict[str, Any]]:
+        """The row of each worker about itself."""
+        return [state["proxies"][0] for state in await self.states()]
+
+    async def streams(self) -> list[int]:
+        """How many streams each worker has."""
+        return [len(state["streams"]) for state in await self.states()]
+
+    async def until_up(self, *gone: int) -> None:
+        """Wait until all workers are up and know each other, none of them a process of `gone`."""
         async with asyncio.timeout(WITHIN_S):
             while True:
-                row = await self.proxy_row()
-                states = {each["state"] for each in row["workers"]} | {*row["peers"].values()}
-                if states == {"up"} and all("answers" not in each for each in row["workers"]):
-                    return
+                with suppress(aiohttp.ClientConnectionError):
+                    rows = await self.rows()
+                    peers = {health for row in rows for health in row["peers"].values()}
+                    if peers == {"up"} and not {row["pid"] for row in rows} & {*gone}:
+                        return
                 await asyncio.sleep(0.02)
 
-    async def until_logged(self, words: bytes) -> bytes:
+    async def until_logged(self, *words: bytes) -> bytes:
         async with asyncio.timeout(WITHIN_S):
-            while not any(words in line for line in self.log):
+            while True:
+                for line in self.log:
+                    if all(each in line for each in words):
+                        return line
                 assert self.process.returncode is None, b"".join(self.log)
                 await asyncio.sleep(0.01)
-        return next(line for line in self.log if words in line)
 
     async def _read_log(self) -> None:
         assert self.process.stderr is not None
@@ -126,15 +123,18 @@ async def open_workers(
         running = WorkersOfProxy(process, config, http)
         reading = asyncio.create_task(running._read_log())
         try:
-            line = await running.until_logged(b"proxy ready")
-            found = re.search(rb"port=(\d+) admin_port=(\d+) workers=(\d+)", line)
-            assert found is not None
-            assert int(found[3]) == workers
-            running.port, running.admin_port = int(found[1]), int(found[2])
+            for worker in range(workers):
+                line = await running.until_logged(b"proxy ready", b"worker=proxy-0.%d" % worker)
+                found = re.search(rb"port=(\d+) admin_port=(\d+)", line)
+                assert found is not None
+                running.port = int(found[1])
+                running.admin_ports.append(int(found[2]))
             await running.until_up()
             yield running
         finally:
             if process.returncode is None:
                 process.kill()
             await process.wait()
-            await reading
+            # It ends with the last worker, which may have been left behind.
+            await asyncio.wait({reading}, timeout=WITHIN_S)
+            reading.cancel()

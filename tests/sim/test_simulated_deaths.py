@@ -21,7 +21,7 @@ from kvrs.policy.kv_locations import KvLocations
 from kvrs.policy.ledger import Ledger
 from kvrs.policy.model.actions import Action
 from kvrs.policy.model.estimates import Option
-from kvrs.policy.model.events import Event, NamesListed, OthersBooked, PagesKept
+from kvrs.policy.model.events import Event, NamesListed, PagesKept
 from kvrs.policy.slots import SlotBook
 from kvrs.policy.steps import Steps
 from kvrs.protocol.instance import Slot
@@ -94,8 +94,8 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     outcomes += [sick(seed).run() for seed in range(4)]
     events = sum((outcome.events for outcome in outcomes), Counter[str]())
     actions = sum((outcome.actions for outcome in outcomes), Counter[str]())
-    # Not simulated: the workers of a proxy, memory that outlives an engine, names of adapters.
-    absent = {OthersBooked.__name__, PagesKept.__name__, NamesListed.__name__}
+    # Not simulated: memory that outlives an engine, names of adapters.
+    absent = {PagesKept.__name__, NamesListed.__name__}
     simulated = {kind.__name__ for kind in get_args(Event)} - absent
     assert set(events) == simulated
     assert set(actions) == {kind.__name__ for kind in get_args(Action)}

@@ -56,9 +56,7 @@ class Member:
     bookings: int = 0
     # Streams that decode there or will after their prefill, those of all other proxies included.
     streams: int = 0
-    others_reported: int = 0  # Of proxies that tell this one nothing, by its last report.
-    others_streams: int = 0  # Of the other workers of this proxy, as `others_work_s`.
-    others_work_s: float = 0.0
+    others_reported: int = 0  # Streams of other proxies, by its last report.
     # Streams of which the current stage, or the only call, runs there.
     running: set[StreamId] = field(default_factory=set)
     held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
@@ -123,17 +121,11 @@ class Member:
 
     @property
     def queue_s(self) -> float:
-        booked_s = self.work_s + self.others_work_s
-        return booked_s if booked_s > self.reported_queue_s else self.reported_queue_s
+        return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
 
     def count(self, change: int) -> None:
         self.streams += change
         self.rank = self.streams, self.instance.id
-
-    @property
-    def own_streams(self) -> int:
-        """Streams of this proxy among `streams`."""
-        return self.streams - self.others_streams - self.others_reported
 
     def is_clear(self, now_s: float) -> bool:
         """Fast path: no health restriction applies, the instance is open for new requests and for

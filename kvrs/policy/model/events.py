@@ -191,17 +191,6 @@ class LoadReported:
 
 
 @dataclass(frozen=True, slots=True)
-class OthersBooked:
-    """What the other workers of this proxy have sent to an instance: the predicted compute time of
-    what has no answer yet, and streams that decode there or will after their prefill.
-    """
-
-    instance: InstanceId
-    work_s: float
-    streams: int
-
-
-@dataclass(frozen=True, slots=True)
 class LinkMeasured:
     source: NodeId
     target: NodeId
@@ -406,7 +395,6 @@ Event = (
     | SelfTested
     | NamesListed
     | LoadReported
-    | OthersBooked
     | LinkMeasured
     | HolderUp
     | HolderLost

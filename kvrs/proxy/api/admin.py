@@ -7,8 +7,9 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -22,13 +23,13 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HEALTHZ, answer, error, require_token
 from kvrs.ids import InstanceId
 from kvrs.large_work import LargeWork
+from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
 from kvrs.proxy.fleet.exits import Exited, note_exit, parse_exit
 from kvrs.proxy.fleet.orders import (
     DrainOrder,
-    FleetChange,
     RankOrder,
     check_there,
     obey,
@@ -61,21 +62,8 @@ _UI_HEADERS = {
 }
 
 
-class AdminSource(Protocol):
-    """The state and the operations of the port: of one process, or of all workers of a proxy."""
-
-    async def state(self) -> dict[str, Any]: ...
-    async def metrics(self) -> Collector: ...
-    async def reload(self) -> ReloadResult: ...  # Raises ConfigError.
-    async def drain_instance(self, order: DrainOrder) -> None: ...  # Raises RequestError.
-    async def order_rank(self, order: RankOrder) -> None: ...  # Raises RequestError.
-    async def note_exit(self, exited: Exited) -> None: ...  # Raises RequestError.
-    async def change_fleet(self, change: FleetChange) -> ReloadResult: ...  # Raises ConfigError.
-    def serves(self) -> bool: ...  # Whether it takes requests of clients.
-
-
-class OwnSource:
-    """The state and the operations of this process."""
+class AdminSource:
+    """The state and the operations that the port offers."""
 
     def __init__(
         self,
@@ -93,37 +81,32 @@ class OwnSource:
         self._proxy = proxy
         self._ordered = ordered
         self._reloads = reloads
-        self.reload = reloads.reload
 
-    async def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return describe(self._driver, self._gossip_view, self._proxy(), self._driver.clock())
 
-    async def metrics(self) -> Collector:
-        return self.measured().registry
-
-    def measured(self) -> Metrics:
+    def metrics(self) -> Collector:
         measure(self._driver, self._gossip_view, self._metrics)
-        return self._metrics
+        return self._metrics.registry
 
-    async def drain_instance(self, order: DrainOrder) -> None:
+    def drain_instance(self, order: DrainOrder) -> None:
+        """Raises RequestError."""
         obey(self._driver.control, order, self._driver.clock(), time.time())
-        if not order.is_trial:
-            self._ordered()
+        self._ordered()
 
     async def order_rank(self, order: RankOrder) -> None:
+        """Raises RequestError."""
         await pass_on(order, self._driver.control, self._driver.backends)
 
-    async def note_exit(self, exited: Exited) -> None:
+    def note_exit(self, exited: Exited) -> None:
+        """Raises RequestError."""
         note_exit(self._driver.control, exited, self._driver.clock())
 
-    async def change_fleet(self, change: FleetChange) -> ReloadResult:
-        result = await self._reloads.order(change.order, is_trial=change.is_trial)
-        if not change.is_trial:
-            self._ordered()
+    async def change_fleet(self, order: FleetOrder) -> ReloadResult:
+        """Raises ConfigError."""
+        result = await self._reloads.order(order)
+        self._ordered()
         return result
-
-    def serves(self) -> bool:
-        return True
 
 
 class _Collected(Collector):
@@ -137,12 +120,20 @@ class _Collected(Collector):
 
 
 class Admin:
-    def __init__(self, source: AdminSource, reloads: Reloads, security: SecuritySettings) -> None:
+    def __init__(
+        self,
+        source: AdminSource,
+        reloads: Reloads,
+        security: SecuritySettings,
+        reloaded: Callable[[], None] | None,
+    ) -> None:
+        """`reloaded` is called after each reload that was asked for here."""
         # One of them is required; none: no token is.
         self._tokens = read_admin_tokens(security, os.environ)
         reloads.add(ReloadingPart("admin_token", self._prepare_tokens))
         self._source = source
         self._reloads = reloads
+        self._reloaded = reloaded
         self._large = LargeWork()
         self._page = (Path(__file__).parent / "ui.html").read_bytes()
 
@@ -174,7 +165,7 @@ class Admin:
         return partial(self._tokens.__setitem__, slice(None), found)
 
     async def _state(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(await self._source.state())
+        body = msgspec.json.encode(self._source.state())
         return web.Response(body=body, content_type="application/json")
 
     async def _overview(self, _: web.Request) -> web.Response:
@@ -185,7 +176,7 @@ class Admin:
             "dispatch": config.policy.dispatch.value,
             "backup": config.backup.mode.value,
         }
-        body = msgspec.json.encode(overview(await self._source.state(), policy))
+        body = msgspec.json.encode(overview(self._source.state(), policy))
         return web.Response(body=body, content_type="application/json")
 
     async def _to_ui(self, _: web.Request) -> web.Response:
@@ -199,7 +190,10 @@ class Admin:
 
     async def _reload(self, _: web.Request) -> web.Response:
         """Take over what has changed in the file: 400 with every fault where it has any."""
-        return await self._answer(self._source.reload())
+        response = await self._answer(self._reloads.reload())
+        if response.status == HTTPStatus.OK and self._reloaded is not None:
+            self._reloaded()
+        return response
 
     async def _instances(self, _: web.Request) -> web.Response:
         """The fleet in use, as `cluster.nodes` of a file."""
@@ -232,7 +226,7 @@ class Admin:
         self, instance: InstanceId, node: dict[str, Any] | None
     ) -> ReloadResult:
         order = self._reloads.orders.new(instance, node, time.time())
-        return await self._source.change_fleet(FleetChange(order))
+        return await self._source.change_fleet(order)
 
     async def _answer(self, change: Awaitable[ReloadResult]) -> web.Response:
         try:
@@ -259,7 +253,7 @@ class Admin:
 
     async def _order(self, order: DrainOrder) -> web.Response:
         try:
-            await self._source.drain_instance(order)
+            self._source.drain_instance(order)
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
         return answer({"instance": order.instance, "drain_s": order.drain_s})
@@ -280,7 +274,7 @@ class Admin:
         """A supervisor tells how the process of an instance ended."""
         try:
             exited = parse_exit(request.match_info["id"], await request.read())
-            await self._source.note_exit(exited)
+            self._source.note_exit(exited)
         except RequestError as fault:
             return error(fault.status, str(fault), param=fault.param)
         return answer({"instance": exited.instance, "start": exited.report.start})
@@ -288,14 +282,12 @@ class Admin:
     async def _show_metrics(self, request: web.Request) -> web.Response:
         """In the text format, or in OpenMetrics where that is asked for."""
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        collected = _Collected((await self._source.metrics()).collect())
+        collected = _Collected(self._source.metrics().collect())
         body = await self._large.run_aside(partial(encode, collected))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        if self._source.serves():
-            return web.Response(text="ok\n")
-        return web.Response(text="no worker is up\n", status=503)
+        return web.Response(text="ok\n")
 
 
 def _drain_s(request: web.Request, default_s: float) -> float:

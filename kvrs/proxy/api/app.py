@@ -165,7 +165,7 @@ class ClientApi:
         self, read: Callable[..., ParsedRequest], request: DirectRequest
     ) -> Response:
         try:
-            await self._tenants.admit(request)
+            self._tenants.admit(request)
             return await self._serve(read, request)
         except RequestError as error:
             return error_response(error)
@@ -256,11 +256,9 @@ class ClientApi:
         if echoes_here or (is_generate and not parsed.request.stream):
             echoes = [await self._echo(one) for one in parsed.prompts for _ in range(one.request.n)]
         self._check_room(parsed.streams)
-        await self._take_streams(use, parsed, resume)
+        self._take_streams(use, parsed, resume)
         found = None
         if resume is not None:
-            if (turn := self._mirror.turn) is not None:
-                use.begin_turn(await turn(resume.keys[0]))
             found = await self._mirror.find(resume)
             self._check_room(parsed.streams)  # Again: that took a while.
         if found is not None:
@@ -287,17 +285,12 @@ class ClientApi:
             parsed, journals, client, is_generate, echoes, headers, use, resume, found, merger
         )
 
-    async def _take_streams(
-        self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None
-    ) -> None:
+    def _take_streams(self, use: Use, parsed: ParsedRequest, resume: ResumeRequest | None) -> None:
         """Take streams from the tenant's limit. A stream that goes on was admitted before: the
         earlier connection of its client, if it is still open, is about to be closed.
         """
-        if resume is None:
-            await use.open(parsed.streams)
-            return
-        is_running = any(key in self._mirror.streams for key in resume.keys)
-        await use.open(parsed.streams, key=resume.keys[0], runs=is_running)
+        runs = resume is not None and any(key in self._mirror.streams for key in resume.keys)
+        use.open(0 if runs else parsed.streams)
 
     def _most_elements(self, size_bytes: int) -> int:
         """How many elements a body may have for the model that is served.
@@ -446,7 +439,6 @@ class ClientApi:
         gathered = WholeClient()
         journal.marks = []
         keyed = self._mirror.open(resume, journal, admitted.found, admitted.client or gathered)
-        admitted.use.end_turn()
         try:
             sends_echo = admitted.client is not None and not keyed.record.events
             outcome = await self.run_keyed(keyed, journal, echo if sends_echo else None)

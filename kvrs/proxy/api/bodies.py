@@ -94,7 +94,7 @@ class ClientBodies:
                 was cut in favour of others.
         """
         if isinstance(request, DirectRequest):  # It is not compressed, and here.
-            await self._check(request.content_length, held, use)
+            self._check(request.content_length, held, use)
             _take(request.content_length, held)
             return request.take_body()
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
@@ -102,13 +102,13 @@ class ClientBodies:
                 f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'",
                 status=415,
             )
-        await self._check(request.content_length or 0, held, use)
+        self._check(request.content_length or 0, held, use)
         content, connection = request.content, request.protocol
         if content.is_eof():  # All of it came with the head, or right behind it.
             whole = content.read_nowait()
         else:
             whole = await self._read_rest(content, connection, held, use)
-        await self._check(len(whole), held, use)
+        self._check(len(whole), held, use)
         _take(len(whole), held)
         return whole
 
@@ -128,7 +128,7 @@ class ClientBodies:
                     body.add(await content.readany())
                     self._note(body)
                     if not body.is_cut:
-                        await self._check(body.read_bytes, held, use)
+                        self._check(body.read_bytes, held, use)
         except TimeoutError:
             if body is None or not body.is_cut:
                 raise RequestError(
@@ -166,13 +166,13 @@ class ClientBodies:
         self._metrics.bodies_cut.inc()
         cut.body.cut()
 
-    async def _check(self, size_bytes: int, held: Held, use: Use) -> None:
+    def _check(self, size_bytes: int, held: Held, use: Use) -> None:
         """Raises RequestError: a body of that size is too long, or there is no room for it."""
         if size_bytes > self._settings.max_body_bytes:
             raise RequestError(
                 f"the body must be at most {self._settings.max_body_bytes} bytes", status=413
             )
-        await use.grow(size_bytes)
+        use.grow(size_bytes)
         if not held.has_room(size_bytes):
             raise RequestError(
                 "the requests that are open take up the memory for bodies",

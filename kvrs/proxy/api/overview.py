@@ -27,7 +27,7 @@ _OF_RECOVERY = (
 
 
 def overview(state: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Overview of a state of `/kvrs/v1/state`, of one process or of all workers."""
+    """Overview of a state of `/kvrs/v1/state`."""
     streams: Sequence[Mapping[str, Any]] = state["streams"]
     return {
         "proxies": [

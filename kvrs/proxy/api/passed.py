@@ -126,7 +126,7 @@ class Passed:
         use = Use(request[TENANT])
         with Held(self._api.budget, request.remote or "") as held, use:
             body = await self._api.read(held, use, request)
-            await use.open(1)
+            use.open(1)
             return await self._answer(path, body)
 
     async def _answer(self, path: str, body: bytes) -> web.Response:

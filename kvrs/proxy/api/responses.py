@@ -256,7 +256,6 @@ class ResponsesApi:
             assert admitted.resume is not None
             client = ResponseClient()
             keyed = self._mirror.open(admitted.resume, journal, admitted.found, client, sync=True)
-            use.end_turn()
             key = keyed.record.key
             task = asyncio.current_task()
             assert task is not None

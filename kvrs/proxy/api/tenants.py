@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -21,7 +21,6 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.wire.downstream import ClientRequest
-from kvrs.proxy.workers.limits import Give, Take, Taken, TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -31,38 +30,15 @@ _OPEN_PATHS = ("/healthz", "/readyz", "/health", "/ping")
 _UNLIMITED = TenantSettings(keys=["0" * 64])
 
 
-class SharedMeters(Protocol):
-    """The limits of all workers of a proxy together."""
-
-    async def take(self, asked: Take) -> Taken: ...  # Raises RequestError.
-    def give(self, given: Give) -> None: ...
-    async def guess(self, address: str) -> float: ...  # As `SharedLimits.guess`.
-
-
 @dataclass(slots=True, eq=False)
 class Tenant:
     """`secret` is None where no keys are configured: everything is the same tenant, but for records
-    of streams, which belong to a value of `Authorization`. `shared`: its limits hold for all
-    workers of the proxy, of which the meter counts this one.
+    of streams, which belong to a value of `Authorization`.
     """
 
     name: str
     meter: TenantMeter
     secret: TenantSecret | None
-    shared: SharedMeters | None = None
-
-    @property
-    def limits(self) -> TenantLimits:
-        found = self.meter.limits
-        return TenantLimits(found.streams, found.open_bytes)
-
-    async def take(self, shared: SharedMeters, asked: Take) -> Excess | None:
-        """Of what all workers share."""
-        taken = await shared.take(asked)
-        if taken.excess is None:
-            return None
-        self.meter.refused += 1
-        return Excess(*taken.excess)
 
     @property
     def mark(self) -> str:
@@ -96,19 +72,12 @@ TENANT = web.RequestKey("tenant", Tenant)
 class Use:
     """The use of its tenant's limits that one request makes, until its block is left."""
 
-    __slots__ = ("_given", "_shared", "_size_bytes", "_streams", "_turn_over", "tenant")
+    __slots__ = ("_size_bytes", "_streams", "tenant")
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self._size_bytes = 0
         self._streams = 0
-        # What all workers share, and what was taken of it. Limits that begin to exist meanwhile
-        # are those of later requests.
-        self._shared: SharedMeters | None = None
-        self._given: Give | None = None
-        if tenant.shared is not None and tenant.limits.exist:
-            self._shared, self._given = tenant.shared, Give(tenant.name, 0, 0)
-        self._turn_over: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -119,54 +88,18 @@ class Use:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.end_turn()
         self.tenant.meter.give_bytes(self._size_bytes)
         self.tenant.meter.give_streams(self._streams)
-        given = self._given
-        if self._shared is None or given is None:
-            return
-        if given.size_bytes or given.streams:
-            self._shared.give(given)
 
-    async def grow(self, size_bytes: int) -> None:
-        """Take what the body lacks to its size; raises RequestError, as the others do."""
+    def grow(self, size_bytes: int) -> None:
+        """Take what the body lacks to its size; raises RequestError, as `open` does."""
         if (lacking_bytes := size_bytes - self._size_bytes) > 0:
-            if self._shared is not None:
-                await self._take_shared(self._shared, size_bytes=lacking_bytes)
             self.tenant.check(self.tenant.meter.take_bytes(lacking_bytes))
             self._size_bytes = size_bytes
 
-    async def open(self, streams: int, *, key: str = "", runs: bool = False) -> None:
-        """`key`: of the record of the only stream, which `runs` at this worker already."""
-        if self._shared is not None:
-            await self._take_shared(self._shared, streams=streams, key=key)
-        own = 0 if runs else streams
-        self.tenant.check(self.tenant.meter.take_streams(own))
-        self._streams = own
-
-    async def _take_shared(
-        self,
-        shared: SharedMeters,
-        size_bytes: int = 0,
-        streams: int = 0,
-        key: str = "",
-    ) -> None:
-        tenant, given = self.tenant, self._given
-        assert given is not None
-        asked = Take(tenant.name, tenant.limits, size_bytes, streams, key)
-        tenant.check(await tenant.take(shared, asked))
-        given.size_bytes += size_bytes
-        given.streams += streams
-        given.key = key
-
-    def begin_turn(self, over: Callable[[], None]) -> None:
-        """No other request looks for the stream of the same key until `end_turn`."""
-        self._turn_over = over
-
-    def end_turn(self) -> None:
-        if (over := self._turn_over) is not None:
-            self._turn_over = None
-            over()
+    def open(self, streams: int) -> None:
+        self.tenant.check(self.tenant.meter.take_streams(streams))
+        self._streams = streams
 
 
 class Tenants:
@@ -177,11 +110,9 @@ class Tenants:
         config: Config,
         ring: Sequence[bytes],
         clock: Callable[[], float],
-        shared: SharedMeters | None = None,
     ) -> None:
         """Raises ConfigError: the keys cannot be read."""
         self._config = config
-        self._shared = shared
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
@@ -198,15 +129,15 @@ class Tenants:
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give each request its tenant, before anything of its body is read."""
         if request.path not in _OPEN_PATHS:
-            await self.admit(request)
+            self.admit(request)
         return await handler(request)
 
-    async def admit(self, request: ClientRequest) -> None:
+    def admit(self, request: ClientRequest) -> None:
         """Raises RequestError: it is no tenant's."""
         if self._settings is None:
             request[TENANT] = self._anonymous
             return
-        request[TENANT] = await self._tenant_of(request)
+        request[TENANT] = self._tenant_of(request)
 
     def secret_of(self, request: ClientRequest) -> TenantSecret:
         """For records of streams."""
@@ -216,17 +147,17 @@ class Tenants:
         owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
         return TenantSecret(self._ring, owner)
 
-    async def _tenant_of(self, request: ClientRequest) -> Tenant:
+    def _tenant_of(self, request: ClientRequest) -> Tenant:
         """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
-            raise await self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
+            raise self._refused(request, "no API key; allowed: Authorization: Bearer KEY")
         digest = key_hash(given)
         # What a search by the hash takes tells nothing of a key: hashes cannot be steered.
         tenant = self._by_hash.get(digest)
         if tenant is None:
-            raise await self._refused(request, "incorrect API key", "invalid_api_key")
+            raise self._refused(request, "incorrect API key", "invalid_api_key")
         if not tenant.meter.limits.enabled:
             raise RequestError(
                 "the tenant of this API key is not enabled",
@@ -236,13 +167,13 @@ class Tenants:
             )
         return tenant
 
-    async def _refused(
+    def _refused(
         self, request: ClientRequest, message: str, code: str | None = None
     ) -> RequestError:
         """Beyond some failures an address gets 429. A right key is accepted from there still:
         others may share the address, and a key is too long to be guessed.
         """
-        if wait_s := await self._guess(_network(request.remote)):
+        if wait_s := self._guesses.guess(_network(request.remote), self._clock()):
             return RequestError(
                 "too many requests without a right API key from this address",
                 status=429,
@@ -251,11 +182,6 @@ class Tenants:
                 headers={"Retry-After": retry_after(wait_s)},
             )
         return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})
-
-    async def _guess(self, address: str) -> float:
-        if self._shared is not None:
-            return await self._shared.guess(address)
-        return self._guesses.guess(address, self._clock())
 
     # Keys.
 
@@ -301,7 +227,7 @@ class Tenants:
             tenant = self._by_name.get(name)
             if tenant is None:
                 secret = TenantSecret(self._ring, b"tenant\0" + name.encode())
-                tenant = Tenant(name, TenantMeter(limits), secret, self._shared)
+                tenant = Tenant(name, TenantMeter(limits), secret)
             else:
                 tenant.meter.limits = limits
             by_name[name] = tenant

@@ -1,4 +1,4 @@
-"""Orders of an operator about instances, as the admin port takes them and workers pass them on."""
+"""Orders of an operator about instances, as the admin port takes them."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from kvrs.control.orders import DrainOrders
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
-from kvrs.protocol.mirror import FleetOrder, Hello
+from kvrs.protocol.mirror import Hello
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.reload import nodes_of
 from kvrs.proxy.wire.peer import UNREADABLE
@@ -24,7 +24,6 @@ class DrainOrder(msgspec.Struct, frozen=True):
 
     instance: InstanceId
     drain_s: float | None
-    is_trial: bool = False  # Whether it could be carried out; it is not.
 
 
 class RankOrder(msgspec.Struct, frozen=True):
@@ -33,11 +32,6 @@ class RankOrder(msgspec.Struct, frozen=True):
     instance: InstanceId
     rank: int
     leaves: bool
-
-
-class OrderRefused(msgspec.Struct, frozen=True):
-    status: int
-    message: str
 
 
 def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) -> None:
@@ -56,8 +50,7 @@ def obey(control: Control[Any], order: DrainOrder, now_s: float, wall_s: float) 
         raise RequestError(
             f"{name} is not drained: {fault}; allowed: while one is up", param="id", status=409
         )
-    if not order.is_trial:
-        control.orders.give(name, order.drain_s, now_s, wall_s)
+    control.orders.give(name, order.drain_s, now_s, wall_s)
 
 
 class StandingOrders:
@@ -108,11 +101,6 @@ async def pass_on(
         raise RequestError(f"{name} does not answer: {fault}", param="id", status=503) from None
     if answer.refused is not None:
         raise RequestError(f"{name} refuses: {answer.refused}", param="rank", status=409)
-
-
-class FleetChange(msgspec.Struct, frozen=True):
-    order: FleetOrder
-    is_trial: bool = False  # Whether it could be carried out; it is not.
 
 
 class _NewInstance(msgspec.Struct):

@@ -9,7 +9,7 @@ proxy that is the only one with a record sends a copy to a live peer.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
@@ -55,8 +55,6 @@ _MOST_BATCH_BYTES = 8 << 20
 _TRIES = 4
 _RETRY_S = 0.05
 
-Turn = Callable[[str], Awaitable[Callable[[], None]]]
-
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
@@ -67,10 +65,7 @@ class _Outgoing:
 
 
 class Mirror:
-    """`name` identifies this run of this proxy; `stop` ends a stream of the driver's; `turn` waits
-    until no other request looks for the stream of a key, at any worker of this proxy, and returns
-    what is called after `open`.
-    """
+    """`name` identifies this run of this proxy; `stop` ends a stream of the driver's."""
 
     def __init__(
         self,
@@ -84,10 +79,8 @@ class Mirror:
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
         orders: Orders,
-        turn: Turn | None = None,
     ) -> None:
         self.name = name
-        self.turn = turn
         self._id = settings.id
         self.book = RecordBook(max_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
         me = Hello(settings.id, name)

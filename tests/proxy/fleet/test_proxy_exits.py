@@ -1,20 +1,16 @@
 """Reports of a supervisor about processes of instances, at the admin port."""
 
-import asyncio
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvrs.load.admin import AdminClient, AdminError
-from kvrs.protocol.instance import EPOCHS_PER_START, ExitReport
+from kvrs.protocol.instance import EPOCHS_PER_START
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
+from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Scripted
-from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
 
 pytestmark = pytest.mark.network
 
@@ -111,30 +107,3 @@ async def test_a_report_needs_the_admin_token(
     status, _ = await post(system, "d0", json.dumps(KILLED).encode())
 
     assert status == 401
-
-
-@pytest.mark.process
-async def test_all_workers_of_a_proxy_hear_of_it(
-    build: ProxyClusterBuilder, tmp_path: Path
-) -> None:
-    """Each has its own streams. What none of them knows is refused."""
-    system = await built(build, tmp_path / "unused.jsonl")
-    logs = [tmp_path / f"events.{worker}.jsonl" for worker in (0, 1)]
-    section = {"event_log": str(tmp_path / "events.jsonl")}
-    async with open_workers(system, tmp_path, proxy=section) as proxy:
-        await _until_up(proxy)
-        client = AdminClient(f"http://127.0.0.1:{proxy.admin_port}")
-        await asyncio.to_thread(client.note_exit, "d0", ExitReport(4, "SIGKILL", True))
-        with pytest.raises(AdminError, match="start: got 3; allowed: 4") as unknown:
-            await asyncio.to_thread(client.note_exit, "d0", ExitReport(3, "SIGKILL", True))
-        for log in logs:
-            await system.until(partial(_logged, log, 1))
-
-    assert unknown.value.status == 409
-
-
-async def _until_up(proxy: WorkersOfProxy) -> None:
-    """At both workers."""
-    async with asyncio.timeout(WITHIN_S):
-        while {row["health"] for row in (await proxy.state())["instances"]} != {"up"}:
-            await asyncio.sleep(0.01)

@@ -266,7 +266,7 @@ async def test_what_is_down_comes_back_at_another_address(
 async def test_every_worker_has_the_instances_of_its_proxy(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:
-    """Also one that is started again; the file that changes is read without an order."""
+    """A worker that is started again has them too; all read a file that changes."""
     system = await build(pairs=1)
     changes: dict[str, Any] = {"proxy": {"reload_on_change": True}}
     async with (
@@ -274,14 +274,13 @@ async def test_every_worker_has_the_instances_of_its_proxy(
         further(system, "p1", "d1") as rows,
     ):
         for row in rows:
-            url = f"http://127.0.0.1:{proxy.admin_port}/kvrs/v1/instances"
+            url = f"http://127.0.0.1:{proxy.admin_ports[1]}/kvrs/v1/instances"
             async with proxy.http.post(url, json=row) as answer:
                 assert answer.status == 200, await answer.text()
         await _until_all(proxy, {"p0", "d0", "p1", "d1"})
-        pid = (await proxy.workers())[0]["pid"]
+        pid = (await proxy.rows())[0]["pid"]
         os.kill(pid, signal.SIGKILL)
-        await proxy.until_logged(b"worker lost")
-        await proxy.until_up()
+        await proxy.until_up(pid)
         await _until_all(proxy, {"p0", "d0", "p1", "d1"})
         refused, text = await proxy.admin("/kvrs/v1/instances/d9", "DELETE")
         document = msgspec.json.decode(proxy.config.read_bytes())
@@ -298,11 +297,11 @@ async def test_every_worker_has_the_instances_of_its_proxy(
 
 
 async def _until_all(proxy: WorkersOfProxy, wanted: set[str]) -> None:
-    """Until all workers have these instances, all up."""
+    """Wait until all workers have these instances."""
     async with asyncio.timeout(WITHIN_S):
         while True:
-            rows = (await proxy.state())["policy"]["workers"]
-            names = [{row["id"] for row in each["instances"]} for each in rows]
+            states = await proxy.states()
+            names = [{row["id"] for row in each["instances"]} for each in states]
             if names == [wanted] * 2:
                 return
             await asyncio.sleep(0.05)

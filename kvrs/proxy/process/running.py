@@ -1,6 +1,4 @@
-"""A proxy, or the supervisor of its workers, as a process: from its start to the end that signals
-ask for.
-"""
+"""A proxy as a process: from its start to the end that signals ask for."""
 
 import asyncio
 import logging
@@ -29,7 +27,7 @@ class Service(Protocol):
 
 
 class Stop:
-    """What asks a service to end. `asked` is called by SIGTERM: while the service has a delay, a
+    """Requests for a service to end. `asked` is called by SIGTERM: while the service has a delay, a
     second time ends the delay; after that it skips draining. SIGINT waits for no delay.
     """
 
