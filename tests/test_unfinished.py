@@ -100,3 +100,12 @@ def test_a_body_that_is_alone_is_never_cut() -> None:
     book = UnfinishedBodies[str](100 * KIB)
 
     assert book.note("alone", 8 << 20, 8 << 20, 0.0) == []
+
+
+def test_a_body_of_64_kib_is_small_and_one_of_a_byte_more_is_not() -> None:
+    book = UnfinishedBodies[str](1 << 20)
+
+    book.note("small", 64 * KIB, 64 * KIB, 0.0)
+    book.note("large", 64 * KIB + 1, 64 * KIB + 1, 0.0)
+
+    assert (book.small_bytes, book.large_bytes) == (64 * KIB, 64 * KIB + 1)

@@ -1,3 +1,5 @@
+import pytest
+
 from kvrs.config.transfer import LinkSettings
 from kvrs.control.links import LinkBounds
 from kvrs.ids import NodeId
@@ -54,3 +56,16 @@ def test_the_same_measurement_is_told_again_only_when_its_age_has_cost_it_someth
     rates = [event.bytes_per_s for event in events if event is not None]
     assert 3 <= len(rates) <= 6
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(("older_s", "counts"), [(0.4, True), (0.6, False)])
+def test_a_measurement_that_looks_half_a_second_older_may_be_the_same(
+    older_s: float, *, counts: bool
+) -> None:
+    """Reports travel."""
+    links = LinkBounds(LINK)
+    links.measured(A, B, Measurement(1e9, 0.0, 0.0), now_s=100.0)
+
+    event = links.measured(A, B, Measurement(5e8, 0.0, older_s), now_s=100.0)
+
+    assert (event is not None) is counts

@@ -1,5 +1,7 @@
 """Which load reports the policy is told of: fewer lines of the event log, and no other decision."""
 
+import pytest
+
 from kvrs.control.loads import LoadSteps
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
@@ -73,3 +75,12 @@ def test_an_instance_that_is_up_again_is_told_anew() -> None:
     steps.forget(D0)
 
     assert steps.changes_decision(D0, report(1.0, epoch=2), waiting=False)
+
+
+@pytest.mark.parametrize(("step_s", "is_told"), [(0.004, False), (0.006, True)])
+def test_a_short_queue_that_grows_by_5_ms_is_no_news(step_s: float, *, is_told: bool) -> None:
+    """A tenth of it would be less than reports are exact to."""
+    steps = LoadSteps(has_peers=False)
+    assert steps.changes_decision(D0, report(0.001), waiting=False)
+
+    assert steps.changes_decision(D0, report(0.001 + step_s), waiting=False) is is_told

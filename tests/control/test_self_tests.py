@@ -260,3 +260,13 @@ def test_a_lone_instance_is_believed() -> None:
     bench = Bench("b0")
 
     assert bench.moves() == {"b0"}
+
+
+def test_a_process_of_the_same_version_is_tested_5_s_after_it_came_up() -> None:
+    bench = Bench("p0", "d0")
+    bench.run()
+
+    bench.now_s = 100.0
+    bench.up("d0", epoch=2)
+
+    assert bench.tests.next_retry_s() == 105.0

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.policy.learning import HALF_LIFE_S, Corrections
+from kvrs.policy.learning import Corrections
 from kvrs.policy.model.estimates import Option
+
+HALF_LIFE_S = 300.0  # What was learned counts half after five minutes.
 
 seconds = st.floats(0, 1e6, allow_nan=False)
 observations = st.lists(
@@ -144,3 +146,12 @@ def test_what_is_too_short_or_no_number_is_not_learned_from(raw_s: float, real_s
     corrections.observe(Option.MIGRATE, raw_s, real_s, 10.0)
 
     assert corrections.factor(Option.MIGRATE, 10.0) == 1.0
+
+
+def test_three_milliseconds_are_learned_from() -> None:
+    """Below one, clock and polling dominate what is measured."""
+    corrections = Corrections(4.0)
+
+    corrections.observe(Option.MIGRATE, 0.001, 0.003, 10.0)
+
+    assert corrections.factor(Option.MIGRATE, 10.0) == pytest.approx(3**0.2)

@@ -1,9 +1,11 @@
 """Which instances get new streams, by what their answers were."""
 
+from typing import Any
+
 import pytest
 
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import Ejected, GiveUp, Reason, Start
+from kvrs.policy.model.actions import Ejected, GiveUp, Reason, Start, WakeAt
 from kvrs.policy.model.events import (
     AttemptFailed,
     FailureKind,
@@ -13,6 +15,7 @@ from kvrs.policy.model.events import (
     StreamEnded,
     StreamResumed,
 )
+from kvrs.policy.model.health import AnswerHealth, pause_s
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
 
 P0, P1, D0, B0, B1 = (InstanceId(name) for name in ("p0", "p1", "d0", "b0", "b1"))
@@ -288,3 +291,113 @@ def test_ejections_are_forgiven_after_a_minute(good_s: float, ejections: int) ->
 
     assert only(rates.harness.actions, Ejected).instance == start.plan.decode
     assert failing.ejections == ejections
+
+
+# How long.
+
+
+def health_of(harness: PolicyHarness, name: InstanceId) -> dict[str, Any]:
+    rows = harness.policy.snapshot()["instances"]
+    (found,) = (row["health"] for row in rows if row["id"] == name)
+    return dict(found)
+
+
+def test_the_first_failure_pauses_an_instance_for_half_a_second() -> None:
+    """Up to a quarter longer, by jitter."""
+    harness = PolicyHarness(*PAIRS)
+
+    fail(harness, only(harness.handle(StreamArrived(A, 20)), Start), P0)
+
+    assert 0.5 <= health_of(harness, P0)["paused_s"] <= 0.625
+
+
+@pytest.mark.parametrize(("apart_s", "failures"), [(0.08, 1), (0.12, 2)])
+def test_connections_that_break_within_a_tenth_of_a_second_are_one_failure(
+    apart_s: float, failures: int
+) -> None:
+    harness = PolicyHarness("p0", "d0")
+    for name in ("A", "B"):
+        harness.decoding(name)
+
+    for stream, at_s in ((A, 10.0), (B, 10.0 + apart_s)):
+        harness.handle(AttemptFailed(stream, 1, D0, "reset", 1, abrupt=True), at_s)
+
+    assert health_of(harness, D0)["failures_in_a_row"] == failures
+
+
+def test_a_pause_lasts_for_a_minute_at_most() -> None:
+    """It doubles until then; by jitter it is up to a quarter longer."""
+    pauses_s = [pause_s(B0, 4.0, count) for count in (3, 4, 10, 1000)]
+
+    assert all(60.0 <= each <= 75.0 for each in pauses_s[1:])
+    assert 32.0 <= pauses_s[0] <= 40.0
+
+
+def test_pauses_are_longer_by_up_to_a_quarter() -> None:
+    """Proxies do not probe all of them at the same moment."""
+    pauses_s = [pause_s(InstanceId(f"b{n}"), 4.0, 0) for n in range(100)]
+
+    assert all(4.0 <= each <= 5.0 for each in pauses_s)
+    assert max(pauses_s) > 4.5
+
+
+def test_a_busy_instance_is_tried_again_after_a_quarter_second_and_every_two_at_least() -> None:
+    """The pauses double in between; jitter makes them up to a quarter longer."""
+    health, now_s, pauses_s = AnswerHealth(), 0.0, []
+    for _ in range(5):
+        health.note_busy(B0, A, 0.0, now_s)
+        assert health.busy_until_s is not None
+        pauses_s.append(health.busy_until_s - now_s)
+        now_s = health.busy_until_s
+
+    least_s = (0.25, 0.5, 1.0, 2.0, 2.0)
+    assert all(
+        least <= pause <= 1.25 * least for least, pause in zip(least_s, pauses_s, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("after_s", "is_busy"), [(0.4, True), (0.6, False)])
+def test_half_a_second_is_waited_for_the_answer_to_a_try_of_a_busy_instance(
+    after_s: float, *, is_busy: bool
+) -> None:
+    health = AnswerHealth()
+
+    health.try_busy(A, 10.0)
+
+    assert health.is_busy(10.0 + after_s) is is_busy
+
+
+@pytest.mark.parametrize(("after_s", "is_overdue"), [(1.9, False), (2.1, True)])
+def test_an_answer_is_overdue_after_two_seconds_where_none_was_predicted_to_take_long(
+    after_s: float, *, is_overdue: bool
+) -> None:
+    health = AnswerHealth()
+
+    health.awaits(A, 0.0, 10.0)
+
+    assert health.is_overdue(10.0 + after_s, queue_s=0.0) is is_overdue
+
+
+def test_failures_and_answers_count_half_after_ten_seconds() -> None:
+    health = AnswerHealth()
+    for _ in range(8):
+        health.count(0.0, answered=False)
+
+    health.count(10.0, answered=True)
+
+    assert (health.answers, health.failures) == pytest.approx((1.0, 4.0))
+
+
+def test_streams_that_wait_for_a_busy_instance_come_to_it_within_a_fifth_of_a_second() -> None:
+    """They come after its pause, and not all at once."""
+    busy_until_s, first_try_s = [], []
+    for n in range(40):
+        harness = PolicyHarness("b0")
+        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20)), Start)
+        fail(harness, start, B0, FailureKind.BUSY)
+        busy_until_s.append(health_of(harness, B0)["busy_s"])
+        first_try_s.append(min(each.at_s for each in of(harness.actions, WakeAt)))
+
+    late_s = [at_s - end_s for at_s, end_s in zip(first_try_s, busy_until_s, strict=True)]
+    assert min(late_s) > 0.0
+    assert 0.1 < max(late_s) <= 0.22

@@ -19,6 +19,7 @@ from kvrs.policy.model.events import (
     StreamResumed,
     TimerFired,
 )
+from kvrs.policy.model.streams import RecoveryState
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
@@ -471,3 +472,14 @@ def test_late_and_unknown_reports_are_ignored() -> None:
     ]
 
     assert unknown == [[]] * 8
+
+
+def test_an_instance_that_failed_a_stream_is_tried_again_after_2_s_at_most() -> None:
+    """The pause doubles until then, and is up to a quarter shorter by jitter."""
+    recovery, waits_s = RecoveryState(), []
+
+    for jitter in (0.0, 0.0, 0.0, 0.0, 1.0):
+        recovery.back_off(None, 0.4, jitter, 10.0)
+        waits_s.append(recovery.retry_at_s - 10.0)
+
+    assert waits_s == pytest.approx([0.4, 0.8, 1.6, 2.0, 1.5])

@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import pytest
+
 from kvrs.ids import InstanceId, StreamId
 from kvrs.policy.model.actions import GiveUp, Start, WakeAt
 from kvrs.policy.model.events import (
@@ -116,6 +118,7 @@ def test_an_instance_that_restarts_in_a_loop_waits_longer_each_time() -> None:
         assert row["health"]["quick_deaths"] == epoch
 
     assert paused_s[0] == 0.0
+    assert 1.0 <= paused_s[1] <= 1.25
     assert all(1.5 < after / before < 2.6 for before, after in pairwise(paused_s[1:]))
     assert harness.decoding("A").plan.decode != D0
 
@@ -130,3 +133,65 @@ def test_an_instance_that_has_lived_for_a_while_is_in_no_loop() -> None:
 
     row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
     assert (row["health"]["quick_deaths"], row["health"]["paused_s"]) == (0, 0.0)
+
+
+def test_an_empty_bucket_of_100_is_full_again_after_10_s() -> None:
+    """The next token comes after a tenth of a second, and those before are paid back."""
+    budget = RetryBudget()
+
+    waits_s = [budget.take(50, 0.0) for _ in range(102)]
+
+    assert waits_s == [0.0] * 100 + [pytest.approx(0.1), pytest.approx(0.2)]
+    waits_s = [budget.take(50, 10.2) for _ in range(101)]
+    assert waits_s[-2:] == pytest.approx([0.0, 0.1], abs=1e-9)
+
+
+def test_five_starts_allow_one_more_retry() -> None:
+    budget = RetryBudget()
+    for _ in range(100):
+        budget.take(50, 0.0)
+
+    for _ in range(5):
+        budget.started(50, 0.0)
+
+    assert budget.take(50, 0.0) == pytest.approx(0.0, abs=1e-9)
+    assert budget.take(50, 0.0) == pytest.approx(0.1)
+
+
+def test_requests_that_have_not_begun_get_three_quarters_of_the_bucket() -> None:
+    """The rest is for those that have."""
+    budget = RetryBudget()
+
+    granted = [budget.take_spare(50, 0.0) for _ in range(100)]
+
+    assert granted == [True] * 75 + [False] * 25
+    assert [budget.take(50, 0.0) for _ in range(25)] == [0.0] * 25
+
+
+@pytest.mark.parametrize(("lived_s", "quick_deaths"), [(9.0, 1), (11.0, 0)])
+def test_a_death_within_ten_seconds_of_coming_up_is_a_quick_one(
+    lived_s: float, quick_deaths: int
+) -> None:
+    harness = PolicyHarness("p0", "d0", "d1")
+
+    harness.lose("d0", at_s=lived_s)
+    harness.handle(InstanceUp(instance("d0", 2)))
+
+    row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
+    assert row["health"]["quick_deaths"] == quick_deaths
+
+
+def test_a_request_that_has_not_begun_asks_for_a_token_two_to_four_times_a_second() -> None:
+    """Jitter keeps those apart that were refused together."""
+    waits_s = []
+    for n in range(40):
+        harness = PolicyHarness("p0", "d0", "p1", "d1")
+        name = StreamId(f"s{n}")
+        start = only(harness.handle(StreamArrived(name, 100)), Start)
+        assert start.plan.prefill is not None
+        for _ in range(100):
+            harness.policy._starter.retries.take(1, 0.0)
+        harness.handle(AttemptFailed(name, 1, start.plan.prefill, "HTTP 500", 0))
+        waits_s.append(only(harness.actions, WakeAt).at_s)
+
+    assert all(0.25 <= each <= 0.5 for each in waits_s)

@@ -19,7 +19,7 @@ from kvrs.policy.model.events import (
     StreamResumed,
     TimerFired,
 )
-from kvrs.policy.slots import SHORTEST_WAIT_S, SlotBook
+from kvrs.policy.slots import SlotBook
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
 from tests.policy.policy_harness import PolicyHarness, instance, of, only
@@ -55,7 +55,7 @@ def test_a_full_target_has_an_expected_wait() -> None:
     behind = book.expected_wait_s(D, E, 0.5)
 
     assert (free, full, behind) == (0.0, 1.5, 1.5 + 3.0 / 2)
-    assert book.expected_wait_s(D, C, 9.0) == SHORTEST_WAIT_S
+    assert book.expected_wait_s(D, C, 9.0) == 0.05
 
 
 def test_a_freed_slot_belongs_to_the_first_in_the_queue() -> None:

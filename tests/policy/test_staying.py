@@ -576,3 +576,27 @@ def test_the_terms_of_a_stay_add_up() -> None:
 
     assert sum(term.seconds for term in terms) == pytest.approx(estimate.raw_s)
     assert estimate.raw_s == pytest.approx(0.023)
+
+
+@pytest.mark.parametrize(("ready_in_s", "late_s"), [(0.02, 0.1), (1.0, 0.5), (10.0, 2.0)])
+def test_a_deadline_is_kept_late_by_half_of_its_length_within_bounds(
+    ready_in_s: float, late_s: float
+) -> None:
+    """The bounds are a tenth of a second and two seconds."""
+    harness = PolicyHarness("b0")
+    harness.decoding("s")
+
+    stay = only(harness.handle(reforming("b0", ready_in_s), at_s=1.0), Stay)
+
+    assert stay.until_s == pytest.approx(1.0 + ready_in_s + late_s, abs=0.02)
+
+
+@pytest.mark.parametrize(("later_s", "is_news"), [(0.015, False), (0.025, True)])
+def test_a_prediction_that_is_20_ms_later_changes_nothing(later_s: float, *, is_news: bool) -> None:
+    harness = PolicyHarness("b0")
+    harness.decoding("s")
+    harness.handle(reforming("b0", 0.5), at_s=1.0)
+
+    actions = harness.handle(reforming("b0", 0.5 + later_s), at_s=1.0)
+
+    assert bool(of(actions, Stay)) is is_news

@@ -21,6 +21,7 @@ from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Scripted
 from tests.proxy.scripted_agent import ScriptedAgent
 from tests.proxy.scripted_model import expected_ids, text_of
+from tests.virtual_time import run_virtually, virtual_loop
 
 pytestmark = pytest.mark.network
 
@@ -298,6 +299,16 @@ async def test_a_proxy_that_ends_gives_its_slots_back(
     await asyncio.gather(*asked, return_exceptions=True)
 
 
+def sender_to(agent: Any) -> SlotSender:
+    """The sender of a proxy whose only agent, on the node of d1, is up."""
+    name = InstanceId("agent-n1")
+    agents = Agents({name: NodeId("n1")})
+    agents.known[name].health = Health.UP
+    nodes = SimpleNamespace(known={"d1": SimpleNamespace(node="n1")})
+    slots = Slots("me", agents, cast("Any", nodes), 30.0, 32, lambda _: None)
+    return SlotSender(slots, {name: agent})
+
+
 async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
     """Its connections are closed next."""
     told: list[SlotUpdate] = []
@@ -308,18 +319,31 @@ async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
             told.append(update)
             return SlotAnswer([Slot(1) for _ in update.acquire])
 
-    name = InstanceId("agent-n1")
-    agents = Agents({name: NodeId("n1")})
-    agents.known[name].health = Health.UP
-    nodes = SimpleNamespace(known={"d1": SimpleNamespace(node="n1")})
-    slots = Slots("me", agents, cast("Any", nodes), 30.0, 32, lambda _: None)
-    asking = SlotSender(slots, {name: cast("Any", Agent())})
+    asking = sender_to(Agent())
     await asking.acquire(InstanceId("d1"), StreamId("s"), 0, 2)
 
     asking.release(StreamId("s"), 0, 2)
     await asking.close()
 
     assert told[-1].release == told[0].acquire == [SlotRequest(InstanceId("d1"), StreamId("s"), 2)]
+
+
+def test_an_agent_that_hangs_is_waited_for_a_quarter_of_a_second() -> None:
+    """Then the proxy's own book is asked: a recovery does not wait longer."""
+
+    class Agent:
+        async def slots(self, update: SlotUpdate) -> SlotAnswer:
+            await asyncio.Event().wait()
+            raise AssertionError(update)
+
+    async def acquire() -> tuple[int, float]:
+        asking = sender_to(Agent())
+        token = await asking.acquire(InstanceId("d1"), StreamId("s"), 0, 2)
+        waited_s = virtual_loop().time()
+        await asking.close()
+        return token, waited_s
+
+    assert run_virtually(acquire()) == (0, 0.25)
 
 
 async def test_a_proxy_ends_though_an_agent_hangs(build: ProxyClusterBuilder) -> None:
