@@ -137,7 +137,7 @@ def test_every_worker_is_a_gossip_member() -> None:
 
 
 def test_a_number_of_the_command_line_is_checked_with_the_file() -> None:
-    """What the file allows for one worker may not do for several."""
+    """A file that is valid for one worker may not be for several."""
     config = parse_config({"proxy": {"max_streams": 1}})
 
     with pytest.raises(ConfigError, match=r"proxy.max_streams: got 1 with proxy.workers: 2"):

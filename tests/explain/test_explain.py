@@ -97,7 +97,9 @@ def total_s(explanation: Explanation, option: Option) -> float:
 @given(questions, st.sampled_from([0.0, 0.5, 11.0]))
 @settings(max_examples=200, deadline=None)
 def test_the_terms_of_every_option_add_up(asked: Question, others: float) -> None:
-    """What is shown is what was compared; but for the correction no term is negative."""
+    """The terms that are shown add up to the cost that was compared; but for the correction no term
+    is negative.
+    """
     for weighed in explain(replace(asked, others=others)).options:
         assert sum(term.seconds for term in weighed.terms) == pytest.approx(
             weighed.total_s, rel=1e-9
@@ -283,7 +285,7 @@ def test_a_prefix_within_a_table_of_two_dimensions_is_no_extrapolation() -> None
 
 
 def test_no_option_within_the_budget_is_an_abort() -> None:
-    """As in a real decision; the options are shown all the same."""
+    """The explanation aborts like a real decision; the options are shown all the same."""
     explanation = explain(question(budget_s=0.01))
 
     assert explanation.chosen is Option.ABORT

@@ -206,7 +206,7 @@ def test_a_log_is_listed_and_run_again(tmp_path: Path) -> None:
 
 
 def test_a_log_shows_what_a_choice_was_charged_for_other_victims(tmp_path: Path) -> None:
-    """Of two victims with one target each has the other wait for what it computes there."""
+    """Two victims with one target wait for each other's compute time there."""
     path = written(tmp_path / "events.jsonl", incident())
     records = list(read(path.read_text().splitlines()))
     decided = [

@@ -132,7 +132,9 @@ def test_helm_renders_manifests_whose_configurations_can_run(tmp_path: Path) -> 
 
 
 def test_peers_of_the_chart_have_the_workers_of_the_values() -> None:
-    """As far as this is seen without helm: all pods have the same number, and it is passed on."""
+    """All pods have the same number of workers, and it is passed on, as far as a test without helm
+    shows.
+    """
     text = (CHART / "templates" / "_helpers.tpl").read_text()
 
     (peer,) = re.findall(r'\(dict "id".*?\) }}', text)

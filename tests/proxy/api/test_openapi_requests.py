@@ -65,7 +65,7 @@ async def proxy(tmp_path: Path) -> AsyncIterator[Proxy]:
 
 
 def urls(proxy: Proxy) -> list[str]:
-    """Of the port for clients, and of the admin port."""
+    """URLs of the client port and of the admin port."""
     return [f"http://127.0.0.1:{port}" for port in (proxy.port, proxy.admin_port)]
 
 
@@ -76,9 +76,7 @@ def operations(url: str) -> Iterator[Any]:
 
 
 def statuses(url: str, operation: Any, mode: schemathesis.GenerationMode) -> Counter[int]:
-    """What requests of this operation get that fit the document, or do not; every answer is checked
-    against it.
-    """
+    """Statuses of requests that fit the document, or do not; every answer is checked against it."""
     found: Counter[int] = Counter()
 
     @settings(

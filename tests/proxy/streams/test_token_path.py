@@ -334,7 +334,7 @@ def test_a_token_that_must_not_come_is_left_to_the_long_way(
 
 
 async def test_a_token_takes_three_calls_from_connection_to_client() -> None:
-    """What its CPU in Python depends on."""
+    """The CPU that a token costs in Python depends on the number of calls."""
     loop, wire = asyncio.get_running_loop(), Wire()
     way = Way(loop, journal_of(is_chat=False), is_short=True)
     upstream = Upstream(loop, lambda *_: None)
