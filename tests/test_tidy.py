@@ -298,7 +298,7 @@ def test_a_public_class_name_means_one_thing() -> None:
 
 
 # Folders whose docstrings are checked, and words that answer a noun which the reader has to guess.
-WORDED = ("kvrs", "distserve_patches")
+WORDED = ("kvrs", "distserve_patches", "tests", "experiments")
 FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
 
 
