@@ -21,7 +21,7 @@ from experiments.processes import Processes
 from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import CheckpointTarget, InstanceInfo, LoadReport, SourceRange
-from kvrs.protocol.secrets import Door
+from kvrs.protocol.secrets import Scope
 from kvrs.proving import ProvingConnector, agent_keys, instance_keys
 
 VOCAB_SIZE = 512
@@ -36,7 +36,7 @@ class HandOff:
     params: dict[str, Any]
 
 
-def session_for(processes: Processes, door: Door = Door.INSTANCE) -> aiohttp.ClientSession:
+def session_for(processes: Processes, door: Scope = Scope.INSTANCE) -> aiohttp.ClientSession:
     """Proves one door of each instance, and that of each agent."""
     secret, cluster = processes.secret, processes.config.cluster
     instances = [instance for _, instance in cluster.instances()]
@@ -171,7 +171,7 @@ class Rig:
     async def _order(self, instance: str, path: str, body: dict[str, Any]) -> None:
         url = self._urls[InstanceId(instance)] + path
         async with (
-            session_for(self._processes, Door.ADMIN) as session,
+            session_for(self._processes, Scope.ADMIN) as session,
             session.post(url, json=body) as answer,
         ):
             answer.raise_for_status()

@@ -26,12 +26,12 @@ class ConnectionLimits:
 
 
 class Counted(Protocol):
-    """A connection; `door` is what its client has proved, None for a stranger."""
+    """A connection; `scope` is what its client has proved, None for a stranger."""
 
     @property
     def address(self) -> str: ...
     @property
-    def door(self) -> object | None: ...
+    def scope(self) -> object | None: ...
     def abort(self) -> None: ...
 
 
@@ -52,7 +52,7 @@ class Connections:
         crowded = self._of_address.get(address, 0) >= self._limits.per_address
         if crowded or len(self._open) >= self._limits.total:
             idle = [each for each in self._idle if not crowded or each.address == address]
-            strangers = (each for each in idle if each.door is None)
+            strangers = (each for each in idle if each.scope is None)
             if (evicted := next(strangers, idle[0] if idle else None)) is None:
                 return False
             self.forget(evicted)

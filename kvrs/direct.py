@@ -259,7 +259,7 @@ class DirectConnection(asyncio.Protocol):
         *("_work", "address", "room_changed", "transport"),
     )
 
-    door = None  # Client connections are not authenticated by proof.
+    scope = None  # Client connections are not authenticated by proof.
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import SERVER, HttpConnection, ReadingTurns, log
 from kvrs.origins import refusal
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.protocol.secrets import Door, DoorKey
+from kvrs.protocol.secrets import Scope, ScopedKey
 from kvrs.tls import Certificates, CountedProtocol, TlsServer, bind
 
 T = TypeVar("T")
@@ -117,12 +117,12 @@ class HttpPort:
         *,
         shutdown_timeout_s: float,
         names: Collection[str] | None,
-        keys: Sequence[DoorKey] = (),
+        keys: Sequence[ScopedKey] = (),
         tls: Certificates | None = None,
         direct: DirectPaths | None = None,
     ) -> None:
         """`names`: of this machine, for a port where requests of web pages are refused; None: a
-        port for clients. `keys`: of the doors that clients may prove at the start of a connection.
+        port for clients. `keys`: of the scopes that clients may prove at the start of a connection.
         `tls`: nothing but TLS is spoken.
         """
         self._tls = tls
@@ -234,12 +234,12 @@ def _refuse_pages(names: Collection[str]) -> Middleware:
     return middleware
 
 
-def new_app(door: Door, *middlewares: Middleware) -> web.Application:
+def new_app(scope: Scope, *middlewares: Middleware) -> web.Application:
     """An application that takes requests, all but `/healthz`, from clients that have proved the
-    key of this door, and turns `RequestError` into answers.
+    key of this scope, and turns `RequestError` into answers.
     """
     app = web.Application(
-        client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(door), _explain, *middlewares]
+        client_max_size=MAX_BODY_BYTES, middlewares=[_authenticate(scope), _explain, *middlewares]
     )
     app[_WATCHES] = set()
     app.on_shutdown.append(_end)
@@ -279,11 +279,11 @@ def require_token(
     return middleware
 
 
-def _authenticate(door: Door) -> Middleware:
+def _authenticate(scope: Scope) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        due = Door.ADMIN if request.path in _OF_ADMIN else door
-        proved = request.protocol.door if isinstance(request.protocol, HttpConnection) else None
+        due = Scope.ADMIN if request.path in _OF_ADMIN else scope
+        proved = request.protocol.scope if isinstance(request.protocol, HttpConnection) else None
         if proved is not due and request.path != HEALTHZ:
             return error(
                 401,

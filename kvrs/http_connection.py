@@ -14,7 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from kvrs.connections import Connections
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.proof import NONCE_BYTES, ProofError, ServerProof
-from kvrs.protocol.secrets import Door, DoorKey
+from kvrs.protocol.secrets import Scope, ScopedKey
 
 SERVER = "kvrs"  # In every response, without versions.
 _FULL = error_body("too many connections are open", kind="server_error")
@@ -70,14 +70,14 @@ class ReadingTurns:
 
 
 class HttpConnection(web.RequestHandler):
-    """A connection that counts. `door` is the one of which the client has proved the key.
+    """A connection that counts. `scope` is the one of which the client has proved the key.
     `room_changed` is called with whether its client reads as fast as is written to it,
     `data_came` when something of the request's body may have come.
     """
 
     __slots__ = (
         *("_abort", "_among", "_proof", "_taken", "_turns", "_waits"),
-        *("address", "data_came", "door", "room_changed"),
+        *("address", "data_came", "scope", "room_changed"),
     )
 
     def __init__(
@@ -85,7 +85,7 @@ class HttpConnection(web.RequestHandler):
         server: web.Server,
         among: Connections,
         turns: ReadingTurns,
-        keys: Sequence[DoorKey],
+        keys: Sequence[ScopedKey],
         **settings: Any,
     ) -> None:
         super().__init__(server, **settings)
@@ -94,7 +94,7 @@ class HttpConnection(web.RequestHandler):
         self._waits = False  # For its turn to read.
         self._proof = ServerProof(keys, secrets.token_bytes(NONCE_BYTES)) if keys else None
         self.address = ""
-        self.door: Door | None = None
+        self.scope: Scope | None = None
         self.room_changed: Callable[[bool], None] | None = None
         self.data_came: Callable[[], None] | None = None
         self._taken: asyncio.Transport | None = None
@@ -134,7 +134,7 @@ class HttpConnection(web.RequestHandler):
         super().data_received(data)
         if self.data_came is not None:
             self.data_came()
-        if len(data) >= _MUCH_BYTES and self.door is None and not self._waits:
+        if len(data) >= _MUCH_BYTES and self.scope is None and not self._waits:
             self._waits = True
             self._pause_transport_reading()
             self._turns.wait(self)
@@ -163,7 +163,7 @@ class HttpConnection(web.RequestHandler):
             self._taken.write(answer)
         if proof.is_over:
             self._proof = None
-            self.door = None if proof.door is None else proof.door.door
+            self.scope = None if proof.scope is None else proof.scope.scope
         return data
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -13,14 +13,14 @@ from aiohttp.client_proto import ResponseHandler
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
-from kvrs.protocol.secrets import Door, DoorKey, door_key
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.tls import Certificates, TlsConnector
 
 # A process whose event loop is busy proves itself late.
 PROOF_TIMEOUT_S = 5.0
 
 Address = tuple[str | None, int | None]
-Keys = Mapping[Address, DoorKey]
+Keys = Mapping[Address, ScopedKey]
 
 
 class UnprovenError(aiohttp.ClientConnectorError):
@@ -37,14 +37,14 @@ def address_of(url: str) -> Address:
 
 
 def instance_keys(
-    secret: bytes, instances: Iterable[InstanceSettings], door: Door = Door.INSTANCE
+    secret: bytes, instances: Iterable[InstanceSettings], scope: Scope = Scope.INSTANCE
 ) -> Keys:
-    return {address_of(each.url): door_key(secret, door, each.id) for each in instances}
+    return {address_of(each.url): scoped_key(secret, scope, each.id) for each in instances}
 
 
 def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:
     return {
-        address_of(node.agent.url): door_key(secret, Door.AGENT, node.agent_id) for node in nodes
+        address_of(node.agent.url): scoped_key(secret, Scope.AGENT, node.agent_id) for node in nodes
     }
 
 
@@ -69,7 +69,7 @@ class ProvingConnector(TlsConnector):
         if key is None:
             raise UnprovenError(req.connection_key, "no process of the cluster has this address")
         transport, greeter = await super()._wrap_create_connection(
-            Greeter,
+            HandshakeProtocol,
             *args_left,
             addr_infos=addr_infos,
             req=req,
@@ -78,7 +78,7 @@ class ProvingConnector(TlsConnector):
             **options,
         )
         try:
-            await prove(transport, cast(Greeter, greeter), key)
+            await prove(transport, cast(HandshakeProtocol, greeter), key)
         except ProofError as error:
             transport.abort()
             raise UnprovenError(req.connection_key, str(error)) from None
@@ -97,7 +97,7 @@ class ProvingConnector(TlsConnector):
         return transport, protocol
 
 
-class Greeter(asyncio.Protocol):
+class HandshakeProtocol(asyncio.Protocol):
     """Receives the server's proof. It is replaced before the first request, so that the proof
     costs responses nothing.
     """
@@ -130,7 +130,7 @@ async def is_done_within(reply: asyncio.Future[bytes], timeout_s: float) -> bool
     return reply.done()
 
 
-async def prove(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) -> None:
+async def prove(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:
     """Prove both ends of a new connection. The protocol of its requests takes the greeter's place
     before the event loop runs again.
 

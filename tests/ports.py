@@ -14,13 +14,13 @@ from aiohttp import web
 from kvrs.connections import ConnectionLimits
 from kvrs.http import HttpPort
 from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
-from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.proving import ProvingConnector, address_of
 
 
 @asynccontextmanager
 async def serving(
-    app: web.Application, keys: Sequence[DoorKey] = (), port: int = 0
+    app: web.Application, keys: Sequence[ScopedKey] = (), port: int = 0
 ) -> AsyncIterator[str]:
     """The URL of an application on a port of its own."""
     served = HttpPort(
@@ -32,7 +32,7 @@ async def serving(
         await served.close()
 
 
-def client_of(url: str, key: DoorKey, timeout_s: float | None = None) -> aiohttp.ClientSession:
+def client_of(url: str, key: ScopedKey, timeout_s: float | None = None) -> aiohttp.ClientSession:
     """A client that proves this key; its paths are relative to the URL."""
     return aiohttp.ClientSession(
         url,
@@ -46,15 +46,15 @@ async def instance_client(
     app: web.Application, secret: bytes, name: str = "e0"
 ) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of an instance, which is served for as long as this lasts."""
-    keys = door_keys([secret], name, Door.INSTANCE, Door.ADMIN)
+    keys = scoped_keys([secret], name, Scope.INSTANCE, Scope.ADMIN)
     async with (
         serving(app, keys) as url,
-        client_of(url, door_key(secret, Door.INSTANCE, name)) as client,
+        client_of(url, scoped_key(secret, Scope.INSTANCE, name)) as client,
     ):
         yield client
 
 
-def _prove_on(sock: socket.socket, key: DoorKey) -> None:
+def _prove_on(sock: socket.socket, key: ScopedKey) -> None:
     """Prove the key on a blocking socket.
 
     Raises:
@@ -74,7 +74,7 @@ def _prove_on(sock: socket.socket, key: DoorKey) -> None:
 class ProvenConnection(http.client.HTTPConnection):
     """A blocking client that proves this key."""
 
-    def __init__(self, url: str, key: DoorKey, timeout_s: float) -> None:
+    def __init__(self, url: str, key: ScopedKey, timeout_s: float) -> None:
         parsed = urlsplit(url)
         super().__init__(parsed.hostname or "", parsed.port, timeout=timeout_s)
         self._key = key
@@ -85,7 +85,7 @@ class ProvenConnection(http.client.HTTPConnection):
 
 
 @asynccontextmanager
-async def tunnel(client: aiohttp.ClientSession, key: DoorKey) -> AsyncIterator[str]:
+async def tunnel(client: aiohttp.ClientSession, key: ScopedKey) -> AsyncIterator[str]:
     """The URL of a port before that of `client`, which proves connections for clients that cannot,
     such as SDKs.
     """
@@ -118,7 +118,7 @@ async def tunnel(client: aiohttp.ClientSession, key: DoorKey) -> AsyncIterator[s
         await asyncio.gather(*pipes, return_exceptions=True)
 
 
-async def proven(port: int, key: DoorKey) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def proven(port: int, key: ScopedKey) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which the key was proved, for requests in raw bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     proof = ClientProof(key, secrets.token_bytes(NONCE_BYTES))

@@ -20,7 +20,7 @@ from kvrs.config.tls import PeerTlsSettings
 from kvrs.connections import ConnectionLimits
 from kvrs.http import HttpPort
 from kvrs.protocol.instance import Heartbeat
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proving import ProvingConnector
 from kvrs.tls import Certificates
 from tests import certificates
@@ -28,7 +28,7 @@ from tests.certificates import Authority
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 
-KEY = door_key(b"a secret of the tests, long enough", Door.INSTANCE, "e0")
+KEY = scoped_key(b"a secret of the tests, long enough", Scope.INSTANCE, "e0")
 STALL_S = 1.0  # Until a heartbeat says so.
 STALL_ENDS = threading.Event()
 LEAST_BEATS = 5
@@ -44,7 +44,7 @@ async def _stall(request: web.Request) -> web.Response:
 async def serving(
     tls: Certificates | None = None,
 ) -> AsyncIterator[tuple[HttpPort, web.Application]]:
-    app = http.new_app(Door.INSTANCE)
+    app = http.new_app(Scope.INSTANCE)
     heartbeats.add_heartbeats(app)
     app.router.add_get("/stall", _stall)
     limits = ConnectionLimits(100, 100)
@@ -195,7 +195,7 @@ def _is_shut(receiver: socket.socket) -> bool:
 
 async def test_the_thread_ends_with_the_server() -> None:
     """Nothing is left of a server that was closed under its watchers."""
-    app = http.new_app(Door.INSTANCE)
+    app = http.new_app(Scope.INSTANCE)
     heartbeats.add_heartbeats(app)
     port = HttpPort(app, ConnectionLimits(100, 100), shutdown_timeout_s=0.5, names=(), keys=[KEY])
     await port.open("127.0.0.1", 0)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from kvrs import http
 from kvrs.connections import ConnectionLimits
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import client_of
 
 SECRET = b"only for the tests"
@@ -27,9 +27,9 @@ async def test_a_face_that_shuts_down_waits_for_no_watcher() -> None:
     """A watch has no end of its own; waiting for it would take as long as a last answer may
     take.
     """
-    app = http.new_app(Door.AGENT)
+    app = http.new_app(Scope.AGENT)
     app.router.add_get("/watched", watched)
-    key = door_key(SECRET, Door.AGENT, "agent-n0")
+    key = scoped_key(SECRET, Scope.AGENT, "agent-n0")
     face = http.HttpPort(
         app, ConnectionLimits.of_peers(), shutdown_timeout_s=3600, names=None, keys=[key]
     )

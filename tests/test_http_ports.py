@@ -17,7 +17,7 @@ from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
-from kvrs.protocol.secrets import Door, DoorKey, door_key
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proxy.server import Proxy
 from tests.agent.agents import SECRET, document, running
 from tests.free_ports import free_ports
@@ -71,7 +71,7 @@ def peer(directory: Path) -> AbstractAsyncContextManager[int]:
     return proxy(directory, which="peer_port")
 
 
-async def exchange(port: int, sent: bytes, key: DoorKey | None = None) -> bytes:
+async def exchange(port: int, sent: bytes, key: ScopedKey | None = None) -> bytes:
     """All bytes that the server sends until it ends the connection, on which `key` was proved."""
     reader, writer = await (
         asyncio.open_connection("127.0.0.1", port) if key is None else proven(port, key)
@@ -112,9 +112,9 @@ async def test_http_1_0_with_chunks_is_refused_at_every_port(
     assert b" 400 " in answer.split(b"\r\n")[0]
 
 
-KEYS: dict[Opened, DoorKey] = {
-    agent: door_key(SECRET, Door.AGENT, "agent-n0"),
-    engine: door_key(SECRET, Door.INSTANCE, "e0"),
+KEYS: dict[Opened, ScopedKey] = {
+    agent: scoped_key(SECRET, Scope.AGENT, "agent-n0"),
+    engine: scoped_key(SECRET, Scope.INSTANCE, "e0"),
 }
 
 
@@ -174,8 +174,8 @@ async def test_no_web_page_reaches_a_port_that_is_not_for_clients(
     assert answer.split()[1] == status
 
 
-def keys_of(door: Door, *names: str) -> list[DoorKey]:
-    return [door_key(SECRET, door, name) for name in names]
+def keys_of(door: Scope, *names: str) -> list[ScopedKey]:
+    return [scoped_key(SECRET, door, name) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -184,24 +184,28 @@ def keys_of(door: Door, *names: str) -> list[DoorKey]:
         (
             engine,
             "/kvrs/v1/fence",
-            [*keys_of(Door.INSTANCE, "e1"), *keys_of(Door.AGENT, "e0"), *keys_of(Door.PROXY, "e0")],
-            keys_of(Door.ADMIN, "e0"),
+            [
+                *keys_of(Scope.INSTANCE, "e1"),
+                *keys_of(Scope.AGENT, "e0"),
+                *keys_of(Scope.PROXY, "e0"),
+            ],
+            keys_of(Scope.ADMIN, "e0"),
         ),
         (
             agent,
             "/kvrs/v1/slots",
-            [*keys_of(Door.AGENT, "agent-n1"), *keys_of(Door.INSTANCE, "agent-n0")],
-            keys_of(Door.ADMIN, "agent-n0"),
+            [*keys_of(Scope.AGENT, "agent-n1"), *keys_of(Scope.INSTANCE, "agent-n0")],
+            keys_of(Scope.ADMIN, "agent-n0"),
         ),
-        (engine, "/reset_prefix_cache", [], keys_of(Door.INSTANCE, "e0")),
-        (agent, "/kvrs/v1/faults", [], keys_of(Door.AGENT, "agent-n0")),
+        (engine, "/reset_prefix_cache", [], keys_of(Scope.INSTANCE, "e0")),
+        (agent, "/kvrs/v1/faults", [], keys_of(Scope.AGENT, "agent-n0")),
     ],
 )
 async def test_a_key_opens_the_door_that_it_was_derived_for(
     opened: Opened,
     path: str,
-    refused: list[DoorKey],
-    insufficient: list[DoorKey],
+    refused: list[ScopedKey],
+    insufficient: list[ScopedKey],
     tmp_path: Path,
 ) -> None:
     """Keys of other processes prove nothing; those of another purpose give no access."""

@@ -18,7 +18,7 @@ from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, MeasuredPrefill, Role
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 
 MODEL = "bench"
 SECRET = b"bench-proxy-0123456789abcdef"
@@ -41,7 +41,7 @@ class Instance:
 
     def lines(self) -> str:
         """Its part of the engine's file."""
-        key = door_key(SECRET, Door.INSTANCE, self.id)
+        key = scoped_key(SECRET, Scope.INSTANCE, self.id)
         info = InstanceInfo(
             id=InstanceId(self.id),
             node=NodeId(self.node),

@@ -20,7 +20,7 @@ from kvrs.config.file import ENV_NAME, Config, parse_config
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.proving import ProvingConnector, address_of
 from kvrs.scheduling.sequences import Chunk
@@ -122,7 +122,7 @@ async def _work(
     """Have it compute streams, and kill it in the middle of them."""
     ((_, settings),) = processes.config.cluster.instances()
     url = processes.config.url_of(settings)
-    keys = {address_of(url): door_key(processes.secret, Door.INSTANCE, ENGINE)}
+    keys = {address_of(url): scoped_key(processes.secret, Scope.INSTANCE, ENGINE)}
     async with aiohttp.ClientSession(url, connector=ProvingConnector(keys)) as client:
         prompts = choose.sample(reference.prompts, STREAMS)
         async with client.get("/kvrs/v1/instance") as answer:

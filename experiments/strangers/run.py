@@ -25,7 +25,7 @@ from kvrs.config.transfer import TransferSettings
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.protocol.page_messages import Identity, PullRequest
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.proving import ProvingConnector, address_of, instance_keys
 from kvrs.transfer.peers import Peer
@@ -166,7 +166,7 @@ async def cost(processes: Processes) -> dict[str, Any]:
     that stands. The ways take turns.
     """
     (instance,) = (each for _, each in processes.config.cluster.instances() if each.id == "p0")
-    keys = {address_of(instance.url): door_key(processes.secret, Door.INSTANCE, "p0")}
+    keys = {address_of(instance.url): scoped_key(processes.secret, Scope.INSTANCE, "p0")}
     took: dict[str, list[float]] = {"plain": [], "proved": [], "kept": []}
     async with _sessions(keys) as sessions:
         for _ in range(CONNECTIONS):

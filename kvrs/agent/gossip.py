@@ -23,7 +23,7 @@ from kvrs.gossip.membership import Membership
 from kvrs.http import naming_port
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import InstanceInfo, LoadReport
-from kvrs.protocol.secrets import DoorKey
+from kvrs.protocol.secrets import ScopedKey
 from kvrs.proving import Address, ProvingConnector, instance_keys
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class NodeGossip:
         self._agent = agent
         self._config = config
         self._secret = ring[0]
-        self._keys: dict[Address, DoorKey] = {}
+        self._keys: dict[Address, ScopedKey] = {}
         self._publisher = RecordPublisher()
         self._instances: dict[InstanceId, InstanceSettings] = {}
         self._group: asyncio.TaskGroup | None = None

@@ -8,13 +8,13 @@ from kvrs.errors import RequestError
 from kvrs.gossip.membership import Membership
 from kvrs.heartbeats import add_heartbeats
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate, SlotUpdate
-from kvrs.protocol.secrets import Door
+from kvrs.protocol.secrets import Scope
 
 
 def make_app(agent: NodeAgent, membership: Membership | None = None) -> web.Application:
     """Build the routes. All but `/healthz` need the agent's key."""
     handlers = Handlers(agent, membership)
-    app = http.new_app(Door.AGENT)
+    app = http.new_app(Scope.AGENT)
     app.add_routes(
         [
             web.get("/healthz", handlers.health),

@@ -16,7 +16,7 @@ from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
-from kvrs.protocol.secrets import Door, door_keys
+from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.transfer.fault_route import add_fault_route
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ async def _serve(
     if config.cluster.allow_faults:
         add_fault_route(app, agent.page_server.faults, {node.id for node in config.cluster.nodes})
     raise_descriptor_limit()
-    keys = door_keys(ring, agent.node.agent_id, Door.AGENT, Door.ADMIN)
+    keys = scoped_keys(ring, agent.node.agent_id, Scope.AGENT, Scope.ADMIN)
     name, settings = f"agent of node {agent.node.id}", agent.node.agent
     names = {settings.host, *config.security.hosts}
     limits = ConnectionLimits.of_peers()

@@ -32,7 +32,7 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
-from kvrs.protocol.secrets import Door
+from kvrs.protocol.secrets import Scope
 
 if TYPE_CHECKING:
     from kvrs.engine.spans import RunTrace, RunTracer
@@ -43,7 +43,7 @@ def make_app(instance: ServedInstance, tracer: "RunTracer | None" = None) -> web
     calls that are traced; None: none are.
     """
     handlers = InstanceHandlers(instance, tracer)
-    app = http.new_app(Door.INSTANCE, _refuse_while_down(instance), _explain_fence)
+    app = http.new_app(Scope.INSTANCE, _refuse_while_down(instance), _explain_fence)
     app.add_routes(
         [
             web.get("/healthz", handlers.health),

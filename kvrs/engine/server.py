@@ -22,7 +22,7 @@ from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
-from kvrs.protocol.secrets import Door, door_keys
+from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.tls import load_certificates
 from kvrs.tracing.settings import trace_settings
 from kvrs.transfer.fault_route import add_fault_route
@@ -135,7 +135,7 @@ async def _serve_app(
         add_fault_route(app, instance.faults, nodes, instance.lose_device)
     raise_descriptor_limit()
     settings, name = instance.settings, f"instance {instance.settings.id}"
-    keys = door_keys(instance.ring, settings.id, Door.INSTANCE, Door.ADMIN)
+    keys = scoped_keys(instance.ring, settings.id, Scope.INSTANCE, Scope.ADMIN)
     names, limits = {settings.host, *instance.security.hosts}, ConnectionLimits.of_peers()
     tls = load_certificates("security.tls", instance.security.tls)
     port = HttpPort(app, limits, shutdown_timeout_s=0.5, names=names, keys=keys, tls=tls)

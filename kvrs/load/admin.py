@@ -21,7 +21,7 @@ from kvrs.errors import ConfigError, KvrsError
 from kvrs.faults.orders import FaultRequest
 from kvrs.origins import has_origin
 from kvrs.protocol.instance import ExitReport
-from kvrs.protocol.secrets import Door, DoorKey, door_key
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proving import Address, ProvingConnector, UnprovenError, address_of
 from kvrs.tls import CertificateFiles, Certificates, pinned_client
 
@@ -223,7 +223,7 @@ class AdminPort:
         self.client = client
         self.secret = secret
         self._tls = tls
-        self._keys: dict[Address, DoorKey] = {}  # Of the instances and agents that were named.
+        self._keys: dict[Address, ScopedKey] = {}  # Of the instances and agents that were named.
 
     async def __aenter__(self) -> Self:
         self._to_members = aiohttp.ClientSession(
@@ -290,7 +290,7 @@ class AdminPort:
                 "needs the cluster's secret",
                 "--secret-file, or the environment's KVRS_SECRET",
             )
-        self._keys[address_of(base)] = door_key(self.secret, Door.ADMIN, name)
+        self._keys[address_of(base)] = scoped_key(self.secret, Scope.ADMIN, name)
         try:
             async with self._to_members.post(url, data=body) as answer:
                 if answer.status != 200:

@@ -1,11 +1,11 @@
 """The proof at the start of an HTTP connection between processes of the cluster: either end shows
-that it has the key of one door of the server, before the first request is sent.
+that it has the key of one scope of the server, before the first request is sent.
 
     client: HELLO   the id of its key, a nonce
     server: PROOF   a nonce, a mac; or REFUSED and the end
     client: PROOF   a mac; its requests follow at once
 
-Each mac is an HMAC-SHA256 over both nonces under the door's key, which was derived for this server;
+Each mac is an HMAC-SHA256 over both nonces under the key of the scope, derived for this server;
 the two differ in a label, so that neither can be replayed as the other. A message is a line of
 ASCII and an empty one: a server that knows nothing of it answers it as broken HTTP.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from kvrs.errors import KvrsError
-from kvrs.protocol.secrets import DoorKey
+from kvrs.protocol.secrets import ScopedKey
 
 NONCE_BYTES = 32
 END = b"\r\n\r\n"
@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 256
 
 _PREFIX = b"KVRS-PROOF/1 "
 _REFUSED = _PREFIX + b"refused" + END
-# Why a server that knows the protocol has no such door.
+# Why a server that knows the protocol has no such scope.
 WRONG_DOOR = "it is another process, or was started with another secret"
 
 
@@ -32,16 +32,16 @@ class ProofError(KvrsError):
 
 
 class ServerProof:
-    """The server's part on one connection. `door` is set when the client has proved its key."""
+    """The server's part on one connection. `scope` is set when the client has proved its key."""
 
-    def __init__(self, keys: Sequence[DoorKey], nonce: bytes) -> None:
+    def __init__(self, keys: Sequence[ScopedKey], nonce: bytes) -> None:
         self._keys = {key.id: key for key in keys}
         self._nonce = nonce
         self._buffer = b""
-        self._claimed: DoorKey | None = None
+        self._claimed: ScopedKey | None = None
         self._expected = b""  # The client's mac.
         self.is_over = False
-        self.door: DoorKey | None = None
+        self.scope: ScopedKey | None = None
 
     def receive(self, data: bytes) -> tuple[bytes, bytes]:
         """Parse what has come; return the answer to send and, at the end, what is the server's to
@@ -67,7 +67,7 @@ class ServerProof:
             return self._answer(fields), b""
         if len(fields) != 1 or not hmac.compare_digest(fields[0], self._expected):
             raise ProofError("wrong mac")
-        self.is_over, self.door = True, self._claimed
+        self.is_over, self.scope = True, self._claimed
         return b"", rest
 
     def _answer(self, fields: list[bytes]) -> bytes:
@@ -85,7 +85,7 @@ class ServerProof:
 class ClientProof:
     """The client's part: `hello` is sent first."""
 
-    def __init__(self, key: DoorKey, nonce: bytes) -> None:
+    def __init__(self, key: ScopedKey, nonce: bytes) -> None:
         self._key = key
         self._nonce = nonce
         self.hello = _message(key.id, nonce)
@@ -110,7 +110,7 @@ class ClientProof:
         return _message(_mac(self._key, b"client", nonces))
 
 
-def _mac(key: DoorKey, label: bytes, nonces: bytes) -> bytes:
+def _mac(key: ScopedKey, label: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key.key, label + nonces, sha256)
 
 

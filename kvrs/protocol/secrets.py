@@ -10,7 +10,7 @@ MIN_SECRET_BYTES = 16
 KEY_ID_BYTES = 8
 
 
-class Door(StrEnum):
+class Scope(StrEnum):
     """The kind of access that a key gives, at the process that it was derived for."""
 
     INSTANCE = "instance"  # Requests, load, leases and fences of an instance.
@@ -20,10 +20,10 @@ class Door(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DoorKey:
-    """The key of one door of one process; `id` tells keys of several secrets apart."""
+class ScopedKey:
+    """The key of one scope of one process; `id` tells keys of several secrets apart."""
 
-    door: Door
+    scope: Scope
     key: bytes = field(repr=False)
     id: bytes
 
@@ -33,12 +33,12 @@ def derive(secret: bytes, purpose: bytes) -> bytes:
     return hmac.digest(secret, purpose, sha256)
 
 
-def door_key(secret: bytes, door: Door, name: str) -> DoorKey:
-    """The key of a door of the process `name`: the id of an instance, an agent or a proxy."""
-    key = derive(derive(secret, f"kvrs-{door}".encode()), name.encode())
-    return DoorKey(door, key, derive(key, b"id")[:KEY_ID_BYTES])
+def scoped_key(secret: bytes, scope: Scope, name: str) -> ScopedKey:
+    """The key of a scope of the process `name`: the id of an instance, an agent or a proxy."""
+    key = derive(derive(secret, f"kvrs-{scope}".encode()), name.encode())
+    return ScopedKey(scope, key, derive(key, b"id")[:KEY_ID_BYTES])
 
 
-def door_keys(secrets: Sequence[bytes], name: str, *doors: Door) -> list[DoorKey]:
-    """Keys that a process accepts at its doors: one key for each secret of the cluster."""
-    return [door_key(secret, door, name) for secret in secrets for door in doors]
+def scoped_keys(secrets: Sequence[bytes], name: str, *scopes: Scope) -> list[ScopedKey]:
+    """Keys that a process accepts at its scopes: one key for each secret of the cluster."""
+    return [scoped_key(secret, scope, name) for secret in secrets for scope in scopes]

@@ -30,7 +30,7 @@ from kvrs.gossip.membership import Membership
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import InstanceId, NodeId
 from kvrs.policy.event_log import header_line
-from kvrs.protocol.secrets import Door, DoorKey, door_key, door_keys
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.proving import Address, address_of, agent_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
 from kvrs.proxy.api.app import ClientApi
@@ -94,7 +94,7 @@ class Proxy:
         self._sessions: list[aiohttp.ClientSession | EngineLinks] = []
         self._driver: Driver | None = None
         self._to_agents: aiohttp.ClientSession | None = None
-        self._agent_keys: dict[Address, DoorKey] = {}
+        self._agent_keys: dict[Address, ScopedKey] = {}
         self._to_peers: EngineLinks | None = None
         self._event_log: EventLog | None = None
         self._ports: list[HttpPort] = []
@@ -155,7 +155,7 @@ class Proxy:
             driver, metrics, gossip_view, self._describe, self.reloads, mirror.peers.news.tell
         )
         if config.proxy.peer_port:
-            keys = door_keys(self._ring, config.proxy.id, Door.PROXY)
+            keys = scoped_keys(self._ring, config.proxy.id, Scope.PROXY)
             await self._listen(make_app(mirror), "peer_port", keys)
         await (services := ServiceNames(self.reloads)).look_up()
         await mirror.peers.meet()
@@ -245,7 +245,7 @@ class Proxy:
             self._sessions.append(self._to_peers)
         urls = {peer.id: self._config.inner_url(peer.host, peer.peer_port) for peer in peers}
         self._to_peers.admit(
-            {address_of(url): door_key(secret, Door.PROXY, name) for name, url in urls.items()}
+            {address_of(url): scoped_key(secret, Scope.PROXY, name) for name, url in urls.items()}
         )
         return {name: ProxyPeer(self._to_peers, me, name, url) for name, url in urls.items()}
 
@@ -394,7 +394,7 @@ class Proxy:
         self,
         app: web.Application,
         key: str,
-        keys: Sequence[DoorKey] = (),
+        keys: Sequence[ScopedKey] = (),
         direct: DirectServer | None = None,
     ) -> int:
         host = getattr(self._config.proxy, HOST_OF_PORT[key])

@@ -22,7 +22,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, PullRequest
-from kvrs.protocol.secrets import Door, derive, door_key
+from kvrs.protocol.secrets import Scope, derive, scoped_key
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, PullResult, StoredPages
@@ -211,10 +211,10 @@ def page(tag: Tag) -> bytes:
 
 @asynccontextmanager
 async def session(
-    config: Config, secret: bytes = SECRET, door: Door = Door.AGENT
+    config: Config, secret: bytes = SECRET, door: Scope = Scope.AGENT
 ) -> AsyncIterator[aiohttp.ClientSession]:
     (node,) = config.cluster.nodes
-    async with client_of(node.agent.url, door_key(secret, door, node.agent_id)) as client:
+    async with client_of(node.agent.url, scoped_key(secret, door, node.agent_id)) as client:
         yield client
 
 

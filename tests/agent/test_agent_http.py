@@ -15,7 +15,7 @@ from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport, LeaseAnswer, LeaseUpdate
 from kvrs.protocol.page_messages import HeldPages, StoreCode
-from kvrs.protocol.secrets import Door
+from kvrs.protocol.secrets import Scope
 from kvrs.proving import UnprovenError
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
 from tests.agent.agents import (
@@ -172,7 +172,7 @@ async def test_injected_faults_affect_what_the_agent_sends(tmp_path: Path) -> No
     config = parse_config(document(tmp_path, allow_faults=True))
     async with (
         running(config),
-        session(config, door=Door.ADMIN) as client,
+        session(config, door=Scope.ADMIN) as client,
         Engine(config) as engine,
     ):
         await engine.offer("s", 3)

@@ -22,7 +22,7 @@ from kvrs.protocol.instance import (
     SlotRequest,
     SlotUpdate,
 )
-from kvrs.protocol.secrets import Door, door_keys
+from kvrs.protocol.secrets import Scope, scoped_keys
 from tests.agent.agents import SECRET, ask, document, running, session
 from tests.free_ports import free_ports
 from tests.ports import serving
@@ -59,7 +59,7 @@ async def instance(port: int, failures: int = 0) -> AsyncIterator["asyncio.Queue
 
     app = web.Application()
     app.router.add_post("/kvrs/v1/fence", fence)
-    async with serving(app, door_keys([SECRET], "e0", Door.INSTANCE), port):
+    async with serving(app, scoped_keys([SECRET], "e0", Scope.INSTANCE), port):
         yield requests
 
 

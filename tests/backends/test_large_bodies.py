@@ -12,7 +12,7 @@ import pytest
 from experiments.processes import Processes
 from kvrs.config.file import parse_config
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import client_of
 from tests.sse import events_of
 
@@ -98,7 +98,7 @@ async def test_large_bodies_cost_no_instance_and_no_other_stream(
     url = f"http://{proxy.host}:{proxy.port}"
     admin = f"http://{proxy.admin_host}:{proxy.admin_port}"
     (engine,) = (each.url for _, each in processes.config.cluster.instances() if each.id == "p0")
-    key = door_key(processes.secret, Door.INSTANCE, "p0")
+    key = scoped_key(processes.secret, Scope.INSTANCE, "p0")
 
     async with aiohttp.ClientSession() as http, client_of(engine, key) as inner:
 

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.processes import Processes
 from kvrs.config.file import parse_config
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.openai_cases import (
     CASES,
     CHAT,
@@ -54,7 +54,7 @@ def processes() -> Iterator[Processes]:
 async def engine(processes: Processes) -> AsyncIterator[aiohttp.ClientSession]:
     """The decode instance alone, which computes prompts too if it is asked."""
     (url,) = (each.url for _, each in processes.config.cluster.instances() if each.id == "d0")
-    async with client_of(url, door_key(processes.secret, Door.INSTANCE, "d0")) as client:
+    async with client_of(url, scoped_key(processes.secret, Scope.INSTANCE, "d0")) as client:
         yield client
 
 

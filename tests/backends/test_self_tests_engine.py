@@ -10,7 +10,7 @@ import pytest
 
 from experiments.processes import Processes
 from kvrs.config.file import parse_config
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import client_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -86,7 +86,7 @@ async def test_what_the_embedded_engine_declares_is_seen(processes: Processes) -
 async def test_an_engine_asked_directly_draws_at_random(processes: Processes) -> None:
     """Without a seed no two requests share one."""
     (engine,) = (each.url for _, each in processes.config.cluster.instances() if each.id == "p0")
-    async with client_of(engine, door_key(processes.secret, Door.INSTANCE, "p0")) as http:
+    async with client_of(engine, scoped_key(processes.secret, Scope.INSTANCE, "p0")) as http:
 
         async def text(**fields: Any) -> str:
             asked = SAMPLED | {"max_tokens": 30} | fields

@@ -31,7 +31,7 @@ from kvrs.faults.language import FaultSchedule, Phase, VictimRole, parse_faults
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.load.passes import Injection
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import serving
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -148,7 +148,7 @@ async def instance(asked: list[Any], name: str = "d0", status: int = 200) -> Asy
         return web.Response(status=status)
 
     app.router.add_post("/kvrs/v1/faults", note)
-    async with serving(app, [door_key(SECRET, Door.ADMIN, name)]) as url:
+    async with serving(app, [scoped_key(SECRET, Scope.ADMIN, name)]) as url:
         yield url
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, dump_config, parse_config
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import ProvenConnection
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ class ServerProcess:
             time.sleep(0.05)
 
     def _connection(self, instance: str, timeout_s: float) -> ProvenConnection:
-        key = door_key(SECRET.encode(), Door.INSTANCE, instance)
+        key = scoped_key(SECRET.encode(), Scope.INSTANCE, instance)
         return ProvenConnection(self.urls[instance], key, timeout_s)  # type: ignore[index]
 
 

@@ -18,7 +18,7 @@ from kvrs.engine.instance import EngineInstance
 from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.agent.agents import SECRET, AgentProcess
 from tests.free_ports import free_ports
 from tests.ports import client_of, instance_client
@@ -98,7 +98,7 @@ class EngineProcess:
             each for each in self.config.cluster.instances() if each[1].id == self._instance
         ]
         return client_of(
-            self.config.url_of(settings), door_key(SECRET, Door.INSTANCE, self._instance), 60
+            self.config.url_of(settings), scoped_key(SECRET, Scope.INSTANCE, self._instance), 60
         )
 
 

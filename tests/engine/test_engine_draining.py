@@ -14,7 +14,7 @@ from kvrs.config.file import parse_config
 from kvrs.engine.server import serve
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.engine.serving import SECRET
 from tests.free_ports import free_ports
 from tests.ports import client_of
@@ -99,7 +99,7 @@ async def told(model: Path, drain_s: float = 60.0) -> AsyncIterator[Told]:
     ended = asyncio.create_task(
         serve(config, InstanceId("e0"), 1, SECRET, stop, ready.set, at_once)
     )
-    key = door_key(SECRET, Door.INSTANCE, "e0")
+    key = scoped_key(SECRET, Scope.INSTANCE, "e0")
     async with asyncio.timeout(180), client_of(f"http://127.0.0.1:{ports[0]}", key) as http:
         await ready.wait()
         try:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.protocol import frames
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.engine.serving import SECRET, serving
 from tests.ports import tunnel
 
@@ -32,7 +32,7 @@ async def test_the_openai_client_understands_both_endpoints(tiny_model: Path) ->
     """
     async with (
         serving(tiny_model) as (_, client),
-        tunnel(client, door_key(SECRET, Door.INSTANCE, "e0")) as url,
+        tunnel(client, scoped_key(SECRET, Scope.INSTANCE, "e0")) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as user,
     ):
         chat: dict[str, Any] = {

@@ -12,7 +12,7 @@ from kvrs.config.file import parse_config
 from kvrs.engine.server import serve
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.engine.serving import SECRET
 from tests.free_ports import free_ports
 from tests.ports import client_of
@@ -63,7 +63,7 @@ async def test_a_new_start_is_above_all_fences_of_the_one_before(tiny_model: Pat
             return_when=asyncio.FIRST_COMPLETED,
         )
         assert waiting.done()
-        key = door_key(SECRET, Door.INSTANCE, "e0")
+        key = scoped_key(SECRET, Scope.INSTANCE, "e0")
         async with client_of(f"http://127.0.0.1:{ports[0]}", key) as http:
             for _ in range(2):
                 async with http.post("/kvrs/v1/fence", json={"attempts": {}}) as answer:

@@ -13,7 +13,7 @@ import yaml
 from experiments.gossip_agents.members import Members
 from experiments.gossip_agents.run import Watch
 from kvrs.config.file import ENV_NAME
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.networks.conversations import get
 from tests.networks.network_cluster import DESK, Network
 
@@ -140,5 +140,5 @@ class AgentsOnHosts(Members):
         """The members that the agent itself shows."""
         ring = self.rings[name]
         url = f"http://{self.network.addresses[name]}:{PORT}/kvrs/v1/members"
-        key = door_key(ring[0].encode(), Door.AGENT, f"agent-{name}")
+        key = scoped_key(ring[0].encode(), Scope.AGENT, f"agent-{name}")
         return msgspec.json.decode(get(url, key))

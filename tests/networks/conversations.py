@@ -4,11 +4,11 @@ import http.client
 from contextlib import closing
 from urllib.parse import urlsplit
 
-from kvrs.protocol.secrets import DoorKey
+from kvrs.protocol.secrets import ScopedKey
 from tests.ports import ProvenConnection
 
 
-def get(url: str, key: DoorKey) -> bytes:
+def get(url: str, key: ScopedKey) -> bytes:
     """Raises OSError: no answer, or another status than 200."""
     with closing(ProvenConnection(url, key, timeout_s=5)) as connection:
         try:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvrs.connections import ConnectionLimits
 from kvrs.http import HttpPort
-from kvrs.protocol.secrets import Door, door_keys
+from kvrs.protocol.secrets import Scope, scoped_keys
 
 SECRET = b"a secret of the tests"
 _PIDS = itertools.count(1000)
@@ -44,7 +44,7 @@ class ScriptedServer:
         self.awake.set()
         app = web.Application(client_max_size=64 << 20, middlewares=[self._note])
         self.routes(app.router)
-        keys = door_keys([self.secret, *self.older], self.id, *Door)
+        keys = scoped_keys([self.secret, *self.older], self.id, *Scope)
         self._port = HttpPort(
             app, ConnectionLimits.of_peers(), shutdown_timeout_s=0.05, names=None, keys=keys
         )

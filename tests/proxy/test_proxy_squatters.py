@@ -9,7 +9,7 @@ import pytest
 
 from kvrs.protocol.instance import Role
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.multi_proxy_cluster import open_proxy_group
 from tests.proxy.proxy_cluster import ProxyCluster
@@ -134,7 +134,7 @@ async def test_a_recorded_proof_is_void_on_another_connection(build: ProxyCluste
     system = await build()
     dead = system.instances["d0"]
     reader, writer = await asyncio.open_connection("127.0.0.1", dead.port)
-    writer.write(ClientProof(door_key(SECRET, Door.INSTANCE, "d0"), bytes(NONCE_BYTES)).hello)
+    writer.write(ClientProof(scoped_key(SECRET, Scope.INSTANCE, "d0"), bytes(NONCE_BYTES)).hello)
     recorded = await reader.readuntil(END)
     writer.close()
     after_it: list[bytes] = []

@@ -8,7 +8,7 @@ from aiohttp import web
 from kvrs import http
 from kvrs.errors import RequestError
 from kvrs.protocol.mirror import Batch, BatchAnswer, Claim, Hello, Lookup, LookupAnswer
-from kvrs.protocol.secrets import Door
+from kvrs.protocol.secrets import Scope
 from kvrs.proxy.mirror.peers import PATH
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import drop_own, own_record
@@ -46,7 +46,7 @@ def make_app(mirror: Mirror) -> web.Application:
     async def drop(request: web.Request) -> web.Response:
         return _answer(drop_own(mirror, _decode(await request.read(), Lookup).key))
 
-    app = http.new_app(Door.PROXY)
+    app = http.new_app(Scope.PROXY)
     app.add_routes([web.get(PATH, watch), web.post(PATH, take), web.post(f"{PATH}/hello", hello)])
     app.add_routes([web.post(f"{PATH}/lookup", lookup), web.post(f"{PATH}/claim", claim)])
     app.add_routes([web.post(f"{PATH}/read", read), web.post(f"{PATH}/drop", drop)])

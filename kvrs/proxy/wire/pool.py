@@ -17,8 +17,8 @@ from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
 from kvrs.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
-from kvrs.protocol.secrets import DoorKey
-from kvrs.proving import Greeter, Keys, address_of, prove
+from kvrs.protocol.secrets import ScopedKey
+from kvrs.proving import HandshakeProtocol, Keys, address_of, prove
 from kvrs.proxy.wire.peer import (
     CONNECT_TIMEOUT_S,
     KEPT_S,
@@ -39,7 +39,7 @@ MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been id
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The credentials of a connection within the cluster: the keys of its doors and its
+    """The credentials of a connection within the cluster: the keys of its scopes and its
     certificates, or the token of a server that cannot prove itself.
     """
 
@@ -200,7 +200,7 @@ class Pool:
         upstream.connection_made(transport)
         return upstream
 
-    def _key(self) -> DoorKey | None:
+    def _key(self) -> ScopedKey | None:
         if self._access.keys is None:
             return None
         key = self._access.keys.get(address_of(self._url))
@@ -208,7 +208,9 @@ class Pool:
             raise _unproven("no process of the cluster has this address")
         return key
 
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> tuple[asyncio.Transport, Greeter]:
+    async def _open(
+        self, loop: asyncio.AbstractEventLoop
+    ) -> tuple[asyncio.Transport, HandshakeProtocol]:
         """Raises OSError."""
         addresses = await self._addresses(loop)
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -218,7 +220,7 @@ class Pool:
             context = tls.client if self._is_tls and tls is not None else self._is_tls or None
             try:
                 return await loop.create_connection(
-                    Greeter,
+                    HandshakeProtocol,
                     sock=sock,
                     ssl=context,
                     server_hostname=self._host if self._is_tls else None,
@@ -259,7 +261,7 @@ async def _connected(
     raise refused
 
 
-async def _proved(transport: asyncio.Transport, greeter: Greeter, key: DoorKey) -> None:
+async def _proved(transport: asyncio.Transport, greeter: HandshakeProtocol, key: ScopedKey) -> None:
     """Raises UnusableError; OSError: the connection was lost, TimeoutError included."""
     try:
         await prove(transport, greeter, key)

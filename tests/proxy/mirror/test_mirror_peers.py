@@ -19,7 +19,7 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.mirror import peers
 from kvrs.proxy.mirror.peers import PATH, ProxyPeer
 from kvrs.proxy.wire.pool import Access, EngineLinks
@@ -72,9 +72,9 @@ async def test_a_watch_without_an_interval_is_rejected(watch: str) -> None:
     async def report(request: web.Request) -> web.StreamResponse:
         return await http.watch(request, lambda: Hello("a", "a-1"))
 
-    app = http.new_app(Door.PROXY)
+    app = http.new_app(Scope.PROXY)
     app.router.add_get(PATH, report)
-    key = door_key(SECRET, Door.PROXY, "a")
+    key = scoped_key(SECRET, Scope.PROXY, "a")
     async with (
         serving(app, [key]) as url,
         client_of(url, key) as client,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvrs.errors import UpstreamError
-from kvrs.protocol.secrets import Door, door_key
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.protocol.token_ids import decode, encode, packed
 from kvrs.proving import address_of
 from kvrs.proxy.backends import pd
@@ -238,7 +238,7 @@ async def test_a_process_without_the_key_gets_no_request() -> None:
 
     server = await asyncio.start_server(listen, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    key = door_key(b"s" * 32, Door.INSTANCE, "d0")
+    key = scoped_key(b"s" * 32, Scope.INSTANCE, "d0")
 
     async with server:
         async with EngineLinks(Access({address_of(url): key})) as links:
