@@ -179,23 +179,45 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Also in experiments, tests and distserve_patches, and also by imports inside functions. An
-    import for types only is none at run time.
+def imported_modules() -> dict[str, set[str]]:
+    """The modules that each module imports, also inside functions. An import for types only is none
+    at run time.
     """
-    graph = {
+    return {
         module: {name for _, name in imports_of(module) if name in modules() and name != module}
         - {name for _, name in _imports(module, for_types(module))}
         for module in modules()
     }
 
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Experiments, tests and distserve_patches are looked at too."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(imported_modules()).prepare()
         circle: list[str] = []
     except CycleError as error:
         circle = error.args[1]
 
     assert not circle, " <- ".join(circle)
+
+
+def test_no_folders_import_each_other() -> None:
+    """The folders of a package are layers; a module beside them counts as one."""
+    pairs = defaultdict(set)
+    for module, names in imported_modules().items():
+        for name in names:
+            own, other = module.split("."), name.split(".")
+            depth = next(
+                (at for at, pair in enumerate(zip(own, other, strict=False)) if len(set(pair)) > 1),
+                0,
+            )
+            if depth and root_of(module) == root_of(name):
+                parts = ".".join(own[: depth + 1]), ".".join(other[: depth + 1])
+                pairs[parts].add(f"{module} -> {name}")
+
+    both = {pair: found for pair, found in pairs.items() if pair[::-1] in pairs}
+
+    assert not both
 
 
 def test_deciding_code_does_no_io() -> None:
