@@ -1,4 +1,4 @@
-"""What OpenTelemetry's environment variables ask for."""
+"""Traces that OpenTelemetry's environment variables ask for."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def settings(**environ: str) -> TraceSettings:
     ],
 )
 def test_without_a_collector_there_are_no_traces(environ: dict[str, str]) -> None:
-    """As OpenTelemetry's variables say it."""
+    """Booleans have the form of OpenTelemetry's specification."""
     assert trace_settings(environ) is None
 
 
