@@ -53,7 +53,7 @@ class CallSpan:
     ) -> None:
         if isinstance(error, KvrsError):
             self._span.set_attribute("error.type", type(error).__name__)
-            self._span.set_status(StatusCode.ERROR, _encodable(str(error)))
+            self._span.set_status(StatusCode.ERROR, str(error))
         elif error is not None:  # Another attempt takes over, or the client is gone.
             self._span.set_attribute("error.type", "cancelled")
             self._span.set_status(StatusCode.ERROR)
@@ -90,8 +90,7 @@ class RequestTrace:
         """A recovery has ended. `now_s` is of its clock."""
         begun_ns = round(recovery.at_s * _NS)
         facts: dict[str, AttributeValue] = {
-            f"kvrs.recovery.{name}": _encodable(value) if isinstance(value, str) else value
-            for name, value in recovery.facts().items()
+            f"kvrs.recovery.{name}": value for name, value in recovery.facts().items()
         }
         self._tracer.start_span(
             f"recovery {recovery.option.value}",
@@ -146,7 +145,7 @@ def _facts_of(journals: list[Journal]) -> dict[str, AttributeValue]:
     request = journals[0].parsed.request
     prompts = {id(each.parsed): each.prompt_tokens for each in journals}
     given = {
-        "gen_ai.request.model": request.model and _encodable(request.model),
+        "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": request.given_temperature,
         "gen_ai.request.choice.count": None if request.n == 1 else request.n,
@@ -159,8 +158,3 @@ def _facts_of(journals: list[Journal]) -> dict[str, AttributeValue]:
         "gen_ai.usage.output_tokens": sum([len(each.output_ids) for each in journals]),
         "gen_ai.response.finish_reasons": [each.finish_reason or "error" for each in journals],
     }
-
-
-def _encodable(text: str) -> str:
-    """The text without half surrogate pairs, which cost the SDK all spans of a batch."""
-    return text.encode(errors="replace").decode()
