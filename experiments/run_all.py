@@ -130,17 +130,14 @@ ALL = (
     _plain("decision", 1),
     _plain("request_path", 1),
     Experiment("request_path", ("gauge",), 1, "python -m experiments.request_path.gauge"),
-    _plain("malloc_trim", 3),
     _plain("supervision", 3),
     _plain("innocents", 15),
     _plain("anchortp_plans", 1),
     _plain("cost_ladder", 3),
     Experiment("cost_ladder", ("broken_word",), 5, "python -m experiments.cost_ladder.broken_word"),
-    _plain("layout_speed", 1),
     _plain("prefill_shares", 1),
     _plain("raidserve_throughput", 5, AVAILABILITY),
     _plain("elastic_bits", 36, options="--seconds 300"),
-    _plain("rank_exchange", 3),
     _plain("rank_kills", 10),
     Experiment("rank_kills", ("on_nodes",), 10, "python -m experiments.rank_kills.run --on-nodes"),
     *_kinds(
@@ -168,13 +165,6 @@ ALL = (
         anchortp_planners="--part planners",
         anchortp_bytes="--part bytes",
     ),
-    Experiment(
-        "units_cost",
-        ("units_cost",),
-        4,
-        "python -m experiments.units_cost.run --before $KVRS_BEFORE",
-        (BEFORE,),
-    ),
     _plain("local_restore", 1),
     _plain("page_transfer", 1),
     Experiment(
@@ -184,8 +174,6 @@ ALL = (
         "taskset -c 1 python -m experiments.page_transfer.run",
         (TASKSET,),
     ),
-    _plain("page_tls", 1, OPENSSL),
-    _plain("replay_client", 1),
     _plain("healthy_path", 2),
     Experiment(
         "healthy_path",
@@ -319,7 +307,6 @@ ALL = (
     _plain("fuzz", 10),
     _plain("simulated_deaths", 10),
     _plain("placement_spread", 1),
-    _plain("event_log_hours", 3),
     *_kinds(
         "distserve_kill_series",
         5,

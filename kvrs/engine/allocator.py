@@ -17,7 +17,9 @@ def keep_freed_memory() -> bool:
     By default a tensor of more than 128 KB is mapped, and unmapped when it is freed, or the end of
     the heap is given back: every step then pays for page faults on all of its temporaries. All
     threads use one heap, since those of further arenas are of 64 MB and are given back whole. The
-    process keeps at most what its largest step used.
+    process keeps at most what its largest step used: up to 46 MB more with the tiny model. Measured
+    on 2026-11-23 (b44f08b8, two cores, six pairs of processes): prefill of 512 tokens behind 3,584
+    takes 0.40 of the time, all other steps 0.97 to 1.00.
 
     Returns:
         whether this C library has these settings (musl and macOS have not).
