@@ -19,7 +19,6 @@ from kvrs.policy.model.events import SelfTested
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
 
 _MOST_FAILURES = 5
-_LONGEST_PAUSE_S = 60.0
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
@@ -325,7 +324,7 @@ class SelfTests:
         """The test could not be carried out; it is tried again after a pause that doubles."""
         for life in self._end(test):
             life.failures += 1
-            life.retry_at_s = now_s + min(_LONGEST_PAUSE_S, 2.0**life.failures)
+            life.retry_at_s = now_s + 2.0**life.failures
             life.cause = cause
 
     def _take(self, test: SelfTest) -> SelfTest:
