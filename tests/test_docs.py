@@ -59,9 +59,9 @@ def test_links_and_paths_in_markdown_exist(path: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_readme_pins_what_make_install_pins() -> None:
+def test_the_installation_page_pins_what_make_install_pins() -> None:
     """A CPU build of another version would be replaced by `make demo`."""
-    pins = re.findall(r"\b([a-z]+==[\d.]+)", (ROOT / "README.md").read_text())
+    pins = re.findall(r"\b([a-z]+==[\d.]+)", (ROOT / "docs/install.md").read_text())
 
     assert pins
     assert set(pins) <= set((ROOT / "constraints.txt").read_text().split())

@@ -10,6 +10,9 @@ Where many rows are added up, that work is divided: each rank adds a slice of ro
 its own first sum had these rows, which only it reads, counts once more, and takes the other slices
 from there. Additions are of one element each, so slices change no bits.
 
+Four ranks on two cores add up 16 rows of 1,024 floats in 105 us at p50 and 230 us at p99
+(2026-11-23, 3e1a7352).
+
 Rows go from one stage to the next, and logits to the instance's process, in areas of their own.
 
 The memory belongs to one formation: a rank of an earlier one writes where nothing is read.
