@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,11 @@ def ask(method: str, url: str, body: Any = None) -> Any:
         return json.load(answer)
 
 
+def _heed_hangups() -> None:
+    """SIGHUP ends a launch as it does by default, also where the tests run below `nohup`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Launch:
     """`kvrs up` in a process group of its own, as a terminal would start it."""
 
@@ -56,7 +62,9 @@ class Launch:
             *arguments,
         ]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, process_group=0, preexec_fn=_heed_hangups
+            )
 
     @property
     def output(self) -> str:

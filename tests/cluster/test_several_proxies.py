@@ -267,7 +267,8 @@ PEERS = {"proxy": {"peer_port": 21999, "peers": [{"id": "proxy-9", "peer_port": 
         (
             ["--proxies", "2", "--port", "65530"],
             {},
-            "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy 10 above",
+            "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy or worker 10 above "
+            "the one before it",
         ),
         (
             ["--proxies", "2", "--port", "21990", "--admin-port", "22000"],
