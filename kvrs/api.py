@@ -8,6 +8,11 @@ from pathlib import Path
 
 from kvrs import __version__
 from kvrs.config.file import Config, load_config, parse_config
+from kvrs.core.event_log import Header, LogEntry, Rerun
+from kvrs.core.event_log import read as read_event_log
+from kvrs.core.event_log import rerun as rerun_event_log
+from kvrs.core.model import actions, events
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import (
     ConfigError,
     KvrsError,
@@ -18,11 +23,6 @@ from kvrs.errors import (
 from kvrs.explain.decision import Explanation, Question, explain
 from kvrs.faults.language import Fault, load_faults
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.event_log import Header, LogEntry, Rerun
-from kvrs.policy.event_log import read as read_event_log
-from kvrs.policy.event_log import rerun as rerun_event_log
-from kvrs.policy.model import actions, events
-from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles.catalog import decode_table, prefill_table
 from kvrs.report.measures import Report, ReportError, load_report
 from kvrs.report.report import SCHEMA_VERSION

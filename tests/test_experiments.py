@@ -226,7 +226,7 @@ class Repository:
             "experiments/kills.py",
             "experiments/decision/run.py",
             "experiments/record.py",
-            "kvrs/policy/rules.py",
+            "kvrs/core/rules.py",
         ):
             self.write(name, "before")
         self.commit = self.committed()
@@ -298,7 +298,7 @@ def test_a_changed_method_makes_a_result_void(tmp_path: Path, changed: str) -> N
 @pytest.mark.parametrize(
     ("changed", "may_go_on"),
     [
-        ("kvrs/policy/rules.py", False),
+        ("kvrs/core/rules.py", False),
         ("experiments/decision/run.py", True),
         ("experiments/record.py", True),
         ("experiments/kill_series/README.md", True),

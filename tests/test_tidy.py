@@ -39,14 +39,13 @@ RANK = {
     "faults": 4,
     "names": 4,
     "proving": 4,
-    "policy": 4,
     "scheduling": 4,
     "traces": 4,
-    "explain": 5,
+    "explain": 7,
     "gossip": 5,
     "transfer": 5,
     "report": 5,
-    "control": 6,
+    "core": 6,
     "agent": 7,
     "engine": 7,
     "proxy": 7,
@@ -69,9 +68,9 @@ ALLOWED_ROOTS = {
 PURE = {
     *(
         f"kvrs.{name}"
-        for name in ("ids", "errors", "private_files", "protocol", "config", "faults", "policy")
+        for name in ("ids", "errors", "private_files", "protocol", "config", "faults", "core")
     ),
-    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "control", "elastic", "unfinished")),
+    *(f"kvrs.{name}" for name in ("profiles", "scheduling", "elastic", "unfinished")),
     *(
         f"kvrs.transfer.{name}"
         for name in (

@@ -23,10 +23,10 @@ from unittest.mock import patch
 from experiments.cost_ladder.run import HOME, LONGEST_S, STEP_S, Cell, grid, loaded
 from experiments.record import Record
 from experiments.virtual_time import run_until, token_times
-from kvrs.control.effects import Effect
+from kvrs.core.effects import Effect
+from kvrs.core.model.actions import Recovered
+from kvrs.core.model.estimates import Option
 from kvrs.ids import StreamId
-from kvrs.policy.model.actions import Recovered
-from kvrs.policy.model.estimates import Option
 from kvrs.report.metrics import percentile
 from kvrs.sim.calls import token_at
 from kvrs.sim.proxy import SimProxy

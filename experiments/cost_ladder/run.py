@@ -24,10 +24,10 @@ from experiments.record import Record
 from experiments.virtual_time import run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
+from kvrs.core import options, rules
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy import options, rules
-from kvrs.policy.model.estimates import Estimate, Option
-from kvrs.policy.rules.base import Rule
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.streams import Arrival

@@ -29,13 +29,13 @@ from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.estimates import Option
+from kvrs.core.options.base import estimate_fetch
+from kvrs.core.options.recompute import estimate_recompute
+from kvrs.core.rules.auto import AUTO
+from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.ids import InstanceId, NodeId
-from kvrs.policy.model.cluster_view import Instance
-from kvrs.policy.model.estimates import Option
-from kvrs.policy.options.base import estimate_fetch
-from kvrs.policy.options.recompute import estimate_recompute
-from kvrs.policy.rules.auto import AUTO
-from kvrs.policy.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability, Role, SourceRange

@@ -14,13 +14,13 @@ from typing import Any
 
 from experiments.record import Record
 from kvrs.config.policy import PolicyName, PolicySettings
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.model.cluster_view import ClusterView, Instance
+from kvrs.core.model.estimates import Estimate
+from kvrs.core.model.streams import Holder, Stream
+from kvrs.core.options.base import Books
+from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.cluster_view import ClusterView, Instance
-from kvrs.policy.model.estimates import Estimate
-from kvrs.policy.model.streams import Holder, Stream
-from kvrs.policy.options.base import Books
-from kvrs.policy.rules import BY_NAME
-from kvrs.policy.slots import SlotBook
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, Role
 

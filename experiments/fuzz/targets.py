@@ -14,12 +14,12 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import parse_yaml
+from kvrs.core.event_log import event_line, header_line, rerun
+from kvrs.core.model.events import LinkMeasured, SettingsReloaded, TimerFired
 from kvrs.engine.chat import ChatTemplate
 from kvrs.errors import ConfigError, KvrsError, LogError, RequestError, TransferError, UpstreamError
 from kvrs.gossip import wire
 from kvrs.ids import NodeId
-from kvrs.policy.event_log import event_line, header_line, rerun
-from kvrs.policy.model.events import LinkMeasured, SettingsReloaded, TimerFired
 from kvrs.protocol import frames
 from kvrs.protocol.openai.requests import ChatRequest, parse_completion_request
 from kvrs.protocol.page_messages import ProbeFrame

@@ -16,14 +16,14 @@ from unittest.mock import patch
 from experiments.kill_series.run import HIT_AT_LEAST, PAUSE_BARS_S, RESULTS
 from experiments.kill_series.simulated import WAYS, config_of, percentile
 from experiments.record import Record
+from kvrs.core import rules
+from kvrs.core.event_log import LogEntry, read
+from kvrs.core.model.actions import Recovered
+from kvrs.core.model.events import PrefillDone, StreamResumed
 from kvrs.demo import scaled_requests
 from kvrs.explain.incidents import Loss, incidents
 from kvrs.faults.language import parse_faults
 from kvrs.ids import StreamId
-from kvrs.policy import rules
-from kvrs.policy.event_log import LogEntry, read
-from kvrs.policy.model.actions import Recovered
-from kvrs.policy.model.events import PrefillDone, StreamResumed
 from kvrs.report.student import interval
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.streams import Arrival

@@ -18,10 +18,10 @@ from experiments.kills import kills
 from experiments.record import Record
 from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
+from kvrs.core import options, rules
+from kvrs.core.rules.base import Rule
 from kvrs.demo import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, demo_config, scaled_requests
 from kvrs.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS
-from kvrs.policy import options, rules
-from kvrs.policy.rules.base import Rule
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.report.student import interval
 from kvrs.sim.fault_scenarios import named_deaths

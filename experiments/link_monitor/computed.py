@@ -32,10 +32,10 @@ from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.config.transfer import LinkSettings
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId
-from kvrs.policy.model.actions import Plan
-from kvrs.policy.model.cluster_view import Instance
-from kvrs.policy.model.estimates import Option
 from kvrs.profiles.catalog import prefill_table
 from kvrs.protocol.instance import SourceRange
 from kvrs.report.student import interval

@@ -37,10 +37,10 @@ from experiments.processes import Processes, cpu_ticks, share_used, spinning
 from experiments.record import Record
 from experiments.rig import stretched
 from kvrs.config.file import Config, parse_config
+from kvrs.core.model.actions import Action
+from kvrs.core.model.events import Event, InstanceLost
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.load.open_loop import replay
-from kvrs.policy.model.actions import Action
-from kvrs.policy.model.events import Event, InstanceLost
-from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.proxy.server import Proxy
 from kvrs.report.metrics import percentile
 from kvrs.traces.records import ReplayRequest

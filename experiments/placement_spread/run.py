@@ -16,8 +16,8 @@ from typing import Any
 
 from experiments.record import Record
 from kvrs.config.backup import Placement
+from kvrs.core.books.placement import PlacementCandidate, place
 from kvrs.ids import InstanceId, NodeId
-from kvrs.policy.placement import PlacementCandidate, place
 
 NODES = 8
 LIVE = 200  # Checkpoints at a time.

@@ -26,6 +26,8 @@ from unittest.mock import patch
 from experiments.record import Record
 from experiments.virtual_time import run_until, token_times
 from kvrs.config.file import Config, parse_config
+from kvrs.core import staying
+from kvrs.core.model.estimates import Option
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import hybrid, staged
 from kvrs.elastic.moving import LinkRates, schedule
@@ -34,8 +36,6 @@ from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.explain.elastic import ElasticQuestion, explain_elastic
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy import staying
-from kvrs.policy.model.estimates import Option
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.process import require
 from kvrs.sim.rank_model import RankModel

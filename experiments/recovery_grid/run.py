@@ -28,11 +28,10 @@ from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for, stretched
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
-from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.actions import Action, Plan, Recovered, Start
-from kvrs.policy.model.cluster_view import Instance
-from kvrs.policy.model.estimates import Option
-from kvrs.policy.model.events import (
+from kvrs.core.model.actions import Action, Plan, Recovered, Start
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import (
     InstanceLost,
     InstanceUp,
     LinkMeasured,
@@ -41,7 +40,8 @@ from kvrs.policy.model.events import (
     StreamEnded,
     StreamResumed,
 )
-from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import SourceRange
 

@@ -29,15 +29,15 @@ import msgspec
 from experiments.record import Record
 from experiments.request_path import whole
 from kvrs.config.file import Config, parse_config
-from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.events import (
+from kvrs.core.model.events import (
     Event,
     PrefillDone,
     StreamArrived,
     StreamEnded,
     StreamResumed,
 )
-from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, MeasuredPrefill, Role
 from kvrs.proxy.backends.backend import Backend, Prefilled

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
+from kvrs.core.model.cluster_view import Agent, ClusterView, Instance
+from kvrs.core.model.estimates import Estimate
+from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
+from kvrs.core.options.base import Books
+from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.handoff import HandoffCandidate, choose, hand_off_s
-from kvrs.policy.model.cluster_view import Agent, ClusterView, Instance
-from kvrs.policy.model.estimates import Estimate
-from kvrs.policy.model.streams import Holder, StoredCheckpoint, Stream
-from kvrs.policy.options.base import Books
-from kvrs.policy.rules import BY_NAME
-from kvrs.policy.slots import SlotBook
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, Role
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Record
-from kvrs.policy.model.actions import Reason
+from kvrs.core.model.actions import Reason
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.command import deaths_of, rows
 from kvrs.sim.scenarios import KINDS, contended, in_turn, poisoned, ranked, scenario, sick

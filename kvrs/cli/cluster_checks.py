@@ -9,7 +9,7 @@ from typing import Any
 import kvrs
 from kvrs.cli.findings import Finding, bad, doubtful, good
 from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
-from kvrs.control.self_tests import Continues
+from kvrs.core.fleet.self_tests import Continues
 from kvrs.errors import ConfigError
 
 PATIENCE_S = 5.0  # For instances that have not come up yet.

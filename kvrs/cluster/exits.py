@@ -1,6 +1,6 @@
 """How processes of instances end, as their keeper learns it, and the news of it for the proxies.
 
-A proxy refuses a request that has ended several instances (`kvrs.policy`). What ended from outside
+A proxy refuses a request that has ended several instances (`kvrs.core`). What ended from outside
 no request has ended; the keeper alone can tell that.
 """
 

@@ -1,7 +1,7 @@
 """One decision, taken apart: every option, the terms of its sum, and where the answer would change.
 
-Estimates and their terms come from the objects that decide in a proxy (`kvrs.policy.rules`,
-`kvrs.policy.options`), set up for one victim: its decode instance on another node is lost, `holder`
+Estimates and their terms come from the objects that decide in a proxy (`kvrs.core.rules`,
+`kvrs.core.options`), set up for one victim: its decode instance on another node is lost, `holder`
 on node n0 still retains its prompt (or, for engines that fetch no pages, has it in its prefix
 cache), and `target` on node n1 can take it over with the prefill instance beside it. An agent, on
 the target's node or on a third one, may have a checkpoint, and the target itself the front of the
@@ -14,15 +14,15 @@ from enum import StrEnum
 from math import inf, isfinite
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
+from kvrs.core.model.cluster_view import Agent, ClusterView, Instance, Member
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
+from kvrs.core.options.base import Books, Case, Term, case_of
+from kvrs.core.rules import ALL, BY_NAME
+from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.handoff import HandoffCandidate, choose, hand_off_s
-from kvrs.policy.model.cluster_view import Agent, ClusterView, Instance, Member
-from kvrs.policy.model.estimates import Estimate, Option
-from kvrs.policy.model.streams import Holder, StoredCheckpoint, Stream
-from kvrs.policy.options.base import Books, Case, Term, case_of
-from kvrs.policy.rules import ALL, BY_NAME
-from kvrs.policy.rules.base import Rule
-from kvrs.policy.slots import SlotBook
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, Role

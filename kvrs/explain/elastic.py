@@ -15,6 +15,11 @@ from typing import Any
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.model import events as ev
+from kvrs.core.model.actions import Recovered
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.estimates import Option
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.elastic import cmm, on_demand
 from kvrs.elastic import reforming as reform
 from kvrs.elastic.layouts import Layout, even
@@ -25,11 +30,6 @@ from kvrs.elastic.speed import Degree, Speed, shares
 from kvrs.elastic.units import Units
 from kvrs.errors import ConfigError, LayoutError
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model import events as ev
-from kvrs.policy.model.actions import Recovered
-from kvrs.policy.model.cluster_view import Instance
-from kvrs.policy.model.estimates import Option
-from kvrs.policy.recovery import RecoveryPolicy
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, Role
 

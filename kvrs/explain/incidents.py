@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.config.policy import PolicyName
-from kvrs.errors import LogError
-from kvrs.ids import InstanceId, StreamId
-from kvrs.logs import old_parts
-from kvrs.policy.event_log import Header, LogEntry, read, rerun
-from kvrs.policy.model.actions import GiveUp, PageRange, Plan, Reason, Recovered, Settled, Start
-from kvrs.policy.model.estimates import Estimate, Option, best_by_option
-from kvrs.policy.model.events import (
+from kvrs.core.event_log import Header, LogEntry, read, rerun
+from kvrs.core.model.actions import GiveUp, PageRange, Plan, Reason, Recovered, Settled, Start
+from kvrs.core.model.estimates import Estimate, Option, best_by_option
+from kvrs.core.model.events import (
     AttemptFailed,
     FailureKind,
     HolderLost,
     InstanceLost,
     SettingsReloaded,
 )
-from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.errors import LogError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.logs import old_parts
 from kvrs.tables import show
 
 # Losses and decisions within this time of the last ones belong to the same incident.

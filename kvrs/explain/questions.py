@@ -10,6 +10,8 @@ from typing import Any
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings
+from kvrs.core import options
+from kvrs.core.model.estimates import Option
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.explain.decision import Question, explain
 from kvrs.explain.elastic import (
@@ -19,8 +21,6 @@ from kvrs.explain.elastic import (
     KvBackup,
     explain_elastic,
 )
-from kvrs.policy import options
-from kvrs.policy.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
 

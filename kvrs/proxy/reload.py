@@ -14,8 +14,8 @@ import msgspec
 
 from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.config.origin import ConfigFile
-from kvrs.control.fleet_orders import FleetOrders, Nodes
-from kvrs.control.services import Found, with_services
+from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
+from kvrs.core.fleet.services import Found, with_services
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import FleetOrder

@@ -21,15 +21,15 @@ from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings, are_workers_of_one
 from kvrs.config.settings import HOST_OF_PORT
-from kvrs.control.reload import reload_settings
-from kvrs.control.slots import slot_share
+from kvrs.core.books.agent_slots import slot_share
+from kvrs.core.event_log import header_line
+from kvrs.core.reload import reload_settings
 from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.gossip.membership import Membership
 from kvrs.http import HttpPort, naming_port
 from kvrs.ids import InstanceId, NodeId
-from kvrs.policy.event_log import header_line
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key, scoped_keys
 from kvrs.proving import Address, address_of, agent_keys
 from kvrs.proxy.api.admin import Admin, AdminSource

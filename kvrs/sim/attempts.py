@@ -2,18 +2,18 @@
 
 from typing import Protocol
 
-from kvrs.control.core import Control
-from kvrs.control.live import Complete, StreamStage
-from kvrs.control.silence import LOST_TOGETHER_S, SilenceTimer
-from kvrs.ids import InstanceId
-from kvrs.policy.model.actions import Plan
-from kvrs.policy.model.events import (
+from kvrs.core.control import Control
+from kvrs.core.fleet.silence import LOST_TOGETHER_S, SilenceTimer
+from kvrs.core.live import Complete, StreamStage
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.events import (
     AttemptFailed,
     FailureKind,
     PrefillDone,
     StreamEnded,
     StreamResumed,
 )
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sources import PullSource

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
+from kvrs.core.model.actions import Place
 from kvrs.ids import StreamId
-from kvrs.policy.model.actions import Place
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.scheduling.sources import PullSource

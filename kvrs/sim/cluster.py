@@ -11,8 +11,8 @@ import msgspec
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
+from kvrs.core.model.events import Event, InstanceExited
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.events import Event, InstanceExited
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pace import Pace

@@ -7,9 +7,9 @@ from functools import partial
 
 from kvrs.config.file import Config
 from kvrs.config.policy import Degraded, Dispatch, Failing, PolicyName
-from kvrs.control.fleet import Health
-from kvrs.control.reload import reload_settings
-from kvrs.control.topology import Topology
+from kvrs.core.fleet.known import Health
+from kvrs.core.reload import reload_settings
+from kvrs.core.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.sim import fault_scenarios
 from kvrs.sim.cluster import CUT, MOVED, SimCluster, holders_of, mirrored, open_streams

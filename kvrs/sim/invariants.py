@@ -12,9 +12,9 @@ from typing import assert_never
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
-from kvrs.control.core import Control
-from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.actions import (
+from kvrs.core.books.timers import SLACK_S
+from kvrs.core.control import Control
+from kvrs.core.model.actions import (
     Action,
     Ejected,
     GiveUp,
@@ -29,7 +29,7 @@ from kvrs.policy.model.actions import (
     Stay,
     WakeAt,
 )
-from kvrs.policy.model.events import (
+from kvrs.core.model.events import (
     AttemptFailed,
     CheckpointsReported,
     DrainOrdered,
@@ -51,8 +51,8 @@ from kvrs.policy.model.events import (
     StreamEnded,
     StreamResumed,
 )
-from kvrs.policy.recovery import RecoveryPolicy
-from kvrs.policy.timers import SLACK_S
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.sim.process import require
 from kvrs.sim.streams import SimStream

@@ -1,4 +1,4 @@
-"""A simulated proxy: `kvrs.control` in virtual time.
+"""A simulated proxy: `kvrs.core` in virtual time.
 
 It performs effects by messages that take time, and passes late news of former attempts on to the
 policy, on purpose. Its invariants are checked with every event.
@@ -10,8 +10,10 @@ from functools import partial
 from random import Random
 from typing import assert_never
 
-from kvrs.control.core import Control
-from kvrs.control.effects import (
+from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.books.leases import Leases
+from kvrs.core.control import Control
+from kvrs.core.effects import (
     BeginAttempt,
     Effect,
     EndAttempt,
@@ -20,15 +22,12 @@ from kvrs.control.effects import (
     GiveEnd,
     StreamClosed,
 )
-from kvrs.control.fleet import KnownInstance
-from kvrs.control.leases import Leases
-from kvrs.control.live import Complete, LiveStream
-from kvrs.control.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
-from kvrs.control.silence import WatchLimits
-from kvrs.control.slots import SlotOutcome
-from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.event_log import event_line, header_line
-from kvrs.policy.model.actions import (
+from kvrs.core.event_log import event_line, header_line
+from kvrs.core.fleet.known import KnownInstance
+from kvrs.core.fleet.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
+from kvrs.core.fleet.silence import WatchLimits
+from kvrs.core.live import Complete, LiveStream
+from kvrs.core.model.actions import (
     Action,
     Ejected,
     GiveUp,
@@ -38,7 +37,8 @@ from kvrs.policy.model.actions import (
     Settled,
     WakeAt,
 )
-from kvrs.policy.model.events import Event, TimerFired
+from kvrs.core.model.events import Event, TimerFired
+from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.attempts import SimAttempt

@@ -5,7 +5,7 @@ from functools import partial
 from random import Random
 from typing import assert_never
 
-from kvrs.control.slots import ANSWER_TIMEOUT_S, Denied, Granted, Slots
+from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, Denied, Granted, Slots
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.sim.agent import SimAgent

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrs.control.live import LiveStream
-from kvrs.control.silence import mean_interval_s
+from kvrs.core.fleet.silence import mean_interval_s
+from kvrs.core.live import LiveStream
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import Deadlines, Kept
 from kvrs.ids import StreamId
-from kvrs.policy.model.estimates import Option
-from kvrs.policy.model.events import Deadlines, Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class SimJournal:
-    """The truth about one stream, as `kvrs.control.live.StreamJournal`."""
+    """The truth about one stream, as `kvrs.core.live.StreamJournal`."""
 
     stream: StreamId
     arrival: Arrival

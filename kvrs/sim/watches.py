@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from kvrs.control.checkpoints import CheckpointHolds
-from kvrs.control.core import Control
-from kvrs.control.fleet import KnownAgent, KnownInstance
-from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, SilenceTimer, WatchLimits
+from kvrs.core.books.checkpoint_holds import CheckpointHolds
+from kvrs.core.control import Control
+from kvrs.core.fleet.known import KnownAgent, KnownInstance
+from kvrs.core.fleet.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, SilenceTimer, WatchLimits
 from kvrs.protocol.instance import AgentReport, LoadReport
 from kvrs.sim.agent import Changes, SimAgent
 from kvrs.sim.engine import SimEngine

@@ -9,7 +9,8 @@ from random import Random
 from typing import assert_never
 
 from kvrs.config.file import Config
-from kvrs.control.slots import SlotOutcome
+from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.model.actions import Reason
 from kvrs.faults.language import (
     DueFault,
     FaultSchedule,
@@ -20,7 +21,6 @@ from kvrs.faults.language import (
     phase_of,
 )
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.policy.model.actions import Reason
 from kvrs.sim.cluster import MOVED, Outcome, SimCluster, holders_of
 from kvrs.sim.disturbances import Disturbances
 from kvrs.sim.engine import SimEngine

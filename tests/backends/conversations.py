@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from kvrs.core.model.actions import PageRange
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.token_ids import packed

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from kvrs.core.model.actions import PageRange
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, LeaseUpdate, Role
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import RefusedError

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
+from kvrs.core.model.estimates import Option
 from kvrs.explain.decision import CheckpointAt, Explanation, Question, explain
-from kvrs.policy.model.estimates import Option
 from kvrs.profiles import catalog
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
-from tests.policy.policy_harness import GEOMETRY, TABLE
+from tests.core.policy_harness import GEOMETRY, TABLE
 
 GBIT_S = 1e9 / 8
 SEED = "opt-13b-a100-kvrs-seed"

@@ -10,13 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrs.cli import app
-from kvrs.errors import ConfigError, LogError
-from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
-from kvrs.explain.questions import parse_bandwidth
-from kvrs.ids import InstanceId
-from kvrs.policy.event_log import LogEntry, read
-from kvrs.policy.model.actions import Recovered
-from kvrs.policy.model.events import (
+from kvrs.core.event_log import LogEntry, read
+from kvrs.core.model.actions import Recovered
+from kvrs.core.model.events import (
     InstanceReformed,
     InstanceReforming,
     InstanceUp,
@@ -24,9 +20,13 @@ from kvrs.policy.model.events import (
     StreamArrived,
     StreamResumed,
 )
+from kvrs.errors import ConfigError, LogError
+from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
+from kvrs.explain.questions import parse_bandwidth
+from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
-from tests.policy.policy_harness import instance
-from tests.policy.recorded_incident import A, Recorder, incident
+from tests.core.policy_harness import instance
+from tests.core.recorded_incident import A, Recorder, incident
 
 SEED = (
     *("--profile", "opt-13b-a100-kvrs-seed", "--prompt-tokens", "1477"),

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from kvrs.cli import app
 from kvrs.config.policy import PolicyName
+from kvrs.core.event_log import LogEntry, read
 from kvrs.errors import LogError
 from kvrs.explain.incidents import grouped, what_if
-from kvrs.policy.event_log import LogEntry, read
-from tests.policy.recorded_incident import A, B, Rough, incident
+from tests.core.recorded_incident import A, B, Rough, incident
 
 
 @pytest.fixture

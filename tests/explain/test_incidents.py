@@ -3,13 +3,13 @@
 import pytest
 
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.event_log import LogEntry, event_line, header_line, read
+from kvrs.core.model.actions import GiveUp, Reason, Recovered
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import AttemptFailed, FailureKind, StreamArrived, TimerFired
 from kvrs.explain.incidents import Loss, RecordedDecision, incidents
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.event_log import LogEntry, event_line, header_line, read
-from kvrs.policy.model.actions import GiveUp, Reason, Recovered
-from kvrs.policy.model.estimates import Option
-from kvrs.policy.model.events import AttemptFailed, FailureKind, StreamArrived, TimerFired
-from tests.policy.recorded_incident import BACKUP, A, B, incident
+from tests.core.recorded_incident import BACKUP, A, B, incident
 
 HEADER = header_line(PolicySettings(), SloSettings(), BACKUP)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.control.names import ServedName, key_of
+from kvrs.core.fleet.names import ServedName, key_of
 from kvrs.protocol.tags import page_tags, root_tag, salt_of
 
 IDS = list(range(64))

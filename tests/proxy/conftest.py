@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvrs.control import silence
+from kvrs.core.fleet import silence
 from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted_model import save_tokenizer
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from kvrs.config.file import Config, config_digest, load_config, parse_config
+from kvrs.core.event_log import LogEntry, read, rerun
+from kvrs.core.model.events import SettingsReloaded
 from kvrs.errors import ConfigError
-from kvrs.policy.event_log import LogEntry, read, rerun
-from kvrs.policy.model.events import SettingsReloaded
 from kvrs.proxy import reload
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
 from tests.proxy.conftest import ProxyClusterBuilder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.control.silence import InstanceProgress
+from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.sim import half_deaths
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import CUT_OFF, HUNG, ONE_WAY, PAGES_STALL, PROXY_FROZEN, named_death

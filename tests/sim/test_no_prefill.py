@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.policy import routing, starter
+from kvrs.core import routing, starter
 from kvrs.sim.scenarios import no_prefill
 from kvrs.sim.world import World
 

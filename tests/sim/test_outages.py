@@ -4,7 +4,7 @@ look alike to a stream that is at two of the deaths.
 
 import pytest
 
-from kvrs.policy.incident_book import IncidentBook, Ruling, Verdict
+from kvrs.core.books.incident_book import IncidentBook, Ruling, Verdict
 from kvrs.sim.scenarios import outage, poisons_at_once
 
 SEEDS = 20

@@ -4,7 +4,7 @@ streams, these wait.
 
 import pytest
 
-from kvrs.policy.recovery import RecoveryPolicy
+from kvrs.core.recovery import RecoveryPolicy
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.scenarios import paused
 

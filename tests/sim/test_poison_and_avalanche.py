@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrs.policy.incident_book import IncidentBook
-from kvrs.policy.model.health import AnswerHealth
+from kvrs.core.books.incident_book import IncidentBook
+from kvrs.core.model.health import AnswerHealth
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.scenarios import avalanche, poisoned
 from kvrs.sim.world import World

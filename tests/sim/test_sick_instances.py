@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvrs.policy.outliers import Outliers
+from kvrs.core.defences.outliers import Outliers
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import SICK_FOR_S
 from kvrs.sim.scenarios import sick

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvrs.config.file import load_config
+from kvrs.core.ledger import Ledger
 from kvrs.errors import ConfigError
-from kvrs.policy.ledger import Ledger
 from kvrs.sim import world
 from kvrs.sim.command import SimulateOptions, run_simulation
 from kvrs.sim.process import Clock

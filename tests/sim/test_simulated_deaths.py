@@ -11,19 +11,19 @@ from typing import get_args
 import pytest
 
 from kvrs.agent.slots import SlotTable
-from kvrs.control.core import Control
-from kvrs.control.live import StreamStage
-from kvrs.control.silence import WatchLimits
+from kvrs.core.books.checkpoints import Checkpoints
+from kvrs.core.books.kv_locations import KvLocations
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.control import Control
+from kvrs.core.event_log import rerun
+from kvrs.core.fleet.silence import WatchLimits
+from kvrs.core.ledger import Ledger
+from kvrs.core.live import StreamStage
+from kvrs.core.model.actions import Action
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import Event, NamesListed, PagesKept
+from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId
-from kvrs.policy.checkpoints import Checkpoints
-from kvrs.policy.event_log import rerun
-from kvrs.policy.kv_locations import KvLocations
-from kvrs.policy.ledger import Ledger
-from kvrs.policy.model.actions import Action
-from kvrs.policy.model.estimates import Option
-from kvrs.policy.model.events import Event, NamesListed, PagesKept
-from kvrs.policy.slots import SlotBook
-from kvrs.policy.steps import Steps
 from kvrs.protocol.instance import Slot
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.sim.attempts import SimAttempt

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvrs.core.event_log import rerun
 from kvrs.ids import InstanceId
-from kvrs.policy.event_log import rerun
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.process import InvariantError
 from kvrs.sim.ranks import SimRanks

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvrs.config.file import Config, SecuritySettings, read_admin_tokens
-from kvrs.control.fleet_orders import node_of
+from kvrs.core.fleet.fleet_orders import node_of
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http import HEALTHZ, answer, error, require_token
 from kvrs.ids import InstanceId

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from kvrs.config.proxy import Inexact, ProxySettings
-from kvrs.control.live import Complete
+from kvrs.core.live import Complete
+from kvrs.core.model.events import Deadlines
 from kvrs.direct import DirectRequest, DirectServer, Serve
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES, LargeWork
-from kvrs.policy.model.events import Deadlines
 from kvrs.protocol.openai.chunks import TOO_LONG, error_body
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.requests import CompletionRequest, Fields

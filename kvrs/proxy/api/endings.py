@@ -5,7 +5,7 @@ from typing import assert_never
 
 from aiohttp import web
 
-from kvrs.control.live import Complete
+from kvrs.core.live import Complete
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.streams.clients import SseClient

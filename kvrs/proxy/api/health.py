@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs import __version__
-from kvrs.control.fleet import Health, Instances, missing_roles
+from kvrs.core.fleet.known import Health, Instances, missing_roles
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.proxy.api.answers import json_response

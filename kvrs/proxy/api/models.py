@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvrs.control.fleet import Instances
-from kvrs.control.names import ServedName
+from kvrs.core.fleet.known import Instances
+from kvrs.core.fleet.names import ServedName
 from kvrs.errors import RequestError
 from kvrs.proxy.api.answers import json_response
 

@@ -11,8 +11,8 @@ import msgspec
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from kvrs.control.core import Control
-from kvrs.control.names import is_served_at
+from kvrs.core.control import Control
+from kvrs.core.fleet.names import is_served_at
 from kvrs.errors import ConfigError, RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.large_work import LargeWork

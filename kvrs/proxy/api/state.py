@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from kvrs.control.fleet import Health, KnownAgent, KnownInstance
-from kvrs.control.names import listed_names
+from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.fleet.names import listed_names
 from kvrs.ids import StreamId
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import OpenStream

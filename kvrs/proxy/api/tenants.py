@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
-from kvrs.control.tenants import RETRY_S, Excess, GuessLimit, TenantMeter
+from kvrs.core.books.tenants import RETRY_S, Excess, GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvrs.policy.model.actions import PageRange, Place
+from kvrs.core.model.actions import PageRange, Place
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, KvTransferParams, SourceRange
 from kvrs.protocol.openai.fields import (
     NOT_AFTER_SEAM,

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from kvrs.control.core import Control
+from kvrs.core.control import Control
+from kvrs.core.model.events import InstanceExited
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
-from kvrs.policy.model.events import InstanceExited
 from kvrs.protocol.instance import ExitReport
 from kvrs.proxy.fleet.orders import check_named
 from kvrs.proxy.wire.peer import UNREADABLE

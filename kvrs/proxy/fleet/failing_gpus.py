@@ -5,8 +5,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvrs.control.core import Control
-from kvrs.control.gpus import RankDue
+from kvrs.core.control import Control
+from kvrs.core.fleet.gpus import RankDue
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.proxy.backends.backend import Backend

@@ -7,9 +7,9 @@ import msgspec
 from msgspec import structs
 
 from kvrs.config.file import Config
-from kvrs.control.core import Control
-from kvrs.control.fleet_orders import FleetOrders, Nodes
-from kvrs.control.orders import DrainOrders
+from kvrs.core.control import Control
+from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
+from kvrs.core.fleet.orders import DrainOrders
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from kvrs.config.cluster import ServiceSettings
-from kvrs.control.services import Found, changed, newer, single_changes
+from kvrs.core.fleet.services import Found, changed, newer, single_changes
 from kvrs.errors import ConfigError
 from kvrs.names import all_addresses
 from kvrs.proxy.reload import Reloads

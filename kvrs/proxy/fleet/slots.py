@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from kvrs.control.slots import ANSWER_TIMEOUT_S, Denied, Slots
+from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, Denied, Slots
 from kvrs.errors import KvrsError, UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Slot, SlotRequest, SlotUpdate

@@ -7,9 +7,9 @@ from hashlib import blake2b
 
 from multidict import CIMultiDictProxy
 
+from kvrs.core.model.events import Deadlines, Kept
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
-from kvrs.policy.model.events import Deadlines, Kept
 from kvrs.protocol.mirror import unpack_ids
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.records import Record

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from tokenizers import Tokenizer
 
+from kvrs.core.model.events import Kept
 from kvrs.errors import ConfigError
-from kvrs.policy.model.events import Kept
 from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.failures import BROKEN, CLIENT_GONE, CUT

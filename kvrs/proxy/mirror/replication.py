@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
+from kvrs.core.model.events import Kept
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import StreamId
-from kvrs.policy.model.events import Kept
 from kvrs.protocol.mirror import (
     AckStatus,
     Claim,

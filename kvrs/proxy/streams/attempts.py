@@ -1,4 +1,4 @@
-"""One attempt at a stream, from its plan to its last token. It reports how it went; `kvrs.control`
+"""One attempt at a stream, from its plan to its last token. It reports how it went; `kvrs.core`
 decides what follows.
 """
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kvrs.control.core import Control
-from kvrs.control.live import CannotContinue, StreamStage
-from kvrs.control.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.control import Control
+from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.live import CannotContinue, StreamStage
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.events import FailureKind
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.policy.model.actions import Plan
-from kvrs.policy.model.events import FailureKind
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call

@@ -1,4 +1,4 @@
-"""The asyncio shell of `kvrs.control`: performs its effects with tasks, timers and clients."""
+"""The asyncio shell of `kvrs.core`: performs its effects with tasks, timers and clients."""
 
 import asyncio
 import logging
@@ -8,8 +8,8 @@ from typing import Any, assert_never
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
-from kvrs.control.core import Control
-from kvrs.control.effects import (
+from kvrs.core.control import Control
+from kvrs.core.effects import (
     BeginAttempt,
     Effect,
     EndAttempt,
@@ -18,13 +18,10 @@ from kvrs.control.effects import (
     GiveEnd,
     StreamClosed,
 )
-from kvrs.control.fleet import KnownAgent, KnownInstance, all_refused
-from kvrs.control.live import CannotContinue, Complete, LiveStream
-from kvrs.control.live import Outcome as ControlOutcome
-from kvrs.eager_tasks import EagerFuture, EagerTask
-from kvrs.errors import UpstreamError
-from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import (
+from kvrs.core.fleet.known import KnownAgent, KnownInstance, all_refused
+from kvrs.core.live import CannotContinue, Complete, LiveStream
+from kvrs.core.live import Outcome as ControlOutcome
+from kvrs.core.model.actions import (
     Action,
     Ejected,
     GiveUp,
@@ -35,7 +32,7 @@ from kvrs.policy.model.actions import (
     Settled,
     WakeAt,
 )
-from kvrs.policy.model.events import (
+from kvrs.core.model.events import (
     Event,
     FailureKind,
     GpuJudged,
@@ -43,6 +40,9 @@ from kvrs.policy.model.events import (
     InstanceUp,
     TimerFired,
 )
+from kvrs.eager_tasks import EagerFuture, EagerTask
+from kvrs.errors import UpstreamError
+from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.agent import AgentBackend

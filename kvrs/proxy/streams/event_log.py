@@ -1,6 +1,6 @@
 """The log of the policy's events and actions, written off the event loop.
 
-`kvrs.policy.event_log` defines the format.
+`kvrs.core.event_log` defines the format.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from kvrs.core.event_log import event_line
+from kvrs.core.model.actions import Action
+from kvrs.core.model.events import Event
 from kvrs.errors import ConfigError
 from kvrs.logs import old_parts
-from kvrs.policy.event_log import event_line
-from kvrs.policy.model.actions import Action
-from kvrs.policy.model.events import Event
 
 log = logging.getLogger(__name__)
 

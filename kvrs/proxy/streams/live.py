@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrs.control.live import Complete, LiveStream, StreamStage
-from kvrs.control.self_tests import TestedProcess
+from kvrs.core.fleet.self_tests import TestedProcess
+from kvrs.core.live import Complete, LiveStream, StreamStage
 from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client

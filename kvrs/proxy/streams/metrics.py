@@ -22,13 +22,13 @@ from prometheus_client import (
 )
 
 from kvrs import __version__
-from kvrs.control.fleet import KnownInstance
-from kvrs.control.slots import SlotOutcome
+from kvrs.core.books.agent_slots import SlotOutcome
+from kvrs.core.fleet.known import KnownInstance
+from kvrs.core.model.actions import Reason
+from kvrs.core.model.estimates import Option
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId
-from kvrs.policy.model.actions import Reason
-from kvrs.policy.model.estimates import Option
 from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from kvrs.core.model.actions import Recovered, Settled
+from kvrs.core.model.estimates import Estimate, Option, best_by_option
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import Recovered, Settled
-from kvrs.policy.model.estimates import Estimate, Option, best_by_option
 from kvrs.proxy.streams.live import OpenStream
 from kvrs.proxy.wire.request_context import RequestContext
 

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvrs.control.live import StreamStage
+from kvrs.core.live import StreamStage
 from kvrs.proxy.streams.live import OpenStream
 
 SECONDS = (

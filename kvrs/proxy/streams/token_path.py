@@ -6,7 +6,7 @@ bytes that fit the stream's template; everything else is left to them.
 from collections.abc import Callable
 from typing import Protocol
 
-from kvrs.control.silence import Delivered, SilenceTimer
+from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.sse import EventTemplate, shared

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
-from kvrs.control.fleet import Health, KnownAgent, KnownInstance
-from kvrs.control.topology import Topology
+from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.topology import Topology
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role

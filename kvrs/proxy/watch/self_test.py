@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from kvrs.control.self_tests import (
+from kvrs.core.fleet.self_tests import (
     Continues,
     Generated,
     SelfTest,
@@ -21,9 +21,9 @@ from kvrs.control.self_tests import (
     TransferTest,
     names_of,
 )
+from kvrs.core.model.actions import PageRange
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.policy.model.actions import PageRange
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Backend, RefusedError

@@ -14,11 +14,11 @@ from math import inf
 import msgspec
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.control.fleet import Health, KnownAgent, KnownInstance
-from kvrs.control.names import listed_names, names_of
-from kvrs.control.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits
+from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.fleet.names import listed_names, names_of
+from kvrs.core.fleet.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits
+from kvrs.core.model.events import NamesListed
 from kvrs.errors import UpstreamError
-from kvrs.policy.model.events import NamesListed
 from kvrs.protocol.instance import NO_OTHER_NAMES, AgentInfo, InstanceInfo, LoadReport
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend

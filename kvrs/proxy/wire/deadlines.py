@@ -4,8 +4,8 @@ import re
 
 from multidict import CIMultiDictProxy
 
+from kvrs.core.model.events import NO_DEADLINES, Deadlines
 from kvrs.errors import RequestError
-from kvrs.policy.model.events import NO_DEADLINES, Deadlines
 
 # The highest value of each header, in seconds. The configuration has the same bounds.
 _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from kvrs.control.self_tests import Continues
+from kvrs.core.fleet.self_tests import Continues
 from kvrs.protocol.openai.fields import inexact_fields
 from kvrs.protocol.openai.requests import ChatRequest
 from kvrs.proxy.wire.requests import ParsedRequest

@@ -8,9 +8,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrs.control.silence import mean_interval_s
+from kvrs.core.fleet.silence import mean_interval_s
+from kvrs.core.model.events import NO_DEADLINES, Deadlines, Kept
 from kvrs.ids import StreamId
-from kvrs.policy.model.events import NO_DEADLINES, Deadlines, Kept
 from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.request_context import RequestContext

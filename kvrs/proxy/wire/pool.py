@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from kvrs.config.settings import is_numeric
-from kvrs.control.silence import LOST_TOGETHER_S
+from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.descriptors import is_exhausted
 from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from kvrs.control.silence import EVENT_LOOP_STALL_S, SilenceTimer
+from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # A look is at most this late.

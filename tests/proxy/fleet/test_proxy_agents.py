@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvrs.config.file import parse_config
-from kvrs.control.leases import Leases
+from kvrs.core.books.leases import Leases
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, CheckpointTarget, LeaseUpdate

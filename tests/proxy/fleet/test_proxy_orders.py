@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.control.fleet import Health
+from kvrs.core.fleet.known import Health
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
 from tests.proxy.fleet.test_proxy_fleet import further

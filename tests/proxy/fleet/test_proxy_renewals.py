@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrs.control.leases import Leases
+from kvrs.core.books.leases import Leases
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
 from kvrs.proxy.fleet import leases as module

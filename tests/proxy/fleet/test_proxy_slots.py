@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvrs.control import slots
-from kvrs.control.fleet import Agents, Health
-from kvrs.control.slots import Slots
+from kvrs.core.books import agent_slots as slots
+from kvrs.core.books.agent_slots import Slots
+from kvrs.core.fleet.known import Agents, Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.proxy.fleet import slots as sender

@@ -16,13 +16,9 @@ import msgspec
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.errors import ConfigError
-from kvrs.explain.incidents import explain_log
-from kvrs.ids import InstanceId
-from kvrs.logs import old_parts
-from kvrs.policy.event_log import LogEntry, header_line, read, rerun
-from kvrs.policy.model.actions import Recovered, Settled, Start
-from kvrs.policy.model.events import (
+from kvrs.core.event_log import LogEntry, header_line, read, rerun
+from kvrs.core.model.actions import Recovered, Settled, Start
+from kvrs.core.model.events import (
     AttemptFailed,
     CheckpointsReported,
     HolderLost,
@@ -32,6 +28,10 @@ from kvrs.policy.model.events import (
     StreamArrived,
     TimerFired,
 )
+from kvrs.errors import ConfigError
+from kvrs.explain.incidents import explain_log
+from kvrs.ids import InstanceId
+from kvrs.logs import old_parts
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams import event_log
 from kvrs.proxy.streams.event_log import EventLog

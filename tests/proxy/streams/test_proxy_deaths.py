@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.control import silence
+from kvrs.core.fleet import silence
+from kvrs.core.model.events import Event, InstanceLost
 from kvrs.ids import InstanceId
-from kvrs.policy.model.events import Event, InstanceLost
 from kvrs.proxy.streams.metrics import DeathCause
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.proxy_cluster import ProxyCluster

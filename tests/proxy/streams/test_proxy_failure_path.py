@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvrs.control.core import Control
+from kvrs.core.control import Control
 from kvrs.gossip.facts import LinkFact
 from kvrs.proxy.wire.upstream import Reader, Upstream
 from tests.proxy.scripted_model import expected_ids, text_of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.control.silence import Delivered
+from kvrs.core.fleet.silence import Delivered
 from kvrs.errors import UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import (

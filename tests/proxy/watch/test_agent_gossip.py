@@ -13,7 +13,7 @@ import pytest
 
 from kvrs.agent import gossip, gpu
 from kvrs.config.file import parse_config
-from kvrs.control import silence
+from kvrs.core.fleet import silence
 from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId

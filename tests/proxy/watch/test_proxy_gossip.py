@@ -10,7 +10,7 @@ import pytest
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.transfer import LinkSettings
-from kvrs.control import silence
+from kvrs.core.fleet import silence
 from kvrs.gossip.facts import FailureFact, LinkFact
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status

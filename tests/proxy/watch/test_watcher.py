@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.control.fleet import Health
+from kvrs.core.fleet.known import Health
 from kvrs.errors import UpstreamError
 from kvrs.proxy.streams.metrics import DeathCause
 from kvrs.proxy.watch.watcher import Watcher

@@ -1,0 +1,183 @@
+"""Slots of this proxy's attempts at the agents of their targets, which arbitrate between proxies.
+
+Requested right before the decode call of an attempt that fetches: all requests of one turn of the
+driver's loop go to an agent in one message, with the releases before them. Renewed in one message
+per agent and third of a lease, released as soon as the attempt has brought a token or is over. An
+agent that cannot be asked stops no recovery: each proxy then grants its own share of the target's
+slots locally, and that is counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvrs.config.file import Config
+from kvrs.core.fleet.known import Agents, Health, Instances
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, SlotUpdate
+
+LEASE_S = 10.0  # After a proxy's death, its slots are free for others within this time.
+ANSWER_TIMEOUT_S = 0.25  # A recovery does not wait longer for an agent that hangs.
+AGENT_COOLDOWN_S = 1.0  # For so long an agent that did not answer is not asked again.
+LOCAL_GRANT_WAIT_S = 0.25  # Until another of the locally granted transfers may have ended.
+RENEW_TICK_S = 0.1  # At most this long an agent that is back does not know what is held.
+
+
+class SlotOutcome(StrEnum):
+    GRANTED = "granted"
+    DENIED = "denied"
+    LOCAL = "local"  # Granted locally.
+    LOST = "lost"  # The agent gave it to another proxy, and ends the transfer.
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    token: int  # 0: no agent has granted it.
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    wait_s: float  # Until a slot may be had.
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Slot requests in the next message to one agent."""
+
+    release: list[SlotRequest] = field(default_factory=list)
+    acquire: list[SlotRequest] = field(default_factory=list)
+
+
+def slot_share(config: Config) -> int:
+    """The proxy's part of a target's slots while no agent arbitrates."""
+    return config.policy.slots_max // (1 + sum(1 for _ in config.proxy.every_peer()))
+
+
+class Slots:
+    """`count` gets the outcome of every request, and of every slot that was lost."""
+
+    def __init__(
+        self,
+        owner: str,
+        agents: Agents,
+        instances: Instances,
+        lease_s: float,
+        share: int,
+        count: Callable[[SlotOutcome], None],
+    ) -> None:
+        """`owner` names this run of this proxy, and no other; `share` is its part of a target's
+        slots while no agent arbitrates: all proxies together then take no more than there are.
+        """
+        self._owner = owner
+        self._agents = agents
+        self._instances = instances
+        self._lease_s = min(lease_s, LEASE_S)
+        self.tick_s = min(RENEW_TICK_S, self._lease_s / 3)
+        self._count = count
+        self.reload(share)
+        self._local: dict[StreamId, SlotRequest] = {}
+        # Whatever an agent may have granted, whether or not its answer came.
+        self._held: dict[StreamId, tuple[InstanceId, SlotRequest]] = {}
+        self._outboxes: dict[InstanceId, _Outbox] = {}
+        self._cooling_until_s: dict[InstanceId, float] = {}
+        self._met: dict[InstanceId, AgentInfo] = {}
+        self._renewed_s = 0.0
+
+    def reload(self, share: int) -> None:
+        """Change the share of `__init__`."""
+        self._share = max(1, share)
+
+    def request(self, asked: SlotRequest, now_s: float) -> Granted | Denied | InstanceId:
+        """Return the outcome, or the agent whose outbox now has the request: `answered` follows."""
+        agent = self._agents.on_node(self._instances.known[asked.target].node)
+        if agent is None:
+            return Granted(0)
+        if agent.health is not Health.UP or now_s < self._cooling_until_s.get(agent.id, 0.0):
+            return self._grant_locally(asked)
+        self._let_go(asked.stream)  # An attempt before this one, which has not come to its end yet.
+        self._held[asked.stream] = agent.id, asked
+        self._outbox(agent.id).acquire.append(asked)
+        return agent.id
+
+    def answered(
+        self, asked: SlotRequest, agent: InstanceId, slot: Slot | None, now_s: float
+    ) -> Granted | Denied:
+        """Apply the agent's answer; None: it has not answered within ANSWER_TIMEOUT_S."""
+        if slot is None:
+            self._cooling_until_s[agent] = now_s + AGENT_COOLDOWN_S
+            return self._grant_locally(asked)
+        if not slot.token:
+            self._held.pop(asked.stream, None)  # It keeps its place in the agent's queue.
+            self._count(SlotOutcome.DENIED)
+            return Denied(slot.wait_s)
+        self._count(SlotOutcome.GRANTED)
+        return Granted(slot.token)
+
+    def _grant_locally(self, asked: SlotRequest) -> Granted | Denied:
+        others = sum(
+            each.target == asked.target and each.stream != asked.stream
+            for each in self._local.values()
+        )
+        if others >= self._share:
+            self._let_go(asked.stream)  # Its agent may have granted it.
+            self._count(SlotOutcome.DENIED)
+            return Denied(LOCAL_GRANT_WAIT_S)
+        self._local[asked.stream] = asked
+        self._count(SlotOutcome.LOCAL)
+        return Granted(0)
+
+    def release(self, stream: StreamId, owner_epoch: int, attempt: int) -> None:
+        """The attempt fetches nothing any more, if it ever did."""
+        number = (owner_epoch, attempt)
+        local = self._local.get(stream)
+        if local is not None and (local.owner_epoch, local.attempt) == number:
+            del self._local[stream]
+        if stream in self._held:
+            asked = self._held[stream][1]
+            if (asked.owner_epoch, asked.attempt) == number:
+                self._let_go(stream)
+
+    def waiting_agents(self) -> list[InstanceId]:
+        """Agents for which `message` has something."""
+        return list(self._outboxes)
+
+    def message(self, agent: InstanceId) -> SlotUpdate:
+        """Take the agent's next message: releases, then requests in the order in which they
+        came.
+        """
+        outbox = self._outboxes.pop(agent)
+        return SlotUpdate(
+            self._owner, self._lease_s, release=outbox.release, acquire=outbox.acquire
+        )
+
+    def renewals(self, now_s: float) -> dict[InstanceId, SlotUpdate]:
+        """Return the renewals that are due; ask every `tick_s`.
+
+        At once where an agent is back: it may know of nothing, and grant to others what is held.
+        """
+        if is_due := now_s >= self._renewed_s + self._lease_s / 3:
+            self._renewed_s = now_s
+        found = {}
+        for agent in self._agents.known.values():
+            is_back = agent.health is Health.UP and self._met.get(agent.id) is not agent.info
+            if is_back and agent.info is not None:
+                self._met[agent.id] = agent.info
+            held = [asked for holder, asked in self._held.values() if holder == agent.id]
+            if held and (is_due or is_back):
+                found[agent.id] = SlotUpdate(self._owner, self._lease_s, renew=held)
+        return found
+
+    def renewed(self, update: SlotUpdate, answer: SlotAnswer) -> None:
+        """Drop what the agent has given to others; it ends the transfers that still run."""
+        renewed = {asked.stream: asked for asked in update.renew}
+        for stream in answer.lost:
+            if stream in self._held and self._held[stream][1] == renewed.get(stream):
+                del self._held[stream]
+                self._count(SlotOutcome.LOST)
+
+    def _let_go(self, stream: StreamId) -> None:
+        if (held := self._held.pop(stream, None)) is not None:
+            self._outbox(held[0]).release.append(held[1])
+
+    def _outbox(self, agent: InstanceId) -> _Outbox:
+        return self._outboxes.setdefault(agent, _Outbox())

@@ -1,0 +1,183 @@
+"""Checkpoints of the open streams at agents: reservations held and released, and what became of
+them.
+
+A reservation is made at the agent by the first engine that sends pages; from then on the proxy
+renews it, until the stream has ended, or runs and needs that agent no more. Until then nothing is
+released: a recovery that fails may have to fall back on it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvrs.config.backup import BackupMode
+from kvrs.config.file import Config
+from kvrs.core.books.leases import Leases
+from kvrs.core.fleet.known import Agents, Instances, KnownAgent
+from kvrs.core.live import Copy, LiveStream
+from kvrs.core.model.events import CheckpointsReported, Event, HolderLost, RetentionLost
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import AgentInfo, AgentReport
+
+# Why an agent keeps nothing of a stream.
+_GONE = "keeps nothing of it any more"
+_NO_ROOM = "has no room"
+_DOWN = "is down"
+
+
+class CheckpointHolds:
+    """Which agent keeps what of which open stream."""
+
+    def __init__(
+        self,
+        config: Config,
+        agents: Agents,
+        instances: Instances,
+        streams: Mapping[StreamId, LiveStream],
+        tell: Callable[[Event, float], None],
+    ) -> None:
+        self.agents = agents
+        # Reserved room is scarce, so it is given back as soon as anything is sent to agents.
+        self.leases = Leases(config.transfer.lease_s, release_s=config.proxy.load_interval_s)
+        self._mode = config.backup.mode
+        self._instances = instances
+        self._streams = streams
+        self._tell = tell
+
+    # Streams.
+
+    def planned(self, live: LiveStream) -> None:
+        """Hold the reservations at the agents that the plan names."""
+        assert live.plan is not None
+        for place in live.plan.places:
+            live.copies.setdefault(place.holder, Copy()).lost = None
+            self.leases.hold(place.holder, live.id)
+
+    def resumed(self, live: LiveStream, now_s: float) -> None:
+        """The plan has worked: release the agents that it does not name."""
+        assert live.plan is not None
+        if not live.copies:
+            return
+        places = {place.holder for place in live.plan.places}
+        for agent in [name for name in live.copies if name not in places]:
+            # Without a page seen there may be no reservation, and its release would shut out every
+            # later attempt that has a place there again. If there is one, it runs out by itself.
+            let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
+            let_go(agent, live.id)
+            self._tell(RetentionLost(agent, (live.id,)), now_s)
+
+    def adopt(self, live: LiveStream) -> None:
+        """Hold what the proxy before this one had reserved for the stream."""
+        for kept in live.journal.kept:
+            known = self.agents.known.get(kept.holder)
+            if known is not None and known.info is not None and known.info.epoch == kept.epoch:
+                live.copies[kept.holder] = Copy(kept.pages)
+                self.leases.hold(kept.holder, live.id)
+
+    def ended(self, live: LiveStream) -> None:
+        let_go = self.leases.drop if live.journal.resumable else self.leases.release
+        for agent in live.copies:
+            let_go(agent, live.id)
+
+    # Agents.
+
+    def up(self, known: KnownAgent, info: AgentInfo, now_s: float) -> None:
+        event = self.agents.accept(known, info)
+        for live in self._streams.values():
+            # Engines offer the pages again; after a denial for lack of room a copy counts only
+            # when it was seen.
+            if (copy := live.copies.get(known.id)) is not None and copy.lost != _NO_ROOM:
+                copy.pages, copy.lost = 0, None
+                self.leases.hold(known.id, live.id)
+        self._tell(event, now_s)
+
+    def reported(self, known: KnownAgent, report: AgentReport, now_s: float) -> None:
+        before, known.report = known.report, report
+        pages: dict[StreamId, int] = {}
+        for stream, count in report.pages.items():
+            if (copy := self._copy(stream, known.id)) is None:
+                continue
+            if count == 0 < copy.pages:
+                copy.lost = _GONE
+            elif count > 0 and copy.lost is not None:
+                copy.lost = None
+                self.leases.hold(known.id, stream)
+            pages[stream] = copy.pages = count
+        if pages or before is None or _totals(before) != _totals(report):
+            self._tell(
+                CheckpointsReported(
+                    known.id, report.epoch, report.reserved_bytes, report.checkpoints, pages
+                ),
+                now_s,
+            )
+        self._lose(known.id, report.denied, _NO_ROOM, now_s)
+
+    def lost(self, known: KnownAgent, cause: str, now_s: float) -> None:
+        assert known.info is not None
+        self.agents.lose(known, cause)
+        self.leases.forget(known.id)
+        for live in self._streams.values():
+            if (copy := live.copies.get(known.id)) is not None:
+                copy.pages, copy.lost = 0, copy.lost or _DOWN
+        self._tell(HolderLost(known.id, known.info.epoch, cause), now_s)
+
+    # For the state and metrics.
+
+    def protected(self, live: LiveStream) -> dict[InstanceId, int]:
+        """Leading full pages of the stream that each agent keeps."""
+        return {agent: copy.pages for agent, copy in live.copies.items() if copy.lost is None}
+
+    def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:
+        """Why no agent keeps, or is about to keep, anything of the stream; `unplaced` is why the
+        policy found none for it.
+        """
+        if self._mode is BackupMode.OFF:
+            return "backup.mode is off"
+        plan, kept = live.plan, self.protected(live)
+        if plan is None:
+            return "no instance was found for it yet"
+        if any(kept.values()) or (kept and self._instances.sends_checkpoints(plan.decode)):
+            return None
+        if kept:
+            return f"{plan.decode} sends no checkpoints"
+        if live.copies:
+            return "; ".join(f"{agent} {copy.lost}" for agent, copy in live.copies.items())
+        return unplaced.get(live.id, "no agent was found for it")
+
+    def count_unprotected(self) -> int:
+        """Streams that should be protected, and are not."""
+        if self._mode is BackupMode.OFF:
+            return 0
+        return sum(self.unprotected(live, {}) is not None for live in self._streams.values())
+
+    # Leases.
+
+    def unknown(self, agent: InstanceId, streams: Sequence[StreamId], now_s: float) -> None:
+        """The agent has no reservation for these: not yet, where nothing was seen of them, or no
+        longer.
+        """
+        lost = []
+        for stream in self.leases.unknown(agent, streams):
+            if (copy := self._copy(stream, agent)) is None:
+                continue
+            if copy.pages > 0:
+                lost.append(stream)
+            elif copy.lost is None:
+                self.leases.hold(agent, stream)
+        self._lose(agent, lost, _GONE, now_s)
+
+    def _lose(self, agent: InstanceId, streams: list[StreamId], why: str, now_s: float) -> None:
+        lost = []
+        for stream in streams:
+            if (copy := self._copy(stream, agent)) is not None:
+                copy.pages, copy.lost = 0, why
+                self.leases.drop(agent, stream)
+                lost.append(stream)
+        if lost:
+            self._tell(RetentionLost(agent, tuple(lost)), now_s)
+
+    def _copy(self, stream: StreamId, agent: InstanceId) -> Copy | None:
+        live = self._streams.get(stream)
+        return None if live is None else live.copies.get(agent)
+
+
+def _totals(report: AgentReport) -> tuple[int, int]:
+    return report.reserved_bytes, report.checkpoints

@@ -1,0 +1,176 @@
+"""Checkpoints of streams: their agents are chosen when an attempt starts (`placement.py`), their
+pages are counted as agents report them.
+
+A checkpoint that is no longer written to stays a source until its stream brings a token again; then
+it is forgotten here, as the driver releases its reservation.
+"""
+
+from typing import Any
+
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.core.books.placement import PlacementCandidate, place
+from kvrs.core.model.actions import Place
+from kvrs.core.model.cluster_view import Agent, ClusterView, Member
+from kvrs.core.model.streams import StoredCheckpoint, Stream
+from kvrs.ids import InstanceId, NodeId
+
+
+class Checkpoints:
+    def __init__(self, view: ClusterView, settings: BackupSettings) -> None:
+        self._view = view
+        self._settings = settings
+
+    def place(self, stream: Stream, decode: Member, prefill: Member | None) -> tuple[Place, ...]:
+        """Choose and book the agents for the pages of an attempt that decodes there. Present ones
+        are kept where they still serve.
+        """
+        mode = self._settings.mode
+        if mode is BackupMode.OFF:
+            return ()
+        node, need_bytes = decode.instance.node, _need_bytes(stream, decode)
+        chosen: list[Agent] = []
+        if not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
+            # Room that is reserved and never filled would be missing to other streams.
+            stream.unprotected = f"{decode.instance.id} sends no checkpoints"
+            mode = BackupMode.OFF
+        if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
+            local = self._view.agent_on(node)
+            stream.unprotected = (
+                f"no agent is up on {node}" if local is None else f"no room at {local.id}"
+            )
+            if local is not None and _has_room(stream, local, need_bytes):
+                chosen.append(local)
+        if mode is BackupMode.REMOTE or mode is BackupMode.BOTH:
+            remote = self._remote(stream, node, need_bytes)
+            stream.unprotected = "no agent of another node is up and has room"
+            if remote is not None:
+                chosen.append(remote)
+        if chosen:
+            stream.unprotected = ""
+        for checkpoint in stream.checkpoints.values():
+            if checkpoint.agent not in chosen:
+                _rebook(checkpoint, 0)
+        for agent in chosen:
+            self._keep(stream, agent, decode, need_bytes)
+        return tuple(Place(agent.id, need_bytes) for agent in chosen)
+
+    def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
+        """The agent stores so many leading pages; counted only where the plan names the agent."""
+        checkpoint = stream.checkpoints.get(agent.id)
+        plan, decode = stream.attempt.plan, stream.attempt.decodes_on
+        if checkpoint is None and pages and plan is not None and decode is not None:
+            # It was lost or denied, and the instances have reconnected to it.
+            asked = next((place for place in plan.places if place.holder == agent.id), None)
+            if asked is not None:
+                checkpoint = self._keep(stream, agent, decode, asked.reserved_bytes)
+                stream.unprotected = ""
+        if checkpoint is not None:
+            checkpoint.pages = pages
+
+    def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
+        """The agent stores pages of it for another proxy, which has booked the room: a source."""
+        geometries = [member.instance.geometry for member in self._view.members.values()]
+        if pages and geometries:
+            stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
+            agent.streams.add(stream.id)
+
+    def lose(self, stream: Stream, holder: InstanceId, why: str) -> None:
+        """The agent stores nothing of the stream any more."""
+        checkpoint = stream.checkpoints.pop(holder, None)
+        if checkpoint is None:
+            return
+        was_placed = checkpoint.booked_bytes > 0
+        _rebook(checkpoint, 0)
+        checkpoint.agent.streams.discard(stream.id)
+        if was_placed and not any(other.booked_bytes for other in stream.checkpoints.values()):
+            stream.unprotected = why
+
+    def drop_former(self, stream: Stream) -> None:
+        """Keep only the checkpoints that are still written to."""
+        for holder in [
+            holder
+            for holder, checkpoint in stream.checkpoints.items()
+            if not checkpoint.booked_bytes
+        ]:
+            self.lose(stream, holder, "")
+
+    def forget(self, stream: Stream) -> None:
+        for holder in list(stream.checkpoints):
+            self.lose(stream, holder, "")
+
+    def _remote(self, stream: Stream, serving: NodeId, need_bytes: int) -> Agent | None:
+        kept = [
+            checkpoint
+            for checkpoint in stream.checkpoints.values()
+            if checkpoint.agent.node != serving and _has_room(stream, checkpoint.agent, need_bytes)
+        ]
+        if kept:
+            return max(kept, key=lambda checkpoint: checkpoint.pages).agent
+        candidates = [
+            PlacementCandidate(
+                holder=agent.id,
+                node=agent.node,
+                queueing_delay_s=self._view.queueing_delay_s(agent.node),
+                reserved_bytes=agent.reserved_bytes,
+                checkpoints=agent.checkpoints,
+                capacity_bytes=agent.capacity_bytes,
+                host_to_device_bytes_per_s=self._view.restore_bytes_per_s(agent),
+                of_serving_bytes=agent.booked_of[serving],
+            )
+            for agent in self._view.agents.values()
+        ]
+        settings = self._settings
+        found = place(
+            settings.placement, candidates, serving, need_bytes, settings.alpha, stream.number
+        )
+        return None if found is None else self._view.agents[found.holder]
+
+    def _keep(
+        self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
+    ) -> StoredCheckpoint:
+        geometry = decode.instance.geometry
+        checkpoint = stream.checkpoints.get(agent.id)
+        if checkpoint is None or checkpoint.geometry != geometry:
+            if checkpoint is not None:
+                _rebook(checkpoint, 0)
+            checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry)
+            agent.streams.add(stream.id)
+        _rebook(checkpoint, need_bytes, decode.instance.node)
+        return checkpoint
+
+
+def protection(stream: Stream) -> dict[str, Any]:
+    """The pages by agent, or the reason why no agent stores any."""
+    return {
+        "pages": {
+            holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
+        },
+        "unprotected": stream.unprotected,
+    }
+
+
+def _need_bytes(stream: Stream, decode: Member) -> int:
+    """Room for the stream's longest possible history; for the present one where no limit is
+    known.
+    """
+    ends = [
+        most for most in (stream.most_tokens, decode.instance.max_model_len) if most is not None
+    ]
+    tokens = max(min(ends, default=0), stream.history_tokens)
+    return max(1, tokens // decode.page_size_tokens) * decode.page_bytes
+
+
+def _has_room(stream: Stream, agent: Agent, need_bytes: int) -> bool:
+    """The stream's own reservation there counts as room."""
+    own = stream.checkpoints.get(agent.id)
+    return agent.has_room(need_bytes - (own.booked_bytes if own is not None else 0))
+
+
+def _rebook(checkpoint: StoredCheckpoint, booked_bytes: int, serving: NodeId | None = None) -> None:
+    agent = checkpoint.agent
+    agent.booked_bytes += booked_bytes - checkpoint.booked_bytes
+    if checkpoint.booked_for is not None:
+        agent.booked_of[checkpoint.booked_for] -= checkpoint.booked_bytes
+    if serving is not None:
+        agent.booked_of[serving] += booked_bytes
+    checkpoint.booked_bytes, checkpoint.booked_for = booked_bytes, serving

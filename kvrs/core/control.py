@@ -1,0 +1,479 @@
+"""The state of one proxy between its policy and its connections.
+
+Pure: no clock, no socket, no randomness. A driver reports what happened to attempts and processes,
+with `now_s`; `Control` keeps the books, asks the policy, and hands effects to the driver in the
+order in which they are to be performed. The proxy's driver performs them with sockets and tasks,
+the simulator's in virtual time.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Generic, TypeVar, assert_never
+
+from kvrs.config.cluster import Backend
+from kvrs.config.file import Config
+from kvrs.config.proxy import Inexact
+from kvrs.core.books.agent_slots import SlotOutcome, Slots, slot_share
+from kvrs.core.books.checkpoint_holds import CheckpointHolds
+from kvrs.core.books.fences import FenceTable
+from kvrs.core.books.leases import Leases
+from kvrs.core.books.links import LinkBounds
+from kvrs.core.effects import (
+    BeginAttempt,
+    Effect,
+    EndAttempt,
+    EndStream,
+    ExpectToken,
+    GiveEnd,
+    StreamClosed,
+)
+from kvrs.core.fleet.drains import Drains
+from kvrs.core.fleet.gpus import Gpus
+from kvrs.core.fleet.known import Agents, Instances, KnownInstance
+from kvrs.core.fleet.orders import DrainOrders
+from kvrs.core.fleet.self_tests import SelfTests
+from kvrs.core.fleet.silence import InstanceProgress
+from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome, StreamStage
+from kvrs.core.loads import LoadSteps
+from kvrs.core.model.actions import (
+    Action,
+    Ejected,
+    GiveUp,
+    Halt,
+    Readmitted,
+    Recovered,
+    Redirect,
+    Settled,
+    Start,
+    Stay,
+    WakeAt,
+)
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import (
+    AttemptFailed,
+    DrainReported,
+    Event,
+    FailureKind,
+    GpuJudged,
+    InstanceLost,
+    InstanceReformed,
+    InstanceUp,
+    LoadReported,
+    PagesKept,
+    PrefillDone,
+    RetentionLost,
+    SlotDenied,
+    StreamAdopted,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.core.reformings import Reformings
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.gpus import GpuHealth
+from kvrs.protocol.instance import InstanceInfo, LoadReport
+from kvrs.transfer.meter import Measurement
+
+S = TypeVar("S", bound=LiveStream)
+
+
+class Control(Generic[S]):
+    """One per proxy: its policy, its open streams, and every book about them."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_id: str,
+        perform: Callable[[Effect], None],
+        trace: Callable[[float, Event, list[Action]], None],
+        count_slot: Callable[[SlotOutcome], None],
+        can_give_end: bool,
+        runs_self_tests: bool = False,
+    ) -> None:
+        """`run_id` names this run of this proxy. `trace` sees every event with the policy's
+        answer, before any of it is applied. With `can_give_end` the driver can send the end of a
+        stream that has all its ids by itself; with `runs_self_tests` it carries those out.
+        """
+        self.policy = RecoveryPolicy(config.policy, config.slo, config.backup)
+        self.instances = Instances(config)
+        self.self_tests = SelfTests(
+            self.instances.known,
+            enabled=runs_self_tests,
+            tests_kv=config.cluster.backend is not Backend.DISTSERVE,
+        )
+        self.agents = Agents.of(config)
+        self.streams: dict[StreamId, S] = {}
+        self.leases = Leases(config.transfer.lease_s)
+        self.checkpoints = CheckpointHolds(
+            config, self.agents, self.instances, self.streams, self.tell
+        )
+        self.slots = Slots(
+            run_id,
+            self.agents,
+            self.instances,
+            config.transfer.lease_s,
+            slot_share(config),
+            count_slot,
+        )
+        self.progress = InstanceProgress(
+            self.instances, config.proxy.token_gap_s, self.policy.has_others
+        )
+        self.fences = FenceTable()
+        self.drains = Drains(self.instances, self.produced_on, self.tell)
+        self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
+        self._links = LinkBounds(config.transfer.link)
+        self._loads = LoadSteps(has_peers=bool(config.proxy.peers))
+        self._reformings = Reformings()
+        self.gpus = Gpus(self.instances.known)
+        self._inexact = config.proxy.inexact
+        self._can_give_end = can_give_end
+        self._perform = perform
+        self._trace = trace
+        self._events: deque[tuple[Event, float]] = deque()
+        self._telling = False
+
+    # Streams.
+
+    def open(self, live: S, now_s: float) -> None:
+        """Begin with a stream that has just arrived, here or, before that, at another proxy."""
+        self.streams[live.id] = live
+        for kept in live.journal.kept:
+            known = self.instances.known.get(kept.holder)
+            if known is not None and known.info is not None and known.info.epoch == kept.epoch:
+                live.note_prefilled(kept.holder)
+                self.leases.hold(kept.holder, live.id)
+        self.checkpoints.adopt(live)
+        self.tell(_arrival(live, now_s), now_s)
+
+    def end(self, live: S, outcome: Outcome, now_s: float) -> None:
+        self._perform(EndStream(live, outcome))
+        self.close(live, now_s)
+
+    def close(self, live: S, now_s: float) -> None:
+        """Take the stream out of all books, however it ended; safe to call again."""
+        self._end_attempt(live)
+        if self.streams.get(live.id) is not live:
+            return  # Closed before; its client may have resumed it as another one.
+        del self.streams[live.id]
+        self._perform(StreamClosed(live))
+        # A stream that is resumed elsewhere needs what is kept of it; unrenewed leases run out.
+        let_go = self.leases.drop if live.journal.resumable else self.leases.release
+        for instance in live.prefilled_at:
+            let_go(instance, live.id)
+        self.checkpoints.ended(live)
+        for instance in self.fences.instances(live.id):
+            # One that is up drops the attempt because its connection is closed; one that is cut
+            # off cannot know.
+            if self.instances.is_up(instance):
+                self.fences.left(instance, live.id)
+        self.tell(StreamEnded(live.id, live.journal.attempt), now_s)
+
+    # Events, in the order in which they came; actions may cause more of them.
+
+    def tell(self, event: Event, now_s: float) -> None:
+        """Ask the policy about an event, and carry out what it answers."""
+        self._events.append((event, now_s))
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._events:
+                event, now_s = self._events.popleft()
+                actions = self.policy.handle(event, now_s)
+                self._trace(now_s, event, actions)
+                for action in actions:
+                    self._carry_out(action, now_s)
+        finally:
+            self._telling = False
+
+    def _carry_out(self, action: Action, now_s: float) -> None:
+        match action:
+            case Start():
+                self._start(action, now_s)
+            case Redirect():
+                self._redirect(action)
+            case Halt():
+                if (live := self._current(action.stream, action.attempt)) is not None:
+                    self._end_attempt(live)
+                    self._goes_on(live, now_s)
+            case Stay():
+                if (live := self._current(action.stream, action.attempt)) is not None:
+                    live.stays_until_s = action.until_s
+                    self._perform(ExpectToken(live))
+            case GiveUp():
+                if (given_up := self.streams.get(action.stream)) is not None:
+                    self.end(given_up, action, now_s)
+            case Settled():
+                if action.option is Option.IN_PLACE and action.stream in self.streams:
+                    self.streams[action.stream].stays_until_s = -inf
+                self._perform(action)
+            case Recovered() | Ejected() | Readmitted() | WakeAt():
+                self._perform(action)
+            case _:
+                assert_never(action)
+
+    def _current(self, stream: StreamId, attempt: int) -> S | None:
+        live = self.streams.get(stream)
+        return live if live is not None and live.journal.attempt == attempt else None
+
+    def _start(self, action: Start, now_s: float) -> None:
+        live = self.streams.get(action.stream)
+        if live is None:
+            # It ended in an action before this one, of which the policy is yet to be told, in an
+            # attempt that is over.
+            self.tell(StreamEnded(action.stream, action.attempt), now_s)
+            return
+        if live.journal.attempt:
+            self._end_attempt(live)
+        live.journal.attempt = action.attempt
+        live.plan, live.stays_until_s = action.plan, -inf
+        number = (live.journal.owner_epoch, action.attempt)
+        self.fences.started(action.plan, live.id, number)
+        # Before the attempt's first step, because an instance can be lost before it.
+        prefill = action.plan.prefill
+        live.enter(
+            StreamStage.PREFILL if prefill else StreamStage.DECODE, prefill or action.plan.decode
+        )
+        self.checkpoints.planned(live)
+        self._perform(BeginAttempt(live, action.plan))
+
+    def _redirect(self, action: Redirect) -> None:
+        """The attempt, whose prefill has just reported, finds the new plan in place of the old."""
+        live = self._current(action.stream, action.attempt)
+        if live is None:
+            return
+        assert live.plan is not None
+        number = (live.journal.owner_epoch, action.attempt)
+        self.fences.redirected(live.plan, action.plan, live.id, number)
+        live.plan = action.plan
+        self.checkpoints.planned(live)
+        self._perform(action)
+
+    def _end_attempt(self, live: S) -> None:
+        live.enter(StreamStage.WAITING, None)
+        self._perform(EndAttempt(live))
+
+    def _goes_on(self, live: S, now_s: float) -> bool:
+        """The stream, whose attempt is over, needs another one and may have it; otherwise it is
+        brought to its end.
+        """
+        journal = live.journal
+        if journal.finished:
+            self.end(live, Complete(), now_s)
+            return False
+        if live.remaining_tokens == 0 and self._can_give_end:
+            assert live.plan is not None
+            self._perform(GiveEnd(live, live.plan))
+            return False
+        # Found out too late for a status: the engine turned out to parse its output, which another
+        # cannot take up.
+        if self._inexact is Inexact.REFUSE and journal.inexact and journal.output_ids:
+            cause = f"cannot be continued exactly: {', '.join(journal.inexact)}"
+            self.end(live, CannotContinue(cause), now_s)
+            return False
+        return True
+
+    # What attempts report.
+
+    def calls_prefill(self, live: S, instance: InstanceId) -> None:
+        """An attempt is about to have the history computed there, and its pages retained."""
+        live.enter(StreamStage.PREFILL, instance)
+        if self.instances.retains(instance):
+            live.note_prefilled(instance)
+
+    def prefill_done(self, live: S, attempt: int, instance: InstanceId, now_s: float) -> bool:
+        """Prefill has answered the attempt's own call; whether the attempt goes on to decode, by
+        `live.plan`, which the policy may just have changed.
+        """
+        self.prefilled(live, attempt, instance, live.history_tokens, now_s)
+        if attempt != live.journal.attempt:
+            return False
+        assert live.plan is not None
+        if not self.instances.is_up(live.plan.decode):
+            # The policy knows as well; the stream waits for its next attempt.
+            self._end_attempt(live)
+            return False
+        return True
+
+    def prefilled(
+        self, live: S, attempt: int, instance: InstanceId, history_tokens: int, now_s: float
+    ) -> None:
+        """The instance has computed the KV of the history. An attempt that is one call reports it
+        with its first token.
+        """
+        assert live.plan is not None
+        if instance != live.plan.decode:
+            self.fences.left(instance, live.id)
+        self.progress.delivered(instance, now_s)
+        if self.instances.retains(instance):
+            self.leases.hold(instance, live.id)
+        self.tell(PrefillDone(live.id, attempt, history_tokens), now_s)
+        if attempt == live.journal.attempt and live.stage is not StreamStage.WAITING:
+            live.enter(StreamStage.DECODE, live.plan.decode)
+
+    def resumed(self, live: S, attempt: int, now_s: float) -> None:
+        """The attempt's first token is with the client."""
+        self.tell(StreamResumed(live.id, attempt), now_s)
+        self.checkpoints.resumed(live, now_s)
+
+    def attempt_failed(
+        self,
+        live: S,
+        attempt: int,
+        instance: InstanceId,
+        cause: str,
+        *,
+        abrupt: bool,
+        now_s: float,
+        failure: FailureKind = FailureKind.BROKEN,
+        retry_after_s: float | None = None,
+        final: bool = False,
+    ) -> None:
+        if self._current(live.id, attempt) is not live:
+            return
+        self._end_attempt(live)
+        if self._goes_on(live, now_s):
+            produced = live.produced_tokens
+            failed = AttemptFailed(
+                live.id, attempt, instance, cause, produced, abrupt, failure, retry_after_s, final
+            )
+            self.tell(failed, now_s)
+
+    def slot_denied(
+        self, live: S, attempt: int, target: InstanceId, wait_s: float, now_s: float
+    ) -> None:
+        if self._current(live.id, attempt) is live:
+            self._end_attempt(live)
+            self.tell(SlotDenied(live.id, attempt, target, wait_s), now_s)
+
+    def retention_lost(
+        self, instance: InstanceId, streams: Sequence[StreamId], now_s: float
+    ) -> None:
+        """An answer to a lease says that the instance keeps nothing of these."""
+        if lost := self.leases.unknown(instance, streams):
+            self.tell(RetentionLost(instance, lost), now_s)
+
+    # What watches report.
+
+    def instance_up(self, known: KnownInstance, info: InstanceInfo, now_s: float) -> None:
+        """The instance can be used, in a new epoch. Attempts of a process that lives on run on:
+        another proxy has fenced it.
+        """
+        lives_on = known.is_same_process(info)
+        if not lives_on:
+            self.fences.fenced(known.id)
+        had_not_ended = known.had_not_ended(info)
+        accepted = self.instances.accept(known, info)
+        self.self_tests.up(info, now_s)
+        seen = self.self_tests.seen(known.id)
+        instance = replace(accepted, moves_kv=seen.moves_kv, tokens=seen.tokens)
+        self._loads.forget(known.id)
+        if not lives_on:
+            self._reformings.forget(known.id)
+        # Pages of open streams in memory that the instance has taken over, leased to them.
+        kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
+        if kept and not lives_on:
+            for stream in kept:
+                self.streams[stream].note_prefilled(known.id)
+                self.leases.hold(known.id, stream)
+            self.tell(PagesKept(known.id, info.epoch, kept), now_s)
+        self.tell(InstanceUp(instance, lives_on, had_not_ended), now_s)
+
+    def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
+        if report.draining:
+            before = None if known.load is None else (known.load.epoch, known.load.draining)
+            # With every report, because no target may have been up for them before.
+            produced = self.produced_on(known.id)
+            if produced or before != (report.epoch, True):
+                self.tell(DrainReported(known.id, report.epoch, produced), now_s)
+        self.drains.reported(known.id, now_s)
+        known.load = report
+        known.reported_s = now_s
+        running = list(self._running_on(known.id)) if report.full_degree else []
+        re_forms = self._reformings.event(known.id, report, running, now_s)
+        if re_forms is not None:
+            self.tell(re_forms, now_s)
+        if isinstance(re_forms, InstanceReformed):
+            # Tokens that came before were perhaps of the layout before.
+            for live in running:
+                if live.stays_until_s > -inf and live.instance == known.id:
+                    self._perform(ExpectToken(live))
+        if self._loads.changes_decision(known.id, report, waiting=self.policy.has_waiting):
+            streams = self._loads.streams_of(report)
+            self.tell(LoadReported(known.id, report.queue_delay_s, streams), now_s)
+        for link in report.links:
+            measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
+            self.link_measured(link.source, known.node, measured, now_s)
+
+    def link_measured(
+        self, source: NodeId, target: NodeId, measured: Measurement, now_s: float
+    ) -> None:
+        event = self._links.measured(source, target, measured, now_s)
+        if event is not None:
+            self.tell(event, now_s)
+
+    def gpus_seen(self, node: NodeId, gpus: Sequence[GpuHealth], now_s: float) -> None:
+        """The node's agent has published the health of its GPUs."""
+        for instance, state, reason in self.gpus.seen(node, gpus):
+            self.tell(GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
+
+    def instance_lost(
+        self, known: KnownInstance, cause: str, now_s: float, *, may_live: bool = False
+    ) -> None:
+        """All its victims in one event, so that the policy can spread them. `may_live`: it has only
+        fallen silent.
+        """
+        assert known.info is not None
+        self.instances.lose(known, cause)
+        self.self_tests.lost(known.id)
+        self.leases.forget(known.id)
+        produced = {}
+        for live in list(self._running_on(known.id)):
+            self._end_attempt(live)
+            if self._goes_on(live, now_s):
+                produced[live.id] = live.produced_tokens
+        self.tell(InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
+
+    def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
+        return {live.id: live.produced_tokens for live in self._running_on(instance)}
+
+    def _running_on(self, instance: InstanceId) -> Iterator[S]:
+        """The streams whose current attempt is lost with the instance."""
+        for live in self.streams.values():
+            plan = live.plan if live.stage is StreamStage.PREFILL else None
+            is_one_call = (
+                plan is not None and plan.decode == instance and self.instances.is_one_call(plan)
+            )
+            if live.instance == instance or is_one_call:
+                yield live
+
+
+def _arrival(live: LiveStream, now_s: float) -> StreamArrived | StreamAdopted:
+    journal = live.journal
+    prompt_tokens = live.prompt_tokens or journal.prompt_tokens_guess
+    most_tokens = None if journal.max_tokens is None else prompt_tokens + journal.max_tokens
+    if not journal.owner_epoch or journal.prompt_ids is None:
+        return StreamArrived(
+            journal.stream,
+            prompt_tokens,
+            most_tokens,
+            journal.deadlines,
+            journal.client,
+            journal.tenant,
+            journal.name,
+        )
+    return StreamAdopted(
+        journal.stream,
+        prompt_tokens,
+        live.produced_tokens,
+        most_tokens,
+        journal.deadlines,
+        now_s - journal.arrived_s,
+        journal.kept,
+        journal.tenant,
+        journal.name,
+    )

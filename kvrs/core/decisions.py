@@ -1,0 +1,210 @@
+"""The decision for a stream that has no attempt, and what it is predicted to cost. Nothing is
+booked.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
+from kvrs.core.books.learning import Corrections
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.timers import is_past
+from kvrs.core.deadlines import due_s
+from kvrs.core.model.actions import Plan, Settled
+from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.streams import Decision, Stream
+from kvrs.core.options import plan_of, takes_slot
+from kvrs.core.options.base import Books
+from kvrs.core.options.in_place import estimate_stay
+from kvrs.core.routing import pair_for, starts_at, targets_for
+from kvrs.core.rules import BY_NAME
+
+
+class Decisions:
+    def __init__(
+        self, view: ClusterView, slots: SlotBook, settings: PolicySettings, slo: SloSettings
+    ) -> None:
+        self.corrections = Corrections(settings.correction_max)
+        self._view = view
+        self._slots = slots
+        self._factors: dict[Option, float] = {}
+        self.reload(settings, slo)
+
+    def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
+        """Decide by these settings from now on, with what has been learned."""
+        self._settings = settings
+        self._slo = slo
+        self._books = Books(self._view, self._slots, settings, self._factors)
+        self._rule = BY_NAME[settings.name]
+        self.corrections.reload(settings.correction_max)
+
+    def begin(self, now_s: float) -> None:
+        """Update the factors of predictions to what has been learned until now."""
+        if not self.corrections.learned:
+            return
+        self._factors.clear()
+        for option in self.corrections.snapshot():
+            self._factors[Option(option)] = self.corrections.factor(Option(option), now_s)
+
+    def start(self, stream: Stream, now_s: float) -> Decision | None:
+        """Start a stream from its beginning; None: there is no pair of instances for it."""
+        pair = pair_for(self._view, stream, barred_too=False)
+        if pair is None and is_past(stream.recovery.retry_at_s, now_s):
+            pair = pair_for(self._view, stream, barred_too=True)
+        if pair is None:
+            return None
+        prefill, planned = pair
+        decode = starts_at(self._view, stream, prefill, planned, self._settings)
+        # The length of a text is a guess, and more than the model takes is refused at once.
+        tokens = min(stream.prompt_tokens, prefill.instance.max_model_len or stream.prompt_tokens)
+        table, queue_s, transfer_s = prefill.instance.prefill, prefill.queue_s, 0.0
+        compute_s = table.seconds_for(tokens)
+        if prefill is not decode:
+            size_bytes = tokens * prefill.bytes_per_token
+            bytes_per_s = self._view.bytes_per_s(prefill.instance.node, decode.instance.node)
+            transfer_s = self._settings.handshake_s + size_bytes / bytes_per_s
+        total_s = queue_s + compute_s + transfer_s
+        source = None if prefill is decode else prefill.instance.id
+        estimate = Estimate(
+            Option.START,
+            decode.instance.id,
+            total_s,
+            queue_s,
+            transfer_s,
+            compute_s,
+            not table.covers(tokens),
+            raw_s=total_s,
+            source=source,
+        )
+        budget_s = self.budget_s(stream, now_s)
+        in_time = budget_s is None or total_s <= budget_s
+        return Decision(
+            estimate, (estimate,), Plan(decode.instance.id, source) if in_time else None
+        )
+
+    def recover(
+        self, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
+    ) -> Decision:
+        """Bring a stream back with its history, at the assigned target or at another one that has
+        fewer than `limit` streams. `others`: victims that are placed with it, per target.
+        """
+        targets = [assigned]
+        if self._rule.several_targets and self._settings.dispatch is Dispatch.REBALANCE:
+            targets = targets_for(self._view, stream, assigned, limit)
+        estimates = self._rule.weigh(self._books, stream, targets, now_s)
+        chosen = self._rule.decide(
+            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
+        )
+        return self._decision(stream, chosen, estimates, others)
+
+    def stay_or_leave(
+        self,
+        stream: Stream,
+        home: Member,
+        assigned: Member | None,
+        limit: int,
+        others: float,
+        now_s: float,
+    ) -> Decision | None:
+        """Go on in the same attempt at an instance that re-forms, or as `start` or `recover` would
+        elsewhere; None: it must leave, and cannot. `assigned`: None where there is no other target.
+        `others`: as in `recover`, with the instance itself as one of the targets.
+        """
+        estimates: list[Estimate] = []
+        elsewhere: Decision | None = None
+        if stream.is_fresh:
+            elsewhere = self.start(stream, now_s)
+            if elsewhere is not None and home.instance.id in (
+                elsewhere.chosen.target,
+                elsewhere.chosen.source,
+            ):
+                elsewhere = None
+        elif assigned is not None:
+            targets = targets_for(self._view, stream, assigned, limit)
+            away = [target for target in targets if target is not home] or [assigned]
+            estimates = self._rule.weigh(self._books, stream, away, now_s)
+        if elsewhere is not None:
+            estimates = list(elsewhere.estimates)
+        if (self._rule.stays or not estimates) and Option.IN_PLACE not in stream.recovery.removed:
+            estimates.append(estimate_stay(self._books, stream, home))
+        if not estimates:
+            return None
+        chosen = self._rule.decide(
+            self._eligible(stream, estimates, now_s), self.budget_s(stream, now_s), others
+        )
+        if elsewhere is not None and chosen is elsewhere.chosen:
+            return Decision(chosen, tuple(estimates), elsewhere.plan)
+        return self._decision(stream, chosen, estimates, others)
+
+    def _decision(
+        self, stream: Stream, chosen: Estimate, estimates: list[Estimate], others: float
+    ) -> Decision:
+        plan = None if chosen.option is Option.ABORT else plan_of(self._books, stream, chosen)
+        charged = others if self._rule.spares_others else 0.0
+        return Decision(chosen, tuple(estimates), plan, charged)
+
+    def budget_s(self, stream: Stream, now_s: float) -> float | None:
+        """The time that the next token may take; None: no limit."""
+        if not self._slo.abort:
+            return None
+        due = due_s(stream)
+        return due - now_s if due < inf else None
+
+    def settle(self, stream: Stream, now_s: float) -> Settled | None:
+        """The record of a recovery that has brought a token, after learning from it; None:
+        the attempt was no recovery.
+        """
+        attempt, decision = stream.attempt, stream.attempt.decision
+        if decision is None or not (stream.recovers or decision.chosen.option is Option.IN_PLACE):
+            return None
+        chosen, real_s = decision.chosen, now_s - attempt.started_s
+        best_other_s = min(
+            (each.total_s for each in decision.estimates if each is not chosen), default=real_s
+        )
+        # A start was predicted from a guess at the prompt's length, and a hand-off that went
+        # elsewhere for another target.
+        as_predicted = (
+            chosen.option is not Option.START
+            and attempt.plan is not None
+            and attempt.plan.decode == chosen.target
+        )
+        if as_predicted and self._rule.learns:
+            self.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
+        return Settled(
+            stream.id,
+            attempt.number,
+            chosen.option,
+            chosen.raw_s,
+            chosen.next_token_s,
+            real_s,
+            regret_s=real_s + chosen.lookahead_s - best_other_s,
+        )
+
+    def deadline_missed(self, decision: Decision, lasts_s: float, now_s: float) -> None:
+        """Learn from a re-forming that is not over when it should be: it takes at least so long."""
+        chosen = decision.chosen
+        if self._rule.learns and chosen.option is Option.IN_PLACE:
+            self.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
+
+    def _eligible(
+        self, stream: Stream, estimates: Sequence[Estimate], now_s: float
+    ) -> Sequence[Estimate]:
+        """The estimates of options that have not just failed. Never empty, and never only the
+        option that failed last, unless there is no other.
+        """
+        waited_s = self._settings.recovery.wait_s
+        queued_too_long = stream.stage is Stage.QUEUED and is_past(
+            stream.waiting_since_s + waited_s, now_s
+        )
+        recovery, last = stream.recovery, stream.attempt.option
+        if recovery.slot_expired or queued_too_long:
+            # A stream with an expired slot may still be fetching: only an option that needs no
+            # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
+            # option too, so that no policy queues for ever.
+            return [estimate for estimate in estimates if not takes_slot(estimate)]
+        if not recovery.removed:
+            return estimates
+        allowed = [estimate for estimate in estimates if estimate.option not in recovery.removed]
+        return allowed or [each for each in estimates if each.option is not last] or estimates

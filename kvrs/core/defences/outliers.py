@@ -1,0 +1,226 @@
+"""Outlier ejection: an instance that reports to be well and fails what it is sent gets nothing new.
+
+An instance is ejected when it fails after the pause of a failure again, after several failures in a
+row, or for a share of failures that its peers do not have; never more than half of a role. A
+refusal (4xx) counts as a failure only once another instance has accepted the request. One that
+names a fault of the request is final: no other instance is asked. Busy answers eject nothing: the
+instance pauses.
+"""
+
+from typing import assert_never
+
+from kvrs.config.policy import RecoverySettings
+from kvrs.core.model.actions import Action, Ejected, Plan, Readmitted
+from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.events import AttemptFailed, FailureKind
+from kvrs.core.model.health import (
+    BUSY_PAUSE_S,
+    EJECTION_PAUSE_S,
+    FAILURE_PAUSE_S,
+    pause_s,
+)
+from kvrs.core.model.streams import RefusedBy, Stream
+
+CONSECUTIVE_FAILURES = 3
+# An ejection for the share of failures needs so many answers and failures together.
+_LEAST_COUNTED = 10
+_FAILURE_SHARE = 0.3
+_TIMES_PEERS = 2.0
+# Connections that break within this time are one failure.
+_TOGETHER_S = 0.1
+# After so long without an ejection the pauses begin again with the shortest.
+_FORGIVEN_AFTER_S = 60.0
+
+
+class Outliers:
+    def __init__(
+        self, view: ClusterView, settings: RecoverySettings, actions: list[Action]
+    ) -> None:
+        self._view = view
+        self._actions = actions
+        self.reload(settings)
+
+    def reload(self, settings: RecoverySettings) -> None:
+        self._together_s = max(_TOGETHER_S, settings.gather_s)
+
+    def started(self, stream: Stream, plan: Plan) -> None:
+        """An attempt begins; at a closed instance it is the probe."""
+        for name in (plan.prefill, plan.decode):
+            health = None if name is None else self._view.members[name].health
+            if health is None:
+                continue
+            if health.until_s is not None and health.probe is None:
+                health.probe = stream.id
+            if health.busy_until_s is not None:
+                health.try_busy(stream.id, self._view.now_s)
+
+    def awaits(self, stream: Stream) -> None:
+        """The attempt is at an instance now, and waits for its answer."""
+        attempt = stream.attempt
+        if attempt.runs_on is not None:
+            predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
+            attempt.runs_on.health.awaits(stream.id, predicted_s, self._view.now_s)
+
+    def answered(self, stream: Stream, member: Member) -> None:
+        """The attempt's prefill is done there, or its first token has come from there."""
+        health = member.health
+        health.left(stream.id)
+        now_s = health.answered_s = self._view.now_s
+        health.count(now_s, answered=True)
+        is_news = health.until_s is None or stream.attempt.started_s >= health.closed_s
+        if is_news:
+            if health.is_ejected:
+                health.readmitted_s = now_s
+                self._actions.append(Readmitted(member.instance.id, member.instance.epoch))
+            health.consecutive, health.refuses_wrongly = 0, False
+            health.open()
+        if stream.refusals:
+            self._contradict(stream, member)
+
+    def _contradict(self, stream: Stream, accepting: Member) -> None:
+        """An instance has accepted what others refused: the fault was theirs."""
+        for name, refusal in list(stream.refusals.items()):
+            refuser = self._view.members.get(name)
+            if refuser is not None and not refuser.prefills and not accepting.decodes:
+                continue  # Of the next stage, which this answer does not prove.
+            stream.forget_refusal(name)
+            if refuser is None or refuser is accepting or refuser.instance.epoch != refusal.epoch:
+                continue
+            is_probe = refusal.is_probe and refuser.health.until_s is not None
+            refuser.health.refuses_wrongly = True
+            self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
+
+    def failed(self, stream: Stream, event: AttemptFailed) -> None:
+        """The attempt failed at an instance: broken, busy, or refused as far as is known."""
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        health = member.health
+        is_probe = health.probe == stream.id
+        health.left(stream.id)
+        match event.failure:
+            case FailureKind.REFUSED:
+                stream.note_refusal(event.instance, RefusedBy(member.instance.epoch, is_probe))
+                if is_probe:  # The cause is known later: the next probe may come then.
+                    health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
+            case FailureKind.BUSY:
+                wait_s = event.retry_after_s or 0.0
+                health.note_busy(event.instance, stream.id, wait_s, self._view.now_s)
+                if not health.is_ejected or is_probe:
+                    self._pause(member, event.cause, BUSY_PAUSE_S)
+            case FailureKind.BROKEN:
+                if event.abrupt:
+                    if self._view.now_s - health.abrupt_s < self._together_s and not is_probe:
+                        return
+                    health.abrupt_s = self._view.now_s
+                self._charge(member, event.cause, is_probe=is_probe)
+            case _:
+                assert_never(event.failure)
+
+    def is_the_clients_fault(self, stream: Stream, event: AttemptFailed) -> bool:
+        """A refusal goes to the client: nothing was produced, and a second instance has refused
+        too, or this one is not known to refuse what others accept and there is no other to ask, or
+        the refusal is final.
+        """
+        is_refusal = event.failure is FailureKind.REFUSED
+        if not is_refusal or stream.first_token_sent or event.produced_tokens:
+            return False
+        if any(name != event.instance for name in stream.refusals):
+            return True
+        member = self._view.members.get(event.instance)
+        if member is not None and member.health.refuses_wrongly:
+            return False
+        return (
+            event.final
+            or member is None
+            or not any(
+                other is not member
+                and stream.is_served_at(other)
+                and not other.is_drained
+                and not other.health.is_ejected
+                for other in self._peers(member)
+            )
+        )
+
+    def left(self, stream: Stream) -> None:
+        """The attempt is over, for whatever reason."""
+        attempt = stream.attempt
+        for member in (attempt.runs_on, attempt.decodes_on):
+            if member is None:
+                continue
+            health = member.health
+            is_overdue = stream.id in health.awaited and health.is_overdue(
+                self._view.now_s, member.reported_queue_s
+            )
+            health.left(stream.id)
+            if is_overdue and not health.is_ejected:
+                self._pause(member, "it answers nothing", FAILURE_PAUSE_S)
+
+    def _charge(self, member: Member, cause: str, *, is_probe: bool) -> None:
+        health = member.health
+        health.count(self._view.now_s, answered=False)
+        health.consecutive += 1
+        if health.is_ejected:
+            if is_probe:
+                self._eject(member, cause)
+        elif (is_probe or self._is_outlier(member)) and self._may_eject(member):
+            if self._view.now_s - health.readmitted_s > _FORGIVEN_AFTER_S:
+                health.ejections = 0
+            self._eject(member, cause)
+        else:
+            self._pause(member, cause, FAILURE_PAUSE_S)
+
+    def _pause(self, member: Member, cause: str, first_s: float) -> None:
+        health = member.health
+        if health.until_s is not None and self._view.now_s < health.until_s:
+            return  # Of an attempt from before the pause.
+        if health.is_ejected:
+            self._eject(member, cause)
+            return
+        pause = pause_s(member.instance.id, first_s, health.pauses)
+        health.close(cause, self._view.now_s, pause)
+
+    def _eject(self, member: Member, cause: str) -> None:
+        health = member.health
+        pause = pause_s(member.instance.id, EJECTION_PAUSE_S, health.ejections)
+        health.is_ejected = True
+        health.ejections += 1
+        health.close(cause, self._view.now_s, pause)
+        self._actions.append(Ejected(member.instance.id, member.instance.epoch, cause, pause))
+
+    def _is_outlier(self, member: Member) -> bool:
+        health = member.health
+        if health.consecutive >= CONSECUTIVE_FAILURES:
+            return True
+        counted = health.answers + health.failures
+        if counted < _LEAST_COUNTED or health.failures < _FAILURE_SHARE * counted:
+            return False
+        others = [other.health for other in self._peers(member) if other is not member]
+        failures = sum(other.failures for other in others)
+        of_all = failures + sum(other.answers for other in others)
+        return health.failures * of_all >= _TIMES_PEERS * failures * counted
+
+    def _may_eject(self, member: Member) -> bool:
+        """Never more than half of a role, so that at least one instance stays."""
+        for does in (_prefills, _decodes):
+            peers = [other for other in self._view.members.values() if does(other)]
+            ejected = sum(other.health.is_ejected for other in peers)
+            if does(member) and 2 * (ejected + 1) > len(peers):
+                return False
+        return True
+
+    def _peers(self, member: Member) -> list[Member]:
+        """The instances of its role, itself among them."""
+        return [
+            other
+            for other in self._view.members.values()
+            if (member.prefills and other.prefills) or (member.decodes and other.decodes)
+        ]
+
+
+def _prefills(member: Member) -> bool:
+    return member.prefills
+
+
+def _decodes(member: Member) -> bool:
+    return member.decodes

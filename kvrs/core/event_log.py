@@ -1,0 +1,347 @@
+"""The event log: a policy's events and actions, so that an incident can be run again.
+
+JSON lines; text in, text out. The first line names the version and the settings, each further one
+an event, its time and the actions that it led to. Numbers come back exactly as they were, so that
+the same events lead to the same actions.
+
+A log that outgrows its file goes on in the next one, with the number of the part in its header; the
+files before it are kept as `PATH.NUMBER.gz`. To be run again, the parts are read one after another
+from the first: the policy's state depends on all earlier events. A part 1 behind other lines is a
+new proxy.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+from pydantic import ValidationError
+
+from kvrs.config.backup import BackupSettings
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.settings import Settings
+from kvrs.core.model.actions import Action
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.events import Event, InstanceUp
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.errors import LogError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.profiles.prefix_grid import PrefixGrid
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry, Positive
+from kvrs.protocol.instance import Capability, Natural, Role, Seconds
+
+VERSION = 1
+# A time to which a moment cannot be added, or that is no number, never reaches an alarm.
+_LATEST_S = 1e9
+_NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
+
+_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+_ACTIONS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Action)}
+
+_SectionT = TypeVar("_SectionT", bound=Settings)
+_Row = Annotated[list[Seconds], msgspec.Meta(min_length=2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    part: int  # From 1.
+    policy: PolicySettings
+    slo: SloSettings
+    backup: BackupSettings
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    line: int
+    now_s: float
+    event: Event
+    actions: tuple[Action, ...]
+    wall_s: float | None = None  # The same moment by the wall clock; older logs have none.
+
+
+@dataclass(frozen=True, slots=True)
+class RerunDifference:
+    """The first event for which the policy now returns other actions."""
+
+    entry: LogEntry
+    again: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    lines: int
+    counts: dict[str, int]  # Events and actions by name, up to the difference.
+    difference: RerunDifference | None
+
+
+class _Grid(msgspec.Struct):
+    new_step_tokens: Positive
+    cached_step_tokens: Positive
+    rows: Annotated[list[_Row], msgspec.Meta(min_length=2)]
+
+
+class _Table(msgspec.Struct):
+    label: str
+    source: str
+    step_tokens: Positive
+    seconds: _Row
+    covered_from_tokens: Natural
+    grid: _Grid | None
+    covered_to_tokens: Natural | None = None
+
+
+class _Instance(msgspec.Struct):
+    id: InstanceId
+    node: NodeId
+    role: Role
+    epoch: int
+    geometry: KvGeometry
+    prefill: _Table
+    capabilities: frozenset[Capability]
+    max_model_len: Natural | None = None
+    own_prefill: InstanceId | None = None
+    moves_kv: bool = True
+    tokens: str = ""
+    computes_prompts: bool = False
+    names: tuple[str, ...] = ()
+
+
+class _Up(msgspec.Struct):
+    instance: _Instance
+    lives_on: bool = False
+    had_not_ended: bool = False
+
+
+class _Line(msgspec.Struct):
+    at_s: float
+    event: dict[str, Any]
+    actions: list[dict[str, Any]]
+    wall_s: float | None = None
+
+
+def header_line(
+    policy: PolicySettings, slo: SloSettings, backup: BackupSettings, part: int = 1
+) -> str:
+    """The first line of a file, without its end. `part` goes up when a log goes on in another
+    file.
+    """
+    settings = {
+        "policy": policy.model_dump(),
+        "slo": slo.model_dump(),
+        "backup": backup.model_dump(),
+    }
+    return json.dumps({"kvrs_event_log": VERSION, "part": part, **settings})
+
+
+def event_line(
+    now_s: float, event: Event, actions: Sequence[Action], wall_s: float | None = None
+) -> str:
+    """One line, without its end: an event at `now_s`, and the actions it led to; `wall_s` is the
+    same moment by the wall clock.
+    """
+    at = {"at_s": now_s} if wall_s is None else {"at_s": now_s, "wall_s": round(wall_s, 3)}
+    # `json` rather than msgspec's own writer, which has null for what is not finite.
+    return json.dumps(
+        at | {"event": _plain(event), "actions": [_plain(action) for action in actions]}
+    )
+
+
+def read(lines: Iterable[str]) -> Iterator[Header | LogEntry]:
+    """The records of a log, one by one.
+
+    Raises:
+        LogError: a line is none, or the first is no header.
+    """
+    for number, text in enumerate(lines, 1):
+        try:
+            found = json.loads(text)
+            if isinstance(found, dict) and "kvrs_event_log" in found:
+                yield _header(found)
+                continue
+            if number == 1:
+                raise ValueError(_NO_HEADER)
+            line = msgspec.convert(found, _Line)
+            actions = tuple(_record(action, _ACTIONS, "action") for action in line.actions)
+            yield LogEntry(number, line.at_s, _event(line.event), actions, line.wall_s)
+        except json.JSONDecodeError as error:
+            raise LogError(
+                f"line {number}: not JSON: {error.msg} at character {error.pos}"
+            ) from None
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            raise LogError(f"line {number}: {' '.join(str(error).split())}") from None
+
+
+def rerun(lines: Iterable[str]) -> Rerun:
+    """Give a fresh policy all events again, and compare its actions with those recorded, up to the
+    first difference.
+
+    Raises:
+        LogError: a line is none, the log begins in the middle, or the policy fails on an event.
+    """
+    policy: RecoveryPolicy | None = None
+    header: Header | None = None
+    counts: Counter[str] = Counter()
+    number = 0
+    for number, record in enumerate(read(lines), 1):
+        if isinstance(record, Header):
+            if record.part == 1:
+                policy = RecoveryPolicy(record.policy, record.slo, record.backup)
+            elif header is None or record.part != header.part + 1:
+                raise LogError(
+                    f"line {number}: got part {record.part}; allowed: part 1, or the one "
+                    f"behind the part before it"
+                )
+            header = record
+            continue
+        assert policy is not None
+        if not abs(record.now_s) <= _LATEST_S:
+            raise LogError(
+                f"line {record.line}: at_s: got {record.now_s}; allowed: seconds up to "
+                f"{_LATEST_S:g}"
+            )
+        again = _handled(policy, record)
+        counts.update(type(each).__name__ for each in (record.event, *record.actions))
+        if not _same(record.actions, again):
+            return Rerun(number, dict(counts), RerunDifference(record, again))
+    if header is None:
+        raise LogError(f"line 1: {_NO_HEADER}")
+    return Rerun(number, dict(counts), None)
+
+
+def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[Action, ...]:
+    try:
+        return tuple(policy.handle(entry.event, entry.now_s))
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # An event that no driver sends, or a bug: either way the line is the useful information.
+        raise LogError(f"line {entry.line}: the policy fails on it: {error!r}") from error
+
+
+def _same(recorded: tuple[Action, ...], again: tuple[Action, ...]) -> bool:
+    # As text too, because NaN does not equal itself.
+    return recorded == again or _text(recorded) == _text(again)
+
+
+def _text(actions: tuple[Action, ...]) -> str:
+    return json.dumps([_plain(action) for action in actions])
+
+
+def _plain(record: Event | Action) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
+    if isinstance(record, InstanceUp):
+        instance = plain["instance"]
+        instance["capabilities"].sort()
+        instance["prefill"] = _public(instance["prefill"])
+        if instance["prefill"]["grid"] is not None:
+            instance["prefill"]["grid"] = _public(instance["prefill"]["grid"])
+    return {"kind": type(record).__name__, **plain}
+
+
+def _as_plain(value: Any) -> Any:
+    """The hook of msgspec for values of types that are not its own; by its contract it raises
+    NotImplementedError for those that it cannot encode.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Settings):
+        return value.model_dump(mode="json")
+    raise NotImplementedError(f"{type(value).__name__} has no place in an event log")
+
+
+def _public(fields: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields that a table derives when it is made."""
+    return {name: value for name, value in fields.items() if not name.startswith("_")}
+
+
+def _header(found: dict[str, Any]) -> Header:
+    if found["kvrs_event_log"] != VERSION:
+        raise ValueError(f"kvrs_event_log: got {found['kvrs_event_log']!r}; allowed: {VERSION}")
+    part = found.get("part", 1)
+    if not isinstance(part, int) or part < 1:
+        raise ValueError(f"part: got {part!r}; allowed: 1 or more")
+    policy, slo = _section(PolicySettings, found, "policy"), _section(SloSettings, found, "slo")
+    return Header(part, policy, slo, _section(BackupSettings, found, "backup"))
+
+
+def _section(kind: type[_SectionT], found: dict[str, Any], name: str) -> _SectionT:
+    try:
+        return kind.model_validate(found.get(name))
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        path = ".".join(map(str, (name, *fault["loc"])))
+        raise ValueError(f"{path}: got {fault['input']!r}; {fault['msg']}") from None
+
+
+def _event(fields: dict[str, Any]) -> Event:
+    if fields.get("kind") != InstanceUp.__name__:
+        event: Event = _record(fields, _EVENTS, "event")
+        return event
+    up = msgspec.convert(fields, _Up)
+    found = up.instance
+    return InstanceUp(
+        Instance(
+            found.id,
+            found.node,
+            found.role,
+            found.epoch,
+            found.geometry,
+            _table(found.prefill),
+            found.capabilities,
+            found.max_model_len,
+            found.own_prefill,
+            found.moves_kv,
+            found.tokens,
+            found.computes_prompts,
+            found.names,
+        ),
+        up.lives_on,
+        up.had_not_ended,
+    )
+
+
+def _record(fields: dict[str, Any], kinds: dict[str, Any], what: str) -> Any:
+    kind = kinds.get(str(fields.get("kind")))
+    if kind is None:
+        raise ValueError(f"{what}: got {fields.get('kind')!r}; allowed: {', '.join(kinds)}")
+    return msgspec.convert(fields, kind, dec_hook=_as_settings)
+
+
+def _as_settings(kind: type, found: Any) -> Any:
+    """The hook of msgspec for fields of types that are not its own; by its contract it raises
+    NotImplementedError for those that it cannot make.
+    """
+    if issubclass(kind, Settings):
+        return _section(kind, {kind.__name__: found}, kind.__name__)
+    raise NotImplementedError(f"{kind.__name__} has no place in an event log")
+
+
+def _table(found: _Table) -> PrefillTable:
+    grid = None
+    if found.grid is not None:
+        if len({len(row) for row in found.grid.rows}) > 1:
+            raise ValueError(
+                "prefill.grid.rows: got rows of different lengths; allowed: one length"
+            )
+        grid = PrefixGrid(
+            found.grid.new_step_tokens,
+            found.grid.cached_step_tokens,
+            tuple(map(tuple, found.grid.rows)),
+        )
+    return PrefillTable(
+        found.label,
+        found.source,
+        found.step_tokens,
+        found.seconds,
+        found.covered_from_tokens,
+        found.covered_to_tokens,
+        grid,
+    )

@@ -1,0 +1,94 @@
+"""Instances that an operator drains: nothing new goes there, and what still runs there when the
+time is over is moved.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvrs.core.fleet.known import Health, Instances, KnownInstance
+from kvrs.core.model.events import DrainEnded, DrainOrdered, Event
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import Role
+
+
+class Drains:
+    """The drains of one proxy. `produced_on`: the streams that run at an instance, as an
+    `InstanceLost` has them.
+    """
+
+    def __init__(
+        self,
+        instances: Instances,
+        produced_on: Callable[[InstanceId], dict[StreamId, int]],
+        tell: Callable[[Event, float], None],
+    ) -> None:
+        self._instances = instances
+        self._produced_on = produced_on
+        self._tell = tell
+        self._ordered: dict[InstanceId, float] = {}  # When what runs there is moved.
+        self._leaving: set[InstanceId] = set()  # They are removed: their drains do not end.
+
+    def fault(self, instance: InstanceId) -> str | None:
+        """Why an instance cannot be drained: streams would have nowhere to go."""
+        known = self._instances.known[instance]
+        if known.health is not Health.UP or instance in self._ordered:
+            return None
+        others = [
+            each
+            for each in self._instances.known.values()
+            if each is not known and self.remains(each)
+        ]
+        for role in (Role.PREFILL, Role.DECODE):
+            if known.role in (role, Role.BOTH) and not any(
+                each.role in (role, Role.BOTH) for each in others
+            ):
+                return f"no other instance that is up and not drained can do {role.value}"
+        return None
+
+    def remains(self, known: KnownInstance) -> bool:
+        """The instance is up and may get new streams."""
+        return known.health is Health.UP and not self.is_draining(known.id)
+
+    def begin(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
+        """Nothing new goes there; its streams may end within `drain_s`, and are moved then."""
+        self._ordered[instance] = now_s + drain_s
+        self._tell(DrainOrdered(instance, drain_s <= 0, self._produced_on(instance)), now_s)
+
+    def leave(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
+        """It is drained, if it was not yet, and is removed then."""
+        self._leaving.add(instance)
+        if instance not in self._ordered:
+            self.begin(instance, drain_s, now_s)
+
+    def leaves(self, instance: InstanceId) -> bool:
+        return instance in self._leaving
+
+    def end(self, instance: InstanceId, now_s: float) -> None:
+        """Unless it is being removed."""
+        if self.leaves(instance):
+            return
+        if self._ordered.pop(instance, None) is not None:
+            self._tell(DrainEnded(instance), now_s)
+
+    def forget(self, instance: InstanceId) -> None:
+        """It is removed."""
+        self._ordered.pop(instance, None)
+        self._leaving.discard(instance)
+
+    def reported(self, instance: InstanceId, now_s: float) -> None:
+        """With every report of the instance, because no target may have been up before."""
+        moves_at_s = self._ordered.get(instance)
+        if moves_at_s is None or now_s < moves_at_s:
+            return
+        if produced := self._produced_on(instance):
+            self._tell(DrainOrdered(instance, True, produced), now_s)
+
+    def is_draining(self, instance: InstanceId) -> bool:
+        """By an order, or since its process is about to end."""
+        load = self._instances.known[instance].load
+        return instance in self._ordered or (load is not None and load.draining)
+
+    def describe(self, instance: InstanceId, now_s: float) -> dict[str, Any] | None:
+        """None: it is not drained by an operator."""
+        moves_at_s = self._ordered.get(instance)
+        return None if moves_at_s is None else {"moves_in_s": max(0.0, moves_at_s - now_s)}

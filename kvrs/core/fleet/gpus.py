@@ -1,0 +1,111 @@
+"""Which instances run on a degraded or failing GPU, as far as gossip knows, and which ranks leave
+because of it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvrs.core.fleet.known import KnownInstance
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.gpus import GpuHealth, GpuState
+from kvrs.protocol.instance import InstanceInfo
+
+_ORDER = list(GpuState)
+_HEALTHY = (GpuState.HEALTHY, "")
+
+
+@dataclass(frozen=True, slots=True)
+class RankDue:
+    """A rank is to leave its failing GPU, or may come back to one that has recovered."""
+
+    instance: InstanceId
+    gpu: str
+    rank: int
+    leaves: bool
+
+
+@dataclass(slots=True)
+class _Asked:
+    rank: int
+    info: InstanceInfo  # As the instance was when it was asked.
+    has_agreed: bool | None = None  # None: there is no answer yet.
+
+
+class Gpus:
+    """The rank that has a failing GPU leaves its instance; the other ranks go on. Where it
+    cannot, and for all other GPUs, the instance as a whole is judged.
+    """
+
+    def __init__(self, known: Mapping[InstanceId, KnownInstance]) -> None:
+        self._known = known
+        self._judgements: dict[InstanceId, tuple[GpuState, str]] = {}
+        self._asked: dict[tuple[InstanceId, str], _Asked] = {}
+        self._due: list[RankDue] = []
+
+    def judgements(self) -> list[tuple[InstanceId, GpuState, str]]:
+        """The last state and reason of every instance whose GPUs were not always healthy."""
+        return [(instance, *judgement) for instance, judgement in self._judgements.items()]
+
+    def forget(self, instance: InstanceId) -> None:
+        self._judgements.pop(instance, None)
+        self._asked = {key: asked for key, asked in self._asked.items() if key[0] != instance}
+
+    def seen(
+        self, node: NodeId, gpus: Sequence[GpuHealth]
+    ) -> list[tuple[InstanceId, GpuState, str]]:
+        """Apply what the node's agent reports; return each instance for which the worst of its GPUs
+        has changed, with state and reason.
+
+        A GPU that is not reported any more keeps its last state: only the agent is gone.
+        """
+        changed = []
+        for known in self._known.values():
+            if known.node != node or known.info is None:
+                continue
+            for gpu in gpus:
+                self._due += self._ranks_on(known.id, known.info, gpu)
+            own = known.info.gpus
+            concerned = [
+                gpu
+                for gpu in gpus
+                if (own is None or gpu.uuid in own) and not self._is_left(known.id, gpu)
+            ]
+            worst = max(concerned, key=lambda gpu: _ORDER.index(gpu.state), default=None)
+            judgement = _HEALTHY if worst is None else (worst.state, worst.reason)
+            if judgement != self._judgements.get(known.id, _HEALTHY):
+                self._judgements[known.id] = judgement
+                changed.append((known.id, *judgement))
+        return changed
+
+    def take_due(self) -> list[RankDue]:
+        """Requests to instances that are due; each is answered with `answered`."""
+        due, self._due = self._due, []
+        return due
+
+    def answered(self, due: RankDue, *, refused: bool) -> None:
+        if due.leaves and (asked := self._asked.get((due.instance, due.gpu))) is not None:
+            asked.has_agreed = not refused
+
+    def _ranks_on(
+        self, instance: InstanceId, info: InstanceInfo, gpu: GpuHealth
+    ) -> Iterator[RankDue]:
+        key = instance, gpu.uuid
+        asked = self._asked.get(key)
+        if asked is not None and asked.has_agreed is None:
+            return
+        if gpu.state is GpuState.FAILING:
+            for each in info.ranks:
+                # One that refuses is asked again when something of its ranks has changed.
+                if gpu.uuid in each.gpus and (asked is None or asked.info is not info):
+                    self._asked[key] = _Asked(each.rank, info)
+                    yield RankDue(instance, gpu.uuid, each.rank, leaves=True)
+                    return
+        elif asked is not None:
+            del self._asked[key]
+            if asked.has_agreed:
+                yield RankDue(instance, gpu.uuid, asked.rank, leaves=False)
+
+    def _is_left(self, instance: InstanceId, gpu: GpuHealth) -> bool:
+        """The GPU's rank leaves the instance, as far as is known."""
+        asked = self._asked.get((instance, gpu.uuid))
+        return asked is not None and asked.has_agreed is not False

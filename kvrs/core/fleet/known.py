@@ -1,0 +1,374 @@
+"""The instances and agents of the configuration, and what is known of each.
+
+Only one model is served at a time. There are no agents when `backup.mode` is off.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from kvrs.config.file import Config
+from kvrs.core.fleet.names import NameBook, names_of
+from kvrs.core.model.actions import Place, Plan
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.events import HolderUp
+from kvrs.ids import InstanceId, NodeId
+from kvrs.profiles.catalog import prefill_table
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import (
+    EPOCHS_PER_START,
+    AgentInfo,
+    AgentReport,
+    Capability,
+    InstanceInfo,
+    LoadReport,
+    Role,
+)
+
+_STARTS_KEPT = 8  # Of each instance, to which a report of an exit may belong.
+
+
+def overdue_after_s(interval_s: float) -> float:
+    """Return the age at which a report that comes every `interval_s` is overdue."""
+    return max(1.0, 4 * interval_s)
+
+
+class Health(StrEnum):
+    STARTING = "starting"  # Never seen up.
+    UP = "up"
+    DOWN = "down"
+    # It was taken out of the configuration. Kept, so that what still asks for it finds it not up.
+    REMOVED = "removed"
+    REFUSED = "refused"  # It answers, and must not be used; `reason` says why.
+
+
+@dataclass(slots=True, eq=False)
+class KnownInstance:
+    """One configured instance."""
+
+    id: InstanceId
+    node: NodeId
+    role: Role
+    health: Health = Health.STARTING
+    reason: str | None = None
+    info: InstanceInfo | None = None
+    load: LoadReport | None = None
+    reported_s: float = 0.0  # When `load` came.
+    # When its last heartbeat came: while its event loop stalls, it has these alone.
+    beat_s: float = -inf
+    lost: InstanceInfo | None = None  # The process that was last lost and may still run.
+    epochs: dict[int, int] = field(default_factory=dict)  # The last of each of its last starts.
+
+    def is_same_process(self, info: InstanceInfo) -> bool:
+        """The process, with its workers, has been up all the time: another proxy has fenced it."""
+        before = self.info
+        if self.health is not Health.UP or before is None or not _can_fence(info):
+            return False
+        return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
+
+    def note_epoch(self, epoch: int) -> None:
+        """It is up in this epoch."""
+        self.epochs[epoch // EPOCHS_PER_START] = epoch
+        if len(self.epochs) > _STARTS_KEPT:
+            del self.epochs[next(iter(self.epochs))]
+
+    def had_not_ended(self, info: InstanceInfo) -> bool:
+        """The process, with its workers, ran on while it was taken for lost. One without a pid (0)
+        is known by its epoch, which rises with every process.
+        """
+        lost = self.lost
+        if lost is None or (info.pid, info.worker_pids) != (lost.pid, lost.worker_pids):
+            return False
+        return info.pid != 0 or info.epoch == lost.epoch
+
+    def must_be_fenced(self, info: InstanceInfo) -> bool:
+        """The process ran on while it was taken for lost."""
+        return self.lost is not None and info.pid == self.lost.pid and _can_fence(info)
+
+    def must_drain_before_use(self, info: InstanceInfo) -> bool:
+        """The process is used again only when nothing runs on it: it was lost, runs on, and cannot
+        be fenced.
+
+        A process without a pid (0) is known by its epoch, which rises with every process.
+        """
+        lost = self.lost
+        is_same = lost is not None and (info.pid, info.epoch) == (lost.pid, lost.epoch)
+        return is_same and not _can_fence(info)
+
+
+@dataclass(slots=True, eq=False)
+class KnownAgent:
+    """One node's agent."""
+
+    id: InstanceId
+    node: NodeId
+    health: Health = Health.STARTING
+    reason: str | None = None
+    info: AgentInfo | None = None
+    report: AgentReport | None = None  # The last one; none while it is not up.
+    beat_s: float = -inf  # As of an instance.
+
+
+class Instances:
+    def __init__(self, config: Config) -> None:
+        self.known = {
+            instance.id: KnownInstance(instance.id, node.id, instance.role)
+            for node, instance in config.cluster.instances()
+        }
+        # Looked up now, so that an unknown name is an error before anything starts.
+        self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
+        self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
+        # All instances must serve the first one's model: a stream continues exactly only on equal
+        # weights.
+        self._served: InstanceInfo | None = None
+        self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
+        self.names = NameBook(lambda: (known.info for known in self.known.values()))
+
+    def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
+        known = self.known[instance] = KnownInstance(instance, node, role)
+        return known
+
+    def remove(self, known: KnownInstance) -> None:
+        known.health, known.reason = Health.REMOVED, None
+        known.info = known.load = known.lost = self._plain = None
+        self.names.changed()
+        known.epochs.clear()
+
+    def present(self) -> Iterator[KnownInstance]:
+        """Those of the configuration."""
+        return (known for known in self.known.values() if known.health is not Health.REMOVED)
+
+    def is_present(self, instance: InstanceId) -> bool:
+        known = self.known.get(instance)
+        return known is not None and known.health is not Health.REMOVED
+
+    @property
+    def model(self) -> str | None:
+        return None if self._served is None else self._served.model
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and output together; None: not known."""
+        return None if self._served is None else self._served.max_model_len or None
+
+    def is_up(self, instance: InstanceId) -> bool:
+        return self.known[instance].health is Health.UP
+
+    def ready(self) -> bool:
+        """A new stream could start now."""
+        missing = missing_roles(self)
+        return not missing or (
+            missing == [Role.PREFILL]
+            and any(map(self.computes_prompts, filter(self.is_up, self.known)))
+        )
+
+    def computes_prompts(self, instance: InstanceId) -> bool:
+        """True for a decode instance that needs no prefill instance for a new stream."""
+        info = self.known[instance].info
+        return info is not None and info.computes_prompts and info.role is Role.DECODE
+
+    def resumes_exactly(self, instance: InstanceId) -> bool:
+        """The engine continues text, stop strings, usage and sampling itself."""
+        return self._can(instance, Capability.EXACT_RESUME)
+
+    def sends_checkpoints(self, instance: InstanceId) -> bool:
+        return self._can(instance, Capability.CHECKPOINT)
+
+    def places(self, instance: InstanceId, plan: Plan) -> tuple[Place, ...]:
+        """Where the instance is to send checkpoints; nowhere if it cannot."""
+        return plan.places if self.sends_checkpoints(instance) else ()
+
+    def retains(self, instance: InstanceId) -> bool:
+        """The instance keeps pages under a lease, which is to be renewed and given back."""
+        return self._can(instance, Capability.RETAIN)
+
+    def is_one_call(self, plan: Plan) -> bool:
+        """The decode instance has the history computed by the plan's prefill instance, which is of
+        the same server.
+        """
+        info = self.known[plan.decode].info
+        return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
+
+    def _can(self, instance: InstanceId, capability: Capability) -> bool:
+        info = self.known[instance].info
+        return info is not None and capability in info.capabilities
+
+    def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
+        """The last report of the instance is no older than it should be."""
+        return now_s - self.known[instance].reported_s < self._overdue_s
+
+    def is_stalled(self, instance: InstanceId, now_s: float) -> bool:
+        """The process lives, by its heartbeats, and its event loop does not report."""
+        lives = now_s - self.known[instance].beat_s < self._overdue_s
+        return lives and not self.is_reporting(instance, now_s)
+
+    def plain(self) -> InstanceId | None:
+        """An instance to which a stream may have to go and that cannot continue everything
+        exactly.
+        """
+        if self._plain is None:
+            decoding = (
+                known.id
+                for known in self.known.values()
+                if known.role is not Role.PREFILL and known.info is not None
+            )
+            self._plain = (
+                next((name for name in decoding if not self.resumes_exactly(name)), None),
+            )
+        return self._plain[0]
+
+    def queue_delay_s(self, instance: InstanceId) -> float:
+        load = self.known[instance].load
+        if load is None:
+            return 0.0
+        ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
+        return max(load.queue_delay_s, ready_in_s)
+
+    def queued(self, instance: InstanceId) -> int:
+        """Streams that wait there until others have ended."""
+        load = self.known[instance].load
+        return 0 if load is None else load.queued
+
+    def fault(self, known: KnownInstance, info: InstanceInfo, *, streams_open: bool) -> str | None:
+        """Why an instance that answered cannot be used."""
+        for what, wanted, got in (
+            ("id", known.id, info.id),
+            ("node", known.node, info.node),
+            ("role", known.role, info.role),
+        ):
+            if wanted != got:
+                return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
+        if self._named_table(info) is None and len(info.prefill.seconds) < 2:
+            return (
+                f"its prefill table has {len(info.prefill.seconds)} entries, at least 2 are needed"
+            )
+        own = info.own_prefill
+        is_known = own in self.known and self.known[own].role is Role.PREFILL
+        if own is not None and not is_known and Capability.PULL_PAGES not in info.capabilities:
+            return (
+                f"own_prefill is {str(own)!r}, which the configuration does not have as a "
+                f"prefill instance, and it fetches no pages of others"
+            )
+        served = self._served
+        others_up = any(
+            other.health is Health.UP for other in self.known.values() if other is not known
+        )
+        if served is None or not (others_up or streams_open):
+            return None
+        for what in ("fingerprint", "geometry", "model"):
+            if getattr(served, what) != getattr(info, what):
+                return (
+                    f"{what} is {getattr(info, what)!r}, instance {served.id} has "
+                    f"{getattr(served, what)!r}"
+                )
+        return None
+
+    def accept(self, known: KnownInstance, info: InstanceInfo) -> Instance:
+        """Note that the instance is used from now on; what the policy needs of it."""
+        known.info = info
+        known.health = Health.UP
+        known.reason = None
+        known.lost = None
+        known.note_epoch(info.epoch)
+        self._served, self._plain = info, None
+        self.names.changed()
+        return Instance(
+            id=info.id,
+            node=info.node,
+            role=info.role,
+            epoch=info.epoch,
+            geometry=info.geometry,
+            prefill=self._named_table(info) or PrefillTable.from_measured(info.prefill),
+            capabilities=frozenset(info.capabilities),
+            max_model_len=info.max_model_len or None,
+            own_prefill=info.own_prefill if info.own_prefill in self.known else None,
+            computes_prompts=info.computes_prompts and info.role is Role.DECODE,
+            names=names_of(info),
+        )
+
+    def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
+        """The table of the settings; None: the instance's own counts. One that has another instance
+        compute its prompts reads known tokens one a step.
+        """
+        return self._table if info.own_prefill is None else None
+
+    def lose(self, known: KnownInstance, cause: str) -> None:
+        """Note that the instance is not used any more."""
+        known.health = Health.DOWN
+        known.reason = cause
+        known.load = None
+        known.lost = known.info
+
+
+def all_refused(instances: Instances) -> str | None:
+    """Why no instance will come up by itself: each answers and must not be used. None: one is up,
+    or may come.
+    """
+    present = list(instances.present())
+    if not present or any(known.health is not Health.REFUSED for known in present):
+        return None
+    return "; ".join(f"{known.id}: {known.reason}" for known in present)
+
+
+def missing_roles(instances: Instances) -> list[Role]:
+    """The roles of which no instance is up."""
+    roles = {known.role for known in instances.present() if known.health is Health.UP}
+    needed = () if Role.BOTH in roles else (Role.PREFILL, Role.DECODE)
+    return [role for role in needed if role not in roles]
+
+
+class Agents:
+    def __init__(self, nodes: Mapping[InstanceId, NodeId]) -> None:
+        self.known = {name: KnownAgent(name, node) for name, node in nodes.items()}
+        self._by_node = {known.node: known for known in self.known.values()}
+
+    @classmethod
+    def of(cls, config: Config) -> "Agents":
+        nodes = config.cluster.nodes if config.agents_run else []
+        return cls({node.agent_id: node.id for node in nodes})
+
+    def add(self, agent: InstanceId, node: NodeId) -> KnownAgent:
+        known = self.known[agent] = self._by_node[node] = KnownAgent(agent, node)
+        return known
+
+    def remove(self, known: KnownAgent) -> None:
+        known.health, known.reason, known.info, known.report = Health.REMOVED, None, None, None
+        del self._by_node[known.node]
+
+    def present(self) -> Iterator[KnownAgent]:
+        """Those of the configuration."""
+        return (known for known in self.known.values() if known.health is not Health.REMOVED)
+
+    def is_up(self, agent: InstanceId) -> bool:
+        return self.known[agent].health is Health.UP
+
+    def on_node(self, node: NodeId) -> KnownAgent | None:
+        return self._by_node.get(node)
+
+    def fault(self, known: KnownAgent, info: AgentInfo) -> str | None:
+        """Why an agent that answered cannot be used."""
+        for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node)):
+            if wanted != got:
+                return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
+        return None
+
+    def accept(self, known: KnownAgent, info: AgentInfo) -> HolderUp:
+        """Note that the agent is used from now on; what the policy needs of it."""
+        known.info = info
+        known.report = None
+        known.health = Health.UP
+        known.reason = None
+        return HolderUp(
+            known.id, known.node, info.epoch, info.capacity_bytes, info.host_to_device_bytes_per_s
+        )
+
+    def lose(self, known: KnownAgent, cause: str) -> None:
+        """Note that the agent is not used any more."""
+        known.health = Health.DOWN
+        known.reason = cause
+        known.report = None
+
+
+def _can_fence(info: InstanceInfo) -> bool:
+    return Capability.FENCE in info.capabilities

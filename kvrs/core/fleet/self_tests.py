@@ -1,0 +1,400 @@
+"""Resume self-tests: which instance is to be tested next, and what the tests have seen.
+
+An instance is tested once in the life of its process. Until then it has what was seen of the same
+version in its former process, and its test waits until the streams that the former process left
+have gone on there; without one, no KV is fetched to or from it, and it is taken at its
+word that it continues streams exactly. The tests themselves are requests of the driver.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from hashlib import blake2b
+from itertools import permutations
+from typing import Any, assert_never
+
+from kvrs.core.fleet.known import Health, KnownInstance
+from kvrs.core.model.events import SelfTested
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Capability, InstanceInfo, Role
+
+_MOST_FAILURES = 5
+_OF_KV = frozenset(
+    (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
+)
+_LATER_S = 5.0  # Until a process is tested after one of the same version.
+_MOST_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
+
+
+class Continues(StrEnum):
+    """How an instance goes on with a history that was computed elsewhere."""
+
+    SEEDED = "exact seeded"  # With the tokens of an uncut stream, also sampled ones of one seed.
+    GREEDY = "exact greedy"  # With those of temperature 0.
+    TEXT = "text-stitched"  # With other tokens: only the text is continued.
+    NONE = "none"  # It does not go on.
+
+    def is_below(self, other: "Continues") -> bool:
+        levels = list(Continues)
+        return levels.index(self) > levels.index(other)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Tokens that an instance computes from the known prompt, and how it goes on after a cut."""
+
+    greedy: tuple[int, ...]
+    seeded: tuple[int, ...]
+    continues: Continues
+
+    @property
+    def name(self) -> str:
+        """Equal for instances that continue each other's streams; empty: for none."""
+        if self.continues not in (Continues.SEEDED, Continues.GREEDY):
+            return ""
+        seeded = self.seeded if self.continues is Continues.SEEDED else ()
+        return blake2b(repr((self.greedy, seeded)).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokensTest:
+    """A stream of known tokens at the instance, whole and cut."""
+
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferTest:
+    """KV from `holder` to `target`, by the way of a recovery."""
+
+    holder: InstanceId
+    target: InstanceId
+
+
+SelfTest = TokensTest | TransferTest
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    moves_kv: bool = False
+    generated: Generated | None = None
+
+    @property
+    def tokens(self) -> str:
+        return "" if self.generated is None else self.generated.name
+
+
+@dataclass(slots=True, eq=False)
+class TestedProcess:
+    """One process of one instance."""
+
+    info: InstanceInfo
+    generated: Generated | None = None
+    # None: not tested, or not seen to move with any other instance that was not seen either.
+    moves_kv: bool | None = None
+    partners: set[InstanceId] = field(default_factory=set)  # With which no KV was seen to move.
+    former: Seen | None = None  # Of the process before it.
+    is_busy: bool = False
+    failures: int = 0
+    retry_at_s: float = 0.0
+    cause: str = ""
+
+    @property
+    def seen(self) -> Seen:
+        former = self.former or Seen()
+        return Seen(
+            former.moves_kv if self.moves_kv is None else self.moves_kv,
+            self.generated or former.generated,
+        )
+
+
+class SelfTests:
+    """The self-tests of one proxy. Without `tests_kv` engines are believed to move KV: they cannot
+    be asked.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[InstanceId, KnownInstance],
+        *,
+        enabled: bool,
+        tests_kv: bool,
+    ) -> None:
+        self._known = known
+        self._enabled = enabled
+        self._may_test_kv = tests_kv
+        self._lives: dict[InstanceId, TestedProcess] = {}
+        self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
+        self._running: dict[SelfTest, list[TestedProcess]] = {}
+        # `least()`, until an instance comes up or is tested.
+        self._least: tuple[InstanceId | None, Continues] | None = None
+        self.changed: Callable[[], None] = lambda: None  # There may be a test to run.
+
+    @property
+    def _tests_kv(self) -> bool:
+        """Where the configuration has no two instances that could exchange KV, none is tested."""
+        present = [each for each in self._known.values() if each.health is not Health.REMOVED]
+        return self._may_test_kv and any(
+            _can_exchange(one.role, other.role) for one, other in permutations(present, 2)
+        )
+
+    # The life of an instance.
+
+    def up(self, info: InstanceInfo, now_s: float) -> None:
+        self._least = None
+        life = self._lives.get(info.id)
+        if life is not None and _process(life.info) == _process(info):
+            life.info = info
+        else:
+            self._begin(info, life, now_s)
+        self.changed()
+
+    def _begin(self, info: InstanceInfo, before: TestedProcess | None, now_s: float) -> None:
+        is_alike = before is not None and _version(before.info) == _version(info)
+        if not is_alike:
+            self._losses.pop(info.id, None)
+        former = before.seen if before is not None and is_alike else None
+        later_s = 0.0 if former in (None, Seen()) else now_s + _LATER_S
+        self._lives[info.id] = TestedProcess(info, former=former, retry_at_s=later_s)
+        for other in self._lives.values():
+            other.partners.discard(info.id)
+
+    def lost(self, instance: InstanceId) -> None:
+        life = self._lives.get(instance)
+        if life is not None and life.is_busy:
+            self._losses[instance] = self._losses.get(instance, 0) + 1
+
+    def forget(self, instance: InstanceId) -> None:
+        """It is no part of the cluster any more."""
+        self._least = None
+        self._lives.pop(instance, None)
+        self._losses.pop(instance, None)
+
+    # What is known.
+
+    def seen(self, instance: InstanceId) -> Seen:
+        """Results of an instance's tests, in the form that the policy gets."""
+        life = self._lives.get(instance)
+        if not self._enabled or life is None:
+            return Seen(moves_kv=not self._enabled)
+        return life.seen if self._tests_kv else replace(life.seen, moves_kv=True)
+
+    def continues(self, instance: InstanceId) -> Continues | None:
+        """None: not tested yet."""
+        generated = self.seen(instance).generated
+        return None if generated is None else generated.continues
+
+    def least(self) -> tuple[InstanceId | None, Continues]:
+        """The decode instance in use that continues streams least exactly, as far as is known, else
+        as it declares; None: all do so exactly.
+        """
+        if self._least is None:
+            self._least = self._find_least()
+        return self._least
+
+    def _find_least(self) -> tuple[InstanceId | None, Continues]:
+        least: tuple[InstanceId | None, Continues] = None, Continues.SEEDED
+        for known in self._known.values():
+            if known.info is None or not _decodes(known.role):
+                continue
+            is_exact = Capability.EXACT_RESUME in known.info.capabilities
+            declared = Continues.SEEDED if is_exact else Continues.GREEDY
+            found = self.continues(known.id) or declared
+            if found.is_below(least[1]):
+                least = known.id, found
+        return least
+
+    def news(self, instances: Iterable[InstanceId]) -> list[SelfTested]:
+        """Events for the policy about those of these instances that have been tested."""
+        return [
+            SelfTested(name, life.info.epoch, self.seen(name).moves_kv, self.seen(name).tokens)
+            for name in instances
+            if (life := self._lives.get(name)) is not None and self._known[name].health is Health.UP
+        ]
+
+    def process(self, instance: InstanceId) -> TestedProcess | None:
+        """The one that runs now, to be compared with another one when it may be gone."""
+        return self._lives.get(instance)
+
+    def goes_on(self, began: TestedProcess | None, target: InstanceId, *, sampled: bool) -> bool:
+        """`target` goes on exactly with the output of `began`, as far as is known."""
+        before = None if began is None else began.seen.generated
+        after = self.seen(target).generated
+        if after is None:
+            return True
+        if after.continues in (Continues.TEXT, Continues.NONE):
+            return False
+        if sampled and after.continues is not Continues.SEEDED:
+            return False
+        if before is None:
+            return True
+        return before.seeded == after.seeded if sampled else before.greedy == after.greedy
+
+    def describe(self, instance: InstanceId) -> dict[str, Any] | None:
+        """Plain data for the state; None: it has not been up."""
+        life = self._lives.get(instance)
+        if life is None or not self._enabled:
+            return None
+        continues = self.continues(instance)
+        others = (
+            other
+            for other in self._lives
+            if other != instance and not self._generate_alike(instance, other)
+        )
+        return {
+            "done": not life.is_busy and self._is_done(life),
+            "continues": None if continues is None else continues.value,
+            "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
+            "capabilities": self._capabilities(life),
+            "differs_from": sorted(others),
+            "failures": life.failures,
+            "cause": life.cause,
+        }
+
+    def _generate_alike(self, one: InstanceId, other: InstanceId) -> bool:
+        mine, theirs = self.seen(one).generated, self.seen(other).generated
+        return mine is None or theirs is None or (mine.name == theirs.name)
+
+    def _capabilities(self, life: TestedProcess) -> list[str]:
+        """Capabilities that the instance declares, less those that were not seen, and how it
+        continues a stream.
+        """
+        seen = self.seen(life.info.id)
+        names = [
+            each.value for each in life.info.capabilities if seen.moves_kv or each not in _OF_KV
+        ]
+        return names if seen.generated is None else [*names, seen.generated.continues.value]
+
+    # Tests, one at a time for each instance.
+
+    def next(self, now_s: float) -> SelfTest | None:
+        """The next test to run; its instances are busy until `done` or `failed`."""
+        if not self._enabled:
+            return None
+        free = {
+            life.info.id: life
+            for life in self._lives.values()
+            if not life.is_busy and life.retry_at_s <= now_s and self._may_be_tested(life)
+        }
+        for life in free.values():
+            if life.generated is None and _decodes(life.info.role):
+                return self._take(TokensTest(life.info.id))
+        for life in free.values():
+            if self._tests_kv and life.moves_kv is None and (test := _pair(life, free)) is not None:
+                return self._take(test)
+        return None
+
+    def next_retry_s(self) -> float | None:
+        """When an instance may be tested that had to wait."""
+        waiting = (
+            life.retry_at_s
+            for life in self._lives.values()
+            if life.retry_at_s and self._may_be_tested(life)
+        )
+        return min(waiting, default=None)
+
+    def generated(self, test: TokensTest, found: Generated) -> None:
+        self._least = None
+        for life in self._end(test):
+            life.generated, life.failures, life.retry_at_s, life.cause = found, 0, 0.0, ""
+            self._losses.pop(test.instance, None)
+
+    def transferred(self, test: TransferTest, *, moved: bool | None) -> None:
+        """`moved`: None where the engine does not count what comes, which is believed.
+
+        Of two instances between which nothing moved, the one is blamed whose partner was seen to
+        move KV with another one.
+        """
+        pair = self._end(test)
+        for life, other in zip(pair, reversed(pair), strict=True):
+            life.failures, life.retry_at_s = 0, 0.0
+            if moved is not False:
+                continue
+            life.partners.add(other.info.id)
+            if not life.moves_kv:
+                life.cause = f"no KV moved from {test.holder} to {test.target}"
+                life.former = replace(life.former or Seen(), moves_kv=False)
+        for life, other in zip(pair, reversed(pair), strict=True):
+            if moved is not False:
+                life.moves_kv, life.cause = True, ""
+            elif life.moves_kv is None and other.moves_kv:
+                life.moves_kv = False
+
+    def failed(self, test: SelfTest, cause: str, now_s: float) -> None:
+        """The test could not be carried out; it is tried again after a pause that doubles."""
+        for life in self._end(test):
+            life.failures += 1
+            life.retry_at_s = now_s + 2.0**life.failures
+            life.cause = cause
+
+    def _take(self, test: SelfTest) -> SelfTest:
+        self._running[test] = lives = [self._lives[name] for name in names_of(test)]
+        for life in lives:
+            life.is_busy = True
+        return test
+
+    def _end(self, test: SelfTest) -> list[TestedProcess]:
+        """The processes that were tested; none, if one of them is gone."""
+        lives = self._running.pop(test)
+        for life in lives:
+            life.is_busy = False
+        return lives if all(self._lives.get(life.info.id) is life for life in lives) else []
+
+    def _may_be_tested(self, life: TestedProcess) -> bool:
+        return (
+            self._known[life.info.id].health is Health.UP
+            and life.failures < _MOST_FAILURES
+            and self._losses.get(life.info.id, 0) < _MOST_LOSSES
+        )
+
+    def _is_done(self, life: TestedProcess) -> bool:
+        """Nothing is left to be tested with the instances that are up."""
+        if not self._may_be_tested(life):
+            return True
+        if life.generated is None and _decodes(life.info.role):
+            return False
+        others = {each.info.id: each for each in self._lives.values() if self._may_be_tested(each)}
+        return not self._tests_kv or life.moves_kv is not None or _pair(life, others) is None
+
+
+def _process(info: InstanceInfo) -> tuple[object, ...]:
+    # A process without a pid (0) is known by its epoch, which rises with every process.
+    return (info.pid or info.epoch, tuple(info.worker_pids), _version(info))
+
+
+def _version(info: InstanceInfo) -> tuple[object, ...]:
+    return info.model, info.fingerprint, tuple(info.capabilities)
+
+
+def names_of(test: SelfTest) -> tuple[InstanceId, ...]:
+    """The instances that are tested."""
+    match test:
+        case TokensTest():
+            return (test.instance,)
+        case TransferTest():
+            return (test.holder, test.target)
+        case _:
+            assert_never(test)
+
+
+def _pair(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> TransferTest | None:
+    """A test of the instance with another one: with one that was seen to move KV, if there is."""
+    first: TransferTest | None = None
+    for other in free.values():
+        if other is life or other.info.id in life.partners or other.moves_kv is False:
+            continue
+        for holder, target in ((life.info, other.info), (other.info, life.info)):
+            if _can_exchange(holder.role, target.role):
+                test = TransferTest(holder.id, target.id)
+                if other.moves_kv:
+                    return test
+                first = first or test
+    return first
+
+
+def _can_exchange(holder: Role, target: Role) -> bool:
+    return holder is not Role.DECODE and _decodes(target)
+
+
+def _decodes(role: Role) -> bool:
+    return role is not Role.PREFILL

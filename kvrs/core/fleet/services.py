@@ -1,0 +1,45 @@
+"""Instances that are addresses of host names: `cluster.services`. Pure.
+
+The addresses lie over `cluster.nodes` of the file, and orders of operators lie over both.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvrs.config.cluster import ServiceSettings
+from kvrs.core.fleet.fleet_orders import Nodes
+
+Found = Mapping[str, frozenset[str]]  # Numeric addresses by id of the service.
+
+
+def with_services(nodes: Nodes, services: Sequence[ServiceSettings], found: Found) -> Nodes:
+    """The nodes of a file with those of the addresses; the file's own instances stay as they are,
+    also at such an address.
+    """
+    named = {(each["host"], each["port"]) for node in nodes for each in node["instances"]}
+    added = [
+        service.node(address).model_dump(mode="json")
+        for service in services
+        for address in sorted(found.get(service.id, ()))
+        if (address, service.port) not in named
+    ]
+    return [*nodes, *added]
+
+
+def newer(held: Found, services: Sequence[ServiceSettings], answers: Found) -> Found:
+    """Addresses after a look-up: a name without an address in it keeps those it had."""
+    kept = {each.id: answers.get(each.id) or held.get(each.id) for each in services}
+    return {name: addresses for name, addresses in kept.items() if addresses}
+
+
+def single_changes(held: Found, wanted: Found) -> Iterator[tuple[str, str]]:
+    """Service and address of all that come, then of all that go."""
+    none: frozenset[str] = frozenset()
+    for first, second in ((wanted, held), (held, wanted)):
+        for name in wanted:
+            for address in sorted(first.get(name, none) - second.get(name, none)):
+                yield name, address
+
+
+def changed(held: Found, service: str, address: str) -> Found:
+    """With this address where it was not there, else without it."""
+    return {**held, service: held.get(service, frozenset()) ^ {address}}

@@ -1,0 +1,192 @@
+"""How long a source may be silent, and what excuses it.
+
+A source is an instance that reports its load, an agent, or an attempt that produces tokens.
+
+To give up what is silent serves only what can go on elsewhere. Where no other instance could take
+it, the longest limit applies: a process that was paused goes on with its streams when it is back.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from kvrs.config.proxy import ProxySettings
+from kvrs.core.fleet.known import Instances, overdue_after_s
+from kvrs.core.live import LiveStream
+from kvrs.ids import InstanceId
+
+# The least silence that counts, however quick the source was before: machines pause.
+SHORTEST_SILENCE_S = 2.0
+# No watch of a process is ended by what others say of it before it was silent for so long: on a
+# busy machine a healthy process, or this one, may lack a processor for many time slices.
+SHORTEST_SUSPICION_S = 0.5
+# Silence lasts for this many of a source's usual intervals, so that one which has become ten times
+# as slow is not silent.
+USUAL_INTERVALS = 20
+# A look that is so late was delayed by a stall of this process's own event loop.
+EVENT_LOOP_STALL_S = 0.25
+# Between two tries to reach a process, doubling.
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+# A killed process resets all its sockets at once, but they are read one after the other: wait this
+# long for the news that the whole instance is gone, so that all its victims are decided together.
+LOST_TOGETHER_S = 0.002
+
+
+def silent_after_s(usual_s: float, longest_s: float) -> float:
+    """Return how long a source with this usual interval may be silent, at most `longest_s`."""
+    return min(longest_s, max(SHORTEST_SILENCE_S, USUAL_INTERVALS * usual_s))
+
+
+def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) -> float | None:
+    """Return the mean time between two of a stream's tokens; None: there are too few."""
+    if first_s is None or last_s is None or tokens < 2:
+        return None
+    return (last_s - first_s) / (tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """How long a watched process may go without a report."""
+
+    usual_s: float
+    overdue_s: float  # Enough where gossip reports the process dead.
+    # For one whose event loop stalls, while its heartbeats come, and where nothing else could take
+    # its streams.
+    longest_s: float
+
+    @classmethod
+    def of(cls, settings: ProxySettings) -> "WatchLimits":
+        overdue_s = overdue_after_s(settings.load_interval_s)
+        longest_s = max(settings.token_gap_s, overdue_s)
+        usual_s = silent_after_s(settings.load_interval_s, longest_s)
+        return cls(usual_s, overdue_s, longest_s)
+
+    def silence_s(
+        self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0, alone_for_s: float = 0.0
+    ) -> float:
+        """A gossiped death only shortens the report timeout: it ends no watch by itself. A process
+        whose heartbeats have gone on for `beats_for_s` since its last report has until they are
+        overdue, too. One whose streams no other could take until `alone_for_s` after its last
+        report has its time from then on, whatever is gossiped: agents report silence as a death.
+        """
+        silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
+        if beats_for_s <= 0.0 and alone_for_s <= 0.0:
+            return silence_s
+        silence_s += max(0.0, alone_for_s)
+        return min(self.longest_s, max(silence_s, beats_for_s + self.overdue_s))
+
+
+class SilenceTimer:
+    """Notices silence with one timer that is re-armed when it fires, not per token."""
+
+    def __init__(self, now_s: float) -> None:
+        self.heard_s = now_s
+        self._next_s = now_s
+
+    def stalled(self, late_s: float, now_s: float) -> None:
+        """Leave out the time in which this process stood still, until now: nothing could be heard
+        in it.
+        """
+        self.heard_s = min(now_s, self.heard_s + late_s)
+
+    def may_be_suspected(self, now_s: float) -> bool:
+        """True if it has lasted longer than processes wait for a processor."""
+        return now_s - self.heard_s >= SHORTEST_SUSPICION_S
+
+    def look(self, now_s: float, limit_s: float, is_excused: Callable[[], bool]) -> float | None:
+        """Return when to look again; None: the source was silent for `limit_s` without an excuse.
+
+        The limit may become shorter meanwhile, so looks are at most SHORTEST_SILENCE_S apart.
+        """
+        # After a stall of this process's own event loop the timeout starts again: what came
+        # meanwhile may be read after this.
+        if now_s - self._next_s > EVENT_LOOP_STALL_S:
+            self.heard_s = now_s
+        if now_s >= self.heard_s + limit_s:
+            if not is_excused():
+                return None
+            self.heard_s = now_s
+        self._next_s = min(self.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
+        return self._next_s
+
+
+@dataclass(slots=True)
+class Delivered:
+    """The deliveries of an instance."""
+
+    last_s: float = -inf
+    tokens: int = 0  # Of the streams of this process, as far as they are counted.
+
+
+class InstanceProgress:
+    """When instances last delivered anything, and how long attempts may wait for them."""
+
+    def __init__(
+        self,
+        instances: Instances,
+        token_gap_s: float,
+        has_others: Callable[[InstanceId, Callable[[InstanceId], bool]], bool],
+    ) -> None:
+        """`has_others`: whether those for which a function holds could take now what runs at an
+        instance.
+        """
+        self._instances = instances
+        self._token_gap_s = token_gap_s
+        self._has_others = has_others
+        self._others_since_s: dict[InstanceId, float] = {}  # Of those that were alone.
+        self._delivered: dict[InstanceId, Delivered] = defaultdict(Delivered)
+
+    def delivered(self, instance: InstanceId, now_s: float) -> None:
+        """The instance finished a prefill or sent tokens."""
+        self._delivered[instance].last_s = now_s
+
+    def of(self, instance: InstanceId) -> Delivered:
+        """The one record of the instance, for what runs for each token."""
+        return self._delivered[instance]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all instances together."""
+        return sum(each.tokens for each in self._delivered.values())
+
+    def first_token_timeout_s(self, instance: InstanceId) -> float:
+        """Return how long it may be silent before an attempt's first token, its queue included."""
+        return self._token_gap_s + self._instances.queue_delay_s(instance)
+
+    def others_since_s(self, instance: InstanceId, now_s: float) -> float:
+        """Return since when, as far as was asked, others could take what runs at the instance;
+        infinite: none can now. Several that were paused together wake one after the other, so that
+        silence from before counts no more.
+        """
+        if not self._has_others(instance, lambda other: self._instances.is_reporting(other, now_s)):
+            self._others_since_s[instance] = inf
+            return inf
+        since_s = self._others_since_s.get(instance, -inf)
+        if since_s == inf:
+            since_s = self._others_since_s[instance] = now_s
+        return since_s
+
+    def token_gap_s(self, live: LiveStream, heard_s: float, now_s: float) -> float:
+        """Return how long after its last token an attempt may be silent. Where nothing else could
+        go on with the stream, it waits for its instance as long as a stream may wait.
+        """
+        usual_s, instance = live.journal.token_interval_s, live.instance
+        if usual_s is None or instance is None or self._instances.is_stalled(instance, now_s):
+            return self._token_gap_s
+        alone_for_s = max(0.0, self.others_since_s(instance, now_s) - heard_s)
+        silence_s = silent_after_s(usual_s, self._token_gap_s)
+        return min(self._token_gap_s, alone_for_s + silence_s)
+
+    def is_making_progress(self, instance: InstanceId, now_s: float) -> bool:
+        """The instance has more streams than it can run at a time, and delivers for some of them.
+
+        To give up the others would only move them to the end of another queue. An engine that hangs
+        has a queue as well, but delivers nothing.
+        """
+        return (
+            now_s - self._delivered[instance].last_s < self._token_gap_s
+            and self._instances.queued(instance) > 0
+            and self._instances.is_reporting(instance, now_s)
+        )

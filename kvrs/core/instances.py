@@ -1,0 +1,317 @@
+"""Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import assert_never
+
+from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
+from kvrs.core.books.incident_book import LostInstance
+from kvrs.core.defences import quarantine
+from kvrs.core.defences.restarts import Restarts
+from kvrs.core.ledger import Ledger
+from kvrs.core.model.cluster_view import Member, have_roles_of
+from kvrs.core.model.events import (
+    DrainEnded,
+    DrainOrdered,
+    DrainReported,
+    GpuJudged,
+    HolderLost,
+    InstanceExited,
+    InstanceLost,
+    InstanceReformed,
+    InstanceReforming,
+    InstanceRemoved,
+    InstanceUp,
+    LoadReported,
+    NamesListed,
+    SelfTested,
+)
+from kvrs.core.model.lifecycle import InstanceLeft, Stage
+from kvrs.core.model.streams import Stream
+from kvrs.core.starter import Starter
+from kvrs.core.staying import Staying
+from kvrs.core.steps import Steps
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.gpus import GpuState
+
+
+class InstanceEvents:
+    def __init__(
+        self,
+        ledger: Ledger,
+        starter: Starter,
+        staying: Staying,
+        steps: Steps,
+        settings: PolicySettings,
+    ) -> None:
+        self._ledger = ledger
+        self._view = ledger.view
+        self._incidents = ledger.incidents
+        self._starter = starter
+        self._staying = staying
+        self._steps = steps
+        self._settings = settings
+        self._restarts = Restarts()
+        # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
+        self._gpu_degraded: set[InstanceId] = set()
+        self._drain_ordered: set[InstanceId] = set()
+
+    def reload(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    def up(self, event: InstanceUp, now_s: float) -> None:
+        instance = event.instance
+        member = self._view.members.get(instance.id)
+        if member is not None and instance.epoch <= member.instance.epoch:
+            return
+        if member is not None and event.lives_on:
+            member.set_instance(instance)
+            self._view.set_self_tested(member, moves_kv=instance.moves_kv, tokens=instance.tokens)
+            return
+        # What ran in the former epoch is gone, also when its loss was not reported.
+        lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
+        member = self._view.add(instance)
+        member.gpu_degraded = instance.id in self._gpu_degraded
+        member.drain_ordered = instance.id in self._drain_ordered
+        self._view.update()
+        self._restarts.up(self._view.members[instance.id], now_s)
+        self._ledger.kv_locations.instance_up(self._view.members[instance.id])
+        if sum(m.instance.role is instance.role for m in self._view.members.values()) == 1:
+            # The wait to run apart begins when there is anywhere to run.
+            self._incidents.postpone(now_s)
+        self._incidents.up(instance.id, had_not_ended=event.had_not_ended)
+        self._starter.gather(lost, now_s)
+        self._starter.place_idle(now_s)
+
+    def reported(self, event: LoadReported, now_s: float) -> None:
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        member.reported_queue_s = event.queue_delay_s
+        if member.decodes:
+            # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
+            # the load of a target is all that it runs or queues).
+            others = max(0, event.streams - len(member.running))
+            self._view.count_stream(member, others - member.others_reported)
+            member.others_reported = others
+        if (reforming := member.reforming) is not None:
+            reforming.queue_s = event.queue_delay_s
+            member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)
+        epoch = member.instance.epoch
+        self._place_freed(self._incidents.alive(event.instance, epoch, now_s), now_s)
+
+    def _place_freed(self, freed: Iterable[StreamId], now_s: float) -> None:
+        """Streams that are suspected of less than before."""
+        for stream_id in freed:
+            # Else an attempt runs, or it was gathered and placed with one before it.
+            if (stream := self._ledger.idle.get(stream_id)) is not None:
+                self._starter.place_again(stream, now_s)
+
+    def ended(self, event: InstanceLost | InstanceRemoved | InstanceExited, now_s: float) -> None:
+        match event:
+            case InstanceLost():
+                self._lost(event, now_s)
+            case InstanceRemoved():
+                self._removed(event, now_s)
+            case InstanceExited():
+                self._exited(event, now_s)
+            case _:
+                assert_never(event)
+
+    def _lost(self, event: InstanceLost, now_s: float) -> None:
+        member = self._view.members.get(event.instance)
+        if member is not None and event.epoch >= member.instance.epoch:
+            victims = self._lose(
+                member, event.cause, event.produced_tokens, now_s, may_live=event.may_live
+            )
+            self._starter.gather(victims, now_s)
+
+    def _removed(self, event: InstanceRemoved, now_s: float) -> None:
+        member, victims = self._view.members.get(event.instance), []
+        if member is not None:
+            member.drain_ordered = True  # What runs there is not to blame.
+            victims = self._lose(member, "removed", event.produced_tokens, now_s)
+        self._drain_ordered.discard(event.instance)
+        self._gpu_degraded.discard(event.instance)
+        self._restarts.forget(event.instance)
+        self._starter.gather(victims, now_s)
+
+    def _exited(self, event: InstanceExited, now_s: float) -> None:
+        freed = self._incidents.exited(
+            event.instance, event.epoch, now_s, is_external=event.is_external
+        )
+        self._place_freed(freed, now_s)
+
+    def agent_lost(self, event: HolderLost, now_s: float) -> None:
+        """No request ends an agent: what dies with it on its node dies with the node."""
+        agent = self._view.agents.get(event.holder)
+        if agent is None or event.epoch < agent.epoch:
+            return
+        self._ledger.kv_locations.agent_lost(event)
+        self._place_freed(self._incidents.node_lost(agent.node, now_s), now_s)
+
+    def gpu_judged(self, event: GpuJudged, now_s: float) -> None:
+        treatment = treatment_of(self._settings.gpu, event.state)
+        if treatment is None:
+            self._gpu_degraded.discard(event.instance)
+        else:
+            self._gpu_degraded.add(event.instance)
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        member.gpu_degraded = treatment is not None
+        self._view.update()
+        if treatment is Failing.MOVE and member.is_drained:
+            cause = f"moved: its GPU is {event.state.value}: {event.reason}"
+            self._move(member, cause, event.produced_tokens, now_s)
+
+    def learned(self, event: SelfTested | NamesListed, now_s: float) -> None:
+        """Other facts of an instance that runs on."""
+        member = self._view.members.get(event.instance)
+        if member is None or event.epoch != member.instance.epoch:
+            return
+        match event:
+            case SelfTested():
+                self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
+            case NamesListed():
+                # With the table of all its ranks, from which the other one is made.
+                member.set_instance(replace(member.unscaled, names=event.names))
+                self._starter.place_idle(now_s)
+            case _:
+                assert_never(event)
+
+    def drain_reported(self, event: DrainReported, now_s: float) -> None:
+        """Streams on an instance that is about to end are moved while their KV is still there."""
+        member = self._view.members.get(event.instance)
+        if member is None or event.epoch != member.instance.epoch:
+            return
+        member.draining = True
+        self._view.update()
+        # With every report, so that one which re-forms is waited for.
+        if not self._can_move_from(member):
+            return
+        self._leave_kv(member, event.produced_tokens)
+        self._move(member, "moved: its instance is about to end", event.produced_tokens, now_s)
+
+    def ordered(self, event: DrainOrdered | DrainEnded, now_s: float) -> None:
+        """By an operator, for all processes of the instance."""
+        member = self._view.members.get(event.instance)
+        if isinstance(event, DrainEnded):
+            self._drain_ordered.discard(event.instance)
+        else:
+            self._drain_ordered.add(event.instance)
+        if member is None:
+            return
+        member.drain_ordered = isinstance(event, DrainOrdered)
+        self._view.update()
+        if isinstance(event, DrainEnded):
+            self._starter.place_idle(now_s)
+        elif event.moves and self._can_move_from(member):
+            self._leave_kv(member, event.produced_tokens)
+            self._move(member, "moved: its instance is drained", event.produced_tokens, now_s)
+
+    def reforming(self, event: InstanceReforming | InstanceReformed, now_s: float) -> None:
+        """Its streams stay, or leave; what queues for a slot there is placed again."""
+        member = self._view.members.get(event.instance)
+        if member is None:
+            return
+        if isinstance(event, InstanceReformed):
+            self._staying.reformed(event, now_s)
+            return
+        self._staying.reforming(event, self._running(member), now_s)
+        queued = self._ledger.slots.waiting_for(event.instance)
+        if member.reforming is not None and member.is_drained and queued:
+            left = InstanceLeft(event.instance, event.cause, {}, is_lost=False)
+            stranded = [self._ledger.streams[each] for each in queued]
+            for stream in stranded:
+                self._steps.apply(stream.id, left, now_s)
+            self._starter.place_all(stranded, now_s)
+
+    def _can_move_from(self, member: Member) -> bool:
+        """The instance is drained, and others that compute now can take its streams."""
+        others = [each for each in self._view.members.values() if not each.must_drain]
+        return member.is_drained and have_roles_of(member, others)
+
+    def _leave_kv(self, member: Member, produced_tokens: Mapping[StreamId, int]) -> None:
+        """Keep the KV of its streams for fetching: by a lease while the process is about to end,
+        else because nothing new takes the place of pages in its prefix cache.
+        """
+        for stream in self._running(member) if member.retains else []:
+            if stream.stage is Stage.DECODE and stream.attempt.resumed:
+                produced = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
+                pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
+                self._ledger.kv_locations.leave(stream, member, pages)
+
+    def _move(
+        self, member: Member, cause: str, produced_tokens: Mapping[StreamId, int], now_s: float
+    ) -> None:
+        """Decide what runs there as if it were lost, though it still runs: nothing is fenced."""
+        self._steps.halt_all(self._running(member))
+        event = InstanceLeft(member.instance.id, cause, produced_tokens, is_lost=False)
+        self._starter.gather(self._leave(member, event, now_s), now_s)
+
+    def _lose(
+        self,
+        member: Member,
+        cause: str,
+        produced_tokens: Mapping[StreamId, int],
+        now_s: float,
+        *,
+        may_live: bool = False,
+    ) -> list[Stream]:
+        """Take it and its streams out of the books; return those that are to be placed again."""
+        self._view.remove(member)
+        self._restarts.died(member, now_s)
+        suspects = self._note_death(member, now_s, may_live=may_live)
+        waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
+        for stream_id in list(member.held):
+            self._ledger.kv_locations.forget(stream_id, member.instance.id)
+        event = InstanceLeft(member.instance.id, cause, produced_tokens, is_lost=True)
+        victims = self._leave(member, event, now_s)
+        self._starter.clear_suspects(member.instance.id, cause)
+        return [*victims, *waiting]
+
+    def _note_death(self, member: Member, now_s: float, *, may_live: bool) -> list[Stream]:
+        """The streams that may have caused it, as far as the book does not know better."""
+        streams, instance = self._ledger.streams.values(), member.instance
+        if member.must_drain:  # It was about to end, is drained by an operator, or its GPU fails.
+            freed = self._incidents.exited(instance.id, instance.epoch, now_s, is_external=True)
+            return [stream for stream in streams if stream.id in freed]
+        suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
+        names = {stream.id: stream.first_token_sent for stream in suspects}
+        self._incidents.lost(
+            LostInstance(
+                instance.id, instance.epoch, member.own_prefill or instance.id, instance.node
+            ),
+            names,
+            member.running - names.keys(),
+            now_s,
+            may_live=may_live,
+        )
+        return suspects
+
+    def _leave(self, member: Member, event: InstanceLeft, now_s: float) -> list[Stream]:
+        """Apply the event to the streams that run there or queue for a slot there: they are to be
+        placed again.
+        """
+        queued = self._ledger.slots.waiting_for(member.instance.id)
+        streams = [*self._running(member), *(self._ledger.streams[each] for each in queued)]
+        for stream in streams:
+            self._steps.apply(stream.id, event, now_s)
+        return streams
+
+    def _running(self, member: Member) -> list[Stream]:
+        return [self._ledger.streams[stream_id] for stream_id in sorted(member.running)]
+
+
+def treatment_of(settings: GpuSettings, state: GpuState) -> Failing | None:
+    """How to treat an instance with an unhealthy GPU; None: like any other."""
+    match state:
+        case GpuState.HEALTHY:
+            return None
+        case GpuState.DEGRADED:
+            return Failing.DRAIN if settings.degraded is Degraded.DRAIN else None
+        case GpuState.FAILING:
+            return settings.failing
+        case _:
+            assert_never(state)

@@ -1,0 +1,213 @@
+"""The ledger of streams: their stages, and what their attempts take up in the cluster view (work,
+bytes on links, slots, alarms, room for checkpoints).
+"""
+
+from kvrs.core.books.checkpoints import Checkpoints
+from kvrs.core.books.incident_book import IncidentBook
+from kvrs.core.books.kv_locations import KvLocations
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.timers import Timers
+from kvrs.core.defences import quarantine
+from kvrs.core.defences.outliers import Outliers
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.cluster_view import ClusterView, Link, Member
+from kvrs.core.model.lifecycle import MOVES, Stage
+from kvrs.core.model.streams import AttemptState, Decision, StayDeadline, Stream
+from kvrs.ids import InstanceId, StreamId
+
+_IDLE = (Stage.WAITING, Stage.QUEUED)
+
+
+class Ledger:
+    def __init__(
+        self,
+        view: ClusterView,
+        slots: SlotBook,
+        timers: Timers,
+        checkpoints: Checkpoints,
+        outliers: Outliers,
+        incidents: IncidentBook,
+    ) -> None:
+        self.view = view
+        self.slots = slots
+        self.timers = timers
+        self.checkpoints = checkpoints
+        self.outliers = outliers
+        self.incidents = incidents
+        self.streams: dict[StreamId, Stream] = {}
+        self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
+        self.kv_locations = KvLocations(view, checkpoints, self.streams)
+
+    def admit(self, stream: Stream) -> None:
+        assert stream.id not in self.streams, stream.id
+        self.streams[stream.id] = self.idle[stream.id] = stream
+
+    def begin(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+        """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`
+        before anything comes of it.
+        """
+        if stream.stage is Stage.QUEUED:
+            self.slots.leave(stream.id)
+        self.timers.clear(stream.id)
+        decode = self.view.members[plan.decode]
+        runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
+        chosen = decision.chosen
+        self.outliers.started(stream, plan)
+        stream.attempt = attempt = AttemptState(
+            stream.attempt.number + 1, plan, chosen.option, now_s, decision
+        )
+        runs_on.book(chosen.compute_s)
+        self.view.work.book(stream.client, chosen.compute_s)
+        attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
+        for run in plan.runs:
+            agent = self.view.agents.get(run.holder)
+            target = decode.instance.node
+            if agent is None:
+                link = self.view.link(self.view.members[run.holder].instance.node, target)
+            else:
+                link = self.view.link_from(agent, target)
+            _put_on_link(attempt, link, run.pages * decode.page_bytes)
+        stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
+        self._run(stream, stage, runs_on, decode)
+        if runs_on is not decode and decode.own_prefill == runs_on.instance.id:
+            # The one call of both stages goes there, and is lost with it.
+            decode.running.add(stream.id)
+
+    def hand_off(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> None:
+        """Prefill is done; the attempt goes on at `decode`, by this plan."""
+        self.settle_bookings(stream)
+        stream.attempt.plan = plan
+        self._run(stream, Stage.DECODE, decode, decode)
+        if decode.instance.node != prefill.instance.node:
+            size_bytes = stream.history_tokens * decode.instance.geometry.bytes_per_token
+            link = self.view.link(prefill.instance.node, decode.instance.node)
+            _put_on_link(stream.attempt, link, size_bytes)
+
+    def settle_bookings(self, stream: Stream) -> None:
+        """The attempt's work has been done and its bytes have arrived, or it is over."""
+        attempt = stream.attempt
+        if attempt.booked_on is not None:
+            attempt.booked_on.unbook(attempt.booked_s)
+            self.view.work.unbook(stream.client, attempt.booked_s)
+            attempt.booked_on = None
+        for link, size_bytes in attempt.links:
+            link.in_flight_bytes -= size_bytes
+        attempt.links.clear()
+
+    def arrived(self, stream: Stream) -> None:
+        """The attempt has brought a token: what it fetched or computed first is there."""
+        self.settle_bookings(stream)
+        self.slots.release(stream.id)
+
+    def resume(self, stream: Stream) -> None:
+        """The attempt has brought a token to the client, and nothing more is waited for."""
+        self.arrived(stream)
+        self.timers.clear(stream.id)
+        if stream.reserved:
+            quarantine.end(stream)
+        if stream.checkpoints:
+            self.checkpoints.drop_former(stream)
+        if stream.attempt.number > 1:
+            self.kv_locations.resumed(stream)
+        stream.attempt.resumed, stream.attempt.decision = True, None
+        stream.attempt.stay_deadline = None
+
+    def stay(self, stream: Stream, decision: Decision, now_s: float) -> None:
+        """The attempt goes on at its instance, which re-forms, as decided now."""
+        attempt = stream.attempt
+        attempt.option, attempt.decision = decision.chosen.option, decision
+        attempt.started_s = now_s
+
+    def set_stay_deadline(self, stream: Stream, deadline: StayDeadline) -> None:
+        """Until when an attempt that stays is waited for."""
+        stream.attempt.stay_deadline = deadline
+        self.timers.set(stream.id, deadline.until_s)
+
+    def clear_stay_deadline(self, stream: Stream) -> None:
+        """The instance that the attempt stayed at has done its part."""
+        self.timers.clear(stream.id)
+        stream.attempt.stay_deadline = None
+
+    def wait(self, stream: Stream, now_s: float) -> None:
+        """From an attempt or a queue to waiting; the caller has the stream placed."""
+        if stream.stage not in _IDLE:
+            stream.waiting_since_s = now_s
+        self._leave(stream)
+        self._enter(stream, Stage.WAITING)
+
+    def queue(self, stream: Stream, target: InstanceId) -> None:
+        self.slots.enqueue(target, stream.id)
+        self._enter(stream, Stage.QUEUED)
+
+    def deny(self, stream: Stream, until_s: float) -> None:
+        """No slot for the attempt before then: back to the stream's former place in the queue."""
+        self.slots.deny(stream.id, until_s)
+        self._end_attempt(stream)
+        self._enter(stream, Stage.QUEUED)
+
+    def forget(self, stream: Stream) -> None:
+        assert (stream.stage, None) in MOVES, stream.stage
+        self._leave(stream)
+        if stream.checkpoints:
+            self.checkpoints.forget(stream)
+        for instance in list(stream.holders):
+            self.kv_locations.forget(stream.id, instance)
+        self.idle.pop(stream.id, None)
+        del self.streams[stream.id]
+
+    def _enter(self, stream: Stream, stage: Stage) -> None:
+        """The only place at which a stage changes."""
+        assert stream.stage is stage or (stream.stage, stage) in MOVES, (stream.stage, stage)
+        stream.stage = stage
+        if stage in _IDLE:
+            self.idle[stream.id] = stream
+        else:
+            self.idle.pop(stream.id, None)
+
+    def _run(self, stream: Stream, stage: Stage, member: Member, decode: Member) -> None:
+        """The attempt is at this member now, and decodes there or will at `decode`."""
+        attempt = stream.attempt
+        if attempt.runs_on is not None:
+            _leave_members(stream)
+        if attempt.decodes_on is not decode:
+            if attempt.decodes_on is not None:
+                self.view.count_stream(attempt.decodes_on, -1)
+                attempt.decodes_on.health.left(stream.id)
+            self.view.count_stream(decode, 1)
+        attempt.runs_on, attempt.decodes_on = member, decode
+        attempt.is_guest = stream.first_token_sent and (
+            member.quarantined_for not in (None, stream.id)
+        )
+        member.running.add(stream.id)
+        self.outliers.awaits(stream)
+        self._enter(stream, stage)
+
+    def _leave(self, stream: Stream) -> None:
+        """Out of every book: the attempt is over, or the wait."""
+        self.slots.release(stream.id)
+        self.slots.leave(stream.id)
+        self._end_attempt(stream)
+
+    def _end_attempt(self, stream: Stream) -> None:
+        attempt = stream.attempt
+        self.settle_bookings(stream)
+        self.timers.clear(stream.id)
+        if stream.reserved:
+            quarantine.end(stream)
+        self.outliers.left(stream)
+        _leave_members(stream)
+        attempt.runs_on = attempt.decision = attempt.stay_deadline = None
+        if attempt.decodes_on is not None:
+            self.view.count_stream(attempt.decodes_on, -1)
+            attempt.decodes_on = None
+
+
+def _leave_members(stream: Stream) -> None:
+    for member in (stream.attempt.runs_on, stream.attempt.decodes_on):
+        if member is not None:
+            member.running.discard(stream.id)
+
+
+def _put_on_link(attempt: AttemptState, link: Link, size_bytes: int) -> None:
+    link.in_flight_bytes += size_bytes
+    attempt.links.append((link, size_bytes))

@@ -1,0 +1,139 @@
+"""An open stream: its journal, its plan, and where its current attempt runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from typing import Protocol
+
+from kvrs.core.model.actions import GiveUp, Plan
+from kvrs.core.model.events import Deadlines, Kept
+from kvrs.ids import InstanceId, StreamId
+
+
+class StreamStage(StrEnum):
+    WAITING = "waiting"  # No attempt is running: the policy has not found it a place yet.
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Every token, the finish and the usage were sent; only the formal end is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CannotContinue:
+    """The rest of the stream could not be produced exactly, and the configuration refuses less."""
+
+    cause: str
+
+
+Outcome = Complete | GiveUp | CannotContinue
+
+
+class StreamJournal(Protocol):
+    """Facts about one stream. (`owner_epoch`, `attempt`) is its only writer; attempt 0 while there
+    is none.
+    """
+
+    stream: StreamId
+    arrived_s: float
+    owner_epoch: int
+    attempt: int
+    deadlines: Deadlines
+    client: str  # Shares the queues with the others; empty: it is not known.
+    tenant: str  # Its mark; all are the same where there are no tenants.
+    name: str  # Key of the alias or adapter that it is of (`names.py`); empty: all have it.
+    kept: tuple[Kept, ...]  # KV of the stream as the proxy before this one knew it.
+
+    @property
+    def prompt_ids(self) -> Sequence[int] | None:
+        """None until an engine has tokenised the prompt."""
+
+    @property
+    def prompt_tokens_guess(self) -> int:
+        """Tokens of the prompt, estimated from its text while `prompt_ids` is None."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """None: as many as the engine has room for."""
+
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+
+    @property
+    def token_interval_s(self) -> float | None:
+        """Mean time between two tokens; None: there are too few."""
+
+    @property
+    def finished(self) -> bool:
+        """The client has all of the text."""
+
+    @property
+    def resumable(self) -> bool:
+        """The client may resume the stream at another proxy."""
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """Features that could not be continued exactly after a cut."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """The checkpoint of a stream at one agent."""
+
+    pages: int = 0  # Leading full ones.
+    lost: str | None = None  # Why the agent keeps nothing.
+
+
+@dataclass(slots=True, eq=False)
+class LiveStream:
+    """A stream that has not ended. Drivers extend it with what they need to run attempts."""
+
+    journal: StreamJournal
+    plan: Plan | None = None
+    stage: StreamStage = StreamStage.WAITING
+    instance: InstanceId | None = None  # Where the current stage runs.
+    prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
+    # Its attempt stays at an instance that re-forms, and may be silent until then.
+    stays_until_s: float = -inf
+    copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
+
+    @property
+    def id(self) -> StreamId:
+        return self.journal.stream
+
+    @property
+    def produced_tokens(self) -> int:
+        return len(self.journal.output_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 0 if self.journal.prompt_ids is None else len(self.journal.prompt_ids)
+
+    @property
+    def history_tokens(self) -> int:
+        return self.prompt_tokens + self.produced_tokens
+
+    @property
+    def remaining_tokens(self) -> int | None:
+        """How many more the client wants; None: as many as the engine has room for."""
+        most = self.journal.max_tokens
+        return None if most is None else most - self.produced_tokens
+
+    def prefills_at(self, plan: Plan) -> InstanceId | None:
+        """The instance that gets a prefill call of its own.
+
+        Where one instance does both stages its prefix cache is the hand-off, and the call is needed
+        only for the ids of a prompt that came as text.
+        """
+        return plan.prefill or (plan.decode if self.journal.prompt_ids is None else None)
+
+    def note_prefilled(self, instance: InstanceId) -> None:
+        if instance not in self.prefilled_at:
+            self.prefilled_at = (*self.prefilled_at, instance)
+
+    def enter(self, stage: StreamStage, instance: InstanceId | None) -> None:
+        self.stage = stage
+        self.instance = instance

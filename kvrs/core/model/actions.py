@@ -1,0 +1,169 @@
+"""The policy's output. Actions are imperative; a driver carries them out in their order.
+
+Those of every stream are structs, as in `events.py`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.ids import InstanceId, StreamId
+
+
+class PageRange(msgspec.Struct, frozen=True, gc=False):
+    """Pages `[first_page, first_page + pages)` of the history, to be fetched from `holder` (an
+    instance or an agent).
+    """
+
+    holder: InstanceId
+    first_page: int
+    pages: int
+    generation: int  # The holder's epoch.
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """An agent that stores a checkpoint of the stream, with room for all of it."""
+
+    holder: InstanceId
+    reserved_bytes: int
+
+
+class Plan(msgspec.Struct, frozen=True, gc=False):
+    """How one attempt produces a stream's next tokens.
+
+    With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off.
+    Without it, `decode` takes the history directly, fetches the pages of `runs` and computes the
+    rest itself; what lies before the first run it computes while it fetches. `places` are where the
+    attempt's newly filled pages go.
+    """
+
+    decode: InstanceId
+    prefill: InstanceId | None = None
+    runs: tuple[PageRange, ...] = ()
+    places: tuple[Place, ...] = ()
+
+
+class Start(msgspec.Struct, frozen=True, gc=False):
+    """Begin attempt `attempt` of the stream; every lower attempt is over and its connections are
+    closed.
+    """
+
+    stream: StreamId
+    attempt: int
+    plan: Plan
+
+
+class Stay(msgspec.Struct, frozen=True, gc=False):
+    """The attempt goes on at its instance, which re-forms; it may be silent until then."""
+
+    stream: StreamId
+    attempt: int
+    until_s: float
+
+
+class Recovered(msgspec.Struct, frozen=True, gc=False):
+    """A record beside the `Start` or `Stay` it explains: why this option, and what every option was
+    predicted to cost.
+    """
+
+    stream: StreamId
+    attempt: int
+    option: Option
+    predicted_s: float
+    estimates: tuple[Estimate, ...]
+    cause: str
+    failed: InstanceId | None
+    others: float = 0.0  # Other victims, per target, for which each estimate was charged.
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """The hand-off of this attempt goes by another plan: prefill is done, and its decode call has
+    not begun.
+    """
+
+    stream: StreamId
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """End this attempt, which still runs: its stream is moved before the instance fails or ends. A
+    later `Start` follows.
+    """
+
+    stream: StreamId
+    attempt: int
+
+
+class Settled(msgspec.Struct, frozen=True, gc=False):
+    """A record of a recovery that has brought a token to the client: predicted and real cost."""
+
+    stream: StreamId
+    attempt: int
+    option: Option
+    raw_s: float  # By the tables.
+    predicted_s: float  # After the correction.
+    real_s: float
+    # Real cost minus the best other prediction; below 0: no other option is predicted to have been
+    # better.
+    regret_s: float
+
+
+class Reason(StrEnum):
+    NO_INSTANCE = "no_instance"
+    BUSY = "busy"  # Every instance, for `recovery.wait_s`.
+    OVERLOADED = "overloaded"  # A new request would wait for too long.
+    OVER_SHARE = "over_share"  # The queues are long, and its client has its share of them.
+    SLO = "slo"
+    RETRIES = "retries"
+    POISON = "poison"  # `recovery.poison_deaths` instances died of it in a row.
+    # By two instances, or by one that named the request's fault: the client gets what the last one
+    # said.
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the stream with an explicit error (503 before the first byte, an error event after
+    it).
+    """
+
+    stream: StreamId
+    reason: Reason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ejected:
+    """A record: the instance gets nothing new for `pause_s`, and then one request to prove itself
+    (`core/defences/outliers.py`).
+    """
+
+    instance: InstanceId
+    epoch: int
+    cause: str
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Readmitted:
+    """A record: an ejected instance has answered again."""
+
+    instance: InstanceId
+    epoch: int
+
+
+class WakeAt(msgspec.Struct, frozen=True, gc=False):
+    """Send `TimerFired` at this time."""
+
+    at_s: float
+
+
+Action = (
+    Start | Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
+)

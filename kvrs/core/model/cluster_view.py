@@ -1,0 +1,492 @@
+"""The policy's view of instances, agents and links: reported facts, and bookings of what this proxy
+has sent where.
+
+Reports are as old as the last poll; bookings count at once. A queue, and the bytes reserved at an
+agent, are the larger of the two, because each misses part of what the other counts.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from operator import attrgetter
+from typing import Any
+
+from kvrs.core.model.health import UNANSWERED_S, AnswerHealth
+from kvrs.core.model.reforming import PredictedReforming
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import MEMORY, Capability, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The properties of an instance that is up."""
+
+    id: InstanceId
+    node: NodeId
+    role: Role
+    epoch: int
+    geometry: KvGeometry
+    prefill: PrefillTable
+    capabilities: frozenset[Capability]
+    max_model_len: int | None = None  # Tokens of prompt and output together; None: not known.
+    # The prefill instance of the same server: it computes a history within the one call that
+    # decodes it.
+    own_prefill: InstanceId | None = None
+    # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
+    moves_kv: bool = True
+    # Instances with equal names go on exactly where another one was cut. Empty: not known.
+    tokens: str = ""
+    # A decode instance that computes the prompt of a new stream within the call that decodes it,
+    # where no prefill instance is up.
+    computes_prompts: bool = False
+    names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One epoch of one instance; its next epoch is another member."""
+
+    instance: Instance
+    reported_queue_s: float = 0.0
+    work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
+    bookings: int = 0
+    # Streams that decode there or will after their prefill, those of all other proxies included.
+    streams: int = 0
+    others_reported: int = 0  # Streams of other proxies, by its last report.
+    # Streams of which the current stage, or the only call, runs there.
+    running: set[StreamId] = field(default_factory=set)
+    held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
+    gpu_degraded: bool = False  # By the settings, for this state of its GPU it is to be drained.
+    draining: bool = False  # The process has reported that it is about to end.
+    drain_ordered: bool = False  # By an operator.
+    reforming: PredictedReforming | None = None  # It computes nothing until it has other ranks.
+    is_drained: bool = False  # For any of these it gets nothing new: others have its role.
+    # Decoding with fewer ranks than it was configured with takes so much longer per token.
+    slower_token_s: float = 0.0
+    prefill_factor: float = 1.0  # Of its prefill table, for the same reason.
+    unscaled: Instance = field(init=False)  # With the table of all its ranks.
+    # A suspected stream that runs there, or will, with no other that waits for its first token.
+    quarantined_for: StreamId | None = None
+    quarantined_until_s: float = -inf  # Till then also if there is no other instance of its role.
+    health: AnswerHealth = field(default_factory=AnswerHealth)
+    # Capabilities, looked up once because every decision uses them.
+    prefills: bool = field(init=False)
+    decodes: bool = field(init=False)
+    pulls: bool = field(init=False)
+    retains: bool = field(init=False)
+    caches: bool = field(init=False)
+    splits: bool = field(init=False)
+    checkpoints: bool = field(init=False)
+    moves_kv: bool = field(init=False)
+    tokens: str = field(init=False)
+    own_prefill: InstanceId | None = field(init=False)
+    page_bytes: int = field(init=False)
+    page_size_tokens: int = field(init=False)
+    bytes_per_token: int = field(init=False)
+    # The order of decode instances: by streams, then by id.
+    rank: tuple[int, InstanceId] = field(init=False)
+    # Decode instances of its node that are not drained and can have its hand-offs.
+    own_decoders: list["Member"] = field(default_factory=list)
+    is_ranked: bool = False  # Among the decode instances that are not drained.
+
+    def __post_init__(self) -> None:
+        self.unscaled = self.instance
+        self.prefills = self.instance.role is not Role.DECODE
+        self.decodes = self.instance.role is not Role.PREFILL
+        self.pulls = Capability.PULL_PAGES in self.instance.capabilities
+        self.retains = Capability.RETAIN in self.instance.capabilities
+        self.caches = Capability.PREFIX_CACHE in self.instance.capabilities
+        self.splits = self.pulls and Capability.SPLIT in self.instance.capabilities
+        self.checkpoints = Capability.CHECKPOINT in self.instance.capabilities
+        self.moves_kv, self.tokens = self.instance.moves_kv, self.instance.tokens
+        self.own_prefill = self.instance.own_prefill
+        self.page_bytes = self.instance.geometry.page_bytes
+        self.page_size_tokens = self.instance.geometry.page_size_tokens
+        self.bytes_per_token = self.instance.geometry.bytes_per_token
+        self.rank = self.streams, self.instance.id
+
+    @property
+    def is_to_end(self) -> bool:
+        """The instance is to be left for good, as far as is known."""
+        return self.gpu_degraded or self.draining or self.drain_ordered
+
+    @property
+    def must_drain(self) -> bool:
+        """Nothing new is to go there while another instance has its role."""
+        return self.is_to_end or self.reforming is not None
+
+    @property
+    def queue_s(self) -> float:
+        return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
+
+    def count(self, change: int) -> None:
+        self.streams += change
+        self.rank = self.streams, self.instance.id
+
+    def is_clear(self, now_s: float) -> bool:
+        """Fast path: no health restriction applies, the instance is open for new requests and for
+        recoveries, and not busy.
+        """
+        health = self.health
+        return (
+            health.until_s is None
+            and health.busy_until_s is None
+            and self.quarantined_for is None
+            and not health.is_ejected
+            and (
+                not health.awaited
+                or now_s - health.awaited_from_s <= UNANSWERED_S
+                or now_s - health.answered_s <= UNANSWERED_S
+            )
+        )
+
+    def set_instance(self, instance: Instance) -> None:
+        """Other facts of the same epoch."""
+        self.instance = self.unscaled = instance
+        self._scale()
+
+    def set_pace(self, decode_factor: float, prefill_factor: float, token_s: float) -> None:
+        """It takes so many times as long as with all its ranks, at `token_s` per token now or
+        before.
+        """
+        self.slower_token_s = max(0.0, decode_factor - 1) * token_s
+        if prefill_factor != self.prefill_factor:
+            self.prefill_factor = prefill_factor
+            self._scale()
+
+    def _scale(self) -> None:
+        self.instance = self.unscaled
+        if self.prefill_factor != 1.0:
+            table = self.unscaled.prefill.scaled(self.prefill_factor)
+            self.instance = replace(self.unscaled, prefill=table)
+
+    def takes_from(self, prefill: "Member") -> bool:
+        """A prefill there can be handed off to this instance. A server that pulls no pages takes
+        hand-offs from its own prefill instance only.
+        """
+        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.instance.id
+
+    def continues(self, tokens: str) -> bool:
+        """The instance goes on exactly with the output of one that computes `tokens`, as far as is
+        known.
+        """
+        return not tokens or self.tokens in ("", tokens)
+
+    def book(self, seconds: float) -> None:
+        self.work_s += seconds
+        self.bookings += 1
+
+    def unbook(self, seconds: float) -> None:
+        self.bookings -= 1
+        # Without bookings exactly zero: a rounding error would decide between idle instances.
+        self.work_s = max(0.0, self.work_s - seconds) if self.bookings else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Agent:
+    """One epoch of the agent of one node: a row of the load table of LUMEN section 4.2."""
+
+    id: InstanceId
+    node: NodeId
+    epoch: int
+    capacity_bytes: int
+    host_to_device_bytes_per_s: float
+    reported_bytes: int = 0  # Reserved by the streams of all proxies.
+    reported_checkpoints: int = 0
+    # For streams of this proxy, from the moment at which the place is chosen.
+    booked_bytes: int = 0
+    booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
+    # Streams that have a checkpoint here, or are to have one.
+    streams: set[StreamId] = field(default_factory=set)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max(self.booked_bytes, self.reported_bytes)
+
+    @property
+    def checkpoints(self) -> int:
+        return max(len(self.streams), self.reported_checkpoints)
+
+    def has_room(self, need_bytes: int) -> bool:
+        return self.reserved_bytes + need_bytes <= self.capacity_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    bytes_per_s: float
+    measured: bool = False
+    in_flight_bytes: int = 0  # Requested for this proxy's streams and not known to have arrived.
+
+    def measure(self, bytes_per_s: float) -> None:
+        if bytes_per_s > 0:
+            self.bytes_per_s, self.measured = bytes_per_s, True
+
+
+class ClientWork:
+    """Predicted compute time of what each client has sent and has no answer yet."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._bookings: dict[str, int] = {}
+
+    def book(self, client: str, seconds: float) -> None:
+        self._seconds[client] = self._seconds.get(client, 0.0) + seconds
+        self._bookings[client] = self._bookings.get(client, 0) + 1
+
+    def unbook(self, client: str, seconds: float) -> None:
+        self._bookings[client] -= 1
+        if self._bookings[client]:
+            self._seconds[client] -= seconds
+        else:
+            del self._bookings[client], self._seconds[client]
+
+    def of(self, client: str) -> float:
+        return self._seconds.get(client, 0.0)
+
+    def clients_with(self, client: str) -> int:
+        """How many clients there are, this one included."""
+        return len(self._seconds) + (client not in self._seconds)
+
+
+class ClusterView:
+    def __init__(self, assumed_link_bytes_per_s: float) -> None:
+        self.work = ClientWork()
+        self.members: dict[InstanceId, Member] = {}
+        self.agents: dict[InstanceId, Agent] = {}
+        self.links: dict[tuple[NodeId, NodeId], Link] = {}
+        self.now_s = 0.0  # Of the event that is being handled.
+        self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
+        # Some decode instances compute other tokens than others.
+        self.tokens_differ = False
+        # Sorted by rank, so that the least loaded are found without a search.
+        self._decoders: list[Member] = []
+        self._prefillers: list[Member] = []
+        self._by_node: dict[NodeId, list[Member]] = {}
+
+    def add(self, instance: Instance) -> Member:
+        member = Member(instance)
+        assert instance.id not in self.members, instance.id
+        self.members[instance.id] = member
+        self._by_node.setdefault(instance.node, []).append(member)
+        if member.decodes:
+            self._set_ranked(member, True)
+        self.update()
+        return member
+
+    def set_self_tested(self, member: Member, *, moves_kv: bool, tokens: str) -> None:
+        member.moves_kv, member.tokens = moves_kv, tokens
+        self.update()
+
+    def remove(self, member: Member) -> None:
+        del self.members[member.instance.id]
+        self._by_node[member.instance.node].remove(member)
+        if member.is_ranked:
+            self._set_ranked(member, False)
+        self.update()
+
+    def update(self) -> None:
+        """After a change of the members. An instance is drained only if another healthy one has its
+        role; if all are degraded, none is drained. One that is to end counts also one that re-forms
+        as healthy: that will serve.
+        """
+        members = self.members.values()
+        kinds = {member.tokens for member in members if member.decodes and member.tokens}
+        self.tokens_differ = len(kinds) > 1
+        self._update_drained()
+        self._prefillers = [each for each in members if each.prefills and not each.is_drained]
+        for prefill in members:
+            prefill.own_decoders = [
+                member
+                for member in self._by_node[prefill.instance.node]
+                if member.decodes and not member.is_drained and member.takes_from(prefill)
+            ]
+
+    def _update_drained(self) -> None:
+        members = self.members.values()
+        candidates = [each for each in members if each.must_drain or each.is_drained]
+        if not candidates:
+            return
+        healthy = [each for each in members if not each.must_drain]
+        lasting = [each for each in members if not each.is_to_end]
+        for member in candidates:
+            others = lasting if member.is_to_end else healthy
+            is_drained = member.must_drain and have_roles_of(member, others)
+            if is_drained != member.is_drained and member.decodes:
+                self._set_ranked(member, not is_drained)
+            member.is_drained = is_drained
+
+    def count_stream(self, member: Member, change: int) -> None:
+        """Keep the order of the decode instances while one gains or loses streams."""
+        if not member.is_ranked:
+            member.count(change)
+            return
+        decoders = self._decoders
+        at = bisect_left(decoders, member.rank, key=_rank)
+        assert decoders[at] is member, member
+        member.count(change)
+        beside = at + 1 if change > 0 else at - 1
+        if 0 <= beside < len(decoders) and (decoders[beside].rank < member.rank) is (change > 0):
+            del decoders[at]
+            insort(decoders, member, key=_rank)
+
+    def decoders(self) -> list[Member]:
+        """The decode instances that are not drained, least loaded first. The list is live."""
+        return self._decoders
+
+    def takes_start(self, member: Member) -> bool:
+        """The answers of the instance allow a new request."""
+        health = member.health
+        if member.quarantined_for is not None:
+            return False
+        # Open, or due for a probe and none runs.
+        if health.until_s is not None and (health.probe is not None or self.now_s < health.until_s):
+            return False
+        return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
+
+    def takes_recovery(self, member: Member) -> bool:
+        """The answers of the instance allow an interrupted stream, which is never a probe."""
+        health = member.health
+        if member.quarantined_for is not None or health.is_ejected:
+            return False
+        if health.until_s is not None and self.now_s < health.until_s:
+            return False
+        return not health.awaited or not health.is_overdue(self.now_s, member.reported_queue_s)
+
+    def is_busy(self, member: Member) -> bool:
+        """The instance has asked for a pause that is not over: nothing goes there."""
+        return member.health.is_busy(self.now_s)
+
+    def is_healthy(self, decode: Member) -> bool:
+        """An interrupted stream should go on there."""
+        return self.has_prefill(decode) and self.takes_recovery(decode)
+
+    def has_prefill(self, decode: Member) -> bool:
+        """A history can be computed for the instance: without its own server's prefill instance, an
+        instance that takes no other hand-off has none.
+        """
+        return decode.own_prefill is None or decode.pulls or decode.own_prefill in self.members
+
+    def targets(self, name: str = "") -> list[Member]:
+        """Where a stream of this name can go on: the healthy decode instances that serve it, least
+        loaded first. Where none answers well, all that are not busy.
+        """
+        possible = [
+            member
+            for member in self._decoders
+            if (member.own_prefill is None or self.has_prefill(member))
+            and not self.is_busy(member)
+            and (not name or name in member.instance.names)
+        ]
+        return [member for member in possible if self.is_healthy(member)] or possible
+
+    def prefillers(self) -> list[Member]:
+        """The prefill instances that are not drained. The list is live."""
+        return self._prefillers
+
+    def on_node(self, node: NodeId) -> list[Member]:
+        return self._by_node.get(node, [])
+
+    def reload(self, assumed_link_bytes_per_s: float) -> None:
+        """Assume another bandwidth of the links that are not measured."""
+        self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
+        for link in self.links.values():
+            if not link.measured:
+                link.bytes_per_s = assumed_link_bytes_per_s
+
+    def link(self, source: NodeId, target: NodeId) -> Link:
+        found = self.links.get((source, target))
+        if found is None:
+            found = self.links[source, target] = Link(self._assumed_link_bytes_per_s)
+        return found
+
+    def link_from(self, agent: Agent, target: NodeId) -> Link:
+        """The link on which instances of a node get an agent's pages: within the node its memory,
+        once that was measured.
+        """
+        if agent.node == target and (memory := self.links.get((MEMORY, target))) is not None:
+            return memory
+        return self.link(agent.node, target)
+
+    def restore_bytes_per_s(self, agent: Agent) -> float:
+        """From an agent's memory into the instances of its node: as measured, or as set."""
+        memory = self.links.get((MEMORY, agent.node))
+        return agent.host_to_device_bytes_per_s if memory is None else memory.bytes_per_s
+
+    def bytes_per_s(self, source: NodeId, target: NodeId) -> float:
+        found = self.links.get((source, target))
+        return self._assumed_link_bytes_per_s if found is None else found.bytes_per_s
+
+    def agent_on(self, node: NodeId) -> Agent | None:
+        return next((agent for agent in self.agents.values() if agent.node == node), None)
+
+    def queueing_delay_s(self, node: NodeId) -> float:
+        """The wait of a stream that came to this node now."""
+        members = self.on_node(node)
+        decoders = [member.queue_s for member in members if member.decodes]
+        return min(decoders or [member.queue_s for member in members], default=0.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "instances": [
+                {
+                    "id": member.instance.id,
+                    "node": member.instance.node,
+                    "role": member.instance.role.value,
+                    "epoch": member.instance.epoch,
+                    "queue_s": member.queue_s,
+                    "work_s": member.work_s,
+                    "running": len(member.running),
+                    "decode_streams": member.streams - member.others_reported,
+                    "others_reported": member.others_reported,
+                    "retained_streams": len(member.held),
+                    "drained": member.is_drained,
+                    "quarantined_for": member.quarantined_for,
+                    "health": member.health.snapshot(self.now_s),
+                }
+                for member in self.members.values()
+            ],
+            "agents": [
+                {
+                    "id": agent.id,
+                    "node": agent.node,
+                    "epoch": agent.epoch,
+                    "capacity_bytes": agent.capacity_bytes,
+                    "reserved_bytes": agent.reserved_bytes,
+                    "checkpoints": agent.checkpoints,
+                    "booked_bytes": agent.booked_bytes,
+                    "own_streams": len(agent.streams),
+                }
+                for agent in self.agents.values()
+            ],
+            "links": [
+                {
+                    "source": source,
+                    "target": target,
+                    "bytes_per_s": link.bytes_per_s,
+                    "measured": link.measured,
+                    "in_flight_bytes": link.in_flight_bytes,
+                }
+                for (source, target), link in self.links.items()
+            ],
+        }
+
+    def _set_ranked(self, member: Member, is_ranked: bool) -> None:
+        if is_ranked:
+            insort(self._decoders, member, key=_rank)
+        else:
+            self._decoders.remove(member)
+        member.is_ranked = is_ranked
+
+
+_rank = attrgetter("rank")
+
+
+def have_roles_of(member: Member, others: Sequence[Member]) -> bool:
+    """These instances together have the roles of one."""
+    return (not member.prefills or any(each.prefills for each in others)) and (
+        not member.decodes or any(each.decodes for each in others)
+    )

@@ -1,0 +1,412 @@
+"""The policy's input. Events are facts in the past tense, made by the driver of a proxy or a
+simulator.
+
+Those of every stream are structs, which are made in a tenth of the time of a frozen dataclass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.model.cluster_view import Instance
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.gpus import GpuState
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUp:
+    """The instance answers and may be used. A higher epoch than before replaces the old one."""
+
+    instance: Instance
+    # Another proxy has fenced its own attempts there; the process and all others go on.
+    lives_on: bool = False
+    # It was taken for lost, and its process had not ended.
+    had_not_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PagesKept:
+    """The instance, in this epoch, has taken over the memory of the process before it: the leading
+    full pages of these streams. It comes before the `InstanceUp` of that epoch, by which streams
+    that wait are placed.
+    """
+
+    instance: InstanceId
+    epoch: int
+    pages: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLost:
+    """The process, its node or the path to it is gone.
+
+    `produced_tokens` holds, for every stream with an attempt on this instance, the tokens that its
+    client already has.
+    """
+
+    instance: InstanceId
+    epoch: int
+    cause: str
+    produced_tokens: Mapping[StreamId, int]
+    # It has only fallen silent: its process may be frozen, or cut off from this proxy.
+    may_live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceExited:
+    """A supervisor reports how the process of an instance ended. It comes before or after the
+    `InstanceLost` of that epoch, or without one, and changes nothing of what is up.
+    """
+
+    instance: InstanceId
+    epoch: int
+    cause: str
+    # Ended from outside: SIGKILL or SIGTERM that was sent to it, a lost node or device, an order, a
+    # restart. So no request caused it.
+    is_external: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GpuJudged:
+    """The worst state of the GPUs that the instance runs on, as reported by its node's agent; sent
+    when it has changed.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    state: GpuState
+    reason: str
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReported:
+    """The instance is draining: it ends when no stream runs there; repeated as long as one does.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    epoch: int
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainOrdered:
+    """An operator drains the instance, also its next processes: it gets nothing new while another
+    one has its role. With `moves` the streams that run there are moved.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    moves: bool
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """The operator's order is withdrawn: the instance is used like any other."""
+
+    instance: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReforming:
+    """The instance has lost ranks, or gets others, and goes on with its streams when it has
+    re-formed. Sent when that begins, and again when its prediction changes.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    epoch: int
+    number: int  # Of the re-forming; rises.
+    cause: str
+    ready_in_s: float
+    # Pages of each stream with lost cells, which are restored or computed once it is ready.
+    missing_pages: Mapping[StreamId, int]
+    page_s: float  # Of one such page that is computed.
+    decode_factor: float  # Step times of the layout that will serve, over those of all ranks.
+    prefill_factor: float
+    token_s: float  # Mean time between two tokens of a stream there, until now; 0: not known.
+    produced_tokens: Mapping[StreamId, int]
+    # Pages with lost cells that agents hold, and the time to fetch the cells of one.
+    held_pages: Mapping[StreamId, int] = field(default_factory=dict)
+    held_page_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReformed:
+    """The instance serves again, with these step times over those of all ranks."""
+
+    instance: InstanceId
+    epoch: int
+    decode_factor: float
+    prefill_factor: float
+    token_s: float  # As of `InstanceReforming`.
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRemoved:
+    """The instance is no part of the cluster any more: what is known of it is forgotten. The end of
+    an ordered drain; an `InstanceUp` adds it again, as a new one.
+
+    `produced_tokens` is that of `InstanceLost`.
+    """
+
+    instance: InstanceId
+    produced_tokens: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTested:
+    """Results of a resume self-test of the instance (docs/backends.md)."""
+
+    instance: InstanceId
+    epoch: int
+    moves_kv: bool
+    tokens: str = ""  # As `Instance.tokens`.
+
+
+@dataclass(frozen=True, slots=True)
+class NamesListed:
+    """The instance serves these names from now on: adapters come and go while it runs."""
+
+    instance: InstanceId
+    epoch: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    instance: InstanceId
+    queue_delay_s: float
+    # That it runs or queues, of all proxies; a proxy without peers leaves it at 0.
+    streams: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    source: NodeId
+    target: NodeId
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HolderUp:
+    """The agent of a node answers and takes checkpoints. A higher epoch than before replaces the
+    old one.
+    """
+
+    holder: InstanceId
+    node: NodeId
+    epoch: int
+    capacity_bytes: int
+    host_to_device_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    """The agent, its node or the path to it is gone; what it stored is taken to be gone too."""
+
+    holder: InstanceId
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointsReported:
+    """A holder's report of what it stores. `pages` counts the leading full pages of each stream
+    that changed since the last report.
+    """
+
+    holder: InstanceId
+    epoch: int
+    reserved_bytes: int  # For the streams of all proxies.
+    checkpoints: int
+    pages: Mapping[StreamId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Limits on a stream; None: no limit. The first one holds until the first token, the second one
+    after it.
+    """
+
+    ttft_s: float | None = None
+    recovery_gap_s: float | None = None
+    end_to_end_s: float | None = None
+
+
+NO_DEADLINES = Deadlines()
+
+
+class StreamArrived(msgspec.Struct, frozen=True, gc=False):
+    """A new request. `prompt_tokens` is a guess while the prompt is text; prefill corrects it."""
+
+    stream: StreamId
+    prompt_tokens: int
+    # Prompt and output together, at most; None: as many as the model can.
+    most_tokens: int | None = None
+    deadlines: Deadlines = NO_DEADLINES
+    client: str = ""  # Shares the queues with the others; empty: it is not known.
+    tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
+    name: str = ""  # One of `Instance.names`, which its instances must have; empty: all have it.
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """KV of a stream's history: its first `pages` full pages, at an instance or an agent in this
+    epoch.
+    """
+
+    holder: InstanceId
+    epoch: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdopted:
+    """A stream of another proxy goes on here, with the history that its client has. It has no
+    attempt here yet.
+
+    `kept` is where its KV was by that proxy's view; holders that are not up in the epoch named are
+    left out.
+    """
+
+    stream: StreamId
+    prompt_tokens: int
+    produced_tokens: int
+    most_tokens: int | None = None
+    deadlines: Deadlines = NO_DEADLINES
+    age_s: float = 0.0  # Since the request arrived.
+    kept: tuple[Kept, ...] = ()
+    tenant: str = ""
+    name: str = ""
+
+
+class PrefillDone(msgspec.Struct, frozen=True, gc=False):
+    """Prefill answered: it holds the KV of all `history_tokens`, and retains their pages under a
+    lease or has them cached.
+
+    An attempt that is one call reports it with its first token.
+    """
+
+    stream: StreamId
+    attempt: int
+    history_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionLost:
+    """An instance no longer retains pages of these streams (lease unknown there)."""
+
+    instance: InstanceId
+    streams: tuple[StreamId, ...]
+
+
+class StreamResumed(msgspec.Struct, frozen=True, gc=False):
+    """The first new token of this attempt reached the client."""
+
+    stream: StreamId
+    attempt: int
+
+
+class FailureKind(StrEnum):
+    """The meaning of a failed attempt for the instance."""
+
+    BROKEN = "broken"
+    BUSY = "busy"  # It had no room (429, 503), or took no connection.
+    # By a 4xx that may be the client's fault: another instance will tell, unless it is final.
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """One attempt broke while its instance may still be up: reset, end without a finish, error
+    event, silence, refusal.
+
+    `abrupt`: the connection ended without an error, so that the whole instance may be lost and the
+    report of that still to come.
+    """
+
+    stream: StreamId
+    attempt: int
+    instance: InstanceId
+    cause: str
+    produced_tokens: int
+    abrupt: bool = False
+    failure: FailureKind = FailureKind.BROKEN
+    retry_after_s: float | None = None  # As a busy instance asked for.
+    final: bool = False  # A refusal that names a fault of the request: any instance would refuse.
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDenied:
+    """The target's agent has no slot left for this attempt: other proxies hold them. No transfer
+    was begun.
+    """
+
+    stream: StreamId
+    attempt: int
+    target: InstanceId
+    wait_s: float  # Until one is free, by the agent's estimate.
+
+
+class StreamEnded(msgspec.Struct, frozen=True, gc=False):
+    """Complete, failed for good, or the client left."""
+
+    stream: StreamId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """A moment named by `WakeAt` has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsReloaded:
+    """The settings from now on. Streams that have arrived keep their deadlines, predictions what
+    they have learned.
+    """
+
+    policy: PolicySettings
+    slo: SloSettings
+
+
+Event = (
+    InstanceUp
+    | InstanceLost
+    | InstanceExited
+    | PagesKept
+    | GpuJudged
+    | DrainReported
+    | DrainOrdered
+    | DrainEnded
+    | InstanceRemoved
+    | InstanceReforming
+    | InstanceReformed
+    | SelfTested
+    | NamesListed
+    | LoadReported
+    | LinkMeasured
+    | HolderUp
+    | HolderLost
+    | CheckpointsReported
+    | StreamArrived
+    | StreamAdopted
+    | PrefillDone
+    | RetentionLost
+    | StreamResumed
+    | AttemptFailed
+    | SlotDenied
+    | StreamEnded
+    | TimerFired
+    | SettingsReloaded
+)

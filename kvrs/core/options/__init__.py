@@ -1,0 +1,30 @@
+"""The recovery options, one file each. A new one is listed here and named in `Option`."""
+
+from collections.abc import Mapping
+
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import Books, RecoveryOption
+from kvrs.core.options.in_place import IN_PLACE
+from kvrs.core.options.migrate import MIGRATE
+from kvrs.core.options.recompute import RECOMPUTE
+from kvrs.core.options.restore import RESTORE
+from kvrs.core.options.reuse import REUSE
+from kvrs.core.options.split import SPLIT
+
+# In the order in which they are weighed: split stands on the fetches before it.
+ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE)
+# Weighed for streams of an instance that re-forms, at that instance alone (`core/staying.py`).
+BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, IN_PLACE)}
+
+
+def takes_slot(estimate: Estimate) -> bool:
+    """The plan of the estimate fetches pages into the target."""
+    has_source = estimate.source is not None or estimate.second is not None
+    return BY_NAME[estimate.option].fetches and has_source and not estimate.by_prefill
+
+
+def plan_of(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+    """How to carry out an estimate that was just made for the stream."""
+    return BY_NAME[estimate.option].plan(books, stream, estimate)

@@ -1,0 +1,81 @@
+"""In place: the attempt goes on at its own instance, which has lost ranks and re-forms.
+
+ready + one step of decoding; of a stream that lacks something also: what the streams before it lack
++ its own lost cells + what the attempt had still to do.
+"""
+
+from collections.abc import Iterable
+
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.reforming import PredictedReforming
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_s
+
+_IN_PLACE = Option.IN_PLACE
+
+
+def estimate(case: Case, estimates: list[Estimate]) -> None:
+    """Estimate a stream with its attempt at the target, if that re-forms."""
+    if case.target.reforming is not None and case.stream.attempt.runs_on is case.target:
+        estimates.append(estimate_stay(case.books, case.stream, case.target))
+
+
+def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
+    reforming, now_s = home.reforming, books.view.now_s
+    assert reforming is not None, home
+    queue_s = max(0.0, reforming.ready_s - now_s) + reforming.step_s
+    transfer_s, compute_s = reforming.restore_s(stream.id), rest_s(stream, reforming, now_s)
+    if transfer_s or compute_s:  # A stream that lacks nothing takes its step beside the others.
+        queue_s += reforming.ahead_s
+    raw_s = queue_s + transfer_s + compute_s
+    later_s = lookahead_s(books.settings, stream, home)
+    return Estimate(
+        _IN_PLACE,
+        home.instance.id,
+        raw_s * books.factors.get(_IN_PLACE, 1.0) + later_s,
+        queue_s,
+        transfer_s,
+        compute_s,
+        raw_s=raw_s,
+        at_target_s=transfer_s + compute_s,
+        lookahead_s=later_s,
+    )
+
+
+def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float:
+    """Remaining seconds of the attempt until its next token, as predicted; 0: it brought tokens."""
+    attempt = stream.attempt
+    if attempt.decision is None:
+        return 0.0
+    chosen, deadline = attempt.decision.chosen, attempt.stay_deadline
+    left_s = max(0.0, chosen.next_token_s - (now_s - attempt.started_s))
+    if chosen.option is not _IN_PLACE:
+        return left_s
+    if deadline is not None and deadline.number == reforming.number:
+        return chosen.compute_s  # The same re-forming, which says anew what else it takes.
+    # It stayed already, and waits for what it lost then, behind streams that are counted before it.
+    return min(left_s, chosen.transfer_s + chosen.compute_s)
+
+
+def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+    assert stream.attempt.plan is not None, stream
+    return stream.attempt.plan
+
+
+def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
+    reforming = case.target.reforming
+    assert reforming is not None, estimate
+    ready_s = max(0.0, reforming.ready_s - case.books.view.now_s)
+    yield Term("re-form", ready_s, f"until the {estimate.target} serves again")
+    yield Term("step", reforming.step_s, "of decoding with the ranks that are left")
+    ahead_s = estimate.queue_s - ready_s - reforming.step_s
+    yield Term("ahead", ahead_s, "lost cells of the streams before it")
+    pages, held = reforming.pages_of(case.stream.id)
+    what = f"lost cells of {held:,} of its pages, and {pages - held:,} pages computed"
+    yield Term("restore", estimate.transfer_s, what)
+    yield Term("rest", estimate.compute_s, "what the attempt had still to do")
+
+
+IN_PLACE = RecoveryOption(_IN_PLACE, estimate, plan, terms, fetches=False)

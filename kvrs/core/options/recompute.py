@@ -1,0 +1,130 @@
+"""Recompute: the whole history is computed again, by a prefill instance that hands it off or by the
+target itself.
+
+queue(prefill) + prefill(L + t) + hand-shake + hand-off; `C_recomp` of seed KVRS is the second term,
+without the t tokens produced.
+"""
+
+from collections.abc import Iterable
+from math import inf
+
+from kvrs.core.model.actions import Plan
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import (
+    Books,
+    Case,
+    RecoveryOption,
+    Term,
+    hand_off_terms,
+    has_cached,
+)
+from kvrs.core.routing import prefill_for
+from kvrs.ids import InstanceId
+
+_RECOMPUTE = Option.RECOMPUTE
+
+
+def estimate(case: Case, estimates: list[Estimate]) -> None:
+    """By a prefill instance, and by the target itself when that is sooner, or when there it would
+    be to migrate; the sooner one first. The later one may be better for other victims, which wait
+    for what the target computes.
+    """
+    target, history, books = case.target, case.history_tokens, case.books
+    instance, queue_s, view = target.instance, case.queue_s, books.view
+    factors = books.factors
+    factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
+    prefill = prefill_for(view, target, case.stream)
+    # Without a hand-off that moves KV the target would compute the history once more.
+    is_handed_off = target.own_prefill is not None or (prefill.moves_kv and target.moves_kv)
+    can_be_elsewhere = target.pulls or not has_cached(case.stream, prefill)
+    if prefill is not target and is_handed_off and can_be_elsewhere:
+        table, here_s = prefill.instance.prefill, queue_s + case.history_s
+        compute_s = case.history_s if table is instance.prefill else table.seconds_for(history)
+        there = estimate_recompute(
+            prefill.instance,
+            instance,
+            history,
+            compute_s,
+            factor,
+            prefill.queue_s,
+            queue_s,
+            books.settings.handshake_s,
+            view.bytes_per_s(prefill.instance.node, instance.node),
+        )
+        # A server with a prefill instance of its own computes nowhere else.
+        if there.raw_s <= here_s or target.own_prefill is not None:
+            estimates.append(there)
+            return
+        estimates.append(_here(case, factor))
+        estimates.append(there)
+        return
+    estimates.append(_here(case, factor))
+
+
+def _here(case: Case, factor: float) -> Estimate:
+    target, history = case.target.instance, case.history_tokens
+    return estimate_recompute(target, target, history, case.history_s, factor, case.queue_s)
+
+
+def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+    return Plan(estimate.target, estimate.source)
+
+
+def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
+    tokens = f"{case.history_tokens:,} tokens"
+    if estimate.source is None:
+        yield Term(
+            "queue", estimate.queue_s, f"before the {estimate.target}, which computes it itself"
+        )
+        yield Term("prefill", estimate.compute_s, tokens)
+        return
+    yield Term("queue", estimate.queue_s, f"before the {estimate.source}")
+    yield Term("prefill", estimate.compute_s, tokens)
+    yield from hand_off_terms(case, estimate)
+
+
+def estimate_recompute(
+    prefill: Instance,
+    target: Instance,
+    history_tokens: int,
+    compute_s: float,
+    factor: float = 1.0,
+    queue_s: float = 0.0,
+    target_queue_s: float = 0.0,
+    handshake_s: float = 0.0,
+    bytes_per_s: float = inf,
+) -> Estimate:
+    """The whole history computed at `prefill`, which takes `compute_s`, then handed off to the
+    target, unless they are the same instance.
+
+    The queue at the target counts only as far as it outlasts that.
+    """
+    transfer_s = at_target_s = 0.0
+    source: InstanceId | None = None
+    if prefill.id == target.id:
+        at_target_s = max(0.0, compute_s - prefill.prefill.step_overhead_s)
+    else:
+        transfer_s = handshake_s + history_tokens * (prefill.geometry.bytes_per_token / bytes_per_s)
+        source = prefill.id
+    raw_s = queue_s + compute_s + transfer_s
+    if target_queue_s > raw_s:
+        queue_s += target_queue_s - raw_s
+        raw_s = target_queue_s
+    extrapolated = not prefill.prefill.covers(history_tokens)
+    return Estimate(
+        _RECOMPUTE,
+        target.id,
+        raw_s * factor,
+        queue_s,
+        transfer_s,
+        compute_s,
+        extrapolated,
+        raw_s,
+        at_target_s,
+        source,
+    )
+
+
+RECOMPUTE = RecoveryOption(Option.RECOMPUTE, estimate, plan, terms, fetches=False)

@@ -1,0 +1,22 @@
+"""Restore: the history's KV comes from a checkpoint in the host memory of an agent (LUMEN section
+4.2, RaidServe's KV backup).
+
+As migrate; from the agent of the target's own node at the rate of its memory, and at
+`host_to_device_bytes_per_s` until that is measured.
+"""
+
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.options.base import Case, RecoveryOption, fetch_plan, fetch_terms, weigh_fetch
+
+_RESTORE = Option.RESTORE
+
+
+def estimate(case: Case, estimates: list[Estimate]) -> None:
+    if not case.stream.checkpoints:
+        return
+    for source in case.sources:
+        if source.is_agent:
+            weigh_fetch(case, _RESTORE, source, estimates)
+
+
+RESTORE = RecoveryOption(Option.RESTORE, estimate, fetch_plan, fetch_terms)

@@ -1,0 +1,41 @@
+"""Reuse: the target has the front of the history itself; a second source may extend it.
+
+queue(target) [+ wait + hand-shake + more bytes / bandwidth] + prefill(rest given what is there).
+"""
+
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.options.base import (
+    Case,
+    RecoveryOption,
+    estimate_fetch,
+    extension,
+    fetch_plan,
+    fetch_terms,
+)
+
+_REUSE = Option.REUSE
+
+
+def estimate(case: Case, estimates: list[Estimate]) -> None:
+    target, wanted = case.target, case.wanted_pages
+    if not wanted or target.instance.id not in case.stream.holders:
+        return
+    pages, second, more_s, wait_s = case.pages_of(None), None, 0.0, 0.0
+    if case.sources and pages < wanted:
+        second, pages, more_s = extension(case, None, pages, case.slot_wait_s)
+        wait_s = case.slot_wait_s if second is not None else 0.0
+    estimates.append(
+        estimate_fetch(
+            _REUSE,
+            target.instance,
+            case.history_tokens,
+            pages * target.page_size_tokens,
+            transfer_s=more_s,
+            queue_s=case.queue_s + wait_s,
+            factor=case.factor(_REUSE),
+            second=second,
+        )
+    )
+
+
+REUSE = RecoveryOption(Option.REUSE, estimate, fetch_plan, fetch_terms)

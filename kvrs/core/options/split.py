@@ -1,0 +1,129 @@
+"""Split: the front of the cheapest fetch is computed at the target while the back is fetched.
+
+queue(target) + max(hand-shake + bytes(k..) / bandwidth, prefill(k pages)) + prefill(tail given
+both); k, in closed form, is where both sides take equally long (DESIGN section 5).
+"""
+
+from collections.abc import Iterable
+from math import inf
+
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.options.base import Case, RecoveryOption, Term, fetch_plan, tail, transfer
+from kvrs.profiles.tables import PrefillTable
+
+_SPLIT = Option.SPLIT
+
+
+def estimate(case: Case, estimates: list[Estimate]) -> None:
+    """Estimate the split of the best fetch at which computing the front and fetching the rest of
+    the pages end together.
+
+    The front begins at once: it does not wait for transfers that are queued on the link.
+    """
+    fetch, source, target = case.best_fetch, case.best_source, case.target
+    if fetch is None or source is None or not target.splits:
+        return
+    pages, page_s, size = source.pages, source.page_s, target.page_size_tokens
+    drain_s = source.drain_s - case.slot_wait_s
+    if drain_s < 0:
+        drain_s = 0.0
+    fixed_s = fetch.transfer_s - pages * page_s  # Hand-shake, and what a second source sends.
+    table = target.instance.prefill
+    front = best_front(
+        table, size, pages, page_s, drain_s + fixed_s, case.history_s, case.history_tokens
+    )
+    if front is None:
+        return
+    first_page, both_s, front_s = front
+    raw_s = fetch.queue_s - drain_s + both_s + fetch.compute_s
+    front_at_s = front_s - table.step_overhead_s
+    factors = case.books.factors
+    estimates.append(
+        Estimate(
+            _SPLIT,
+            fetch.target,
+            raw_s * factors.get(_SPLIT, 1.0) if factors else raw_s,
+            fetch.queue_s,
+            fixed_s + (pages - first_page) * page_s,
+            fetch.compute_s + front_s,
+            fetch.extrapolated or not table.covers(first_page * size),
+            raw_s,
+            fetch.at_target_s + (front_at_s if front_at_s > 0 else 0.0),
+            fetch.source,
+            fetch.second,
+            first_page,
+        )
+    )
+
+
+def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
+    source, first_page = estimate.source, estimate.first_page
+    assert source is not None, estimate
+    front_s = case.target.instance.prefill.seconds_for(first_page * case.target.page_size_tokens)
+    tail_s = estimate.compute_s - front_s
+    prefix = has = case.pages_of(source)
+    _, how = transfer(case, source, has - first_page)
+    if estimate.second is not None:
+        prefix = case.pages_of(estimate.second)
+        how += f", then {transfer(case, estimate.second, prefix - has)[1]}"
+    yield Term("queue", estimate.queue_s, f"before the {estimate.target}")
+    meanwhile = (
+        f"the longer of handshake and {how}: {estimate.transfer_s:.6f} s, "
+        f"and of computing the first {first_page:,} pages meanwhile: {front_s:.6f} s"
+    )
+    yield Term("fetch and front", max(0.0, estimate.raw_s - estimate.queue_s - tail_s), meanwhile)
+    yield Term("prefill", tail_s, tail(case, prefix))
+
+
+def best_front(
+    table: PrefillTable,
+    size: int,
+    pages: int,
+    page_s: float,
+    fixed_s: float,
+    history_s: float,
+    history_tokens: int,
+) -> tuple[int, float, float] | None:
+    """The k in `[1, pages)` that makes `max(fixed_s + (pages - k) * page_s, T(k pages))` least: (k,
+    that, `T(k pages)`).
+
+    `size` is a page's in tokens. The first of the two falls with k and the second rises, so the
+    best k is where they cross: on the chord of the table up to `T(history_tokens) = history_s`, and
+    once more on the chord between this point and the end of the first chord on the other side of
+    the crossing. Where the table is a straight line that is exact to the page; elsewhere as near as
+    these three look-ups bring it. None: no k is better than fetching all.
+    """
+    whole_s = fixed_s + pages * page_s
+    begin_s = table.step_overhead_s
+    if pages < 2 or page_s <= 0 or not begin_s < whole_s < inf:
+        return None
+    ends = history_tokens / size
+    k = int((whole_s - begin_s) / (page_s + (history_s - begin_s) / ends))
+    if k >= pages:
+        k = pages - 1
+    k_s = table.seconds_for(k * size)
+    # How much longer the fetch takes than the front, at k; on the chords it falls by so much with
+    # every page.
+    ahead_s = whole_s - k * page_s - k_s
+    if ahead_s >= 0:
+        better = k + int(ahead_s / (page_s + (history_s - k_s) / (ends - k)))
+    else:
+        better = int((whole_s - begin_s) / (page_s + (k_s - begin_s) / k))
+    if better >= pages:
+        better = pages - 1
+    elif better < 1:
+        better = 1
+    if better != k:
+        k, k_s = better, table.seconds_for(better * size)
+    fetch_s = whole_s - k * page_s
+    both_s, beside = (fetch_s, k + 1) if fetch_s > k_s else (k_s, k - 1)
+    if 1 <= beside < pages:
+        beside_s = table.seconds_for(beside * size)
+        fetch_s = whole_s - beside * page_s
+        beside_both_s = beside_s if beside_s > fetch_s else fetch_s
+        if beside_both_s < both_s:
+            k, k_s, both_s = beside, beside_s, beside_both_s
+    return (k, both_s, k_s) if both_s < whole_s else None
+
+
+SPLIT = RecoveryOption(Option.SPLIT, estimate, fetch_plan, terms)

@@ -1,0 +1,226 @@
+"""Decide where streams run, and how they survive the loss of what they run on (DESIGN 4, 5).
+
+Pure: no clock, no socket, no randomness. A proxy drives it in real time, a simulator in virtual
+time. The stages of a stream, and what each event does to it, are the table of
+`model/lifecycle.py`.
+
+Invariants: a stream has one current attempt and its number only rises; what an older attempt
+reports is ignored; no `Start` names an instance that is not up, nor a holder that is lost; a stream
+that is neither started nor given up on has an alarm set; a stream is moved only because what it ran
+on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
+"""
+
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.books.checkpoints import Checkpoints, protection
+from kvrs.core.books.incident_book import IncidentBook
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.timers import Timers
+from kvrs.core.decisions import Decisions
+from kvrs.core.defences.outliers import Outliers
+from kvrs.core.instances import InstanceEvents
+from kvrs.core.ledger import Ledger
+from kvrs.core.model.actions import Action
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.events import (
+    AttemptFailed,
+    CheckpointsReported,
+    DrainEnded,
+    DrainOrdered,
+    DrainReported,
+    Event,
+    GpuJudged,
+    HolderLost,
+    HolderUp,
+    InstanceExited,
+    InstanceLost,
+    InstanceReformed,
+    InstanceReforming,
+    InstanceRemoved,
+    InstanceUp,
+    Kept,
+    LinkMeasured,
+    LoadReported,
+    NamesListed,
+    PagesKept,
+    PrefillDone,
+    RetentionLost,
+    SelfTested,
+    SettingsReloaded,
+    SlotDenied,
+    StreamAdopted,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+    TimerFired,
+)
+from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
+from kvrs.core.routing import has_others
+from kvrs.core.starter import Starter
+from kvrs.core.staying import Staying
+from kvrs.core.steps import Steps
+from kvrs.ids import InstanceId, StreamId
+
+NO_BACKUP = BackupSettings()
+
+
+class RecoveryPolicy:
+    """One per proxy, with that proxy's own view of the cluster."""
+
+    def __init__(
+        self, policy: PolicySettings, slo: SloSettings, backup: BackupSettings = NO_BACKUP
+    ) -> None:
+        self._settings = policy
+        self._backup = backup
+        self._actions: list[Action] = []
+        self._view = ClusterView(policy.assumed_link_bytes_per_s)
+        self._slots = SlotBook(policy.slots_max)
+        self._timers = Timers()
+        checkpoints = Checkpoints(self._view, backup)
+        outliers = Outliers(self._view, policy.recovery, self._actions)
+        incidents = IncidentBook(policy.recovery)
+        self._ledger = Ledger(
+            self._view, self._slots, self._timers, checkpoints, outliers, incidents
+        )
+        self._kv_locations = self._ledger.kv_locations
+        self._decisions = Decisions(self._view, self._slots, policy, slo)
+        self._starter = Starter(self._ledger, self._decisions, policy, self._actions)
+        self._staying = Staying(self._ledger, self._starter, self._decisions, policy, self._actions)
+        self._steps = Steps(
+            self._ledger, self._starter, self._staying, self._decisions, policy, slo, self._actions
+        )
+        self._instances = InstanceEvents(
+            self._ledger, self._starter, self._staying, self._steps, policy
+        )
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Apply one event; return the actions it calls for, in the order in which they are to be
+        carried out.
+        """
+        self._view.now_s = now_s
+        self._apply(event, now_s)
+        if self._timers.any_set:
+            while (due := self._timers.next_due(now_s)) is not None:
+                self._steps.apply(due, AlarmDue(), now_s)
+        if self._slots.any_waiting:
+            while (served := self._slots.next_served(now_s)) is not None:
+                self._steps.apply(served, SlotFree(), now_s)
+        self._starter.place_held_back(now_s)
+        if self._timers.any_set and (wake := self._timers.next_wake(now_s)) is not None:
+            self._actions.append(wake)
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions
+
+    def kept(self, stream_id: StreamId) -> tuple[Kept, ...]:
+        """Where KV of a stream is kept, for the proxy that may have to go on with it."""
+        return self._kv_locations.of(stream_id)
+
+    def is_left_at(self, instance: InstanceId) -> bool:
+        """Streams that were moved from there may still fetch their KV there."""
+        return self._kv_locations.is_left_at(instance)
+
+    def has_others(self, instance: InstanceId, is_heard: Callable[[InstanceId], bool]) -> bool:
+        """Instances that are heard could take the streams of this one."""
+        member = self._view.members.get(instance)
+        return member is None or has_others(self._view, member, is_heard)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Streams wait for a place or a slot."""
+        return bool(self._ledger.idle) or self._slots.any_waiting
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data for people: the view of the cluster, slots, and the streams that run or
+        wait.
+        """
+        streams = self._ledger.streams.values()
+        stages = {stage.value: 0 for stage in Stage}
+        for stream in streams:
+            stages[stream.stage.value] += 1
+        waiting = [
+            {
+                "stream": stream.id,
+                "stage": stream.stage.value,
+                "since_s": stream.waiting_since_s,
+                "attempt": stream.attempt.number,
+            }
+            for stream in sorted(self._ledger.idle.values(), key=lambda stream: stream.number)
+        ]
+        kept = streams if self._backup.mode is not BackupMode.OFF else ()
+        return {
+            "policy": self._settings.name.value,
+            **self._view.snapshot(),
+            "slots": self._slots.snapshot(),
+            "streams": stages,
+            "waiting": waiting,
+            "checkpoints": {
+                stream.id: protection(stream) for stream in kept if stream.attempt.number
+            },
+            "unprotected": {stream.id: stream.unprotected for stream in kept if stream.unprotected},
+            "retries": self._starter.retries.snapshot(len(streams)),
+            "corrections": self._decisions.corrections.snapshot(),
+        }
+
+    def _reload(self, policy: PolicySettings, slo: SloSettings) -> None:
+        self._settings = policy
+        self._view.reload(policy.assumed_link_bytes_per_s)
+        self._slots.reload(policy.slots_max)
+        self._ledger.outliers.reload(policy.recovery)
+        self._ledger.incidents.reload(policy.recovery)
+        self._decisions.reload(policy, slo)
+        self._starter.reload(policy)
+        self._staying.reload(policy)
+        self._steps.reload(policy, slo)
+        self._instances.reload(policy)
+
+    def _apply(self, event: Event, now_s: float) -> None:
+        match event:
+            case (
+                StreamArrived()
+                | PrefillDone()
+                | StreamResumed()
+                | StreamEnded()
+                | StreamAdopted()
+                | AttemptFailed()
+                | SlotDenied()
+            ):
+                self._steps.apply(event.stream, event, now_s)
+            case InstanceUp():
+                self._instances.up(event, now_s)
+            case PagesKept():
+                self._kv_locations.kept_pages(event)
+            case InstanceLost() | InstanceRemoved() | InstanceExited():
+                self._instances.ended(event, now_s)
+            case GpuJudged():
+                self._instances.gpu_judged(event, now_s)
+            case DrainReported():
+                self._instances.drain_reported(event, now_s)
+            case DrainOrdered() | DrainEnded():
+                self._instances.ordered(event, now_s)
+            case InstanceReforming() | InstanceReformed():
+                self._instances.reforming(event, now_s)
+            case SelfTested() | NamesListed():
+                self._instances.learned(event, now_s)
+            case LoadReported():
+                self._instances.reported(event, now_s)
+            case LinkMeasured():
+                self._view.link(event.source, event.target).measure(event.bytes_per_s)
+            case HolderUp():
+                self._kv_locations.agent_up(event)
+            case HolderLost():
+                self._instances.agent_lost(event, now_s)
+            case CheckpointsReported():
+                self._kv_locations.reported(event)
+            case RetentionLost():
+                for stream in event.streams:
+                    self._kv_locations.forget(stream, event.instance)
+            case TimerFired():
+                self._timers.woken(now_s)
+            case SettingsReloaded():
+                self._reload(event.policy, event.slo)
+            case _:
+                assert_never(event)

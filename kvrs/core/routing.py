@@ -1,0 +1,406 @@
+"""Routing: new streams to the prefill instance with the least predicted work and its own pair;
+recoveries to the few targets worth weighing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from kvrs.config.policy import Handoff, PolicySettings
+from kvrs.core import handoff
+from kvrs.core.defences.quarantine import keeps_out
+from kvrs.core.dispatch import Victim
+from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.streams import Stream
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
+
+# How many targets are looked at per victim: a bound on the time of one decision.
+TARGETS_MAX = 4
+# So many streams at a time may wait for their first token from a decode instance that computes the
+# prompts of new ones. Each step of its batch then has little of them, and running streams keep
+# their pace; a second one is there when the first is done.
+PROMPTS_MAX = 2
+
+
+def pair_for(
+    view: ClusterView, stream: Stream, *, barred_too: bool
+) -> tuple[Member, Member] | None:
+    """Prefill and decode instance for a stream from its beginning; the same one twice where an
+    instance does both, or computes the prompt since there is no prefill instance.
+    """
+    prefill = least_work(view, stream, barred_too=barred_too)
+    if prefill is None:
+        alone = _least_prompts(view, stream, barred_too=barred_too)
+        return None if alone is None else (alone, alone)
+    return _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=False) or _pair_of(
+        view, prefill, stream, barred_too=barred_too, closed_too=True
+    )
+
+
+def computing_prompts(view: ClusterView) -> list[Member]:
+    """The decode instances that compute the prompts of new streams now: no prefill instance is
+    up.
+    """
+    if view.prefillers():
+        return []
+    return [each for each in view.decoders() if each.instance.computes_prompts]
+
+
+def missing_roles(view: ClusterView) -> list[Role]:
+    """The roles that no instance has, and that none does instead of those that have it."""
+    does = {
+        Role.PREFILL: view.prefillers() or computing_prompts(view),
+        Role.DECODE: view.decoders(),
+    }
+    return [role for role, members in does.items() if not members]
+
+
+def has_room_for_prompt(member: Member) -> bool:
+    """Interrupted streams that are computed there count: they come first."""
+    return len(member.health.awaited) < PROMPTS_MAX
+
+
+def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+    allowed = [
+        member
+        for member in computing_prompts(view)
+        if has_room_for_prompt(member) and _may_have(view, member, stream, barred_too=barred_too)
+    ]
+    return min(
+        allowed,
+        key=lambda each: (not _takes(view, each, stream), len(each.health.awaited), each.rank),
+        default=None,
+    )
+
+
+def _pair_of(
+    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
+) -> tuple[Member, Member] | None:
+    """A pair with this prefill instance, or else with that of a decode instance's own server.
+
+    `closed_too`: also with a decode instance that its answers close to new requests.
+    """
+    decode = own_decode(view, prefill, stream, barred_too=barred_too, closed_too=closed_too)
+    if decode is not None:
+        return prefill, decode
+    allowed = [
+        member
+        for member in view.decoders()
+        if _may_have(view, member, stream, barred_too=barred_too)
+        and (closed_too or _takes(view, member, stream))
+    ]
+    for decode in allowed:
+        if decode.takes_from(prefill):
+            return prefill, decode
+    # The others take hand-offs from their own server's prefill instance only.
+    for decode in allowed:
+        own = _own_prefill(view, decode)
+        if own is not None and _may_have(view, own, stream, barred_too=barred_too):
+            return own, decode
+    return None
+
+
+def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+    """The prefill instance with the least predicted work; among equals that with the fewest
+    streams at its own pair. One that fails at once is idle for that reason: it comes last.
+    """
+
+    def streams_of(member: Member) -> tuple[int, InstanceId]:
+        decode = own_decode(view, member, stream, barred_too=True, closed_too=True)
+        return decode.streams if decode else 0, member.instance.id
+
+    best: Member | None = None
+    best_work, best_streams = (False, 0.0), None
+    is_free = _is_free(stream, barred_too=barred_too)
+    for member in view.prefillers():
+        if is_free and member.is_clear(view.now_s):
+            work = False, member.queue_s
+        elif _may_have(view, member, stream, barred_too=barred_too):
+            work = not _takes(view, member, stream), member.queue_s
+        else:
+            continue
+        if best is None or work < best_work:
+            best, best_work, best_streams = member, work, None
+        elif work == best_work:
+            streams = streams_of(member)
+            if best_streams is None:
+                best_streams = streams_of(best)
+            if streams < best_streams:
+                best, best_streams = member, streams
+    return best
+
+
+def own_decode(
+    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
+) -> Member | None:
+    """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
+    best: Member | None = None
+    is_free = _is_free(stream, barred_too=barred_too)
+    for member in prefill.own_decoders:
+        if best is not None and best.rank < member.rank:
+            continue
+        if (is_free and member.is_clear(view.now_s)) or (
+            _may_have(view, member, stream, barred_too=barred_too)
+            and (closed_too or _takes(view, member, stream))
+        ):
+            best = member
+    return best
+
+
+def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
+    """The dispatcher's view of a stream. With `barred_too` it may go back to an instance that
+    failed it, if there is no other. To an instance that computes other tokens it goes only if there
+    is no other.
+    """
+    excluded_epochs: frozenset[InstanceId] = frozenset()
+    if stream.excluded_epochs:
+        targets = view.targets(stream.name)
+        excluded_epochs = frozenset(member.instance.id for member in targets if stream.bars(member))
+        if barred_too and len(excluded_epochs) == len(targets):
+            excluded_epochs = frozenset()
+    if stream.name:
+        lacking = (each for each in view.targets() if not stream.is_served_at(each))
+        excluded_epochs |= frozenset(member.instance.id for member in lacking)
+    if not stream.first_token_sent:
+        kept = (each.instance.id for each in view.decoders() if keeps_out(view, each, stream))
+        excluded_epochs |= frozenset(kept)
+    if stream.tokens and view.tokens_differ:
+        excluded_epochs |= _foreign(view, stream, excluded_epochs)
+    # With equal pages an agent comes first: its checkpoint survives the instances beside it.
+    holders = [(kept.pages, kept.agent.node) for kept in stream.checkpoints.values() if kept.pages]
+    holders += [
+        (kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages
+    ]
+    holders.sort(key=lambda holder: holder[0], reverse=True)
+    for pages, node in holders:
+        open_ = (
+            member
+            for member in view.on_node(node)
+            if member.decodes
+            and not member.is_drained
+            and view.is_healthy(member)
+            and stream.is_served_at(member)
+        )
+        homes = tuple(
+            member.instance.id for member in open_ if member.instance.id not in excluded_epochs
+        )
+        if homes:
+            return Victim(stream.id, homes, pages, excluded_epochs)
+    return Victim(stream.id, excluded_epochs=excluded_epochs)
+
+
+def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId], bool]) -> bool:
+    """Streams of an instance could go on at others: they are heard, are not to end, and are not
+    ejected.
+    """
+
+    def is_left(other: Member) -> bool:
+        return (
+            other is not member
+            and not other.must_drain
+            and not other.health.is_ejected
+            and is_heard(other.instance.id)
+        )
+
+    def prefills(other: Member) -> bool:
+        return other.prefills or other.instance.computes_prompts
+
+    def decodes(other: Member) -> bool:
+        return other.decodes and view.has_prefill(other)
+
+    others = view.members.values()
+    return (not member.prefills or any(prefills(each) and is_left(each) for each in others)) and (
+        not member.decodes or any(decodes(each) and is_left(each) for each in others)
+    )
+
+
+def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+    """The decode instance where a suspected stream can go on apart: one without streams, if there
+    is any.
+    """
+    targets = view.targets(stream.name)
+    for barred in (False, True) if barred_too else (False,):
+        for member in targets:
+            if _may_have(view, member, stream, barred_too=barred):
+                return member
+    return None
+
+
+def _foreign(
+    view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
+) -> frozenset[InstanceId]:
+    """The targets at which the stream would go on with other tokens, if there are better ones."""
+    open_ = [member for member in view.targets(stream.name) if member.instance.id not in excluded]
+    foreign = [member for member in open_ if not member.continues(stream.tokens)]
+    is_left = len(foreign) < len(open_)
+    return frozenset(member.instance.id for member in foreign if is_left)
+
+
+def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
+    """The targets to weigh: the assigned one and the least loaded ones beside it, as far as they
+    have fewer than `limit` streams; where none has, the assigned one.
+    """
+    targets = [assigned] if assigned.streams < limit else []
+    for member in view.decoders():
+        if len(targets) == TARGETS_MAX or member.streams >= limit:
+            break
+        if (
+            member is not assigned
+            and view.is_healthy(member)
+            and _may_have(view, member, stream, barred_too=False)
+            and (member.continues(stream.tokens) or not assigned.continues(stream.tokens))
+        ):
+            targets.append(member)
+    return targets or [assigned]
+
+
+def starts_at(
+    view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
+) -> Member:
+    """The decode instance of a stream that begins. Where it would be one call of a server for both
+    stages, the hand-off cannot be redirected later, so it is weighed now.
+    """
+    is_one_call = planned.own_prefill == prefill.instance.id
+    if settings.handoff is Handoff.OWN_PAIR or not is_one_call or not prefill.retains:
+        return planned
+    others = (
+        member for member in _able(view, stream, prefill, planned) if _takes(view, member, stream)
+    )
+    return _soonest(view, stream, prefill, planned, others, settings)
+
+
+def hand_off_to(
+    view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
+) -> Member | None:
+    """The decode instance that gets the hand-off of a prefill that is done; None: it has to wait,
+    since a suspected stream runs apart on the only one.
+    """
+    if planned.own_prefill == prefill.instance.id:
+        return planned  # One call for both stages: it decodes already.
+    is_left = planned.reforming is not None and planned.is_drained
+    is_own = settings.handoff is Handoff.OWN_PAIR and stream.is_served_at(planned)
+    if is_own and not is_left and planned.is_clear(view.now_s):
+        return planned
+    others = (
+        member
+        for member in _able(view, stream, prefill, planned)
+        if member.continues(stream.tokens) and view.is_healthy(member)
+    )
+    is_kept = planned.quarantined_for not in (None, stream.id)
+    if not stream.is_served_at(planned):
+        return next(others, None)
+    if is_left or is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
+        return next(others, None if keeps_out(view, planned, stream) else planned)
+    if settings.handoff is Handoff.OWN_PAIR:
+        return planned
+    return _soonest(view, stream, prefill, planned, others, settings)
+
+
+def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -> Iterator[Member]:
+    """The decode instances beside the planned one that could take a hand-off of this stream, the
+    least loaded first.
+    """
+    geometry = prefill.instance.geometry
+    for member in view.decoders():
+        if (
+            member is not planned
+            and member.instance.geometry == geometry
+            and (member.pulls or member.own_prefill is None)
+            and _may_have(view, member, stream, barred_too=False)
+        ):
+            yield member
+
+
+def _soonest(
+    view: ClusterView,
+    stream: Stream,
+    prefill: Member,
+    planned: Member,
+    others: Iterable[Member],
+    settings: PolicySettings,
+) -> Member:
+    found = handoff.choose(
+        settings.handoff,
+        _candidate(view, prefill, planned),
+        [_candidate(view, prefill, member) for member in islice(others, TARGETS_MAX)],
+        stream.history_tokens * prefill.bytes_per_token,
+        settings.handshake_s,
+    )
+    return view.members[found.instance]
+
+
+def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.HandoffCandidate:
+    link = view.link(prefill.instance.node, decode.instance.node)
+    return handoff.HandoffCandidate(
+        decode.instance.id,
+        decode.queue_s,
+        link.bytes_per_s,
+        link.in_flight_bytes,
+        is_near=decode.instance.node == prefill.instance.node,
+    )
+
+
+def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
+    """The instance that computes a whole history for the target: its own pair, else the prefill
+    instance with the least work, else the target itself (every engine can compute a prompt).
+    """
+    if target.own_prefill is not None:
+        own = _own_prefill(view, target)
+        if (
+            own is not None
+            and _may_have(view, own, stream, barred_too=False)
+            and not own.health.is_ejected
+        ):
+            return own
+        if not target.pulls:
+            return target
+    best: Member | None = None
+    for member in view.on_node(target.instance.node):
+        if (
+            member.prefills
+            and not member.is_drained
+            and (best is None or member.queue_s < best.queue_s)
+            and view.takes_recovery(member)
+            and _may_have(view, member, stream, barred_too=False)
+        ):
+            best = member
+    if best is not None:
+        return best
+    best = least_work(view, stream, barred_too=False)
+    return target if best is None or not view.takes_recovery(best) else best
+
+
+def _is_free(stream: Stream, *, barred_too: bool) -> bool:
+    """Any instance that is clear may get the stream."""
+    return not stream.avoided and not stream.name and (barred_too or not stream.excluded_epochs)
+
+
+def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
+    """The instance may get this stream at all, however well or ill it does: it serves the name, has
+    asked for no pause, has not failed the stream, and a suspected stream would run apart there.
+    """
+    if stream.name and not stream.is_served_at(member):
+        return False
+    busy_until_s = member.health.busy_until_s
+    if busy_until_s is not None and view.now_s < busy_until_s:
+        return False
+    if stream.avoided and member.instance.id in stream.avoided:
+        return False
+    if member.quarantined_for is not None and keeps_out(view, member, stream):
+        return False
+    return barred_too or not stream.excluded_epochs or not stream.bars(member)
+
+
+def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
+    """The answers of an instance allow this stream. Only one that has had no attempt yet probes an
+    instance that failed others.
+    """
+    if stream.attempt.number:
+        return view.takes_recovery(member)
+    return view.takes_start(member)
+
+
+def _own_prefill(view: ClusterView, decode: Member) -> Member | None:
+    """The prefill instance of the same server, if it is up."""
+    own = decode.own_prefill
+    return None if own is None else view.members.get(own)

@@ -1,0 +1,32 @@
+"""`always_migrate`, `always_restore`, `always_recompute`: the static baselines of seed KVRS."""
+
+from collections.abc import Sequence
+
+from kvrs.config.policy import PolicyName
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.options.migrate import MIGRATE
+from kvrs.core.options.recompute import RECOMPUTE
+from kvrs.core.options.restore import RESTORE
+from kvrs.core.options.reuse import REUSE
+from kvrs.core.rules.base import Rule
+
+
+class Always(Rule):
+    """The cheapest estimate of the first of its options that has any; of all, where none has."""
+
+    stays = False
+
+    def __init__(self, name: PolicyName, *preferred: Option) -> None:
+        super().__init__(name, (REUSE, MIGRATE, RESTORE, RECOMPUTE))
+        self._preferred = preferred
+
+    def choose(self, estimates: Sequence[Estimate], fastest: Estimate) -> Estimate:
+        for option in self._preferred:
+            if found := [estimate for estimate in estimates if estimate.option is option]:
+                return min(found, key=lambda estimate: estimate.total_s)
+        return fastest
+
+
+ALWAYS_MIGRATE = Always(PolicyName.ALWAYS_MIGRATE, Option.MIGRATE)
+ALWAYS_RESTORE = Always(PolicyName.ALWAYS_RESTORE, Option.RESTORE, Option.RECOMPUTE)
+ALWAYS_RECOMPUTE = Always(PolicyName.ALWAYS_RECOMPUTE, Option.RECOMPUTE)

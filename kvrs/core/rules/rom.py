@@ -1,0 +1,107 @@
+"""`rom`: `ROM_DECIDE` of seed KVRS, in bytes and bytes per second: the cheaper of the prompt's KV
+bytes over the bandwidth and its prefill time, a tie to migrate.
+
+No queue, no produced tokens, no checkpoint, no correction. The seed compares the two ways at one
+target, the best remote node: its costs cannot tell targets apart.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvrs.config.policy import PolicyName
+from kvrs.core.model.cluster_view import Instance, Member
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import (
+    Books,
+    Case,
+    Term,
+    cached_at,
+    division,
+    has_cached,
+    sources_of,
+    usable_pages,
+)
+from kvrs.core.routing import prefill_for
+from kvrs.core.rules.base import Rule
+from kvrs.ids import InstanceId
+
+_MIGRATE, _RECOMPUTE = Option.MIGRATE, Option.RECOMPUTE
+
+
+class Rom(Rule):
+    stays = False
+    learns = False
+
+    def weigh(
+        self, books: Books, stream: Stream, targets: Sequence[Member], now_s: float
+    ) -> list[Estimate]:
+        target, view, tokens = targets[0], books.view, stream.prompt_tokens
+        estimates: list[Estimate] = []
+
+        def migrate_from(source: InstanceId, *, by_prefill: bool) -> None:
+            link = view.link(view.members[source].instance.node, target.instance.node)
+            rate = link.bytes_per_s
+            estimates.append(rom_migrate(target.instance, tokens, rate, source, by_prefill))
+
+        prefill = prefill_for(view, target, stream)
+        if target.pulls:
+            sources = sources_of(view, stream, target, usable_pages(stream, target))
+            if kept := [source for source in sources if not source.is_agent and source.pages]:
+                nearest = min(kept, key=lambda each: each.drain_s + each.pages * each.page_s)
+                migrate_from(nearest.id, by_prefill=False)
+        else:
+            for holder in cached_at(stream, target):
+                migrate_from(holder.member.instance.id, by_prefill=True)
+            prefill = target if has_cached(stream, prefill) else prefill
+        estimates.append(rom_recompute(prefill.instance, target.instance, tokens))
+        return estimates
+
+    def terms(self, case: Case, estimate: Estimate) -> Iterable[Term]:
+        tokens, target = case.stream.prompt_tokens, case.target.instance
+        if estimate.option is _RECOMPUTE:
+            yield Term("prefill", estimate.compute_s, f"{tokens:,} tokens")
+            return
+        assert estimate.source is not None, estimate
+        size_bytes = tokens * target.geometry.bytes_per_token
+        source = case.books.view.members[estimate.source].instance
+        rate = case.books.view.bytes_per_s(source.node, target.node)
+        yield Term(
+            "transfer", estimate.transfer_s, division(f"{tokens:,} tokens", size_bytes, rate)
+        )
+
+
+def rom_migrate(
+    target: Instance,
+    prompt_tokens: int,
+    bytes_per_s: float,
+    source: InstanceId | None = None,
+    by_prefill: bool = False,
+) -> Estimate:
+    """`MIGRATE_COST` of seed KVRS: KV bytes of the prompt over the bandwidth."""
+    transfer_s = prompt_tokens * (target.geometry.bytes_per_token / bytes_per_s)
+    return Estimate(
+        _MIGRATE,
+        target.id,
+        transfer_s,
+        transfer_s=transfer_s,
+        raw_s=transfer_s,
+        source=source,
+        by_prefill=by_prefill,
+    )
+
+
+def rom_recompute(prefill: Instance, target: Instance, prompt_tokens: int) -> Estimate:
+    """`RECOMPUTE_COST` of seed KVRS: the prefill table at the length of the prompt."""
+    compute_s = prefill.prefill.seconds_for(prompt_tokens)
+    return Estimate(
+        _RECOMPUTE,
+        target.id,
+        compute_s,
+        compute_s=compute_s,
+        extrapolated=not prefill.prefill.covers(prompt_tokens),
+        raw_s=compute_s,
+        source=None if prefill.id == target.id else prefill.id,
+    )
+
+
+ROM = Rom(PolicyName.ROM, ())

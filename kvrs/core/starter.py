@@ -1,0 +1,423 @@
+"""Placing streams that have no attempt: started, queued for a slot, kept waiting or given up on."""
+
+from collections.abc import Iterable
+from itertools import islice
+from math import inf
+
+import msgspec
+
+from kvrs.config.policy import PolicySettings
+from kvrs.core.books.incident_book import Ruling
+from kvrs.core.books.slots import SHORTEST_WAIT_S
+from kvrs.core.books.timers import SLACK_S, is_past
+from kvrs.core.deadlines import by_urgency, tightest
+from kvrs.core.decisions import Decisions
+from kvrs.core.defences import quarantine
+from kvrs.core.defences.retry_budget import RetryBudget
+from kvrs.core.dispatch import assign, ceiling
+from kvrs.core.ledger import Ledger
+from kvrs.core.model.actions import Action, GiveUp, Plan, Reason, Recovered, Start
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.health import fraction
+from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.streams import NOWHERE, Decision, Stream
+from kvrs.core.overload import LoadShedding
+from kvrs.core.routing import PROMPTS_MAX, computing_prompts, isolated_target, victim_of
+from kvrs.core.waits import Waits
+from kvrs.ids import InstanceId, StreamId
+
+# Streams that wait for the same busy instance come to it within this time.
+_TRY_JITTER_S = 0.2
+# How often a stream that has not begun asks for a token that others do not need, with jitter.
+_RETRY_TOKEN_POLL_S = 0.25
+# The same for one that a suspected stream keeps out.
+_ISOLATION_POLL_S = 0.1
+# The same for one that waits for news of deaths.
+_NEWS_LOOK_S = 0.1
+
+
+class Starter:
+    """Places the streams of one event together, and appends what that calls for to `actions`."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        settings: PolicySettings,
+        actions: list[Action],
+    ) -> None:
+        self._ledger = ledger
+        self._view = ledger.view
+        self._incidents = ledger.incidents
+        self._slots = ledger.slots
+        self._timers = ledger.timers
+        self._decisions = decisions
+        self._settings = settings
+        self._shedding = LoadShedding(ledger.view, settings.admission)
+        self._actions = actions
+        # Waiting streams: victims of losses that are decided together in a moment.
+        self._gathered: dict[StreamId, Stream] = {}
+        # New streams that wait for room at decode instances that compute their prompts.
+        self._held_back: dict[StreamId, Stream] = {}
+        self._waits = Waits(ledger.view)
+        self.retries = RetryBudget()
+
+    def reload(self, settings: PolicySettings) -> None:
+        """Streams that wait already have their alarms by the settings before."""
+        self._settings = settings
+        self._shedding.reload(settings.admission)
+
+    def gather(self, victims: Iterable[Stream], now_s: float) -> None:
+        """Have the victims of losses that are near to each other placed together, a moment after
+        the first of them.
+
+        Every victim has left the books before any of them is placed: they are one event, not many.
+        So do connections that break: the sockets of a process that died are closed one after the
+        other, and its watch is not always the first.
+        """
+        gather_s = self._settings.recovery.gather_s
+        if gather_s <= SLACK_S:  # No alarm can be set that near.
+            self.place_all(victims, now_s)
+            return
+        for stream in victims:
+            if stream.id in self._gathered:
+                continue
+            self._gathered[stream.id] = stream
+            self._timers.set(stream.id, now_s + gather_s)  # The first one that is due serves all.
+
+    def clear_suspects(self, instance: InstanceId, cause: str) -> None:
+        """The instance as a whole is lost: gathered streams that failed there are its victims."""
+        for stream in self._gathered.values():
+            if stream.recovery.suspect_instance == instance:
+                stream.recovery.clear_suspect(cause)
+
+    def place_idle(self, now_s: float) -> None:
+        """An instance came up: place what waits or queues, and is not gathered."""
+        self._waits.instance_up()
+        idle = self._ledger.idle.values()
+        self.place_all([stream for stream in idle if stream.id not in self._gathered], now_s)
+
+    def place_first(self, now_s: float) -> None:
+        """A busy instance has room for one stream: place the most urgent one that waits for it."""
+        waiting = [
+            stream
+            for stream in self._ledger.idle.values()
+            if stream.stage is Stage.WAITING and stream.recovery.busy_since_s is not None
+        ]
+        if waiting:
+            self.place_all(by_urgency(waiting)[:1], now_s)
+
+    def place_held_back(self, now_s: float) -> None:
+        """Place as many new streams as decode instances have room for prompts, in the order in
+        which they came.
+        """
+        if not self._held_back:
+            return
+        computing = computing_prompts(self._view)
+        room = sum(max(0, PROMPTS_MAX - len(member.health.awaited)) for member in computing)
+        for stream in list(islice(self._held_back.values(), room)):
+            del self._held_back[stream.id]
+            if stream.id in self._ledger.idle:
+                self.place_all([stream], now_s)
+
+    def place_new(self, stream: Stream, now_s: float) -> None:
+        """One that has just arrived: no other is placed with it, and nothing has failed it."""
+        self._decisions.begin(now_s)
+        self.carry_out(stream, self._decisions.start(stream, now_s), now_s)
+
+    def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
+        """Decide the streams of one event together, the most urgent first (DESIGN section 5). Those
+        of another name have other targets, and are decided after them.
+        """
+        self._decisions.begin(now_s)
+        by_name: dict[str, list[Stream]] = {}
+        for stream in by_urgency(streams):
+            by_name.setdefault(stream.name, []).append(stream)
+        for name, ordered in by_name.items():
+            self._place_together(name, ordered, now_s)
+
+    def _place_together(self, name: str, ordered: list[Stream], now_s: float) -> None:
+        for stream in ordered:
+            self._back_off(stream, now_s)
+        suspects = [stream for stream in ordered if self._incidents.is_suspect(stream.id)]
+        if suspects:
+            ordered = [stream for stream in ordered if not self._incidents.is_suspect(stream.id)]
+        for stream in ordered:  # Those that were suspected until now may run anywhere again.
+            stream.avoided = NOWHERE
+        victims = [
+            victim_of(self._view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s))
+            for stream in ordered
+            if not stream.is_fresh
+        ]
+        targets = self._view.targets(name) if victims else []
+        loads = {member.instance.id: member.streams for member in targets}
+        assigned = assign(self._settings.dispatch, victims, loads)
+        limit = ceiling(len(victims), loads)
+        others = (len(victims) - 1) / len(targets) if victims and targets else 0.0
+        for stream in ordered:
+            self._gathered.pop(stream.id, None)
+            self._place(stream, assigned.get(stream.id), limit, now_s, others)
+        for stream in suspects:
+            self._gathered.pop(stream.id, None)
+            self._place_isolated(stream, now_s)
+
+    def _place_isolated(self, stream: Stream, now_s: float) -> None:
+        """A suspected stream is placed by itself (`quarantine.py`)."""
+        quarantine.end(stream)
+        verdict = self._incidents.judge(stream.id, now_s)
+        if verdict.ruling is Ruling.REFUSE:
+            self._refuse(stream)
+            return
+        if verdict.ruling is Ruling.WAIT:
+            self._await_news(stream, verdict.until_s, now_s)
+            return
+        is_isolated = not is_past(verdict.until_s, now_s)
+        occupied = quarantine.occupied(self._view, self._incidents, stream)
+        stream.avoided = occupied if is_isolated else NOWHERE
+        barred_too = is_past(stream.recovery.retry_at_s, now_s)
+        target = isolated_target(self._view, stream, barred_too=barred_too)
+        self._place(stream, None if target is None else target.instance.id, 0, now_s)
+        if stream.id not in self._ledger.streams or not is_isolated:
+            return
+        if stream.stage is Stage.WAITING:
+            quarantine.reserve(self._view, stream, verdict.until_s)
+        elif stream.stage is not Stage.QUEUED:
+            plan = stream.attempt.plan
+            assert plan is not None, stream
+            names = {plan.decode, plan.prefill or plan.decode}
+            members = [self._view.members[name] for name in names]
+            quarantine.begin(stream, members, verdict.until_s)
+
+    def _await_news(self, stream: Stream, until_s: float, now_s: float) -> None:
+        """Wait for news of the deaths that it is suspected of, and not beyond its deadline."""
+        budget_s = self._decisions.budget_s(stream, now_s)
+        budget_ends_s = inf if budget_s is None else now_s + budget_s
+        if is_past(budget_ends_s, now_s):
+            message = f"instances died, and no news of the cause came in time: {tightest(stream)}"
+            self.give_up(stream, Reason.SLO, message)
+            return
+        self._ledger.wait(stream, now_s)
+        self._timers.set(stream.id, min(until_s, budget_ends_s, now_s + _NEWS_LOOK_S))
+
+    def _refuse(self, stream: Stream) -> None:
+        self._incidents.left(stream.id, is_refused=True)
+        message = "the request ended every instance that it ran on; it is not tried again"
+        self.give_up(stream, Reason.POISON, message)
+
+    def place_again(self, stream: Stream, now_s: float) -> None:
+        """One stream, because its time has come; with the others, if it is gathered. A stream that
+        queues for a slot is placed at the target that it queues for.
+        """
+        if stream.id in self._gathered:
+            self.place_all(list(self._gathered.values()), now_s)
+        elif (awaited := self._slots.awaited_by(stream.id)) is None:
+            self.place_all([stream], now_s)
+        elif self._incidents.judge(stream.id, now_s).ruling is Ruling.REFUSE:
+            self._refuse(stream)
+        else:
+            self._decisions.begin(now_s)
+            self._place(stream, awaited, self._view.members[awaited].streams + 1, now_s)
+
+    def end_attempt(
+        self, stream: Stream, cause: str, failed: InstanceId | None, now_s: float
+    ) -> None:
+        """The attempt is over; the stream waits to be placed."""
+        decode = stream.attempt.decodes_on
+        if decode is not None and stream.attempt.resumed:
+            stream.tokens = decode.tokens or stream.tokens
+            stream.note_pace(now_s)
+        stream.recovery.note_failure(cause, failed, now_s)
+        self._ledger.wait(stream, now_s)
+
+    def forget(self, stream: Stream) -> None:
+        self._gathered.pop(stream.id, None)
+        self._held_back.pop(stream.id, None)
+        self._incidents.left(stream.id, is_refused=False)
+        self._ledger.forget(stream)
+
+    def _back_off(self, stream: Stream, now_s: float) -> None:
+        """An instance that failed the stream, and still runs as far as is known, is not tried again
+        at once, nor is the option that failed.
+        """
+        recovery, attempt = stream.recovery, stream.attempt
+        if recovery.suspect_instance is None:
+            return
+        if (member := self._view.members.get(recovery.suspect_instance)) is not None:
+            stream.exclude(member)
+        is_by_option = not attempt.resumed and attempt.option is not Option.START
+        pause_s = self._settings.recovery.retry_pause_s
+        jitter = fraction(stream.id, recovery.failures)
+        recovery.back_off(attempt.option if is_by_option else None, pause_s, jitter, now_s)
+
+    def _place(
+        self,
+        stream: Stream,
+        assigned: InstanceId | None,
+        limit: int,
+        now_s: float,
+        others: float = 0.0,
+    ) -> None:
+        """Start the next attempt of a stream that has none running, or leave it waiting for what it
+        lacks.
+
+        Targets other than the assigned one are looked at only as long as they have fewer than
+        `limit` streams. `others` are the victims that are placed with it, per target.
+        """
+        recovery = stream.recovery
+        failed = recovery.attempts
+        if failed >= self._settings.recovery.max_attempts:
+            message = (
+                f"the stream failed {failed} times without a token in between, at last: "
+                f"{recovery.cause}"
+            )
+            self.give_up(stream, Reason.RETRIES, message)
+            return
+        decision: Decision | None = None
+        if stream.is_fresh:
+            decision = self._decisions.start(stream, now_s)
+        elif assigned is not None:
+            target = self._view.members[assigned]
+            decision = self._decisions.recover(stream, target, limit, others, now_s)
+        self.carry_out(stream, decision, now_s)
+
+    def carry_out(self, stream: Stream, decision: Decision | None, now_s: float) -> None:
+        """Start the attempt, or leave the stream waiting or give it up; None: it cannot start."""
+        is_first = not stream.attempt.number
+        if decision is None:
+            self._keep_waiting(stream, now_s)
+        elif decision.plan is None:
+            message = f"no option brings the stream on in time: {tightest(stream)}"
+            self.give_up(stream, Reason.SLO, message)
+        elif not is_first and not self._has_token(stream, now_s):
+            self._pace(stream, now_s)
+        elif (
+            is_first
+            and stream.is_fresh
+            and (refusal := self._shedding.judge(stream, decision, now_s)) is not None
+        ):
+            self.give_up(stream, refusal.reason, refusal.message, refusal.retry_after_s)
+        elif not decision.plan.runs:
+            self._start(stream, decision.plan, decision, now_s)
+        elif self._slots.acquire(
+            decision.chosen.target, stream.id, now_s, decision.chosen.next_token_s
+        ):
+            self._start(stream, decision.plan, decision, now_s)
+            self._timers.set(stream.id, now_s + self._settings.slot_lease_s)
+        else:
+            self._queue(stream, decision.chosen, now_s)
+
+    def _has_token(self, stream: Stream, now_s: float) -> bool:
+        """The retry budget lets an attempt that is not the first begin now."""
+        recovery = stream.recovery
+        if recovery.owes_token:
+            open_streams = len(self._ledger.streams)
+            if stream.first_token_sent:
+                recovery.pay_token(now_s + self.retries.take(open_streams, now_s))
+            elif self.retries.take_spare(open_streams, now_s):
+                recovery.pay_token(now_s)
+        return not recovery.owes_token and is_past(recovery.token_at_s, now_s)
+
+    def _pace(self, stream: Stream, now_s: float) -> None:
+        """Wait for a token of the retry budget. A stream that has begun is never given up for it;
+        another one waits no longer than for an instance.
+        """
+        self._ledger.wait(stream, now_s)
+        if not stream.recovery.owes_token:
+            self._timers.set(stream.id, stream.recovery.token_at_s)
+            return
+        wait_s = self._settings.recovery.wait_s
+        if is_past(stream.waiting_since_s + wait_s, now_s):
+            message = f"too many retries at a time; the stream waits for {wait_s:g} s at most"
+            self.give_up(stream, Reason.BUSY, message)
+        else:
+            self._timers.set(
+                stream.id, now_s + _RETRY_TOKEN_POLL_S * (1 + fraction(stream.id, now_s))
+            )
+
+    def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+        prefill = None if plan.prefill is None else self._view.members[plan.prefill]
+        decode = self._view.members[plan.decode]
+        if places := self._ledger.checkpoints.place(stream, decode, prefill):
+            plan = msgspec.structs.replace(plan, places=places)
+        self._held_back.pop(stream.id, None)
+        self._ledger.begin(stream, plan, decision, now_s)
+        if stream.recovery.slot_expired:
+            stream.recovery.note_start()
+        number, chosen = stream.attempt.number, decision.chosen
+        self._actions.append(Start(stream.id, number, plan))
+        if number == 1:
+            self.retries.started(len(self._ledger.streams), now_s)
+        if stream.recovers:
+            record = Recovered(
+                stream.id,
+                number,
+                chosen.option,
+                chosen.next_token_s,
+                decision.estimates,
+                stream.recovery.cause,
+                stream.recovery.failed,
+                decision.others,
+            )
+            self._actions.append(record)
+
+    def _queue(self, stream: Stream, chosen: Estimate, now_s: float) -> None:
+        """Wait for a slot at the chosen target, and decide again when the wait that was predicted
+        is over.
+        """
+        self._ledger.queue(stream, chosen.target)
+        wait_s = max(SHORTEST_WAIT_S, self._slots.expected_wait_s(chosen.target, stream.id, now_s))
+        self._timers.set(stream.id, now_s + wait_s)
+
+    def _keep_waiting(self, stream: Stream, now_s: float) -> None:
+        """Nothing can be started: wait on, at most for `recovery.wait_s` and not beyond the
+        stream's deadline.
+        """
+        self._ledger.wait(stream, now_s)
+        recovery = stream.recovery
+        next_try_s = _next_try_s(self._view)
+        if next_try_s is not None:
+            recovery.note_busy(now_s)
+        if stream.is_fresh and computing_prompts(self._view):
+            self._held_back[stream.id] = stream
+        wait_s, since_s = self._waits.longest(stream, self._settings.recovery, now_s)
+        wait_ends_s = since_s + wait_s
+        budget_s = self._decisions.budget_s(stream, now_s)
+        budget_ends_s = wait_ends_s if budget_s is None else now_s + budget_s
+        is_hopeless = (
+            not stream.first_token_sent and next_try_s is not None and next_try_s > wait_ends_s
+        )
+        if is_past(wait_ends_s, now_s) or is_hopeless:
+            next_try_in_s = None if next_try_s is None else next_try_s - now_s
+            is_held_back = stream.id in self._held_back
+            found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
+            self.give_up(stream, found.reason, found.message, found.retry_after_s)
+        elif is_past(budget_ends_s, now_s):
+            self.give_up(stream, Reason.SLO, f"no instance came up in time: {tightest(stream)}")
+        else:
+            alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
+            if stream.avoided:
+                alarms_s.append(now_s + quarantine.LOOK_S)
+            members = self._view.members.values()
+            if any(quarantine.keeps_out(self._view, member, stream) for member in members):
+                alarms_s.append(now_s + _ISOLATION_POLL_S * (1 + fraction(stream.id, now_s)))
+            if next_try_s is not None:
+                # Never due at once: an alarm that came a little early would be the last one.
+                jitter = 0.1 + fraction(stream.id, next_try_s)
+                alarms_s.append(next_try_s + _TRY_JITTER_S * jitter)
+            self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
+
+    def give_up(
+        self, stream: Stream, reason: Reason, message: str, retry_after_s: float = 1.0
+    ) -> None:
+        # With jitter: clients that were given up on together do not come back together.
+        retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
+        self.forget(stream)
+        self._actions.append(GiveUp(stream.id, reason, message, retry_after_s))
+
+
+def _next_try_s(view: ClusterView) -> float | None:
+    """When the first busy instance may be tried again; None: none is busy."""
+    busy = (each for each in view.members.values() if view.is_busy(each))
+    ends_s = (member.health.busy_until_s for member in busy)
+    return min((end_s for end_s in ends_s if end_s is not None), default=None)

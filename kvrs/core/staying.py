@@ -1,0 +1,240 @@
+"""Streams of an instance that re-forms: each stays, in the same attempt, or leaves, whichever
+brings it on sooner.
+
+The instance restores the streams that stay one after another, the most urgent first, so each is
+weighed behind those before it. A deadline bounds the wait: when its alarm rings, the stream leaves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvrs.config.policy import PolicySettings
+from kvrs.core.books.timers import is_past
+from kvrs.core.deadlines import by_urgency
+from kvrs.core.decisions import Decisions
+from kvrs.core.dispatch import assign, ceiling
+from kvrs.core.ledger import Ledger
+from kvrs.core.model.actions import Action, Halt, Recovered, Stay
+from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import InstanceReformed, InstanceReforming
+from kvrs.core.model.reforming import PredictedReforming
+from kvrs.core.model.streams import Decision, StayDeadline, Stream
+from kvrs.core.options.base import usable_pages
+from kvrs.core.routing import victim_of
+from kvrs.core.starter import Starter
+from kvrs.ids import StreamId
+
+# A deadline may be kept late by half of its length, within these bounds. The longer one is also the
+# most by which changed predictions of one re-forming extend it: the shortest silence that counts.
+_SHORTEST_GRACE_S = 0.1
+_LONGEST_GRACE_S = 2.0
+# A changed prediction of the same re-forming that is later by less changes no decision.
+_STEP_S = 0.02
+_NO_LIMIT = 1 << 62
+
+
+class Staying:
+    def __init__(
+        self,
+        ledger: Ledger,
+        starter: Starter,
+        decisions: Decisions,
+        settings: PolicySettings,
+        actions: list[Action],
+    ) -> None:
+        self._ledger = ledger
+        self._view = ledger.view
+        self._starter = starter
+        self._decisions = decisions
+        self._settings = settings
+        self._actions = actions
+
+    def reload(self, settings: PolicySettings) -> None:
+        self._settings = settings
+
+    def reforming(self, event: InstanceReforming, running: list[Stream], now_s: float) -> None:
+        """The instance re-forms, or predicts another end of it; `running` are its streams."""
+        home = self._view.members.get(event.instance)
+        if home is None or event.epoch != home.instance.epoch:
+            return
+        before = home.reforming
+        if before is not None and event.number < before.number:
+            return
+        ready_s = now_s + event.ready_in_s
+        queue_s = home.reported_queue_s if before is None else before.queue_s
+        now = PredictedReforming(
+            event.number,
+            event.cause,
+            ready_s,
+            event.missing_pages,
+            event.page_s,
+            event.held_pages,
+            event.held_page_s,
+            event.decode_factor * event.token_s,
+            queue_s,
+        )
+        is_same = before is not None and before.number == event.number
+        home.reforming = now
+        self._view.update()
+        home.reported_queue_s = max(queue_s, event.ready_in_s)
+        home.set_pace(event.decode_factor, event.prefill_factor, event.token_s)
+        for stream_id, pages in event.missing_pages.items():
+            if pages:
+                self._ledger.kv_locations.forget(stream_id, home.instance.id)
+        running = [stream for stream in running if stream.attempt.runs_on is home]
+        for stream in running:
+            stream.note_tokens(event.produced_tokens.get(stream.id, 0))
+        if before is not None and is_same:
+            now.ahead_s = before.ahead_s
+            if ready_s <= before.ready_s + _STEP_S and now.missing_pages == before.missing_pages:
+                return
+            running = [stream for stream in running if stream.attempt.stay_deadline is not None]
+        self._decide(home, running, now_s)
+
+    def reformed(self, event: InstanceReformed, now_s: float) -> None:
+        """The instance serves again; the deadlines of the streams that stay hold."""
+        home = self._view.members.get(event.instance)
+        if home is None or event.epoch != home.instance.epoch:
+            return
+        home.set_pace(event.decode_factor, event.prefill_factor, event.token_s)
+        if home.reforming is not None:
+            home.reported_queue_s = home.reforming.queue_s
+            home.reforming = None
+            self._view.update()
+            self._starter.place_idle(now_s)
+
+    def is_stale_token(self, stream: Stream, now_s: float) -> bool:
+        """The token may predate the re-forming that the stream stays for: then the next one is to
+        be reported. One that comes once the instance is predicted to serve is not, even if its
+        report is late.
+        """
+        deadline, home = stream.attempt.stay_deadline, stream.attempt.runs_on
+        if deadline is None or home is None or home.reforming is None:
+            return False
+        if is_past(home.reforming.ready_s, now_s):
+            return False
+        if not is_past(deadline.until_s, now_s):
+            self._set_deadline(stream, deadline)
+        return True
+
+    def stay_deadline_over(self, stream: Stream, now_s: float) -> None:
+        """The alarm of a deadline: the stream leaves, if there is anywhere to go."""
+        attempt, home = stream.attempt, stream.attempt.runs_on
+        deadline = attempt.stay_deadline
+        assert deadline is not None, stream
+        assert home is not None, stream
+        if Option.IN_PLACE not in stream.recovery.removed:
+            stream.recovery.remove(Option.IN_PLACE)
+            if attempt.decision is not None:
+                self._decisions.deadline_missed(attempt.decision, now_s - deadline.since_s, now_s)
+        must_end_s = deadline.latest_s + self._settings.recovery.wait_s
+        if home.reforming is not None and not is_past(must_end_s, now_s):
+            self._decisions.begin(now_s)
+            target = self._targets(home, [stream], now_s).get(stream.id)
+            if self._decisions.stay_or_leave(stream, home, target, _NO_LIMIT, 0.0, now_s) is None:
+                self._set_deadline(stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
+                return
+        lasts_s = now_s - deadline.since_s
+        cause = f"{home.instance.id} was to go on with it, and has not for {lasts_s:.3g} s"
+        self._leave(stream, home, cause, now_s)
+        self._starter.gather([stream], now_s)
+
+    def _decide(self, home: Member, streams: Sequence[Stream], now_s: float) -> None:
+        """One after another, so that each is weighed with what was booked for those before it."""
+        reforming = home.reforming
+        assert reforming is not None, home
+        reforming.ahead_s = 0.0
+        self._decisions.begin(now_s)
+        ordered = by_urgency(streams)
+        targets = self._targets(home, ordered, now_s)
+        loads = {member.instance.id: member.streams for member in self._view.targets()}
+        loads[home.instance.id] = home.streams
+        limit = ceiling(0, loads)
+        others = (len(ordered) - 1) / len(loads) if ordered else 0.0
+        for stream in ordered:
+            target = targets.get(stream.id)
+            decision = self._decisions.stay_or_leave(stream, home, target, limit, others, now_s)
+            if decision is None:
+                continue  # It was to leave, and cannot yet: its alarm goes on.
+            if decision.chosen.option is Option.IN_PLACE:
+                self._stay(stream, reforming, decision, now_s)
+                continue
+            self._leave(stream, home, reforming.cause, now_s)
+            if self._ledger.incidents.is_suspect(stream.id):
+                self._starter.place_all([stream], now_s)
+            else:
+                self._starter.carry_out(stream, decision, now_s)
+
+    def _targets(
+        self, home: Member, streams: Sequence[Stream], now_s: float
+    ) -> dict[StreamId, Member]:
+        """Where each stream would go: the instance that re-forms is its home, from which the
+        dispatch takes those away that are too many. The others would go to the least loaded one.
+        """
+        view, name = self._view, home.instance.id
+        others = [member for member in view.targets() if member is not home]
+        victims = [
+            replace(
+                victim_of(view, stream, barred_too=is_past(stream.recovery.retry_at_s, now_s)),
+                homes=(name,),
+                held_pages=usable_pages(stream, home),
+            )
+            for stream in streams
+            if not stream.is_fresh
+        ]
+        loads = {member.instance.id: member.streams for member in others}
+        loads[name] = max(0, home.streams - len(victims))
+        assigned = assign(self._settings.dispatch, victims, loads)
+        found: dict[StreamId, Member] = {}
+        for victim in victims:
+            target = assigned.get(victim.stream, name)
+            if target != name:
+                found[victim.stream] = view.members[target]
+                continue
+            allowed = (each for each in others if each.instance.id not in victim.excluded_epochs)
+            if (least := next(allowed, None)) is not None:
+                found[victim.stream] = least
+        return found
+
+    def _stay(
+        self, stream: Stream, reforming: PredictedReforming, decision: Decision, now_s: float
+    ) -> None:
+        """The stream keeps its attempt. What was decided first is what is learned from: a changed
+        prediction of the same re-forming only moves the alarm.
+        """
+        attempt, chosen, deadline = stream.attempt, decision.chosen, stream.attempt.stay_deadline
+        reforming.ahead_s += chosen.transfer_s + chosen.compute_s
+        wait_s = chosen.next_token_s
+        until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
+        if deadline is not None and deadline.number == reforming.number:
+            until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
+            self._set_deadline(stream, replace(deadline, until_s=until_s))
+            return
+        latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
+        self._set_deadline(
+            stream, StayDeadline(now_s, min(until_s, latest_s), reforming.number, latest_s)
+        )
+        stream.recovery.note_failure(reforming.cause, chosen.target, now_s)
+        self._ledger.stay(stream, decision, now_s)
+        self._actions.append(
+            Recovered(
+                stream.id,
+                attempt.number,
+                chosen.option,
+                wait_s,
+                decision.estimates,
+                reforming.cause,
+                chosen.target,
+                decision.others,
+            )
+        )
+
+    def _set_deadline(self, stream: Stream, deadline: StayDeadline) -> None:
+        self._ledger.set_stay_deadline(stream, deadline)
+        self._actions.append(Stay(stream.id, stream.attempt.number, deadline.until_s))
+
+    def _leave(self, stream: Stream, home: Member, cause: str, now_s: float) -> None:
+        """End the attempt, which still has its connection; to be moved is not to fail."""
+        self._actions.append(Halt(stream.id, stream.attempt.number))
+        self._starter.end_attempt(stream, cause, home.instance.id, now_s)

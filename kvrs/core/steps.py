@@ -1,0 +1,312 @@
+"""The steps of the lifecycle table (`model/lifecycle.py`): what an event does to one stream."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.deadlines import deadlines_of
+from kvrs.core.decisions import Decisions
+from kvrs.core.ledger import Ledger
+from kvrs.core.model.actions import Action, Halt, Plan, Reason, Redirect
+from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.events import (
+    NO_DEADLINES,
+    AttemptFailed,
+    Deadlines,
+    FailureKind,
+    PrefillDone,
+    SlotDenied,
+    StreamAdopted,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from kvrs.core.model.lifecycle import (
+    TABLE,
+    AlarmDue,
+    Cell,
+    Ignored,
+    InstanceLeft,
+    SlotFree,
+    Stage,
+    Step,
+    StreamEvent,
+)
+from kvrs.core.model.streams import Stream
+from kvrs.core.routing import hand_off_to
+from kvrs.core.starter import Starter
+from kvrs.core.staying import Staying
+from kvrs.ids import StreamId
+
+_OF_ATTEMPT = (PrefillDone, StreamResumed, StreamEnded, AttemptFailed, SlotDenied)
+
+# Takes the stream (of ADMIT and ADOPT: none), the event and the time.
+_Method = Callable[[Any, Any, float], None]
+
+
+class Steps:
+    def __init__(
+        self,
+        ledger: Ledger,
+        starter: Starter,
+        staying: Staying,
+        decisions: Decisions,
+        settings: PolicySettings,
+        slo: SloSettings,
+        actions: list[Action],
+    ) -> None:
+        self._ledger = ledger
+        self._starter = starter
+        self._staying = staying
+        self._decisions = decisions
+        self._actions = actions
+        self._arrivals = 0
+        self._steps: Mapping[Step, _Method] = {
+            Step.ADMIT: self._admit,
+            Step.ADOPT: self._adopt,
+            Step.PLACE: self._place,
+            Step.NOTE_PREFILL: self._note_prefill,
+            Step.HAND_OFF: self._hand_off,
+            Step.RESUME: self._resume,
+            Step.NOTE: self._note,
+            Step.FAIL: self._fail,
+            Step.DENY: self._deny,
+            Step.LOSE: self._lose,
+            Step.TARGET_LOST: self._target_lost,
+            Step.EXPIRE: self._expire,
+            Step.END: self._end,
+        }
+        self._table: Mapping[type[StreamEvent], Mapping[Stage | None, _Method | None]] = {
+            event: {stage: self._method(cell) for stage, cell in row.items()}
+            for event, row in TABLE.items()
+        }
+        self.reload(settings, slo)
+
+    def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
+        self._settings = settings
+        self._slo = slo
+        self._deadlines = deadlines_of(NO_DEADLINES, slo)  # Of most streams.
+
+    def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
+        """Take the step that the table names."""
+        stream = self._ledger.streams.get(stream_id)
+        if stream is None:
+            method = self._table[type(event)][None]
+        elif self._is_late(stream, event):
+            return
+        else:
+            method = self._table[type(event)][stream.stage]
+        if method is not None:
+            method(stream, event, now_s)
+
+    @staticmethod
+    def _is_late(stream: Stream, event: StreamEvent) -> bool:
+        """`Ignored.LATE`, in any stage: an attempt that has a successor."""
+        return isinstance(event, _OF_ATTEMPT) and event.attempt != stream.attempt.number
+
+    def _method(self, cell: Cell) -> _Method | None:
+        """The method for a cell of the table; None: the event is ignored."""
+        if cell is None:
+            return self._never
+        return None if isinstance(cell, Ignored) else self._steps[cell]
+
+    def _never(self, stream: Stream | None, event: StreamEvent, now_s: float) -> None:
+        raise AssertionError((event, stream))
+
+    # A stream begins.
+
+    def _admit(self, _: None, event: StreamArrived, now_s: float) -> None:
+        stream = Stream(
+            event.stream,
+            self._arrivals,
+            max(1, event.prompt_tokens),
+            now_s,
+            event.most_tokens,
+            self._deadlines_of(event.deadlines),
+            self._deadlines,
+            event.tenant,
+            now_s,
+            event.client,
+            event.name,
+        )
+        self._arrivals += 1
+        self._ledger.admit(stream)
+        self._starter.place_new(stream, now_s)
+
+    def _adopt(self, _: None, event: StreamAdopted, now_s: float) -> None:
+        """Recover it as a victim of the loss of its proxy."""
+        stream = Stream(
+            event.stream,
+            self._arrivals,
+            event.prompt_tokens,
+            now_s,
+            event.most_tokens,
+            self._deadlines_of(event.deadlines),
+            self._deadlines,
+            event.tenant,
+            arrived_s=now_s - event.age_s,
+            name=event.name,
+            produced_tokens=event.produced_tokens,
+            prefilled=True,
+            adopted=True,
+            first_token_sent=event.produced_tokens > 0,
+        )
+        stream.recovery.note_failure("it came from another proxy", None, now_s)
+        self._ledger.kv_locations.inherit(stream, event.kept)
+        self._arrivals += 1
+        self._ledger.admit(stream)
+        self._starter.place_all([stream], now_s)
+
+    def _deadlines_of(self, requested: Deadlines) -> Deadlines:
+        return self._deadlines if requested is NO_DEADLINES else deadlines_of(requested, self._slo)
+
+    # Its attempt progresses.
+
+    def _note_prefill(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
+        """Note the KV of a call that does both stages, or of a prompt that decode got as text."""
+        attempt = stream.attempt
+        assert attempt.runs_on is not None, stream
+        if not attempt.resumed:
+            self._note_kv(stream, attempt.runs_on, event.history_tokens)
+
+    def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
+        stream.note_prefill(history_tokens)
+        if prefill.retains or prefill.caches:
+            pages = history_tokens // prefill.page_size_tokens
+            self._ledger.kv_locations.retain(stream, prefill, pages)
+
+    def _hand_off(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
+        """To the decode instance of the plan, which may be a new epoch by now, or to another one
+        where that is sooner (`handoff.py`).
+        """
+        attempt, view = stream.attempt, self._ledger.view
+        if attempt.stay_deadline is not None:
+            self._ledger.clear_stay_deadline(stream)
+        plan, prefill = attempt.plan, attempt.runs_on
+        assert plan is not None, stream
+        assert prefill is not None, stream
+        self._note_kv(stream, prefill, event.history_tokens)
+        self._ledger.outliers.answered(stream, prefill)
+        planned, decode = view.members.get(plan.decode), None
+        cause = "the decode instance was lost during prefill, or is drained"
+        leaves = planned is not None and (planned.draining or planned.drain_ordered)
+        if planned is not None and not (leaves and planned.is_drained):
+            decode = hand_off_to(view, stream, prefill, planned, self._settings)
+            cause = "a suspected request runs apart on the only decode instance"
+            if not stream.is_served_at(planned):
+                cause = "the decode instance has unloaded the adapter during prefill"
+        if planned is None or decode is None:
+            if planned is not None:
+                self._halt(stream)
+            self._starter.end_attempt(stream, cause, plan.decode, now_s)
+            self._starter.place_all([stream], now_s)
+            return
+        if planned.own_prefill != prefill.instance.id:  # Else one call, which is at decode already.
+            plan = self._redirect(stream, plan, prefill, decode)
+        self._ledger.hand_off(stream, plan, prefill, decode)
+
+    def _redirect(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> Plan:
+        places = self._ledger.checkpoints.place(stream, decode, prefill)
+        if decode.instance.id == plan.decode and places == plan.places:
+            return plan
+        changed = msgspec.structs.replace(plan, decode=decode.instance.id, places=places)
+        self._actions.append(Redirect(stream.id, stream.attempt.number, changed))
+        return changed
+
+    def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
+        home = stream.attempt.runs_on
+        if self._staying.is_stale_token(stream, now_s):
+            self._ledger.arrived(stream)
+            return
+        if (settled := self._decisions.settle(stream, now_s)) is not None:
+            self._actions.append(settled)
+        if home is not None:
+            self._ledger.outliers.answered(stream, home)
+        self._ledger.resume(stream)
+        self._ledger.incidents.progressed(stream.id)
+        stream.note_resumed(now_s)
+
+    # Its attempt ends.
+
+    def _note(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
+        """The attempt had ended before its connection broke: with its instance, as a rule."""
+        stream.note_tokens(event.produced_tokens)
+
+    def _fail(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
+        stream.note_tokens(event.produced_tokens)
+        if stream.attempt.stay_deadline is not None:
+            stream.recovery.remove(stream.attempt.option)
+        is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
+        member = self._ledger.view.members.get(event.instance)
+        was_ejected = member is not None and member.health.is_ejected
+        self._ledger.outliers.failed(stream, event)
+        self._starter.end_attempt(stream, event.cause, event.instance, now_s)
+        if is_the_clients_fault:
+            self._starter.give_up(stream, Reason.REFUSED, event.cause)
+            return
+        if event.failure is FailureKind.BUSY:
+            stream.recovery.note_busy_answer(now_s)
+        elif was_ejected and stream.recovery.lasts_s(now_s) < self._settings.recovery.wait_s:
+            stream.recovery.note_trial_failed()
+        else:
+            stream.recovery.note_attempt_failed()
+        is_broken = event.abrupt and event.failure is FailureKind.BROKEN
+        attempt = stream.attempt
+        if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
+            epoch = member.instance.epoch
+            self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
+        # One that took no connection may be dead.
+        if event.failure is not FailureKind.BUSY or event.abrupt:
+            stream.recovery.suspect(event.instance)
+        if event.abrupt and event.instance in self._ledger.view.members:
+            self._starter.gather([stream], now_s)
+        else:
+            self._starter.place_all([stream], now_s)
+
+    def _deny(self, stream: Stream, event: SlotDenied, now_s: float) -> None:
+        if self._ledger.slots.held_at(stream.id) == event.target:
+            self._ledger.deny(stream, now_s + event.wait_s)
+            self._starter.place_again(stream, now_s)
+
+    def _lose(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+        stream.note_tokens(event.produced_tokens.get(stream.id, 0))
+        if event.is_lost:
+            stream.recovery.note_attempt_failed()
+        self._starter.end_attempt(stream, event.cause, event.instance, now_s)
+
+    def _target_lost(self, stream: Stream, event: InstanceLeft, now_s: float) -> None:
+        self._ledger.wait(stream, now_s)
+
+    def _expire(self, stream: Stream, event: AlarmDue, now_s: float) -> None:
+        if stream.attempt.stay_deadline is not None:
+            self._staying.stay_deadline_over(stream, now_s)
+            return
+        stream.recovery.expire_slot(stream.attempt.option)
+        stream.recovery.note_attempt_failed()
+        cause = f"its slot expired after {self._settings.slot_lease_s:g} s"
+        self._starter.end_attempt(stream, cause, None, now_s)
+        number = stream.attempt.number
+        self._starter.place_again(stream, now_s)
+        if stream.id in self._ledger.streams and stream.attempt.number == number:
+            # No other attempt has taken its place, and without a slot it must not fetch on.
+            self._actions.append(Halt(stream.id, number))
+
+    def _place(self, stream: Stream, event: AlarmDue | SlotFree, now_s: float) -> None:
+        self._starter.place_again(stream, now_s)
+
+    def _end(self, stream: Stream, event: StreamEnded, now_s: float) -> None:
+        attempt = stream.attempt
+        there = attempt.runs_on if attempt.resumed else None
+        self._starter.forget(stream)
+        if there is not None and there.health.note_room(now_s):
+            self._starter.place_first(now_s)
+
+    def _halt(self, stream: Stream) -> None:
+        """End an attempt that still runs; to be moved is not to fail."""
+        self._actions.append(Halt(stream.id, stream.attempt.number))
+
+    def halt_all(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            self._halt(stream)

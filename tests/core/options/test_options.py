@@ -1,0 +1,95 @@
+"""The registry of recovery options, and what they have in common."""
+
+from typing import Any
+
+import pytest
+
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.config.policy import PolicyName
+from kvrs.core import options
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Holder
+from kvrs.core.options.base import estimate_fetch
+from kvrs.core.rules import BY_NAME
+from kvrs.ids import InstanceId
+from tests.core.policy_harness import PolicyHarness, instance
+
+REMOTE = BackupSettings(mode=BackupMode.REMOTE)
+
+
+def test_every_option_that_a_stream_can_recover_by_is_registered_once() -> None:
+    """`Option` names what stands in logs and metrics; start and abort are no way to recover."""
+    registered = [each.option for each in options.ALL]
+
+    assert sorted(registered) == sorted(set(Option) - {Option.START, Option.ABORT, Option.IN_PLACE})
+    assert set(options.BY_NAME) == {*registered, Option.IN_PLACE}
+
+
+def test_a_split_is_weighed_after_the_fetches_it_divides() -> None:
+    """Its estimate begins with the best of them."""
+    order = [each.option for each in options.ALL]
+
+    assert order.index(Option.SPLIT) > max(order.index(Option.MIGRATE), order.index(Option.RESTORE))
+
+
+def test_fetching_costs_queue_transfer_and_the_tail() -> None:
+    """`queue + hand-shake and missing bytes / bandwidth + prefill(tail given prefix)`."""
+    estimate = estimate_fetch(
+        Option.MIGRATE,
+        instance("d1"),
+        history_tokens=110,
+        prefix_tokens=96,
+        transfer_s=0.97,
+        queue_s=0.5,
+    )
+
+    assert estimate.compute_s == pytest.approx(0.014)
+    assert estimate.raw_s == pytest.approx(0.5 + 0.97 + 0.014)
+    assert estimate.total_s == estimate.raw_s
+
+
+def test_a_correction_changes_what_is_compared_and_not_the_raw_cost() -> None:
+    """`total_s` is what options are compared by; `raw_s` is what is learned from."""
+    estimate = estimate_fetch(
+        Option.MIGRATE,
+        instance("d1"),
+        history_tokens=110,
+        prefix_tokens=96,
+        transfer_s=1.0,
+        factor=2.0,
+    )
+
+    assert estimate.raw_s == pytest.approx(1.014)
+    assert estimate.total_s == pytest.approx(2.028)
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_an_estimate_takes_a_slot_exactly_if_its_plan_fetches(name: PolicyName) -> None:
+    """Slots are acquired for plans; an expired one is replaced by an estimate that needs none."""
+    checked = set()
+    for target in ("d1", "b1"):
+        harness = PolicyHarness("p0", "d0", "p1", target, name=name, backup=REMOTE)
+        harness.agents("n0", "n1")
+        harness.decoding("A", 400)
+        harness.kept("agent-n1", A=9)
+        policy: Any = harness.policy
+        books, stream = policy._decisions._books, policy._ledger.streams["A"]
+        members = books.view.members
+        stream.holders[InstanceId(target)] = Holder(members[InstanceId(target)], 3)
+        for estimate in BY_NAME[name].weigh(books, stream, [members[InstanceId(target)]], 0.0):
+            plan = options.plan_of(books, stream, estimate)
+
+            assert options.takes_slot(estimate) is bool(plan.runs)
+            checked.add(estimate.option)
+    assert Option.RECOMPUTE in checked
+    assert name is PolicyName.ROM or checked >= {Option.MIGRATE, Option.RESTORE, Option.REUSE}
+
+
+def test_a_hand_off_from_a_prefix_cache_takes_no_slot() -> None:
+    """The target fetches nothing: the holder computes the rest and hands all of it off."""
+    fetched, handed_off = (
+        Estimate(Option.MIGRATE, InstanceId("d1"), 1.0, source=InstanceId("p0"), by_prefill=cached)
+        for cached in (False, True)
+    )
+
+    assert [options.takes_slot(fetched), options.takes_slot(handed_off)] == [True, False]

@@ -1,0 +1,65 @@
+"""The cost of computing a history again."""
+
+import pytest
+
+from kvrs.core.model.actions import Recovered
+from kvrs.core.model.estimates import Option
+from kvrs.core.model.events import InstanceUp, LoadReported
+from kvrs.core.options.recompute import estimate_recompute
+from tests.core.policy_harness import PolicyHarness, instance, of
+
+
+def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
+    """`queue(prefill) + prefill(L + t) + local hand-off`; there is no hand-off within one
+    instance.
+    """
+    apart = estimate_recompute(
+        instance("p1"),
+        instance("d1"),
+        history_tokens=110,
+        compute_s=0.110,
+        bytes_per_s=204_800.0,
+        queue_s=0.5,
+        handshake_s=0.01,
+    )
+    alone = estimate_recompute(
+        instance("b1"),
+        instance("b1"),
+        history_tokens=110,
+        compute_s=0.110,
+        bytes_per_s=204_800.0,
+        handshake_s=0.01,
+    )
+
+    assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 110 * 2048 / 204_800)
+    assert alone.total_s == pytest.approx(0.110)
+
+
+def test_an_estimate_from_beyond_the_table_is_marked() -> None:
+    """`Estimate.extrapolated` shows that the table was used outside its measured range."""
+    within, beyond = (
+        estimate_recompute(instance("p1"), instance("d1"), tokens, tokens / 1e3, bytes_per_s=1e9)
+        for tokens in (400, 401)
+    )
+
+    assert (within.extrapolated, beyond.extrapolated) == (False, True)
+
+
+@pytest.mark.parametrize(("queue_s", "sources"), [(0.0, {"p1", None}), (9.0, {"p1"})])
+def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
+    queue_s: float, sources: set[str | None]
+) -> None:
+    """No other victim waits at the target for what it computes. If it is the sooner one itself, the
+    target is not weighed.
+    """
+    harness = PolicyHarness("p0", "d0")
+    harness.decoding("s")
+    for name in ("p1", "d1"):
+        harness.handle(InstanceUp(instance(name)))
+    harness.handle(LoadReported(instance("d1").id, queue_s))
+
+    (recovered,) = of(harness.lose("d0"), Recovered)
+
+    found = [each for each in recovered.estimates if each.option is Option.RECOMPUTE]
+    assert {each.source for each in found} == sources
+    assert found == sorted(found, key=lambda each: each.total_s)

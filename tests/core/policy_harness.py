@@ -1,0 +1,144 @@
+"""Builders for the tests of the policy."""
+
+from typing import Any, TypeVar
+
+from kvrs.config.backup import BackupSettings
+from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
+from kvrs.core.model.actions import Action, Start
+from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.events import (
+    CheckpointsReported,
+    Event,
+    HolderUp,
+    InstanceLost,
+    InstanceUp,
+    PrefillDone,
+    StreamArrived,
+    StreamResumed,
+    TimerFired,
+)
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Capability, Role
+
+GEOMETRY = KvGeometry(
+    layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=16
+)  # 2,048 bytes per token
+TABLE = PrefillTable("test", "made up", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+
+ActionT = TypeVar("ActionT")
+
+
+def instance(name: str, epoch: int = 1, **changes: Any) -> Instance:
+    """`p0` is a prefill instance on node `n0`, `d1` a decode instance on `n1`, `b2` both on
+    `n2`.
+    """
+    fields: dict[str, Any] = {
+        "id": InstanceId(name),
+        "node": NodeId("n" + name[1:2]),
+        "role": ROLES[name[0]],
+        "epoch": epoch,
+        "geometry": GEOMETRY,
+        "prefill": TABLE,
+        "capabilities": frozenset(Capability),
+    }
+    return Instance(**{**fields, **changes})
+
+
+class PolicyHarness:
+    """A policy, a clock that is set by hand, and all actions that were returned so far."""
+
+    def __init__(
+        self,
+        *up: str,
+        name: PolicyName = PolicyName.AUTO,
+        slo: SloSettings | None = None,
+        wait_s: float = 30.0,
+        max_attempts: int = 8,
+        gather_s: float = 0.0,
+        poison_deaths: int = 3,
+        backup: BackupSettings | None = None,
+        **settings: Any,
+    ) -> None:
+        recovery = RecoverySettings(
+            wait_s=wait_s,
+            max_attempts=max_attempts,
+            gather_s=gather_s,
+            poison_deaths=poison_deaths,
+        )
+        policy = PolicySettings(name=name, recovery=recovery, **settings)
+        self.policy = RecoveryPolicy(policy, slo or SloSettings(), backup or BackupSettings())
+        self.now_s = 0.0
+        self.actions: list[Action] = []
+        for each in up:
+            self.handle(InstanceUp(instance(each)))
+
+    def handle(self, event: Event, at_s: float | None = None) -> list[Action]:
+        """One event; the actions it led to."""
+        self.now_s = self.now_s if at_s is None else at_s
+        actions = self.policy.handle(event, self.now_s)
+        self.actions += actions
+        return actions
+
+    def look_until(self, at_s: float) -> list[Action]:
+        """Timers fire every 0.05 s until then; the actions they led to."""
+        actions: list[Action] = []
+        while self.now_s < at_s:
+            actions += self.handle(TimerFired(), min(at_s, self.now_s + 0.05))
+        return actions
+
+    def decoding(self, name: str, prompt_tokens: int = 100, *, resumed: bool = True) -> Start:
+        """A stream that has arrived, was prefilled, and (if resumed) has brought its first
+        token.
+        """
+        start = only(self.handle(StreamArrived(StreamId(name), prompt_tokens)), Start)
+        self.handle(PrefillDone(StreamId(name), 1, prompt_tokens))
+        if resumed:
+            self.handle(StreamResumed(StreamId(name), 1))
+        return start
+
+    def agents(
+        self,
+        *nodes: str,
+        epoch: int = 1,
+        capacity_bytes: int = 1 << 30,
+        host_to_device_bytes_per_s: float = 26e9,
+    ) -> None:
+        """The agents of these nodes come up: `agent-n0` on `n0`."""
+        for node in nodes:
+            agent = InstanceId(f"agent-{node}")
+            self.handle(
+                HolderUp(agent, NodeId(node), epoch, capacity_bytes, host_to_device_bytes_per_s)
+            )
+
+    def kept(self, agent: str, epoch: int = 1, **pages: int) -> list[Action]:
+        """The agent reports how many leading pages it has of some streams."""
+        return self.handle(
+            CheckpointsReported(
+                InstanceId(agent), epoch, 0, len(pages), {StreamId(s): n for s, n in pages.items()}
+            )
+        )
+
+    def lose(
+        self, name: str, epoch: int = 1, at_s: float | None = None, **produced: int
+    ) -> list[Action]:
+        """The instance is lost; `produced` are the tokens that clients had by then."""
+        return self.handle(
+            InstanceLost(
+                InstanceId(name), epoch, "killed", {StreamId(s): n for s, n in produced.items()}
+            ),
+            at_s,
+        )
+
+
+def of(actions: list[Action], kind: type[ActionT]) -> list[ActionT]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def only(actions: list[Action], kind: type[ActionT]) -> ActionT:
+    found = of(actions, kind)
+    assert len(found) == 1, actions
+    return found[0]

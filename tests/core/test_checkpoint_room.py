@@ -1,0 +1,24 @@
+"""How much room a stream's checkpoint is promised."""
+
+import pytest
+
+from kvrs.config.backup import BackupMode, BackupSettings
+from kvrs.core.model.actions import Place, Start
+from kvrs.core.model.events import InstanceUp, StreamArrived
+from kvrs.ids import InstanceId, StreamId
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
+
+
+@pytest.mark.parametrize(("most_tokens", "pages"), [(None, 30), (160, 10), (9000, 30)])
+def test_no_stream_comes_to_more_than_its_model_can(most_tokens: int | None, pages: int) -> None:
+    """Without a limit of its own a stream may grow to the model's; also one that arrived before any
+    instance had reported that.
+    """
+    harness = PolicyHarness("p0", backup=BackupSettings(mode=BackupMode.REMOTE))
+    harness.agents("n1")
+    waits = harness.handle(StreamArrived(StreamId("A"), 100, most_tokens=most_tokens))
+
+    start = only(harness.handle(InstanceUp(instance("d0", max_model_len=480))), Start)
+
+    assert of(waits, Start) == []
+    assert start.plan.places == (Place(InstanceId("agent-n1"), pages * GEOMETRY.page_bytes),)

@@ -1,0 +1,347 @@
+"""`Control` turns the reports of a driver into events of the policy and actions."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrs.config.backup import BackupSettings
+from kvrs.config.file import ProfileSettings
+from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
+from kvrs.config.proxy import Inexact
+from kvrs.core.control import Control
+from kvrs.core.effects import BeginAttempt, Effect, EndAttempt, EndStream, GiveEnd, StreamClosed
+from kvrs.core.fleet.known import Instances
+from kvrs.core.live import CannotContinue, Complete, StreamStage
+from kvrs.core.model.actions import Action
+from kvrs.core.model.events import (
+    AttemptFailed,
+    Event,
+    InstanceLost,
+    InstanceUp,
+    Kept,
+    StreamAdopted,
+)
+from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles import catalog
+from kvrs.protocol.instance import Capability, InstanceInfo, Role
+from kvrs.sim.streams import Arrival, SimJournal, SimStream
+from tests.core.control_world import PREFILL, make_config
+from tests.core.policy_harness import GEOMETRY
+
+P0, D0, P1, D1 = (InstanceId(name) for name in ("p0", "d0", "p1", "d1"))
+S = StreamId("s")
+
+
+class Driver:
+    """Notes effects and events, and performs nothing."""
+
+    def __init__(
+        self, *, can_give_end: bool = False, inexact: Inexact = Inexact.MARK, **info: Any
+    ) -> None:
+        policy = PolicySettings(recovery=RecoverySettings(gather_s=0.0))
+        config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
+        proxy = config.proxy.model_copy(update={"inexact": inexact})
+        config = config.model_copy(update={"proxy": proxy})
+        self.effects: list[Effect] = []
+        self.events: list[Event] = []
+        self.control = Control[SimStream](
+            config,
+            run_id="test",
+            perform=self.effects.append,
+            trace=self._trace,
+            count_slot=lambda outcome: None,
+            can_give_end=can_give_end,
+        )
+        for name in (P0, D0, P1, D1):
+            self.up(name, **info)
+
+    def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
+        self.events.append(event)
+
+    def up(self, name: InstanceId, epoch: int = 1, pid: int = 1, **changes: Any) -> None:
+        known = self.control.instances.known[name]
+        fields: dict[str, Any] = {
+            "id": name,
+            "node": known.node,
+            "role": known.role,
+            "epoch": epoch,
+            "pid": pid,
+            "model": "m",
+            "fingerprint": "f",
+            "geometry": GEOMETRY,
+            "max_model_len": 0,
+            "page_port": 0,
+            "capabilities": list(Capability),
+            "prefill": PREFILL,
+        }
+        if known.role is Role.DECODE and changes.pop("own_prefill", False):
+            changes["own_prefill"] = InstanceId("p" + name[1])
+        changes.pop("own_prefill", None) if known.role is Role.PREFILL else None
+        self.control.instance_up(known, InstanceInfo(**{**fields, **changes}), 0.0)
+
+    def lose(self, name: InstanceId) -> None:
+        self.control.instance_lost(self.control.instances.known[name], "killed", 1.0)
+
+    def stream(self, *, is_keyed: bool = False) -> SimStream:
+        arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=is_keyed)
+        live = SimStream(journal=SimJournal(S, arrival, 0.0, 40, list(range(40))))
+        self.control.open(live, 0.0)
+        return live
+
+    def decoding(self, **options: Any) -> SimStream:
+        """A stream whose first token is with its client."""
+        live = self.stream(**options)
+        assert live.plan is not None
+        assert live.plan.prefill is not None
+        self.control.calls_prefill(live, live.plan.prefill)
+        assert self.control.prefill_done(live, 1, live.plan.prefill, 0.1)
+        live.journal.append(7, 0.2)
+        self.control.resumed(live, 1, 0.2)
+        return live
+
+    def effects_of(self, kind: type[Effect]) -> list[Effect]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+
+def test_a_report_of_a_superseded_attempt_does_nothing() -> None:
+    """Only the current attempt can fail a stream."""
+    driver = Driver()
+    live = driver.decoding()
+    assert live.instance is not None
+    driver.lose(live.instance)
+    assert live.journal.attempt == 2
+    driver.events.clear()
+
+    driver.control.attempt_failed(live, 1, D0, "reset", abrupt=True, now_s=2.0)
+
+    assert driver.events == []
+
+
+def test_an_attempt_that_fails_is_ended_before_the_next_begins() -> None:
+    """A stream has exactly one writer."""
+    driver = Driver()
+    live = driver.decoding()
+    assert live.instance is not None
+    driver.effects.clear()
+
+    driver.control.attempt_failed(live, 1, live.instance, "reset", abrupt=True, now_s=1.0)
+
+    kinds = [type(effect) for effect in driver.effects]
+    assert EndAttempt in kinds[: kinds.index(BeginAttempt)]
+    assert [type(event) for event in driver.events][-1] is AttemptFailed
+
+
+def test_a_loss_names_all_its_victims_in_one_event() -> None:
+    """So that the policy can spread them."""
+    driver = Driver()
+    lives = []
+    for number in range(4):
+        arrival = Arrival(0.0, (1, 2, 3), 10)
+        live = SimStream(journal=SimJournal(StreamId(f"s{number}"), arrival, 0.0, 3, [1, 2, 3]))
+        driver.control.open(live, 0.0)
+        lives.append(live)
+    on_p0 = {live.id for live in lives if live.instance == P0}
+    assert on_p0
+
+    driver.lose(P0)
+
+    (event,) = [event for event in driver.events if isinstance(event, InstanceLost)]
+    assert set(event.produced_tokens) == on_p0
+
+
+def test_a_stream_that_has_all_its_text_is_no_victim() -> None:
+    """Only its formal end was missing."""
+    driver = Driver()
+    live = driver.decoding()
+    live.journal.output_ids += [7] * 9
+    assert live.journal.finished
+    assert live.instance is not None
+
+    driver.lose(live.instance)
+
+    assert driver.effects_of(EndStream) == [EndStream(live, Complete())]
+    assert not driver.control.streams
+
+
+def test_a_driver_with_a_tokenizer_gives_the_end_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ids are there and no engine is needed for the rest of the text."""
+
+    monkeypatch.setattr(SimJournal, "finished", False)
+    driver = Driver(can_give_end=True)
+    live = driver.decoding()
+    live.journal.output_ids += [7] * 9
+    assert live.instance is not None
+    begun = len(driver.effects_of(BeginAttempt))
+
+    driver.control.attempt_failed(live, 1, live.instance, "reset", abrupt=True, now_s=1.0)
+
+    assert len(driver.effects_of(GiveEnd)) == 1
+    assert len(driver.effects_of(BeginAttempt)) == begun
+
+
+def test_what_cannot_be_continued_exactly_ends_with_its_cause() -> None:
+    """`proxy.inexact: refuse`; no stream ends as if it were exact."""
+    driver = Driver(inexact=Inexact.REFUSE)
+    live = driver.decoding()
+    live.journal.inexact = ("tools",)
+    assert live.instance is not None
+
+    driver.lose(live.instance)
+
+    (ended,) = driver.effects_of(EndStream)
+    assert isinstance(ended, EndStream)
+    assert ended.outcome == CannotContinue("cannot be continued exactly: tools")
+
+
+def test_one_call_is_lost_with_either_of_its_instances() -> None:
+    """A decode instance that has its own prefill instance compute holds the one connection."""
+    driver = Driver(own_prefill=True)
+    live = driver.stream()
+    assert live.plan is not None
+    assert driver.control.instances.is_one_call(live.plan)
+    assert live.stage is StreamStage.PREFILL
+
+    driver.lose(live.plan.decode)
+
+    (event,) = [event for event in driver.events if isinstance(event, InstanceLost)]
+    assert set(event.produced_tokens) == {S}
+
+
+def test_a_fence_names_one_above_what_may_still_run() -> None:
+    """Also of a stream that has ended meanwhile: an instance that is cut off cannot know."""
+    driver = Driver()
+    live = driver.decoding()
+    instance = live.instance
+    assert instance is not None
+    driver.lose(instance)
+    driver.control.end(live, Complete(), 2.0)
+
+    assert driver.control.fences.numbers(instance) == {S: (0, 2)}
+
+    driver.up(instance, epoch=2, pid=2)
+    assert driver.control.fences.numbers(instance) == {}
+
+
+def test_attempts_at_a_process_that_another_proxy_fenced_run_on() -> None:
+    """It is the same process in a new epoch."""
+    driver = Driver()
+    live = driver.decoding()
+    assert live.instance is not None
+
+    driver.up(live.instance, epoch=2, pid=1)
+
+    assert (live.stage, live.journal.attempt) == (StreamStage.DECODE, 1)
+
+
+def test_what_a_resumable_stream_keeps_is_not_released() -> None:
+    """Its next proxy needs the pages; leases that are not renewed run out by themselves."""
+    for is_keyed in (False, True):
+        driver = Driver()
+        live = driver.decoding(is_keyed=is_keyed)
+        driver.control.close(live, 1.0)
+
+        batches = driver.control.leases.batches(renew=True)
+
+        assert all(not update.renew for update in batches.values())
+        assert any(update.release for update in batches.values()) is not is_keyed
+
+
+def test_a_stream_is_closed_once() -> None:
+    """Metrics and logs count it once, however often the driver says so."""
+    driver = Driver()
+    live = driver.decoding()
+
+    for _ in range(2):
+        driver.control.close(live, 1.0)
+
+    assert driver.effects_of(StreamClosed) == [StreamClosed(live)]
+
+
+def test_an_adopted_stream_holds_what_is_still_there() -> None:
+    """Pages known at a process that has restarted since then do not count."""
+    driver = Driver()
+    arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=True)
+    journal = SimJournal(S, arrival, 0.0, 40, list(range(40)), [7, 7], owner_epoch=1)
+    journal.kept = (Kept(P0, 1, 2), Kept(P1, 0, 2), Kept(InstanceId("gone"), 1, 2))
+    live = SimStream(journal=journal)
+
+    driver.control.open(live, 1.0)
+
+    assert live.prefilled_at == (P0,)
+    (event,) = [event for event in driver.events if isinstance(event, StreamAdopted)]
+    assert (event.produced_tokens, event.age_s) == (2, 1.0)
+
+
+def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
+    """A decode instance that has its prompts computed elsewhere reads known tokens one a step: its
+    own table says what that takes.
+    """
+    name = "opt-13b-a100-distserve-tp1"
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    config = config.model_copy(update={"profiles": ProfileSettings(prefill=name)})
+    instances, infos = Instances(config), Driver(own_prefill=True).control.instances.known
+
+    accepted = []
+    for instance in (P0, D0):
+        info = infos[instance].info
+        assert info is not None
+        accepted.append(instances.accept(instances.known[instance], info).prefill.label)
+
+    assert accepted == [catalog.prefill_table(name).label, PREFILL.label]
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_a_decode_instance_without_its_prefill_is_one_that_fetches(pulls: bool) -> None:
+    """A proxy that is not to use the prefill of a server: hand-offs come from elsewhere, in two
+    calls.
+    """
+    config = make_config([P0, D1], PolicySettings(), SloSettings(), BackupSettings())
+    instances, known = Instances(config), Driver(own_prefill=True).control.instances.known
+    described = known[D1].info
+    assert described is not None
+    capabilities = [Capability.PULL_PAGES] if pulls else []
+    info = msgspec.structs.replace(described, capabilities=capabilities)
+
+    fault = instances.fault(instances.known[D1], info, streams_open=False)
+
+    if pulls:
+        assert fault is None
+        assert instances.accept(instances.known[D1], info).own_prefill is None
+    else:
+        assert fault is not None
+        assert fault.startswith("own_prefill is 'p1'")
+
+
+@pytest.mark.parametrize(
+    ("pid", "worker_pids", "had_not_ended"),
+    [(1, [], True), (2, [], False), (1, [7], False)],
+    ids=["same", "other process", "other workers"],
+)
+def test_the_policy_learns_whether_a_process_that_was_lost_had_ended(
+    pid: int, worker_pids: list[int], *, had_not_ended: bool
+) -> None:
+    """Once: later news is of the process that is up then."""
+    driver = Driver()
+    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0, may_live=True)
+
+    for epoch in (2, 3):
+        driver.up(D0, epoch, pid=pid, worker_pids=worker_pids)
+
+    lost = next(event for event in driver.events if isinstance(event, InstanceLost))
+    ups = [event for event in driver.events if isinstance(event, InstanceUp)][-2:]
+    assert lost.may_live
+    assert [event.had_not_ended for event in ups] == [had_not_ended, False]
+
+
+@pytest.mark.parametrize(("epoch", "had_not_ended"), [(1, True), (2, False)])
+def test_a_process_without_a_pid_had_not_ended_if_its_epoch_is_the_same(
+    epoch: int, *, had_not_ended: bool
+) -> None:
+    driver = Driver(pid=0)
+    driver.control.instance_lost(driver.control.instances.known[D0], "silent", 1.0, may_live=True)
+
+    driver.up(D0, epoch, pid=0)
+
+    ups = [event for event in driver.events if isinstance(event, InstanceUp)]
+    assert ups[-1].had_not_ended == had_not_ended

@@ -1,0 +1,132 @@
+"""An instance is left before its GPU takes it along."""
+
+import pytest
+
+from kvrs.config.policy import Degraded, Failing, GpuSettings
+from kvrs.core.model.actions import Halt, Recovered, Start
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.events import GpuJudged, InstanceUp, StreamArrived
+from kvrs.core.model.streams import Stream
+from kvrs.core.routing import prefill_for
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.gpus import GpuState
+from tests.core.policy_harness import PolicyHarness, instance, of, only
+
+S = StreamId("s")
+
+
+def judged(name: str, state: GpuState, **produced: int) -> GpuJudged:
+    return GpuJudged(
+        InstanceId(name), state, "xid 79", {StreamId(s): n for s, n in produced.items()}
+    )
+
+
+def decoders_of(harness: PolicyHarness, count: int) -> set[str]:
+    """Where new streams go."""
+    names = [StreamId(f"new{len(harness.actions)}-{n}") for n in range(count)]
+    return {only(harness.handle(StreamArrived(name, 10)), Start).plan.decode for name in names}
+
+
+def test_streams_leave_a_failing_gpu_while_it_still_runs() -> None:
+    """Each in a new attempt elsewhere, with what its client has; the old one is not lost, so
+    nothing is fenced.
+    """
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    here = harness.decoding("s").plan.decode
+    there = "d1" if here == "d0" else "d0"
+
+    actions = harness.handle(judged(here, GpuState.FAILING, s=7))
+
+    halt, start, recovered = only(actions, Halt), only(actions, Start), only(actions, Recovered)
+    assert (halt.stream, halt.attempt) == (S, 1)
+    assert (start.stream, start.attempt, start.plan.decode) == (S, 2, there)
+    assert "GPU is failing: xid 79" in recovered.cause
+    assert decoders_of(harness, 4) == {there}
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [
+        (GpuSettings(failing=Failing.DRAIN), GpuState.FAILING),
+        (GpuSettings(degraded=Degraded.DRAIN), GpuState.DEGRADED),
+    ],
+)
+def test_a_drained_instance_gets_nothing_new_and_keeps_what_it_has(
+    settings: GpuSettings, state: GpuState
+) -> None:
+    """Until its GPU is healthy again."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1", gpu=settings)
+    here = harness.decoding("s").plan.decode
+
+    actions = harness.handle(judged(here, state, s=7))
+    meanwhile = decoders_of(harness, 4)
+    harness.handle(judged(here, GpuState.HEALTHY))
+
+    assert of(actions, Start) == []
+    assert here not in meanwhile
+    assert here in decoders_of(harness, 4)
+
+
+def test_a_degraded_gpu_is_used_unless_the_settings_drain_it() -> None:
+    """A board that is too warm serves; to leave it would make its neighbours warm."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+
+    harness.handle(judged("d0", GpuState.DEGRADED))
+
+    assert decoders_of(harness, 4) == {"d0", "d1"}
+
+
+def test_an_irreplaceable_instance_serves_on() -> None:
+    """A failing GPU may last for hours; without an instance no stream is served at all."""
+    harness = PolicyHarness("p0", "d0")
+    harness.decoding("s")
+
+    actions = harness.handle(judged("d0", GpuState.FAILING, s=7)) + harness.handle(
+        judged("p0", GpuState.FAILING)
+    )
+    alone = decoders_of(harness, 2)
+    harness.handle(InstanceUp(instance("p1")))
+    harness.handle(InstanceUp(instance("d1")))
+
+    assert of(actions, Start) == []
+    assert of(actions, Halt) == []
+    assert (alone, decoders_of(harness, 4)) == ({"d0"}, {"d1"})
+
+
+def test_a_new_process_on_the_same_gpu_is_drained_too() -> None:
+    """The engine is new, the board is not."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    harness.handle(judged("d0", GpuState.FAILING))
+
+    harness.lose("d0")
+    harness.handle(InstanceUp(instance("d0", epoch=2)))
+    drained = decoders_of(harness, 4)
+    harness.handle(judged("d0", GpuState.HEALTHY))
+
+    assert drained == {"d1"}
+    assert "d0" in decoders_of(harness, 6)
+
+
+def test_a_history_is_not_computed_on_a_failing_gpu() -> None:
+    """A recovery that needs a prefill takes a healthy instance, though the target's own pair is
+    nearer.
+    """
+    view, stream = ClusterView(1e9), Stream(S, 0, 100, 0.0, None)
+    members = {name: view.add(instance(name)) for name in ("p0", "p1", "d1")}
+
+    well = prefill_for(view, members["d1"], stream)
+    members["p1"].gpu_degraded = True
+    view.update()
+
+    assert (well, prefill_for(view, members["d1"], stream)) == (members["p1"], members["p0"])
+
+
+def test_when_the_last_healthy_instance_is_lost_degraded_ones_serve_again() -> None:
+    """Victims find a target all the same."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    harness.handle(judged("d0", GpuState.FAILING))
+    harness.decoding("s")
+
+    actions = harness.lose("d1", s=3)
+
+    assert only(actions, Start).plan.decode == "d0"

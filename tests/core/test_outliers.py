@@ -1,0 +1,403 @@
+"""Which instances get new streams, by what their answers were."""
+
+from typing import Any
+
+import pytest
+
+from kvrs.core.model.actions import Ejected, GiveUp, Reason, Start, WakeAt
+from kvrs.core.model.events import (
+    AttemptFailed,
+    FailureKind,
+    InstanceUp,
+    PrefillDone,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+)
+from kvrs.core.model.health import AnswerHealth, pause_s
+from kvrs.ids import InstanceId, StreamId
+from tests.core.policy_harness import PolicyHarness, instance, of, only
+
+P0, P1, D0, B0, B1 = (InstanceId(name) for name in ("p0", "p1", "d0", "b0", "b1"))
+A, B = StreamId("A"), StreamId("B")
+PAIRS = ("p0", "d0", "p1", "d1", "p2", "d2")
+EVERY_S = 0.05
+
+
+def fail(
+    harness: PolicyHarness,
+    start: Start,
+    at: InstanceId,
+    kind: FailureKind = FailureKind.BROKEN,
+    at_s: float | None = None,
+    *,
+    final: bool = False,
+) -> list[Start]:
+    event = AttemptFailed(start.stream, start.attempt, at, "no", 0, failure=kind, final=final)
+    return of(harness.handle(event, at_s), Start)
+
+
+def complete(harness: PolicyHarness, start: Start) -> None:
+    harness.handle(PrefillDone(start.stream, start.attempt, 20))
+    harness.handle(StreamResumed(start.stream, start.attempt))
+    harness.handle(StreamEnded(start.stream, start.attempt))
+
+
+def sick_starts(harness: PolicyHarness, sick: InstanceId, kind: FailureKind, to_s: float) -> float:
+    """Streams one after the other; when those came that `sick` got, and failed in this way."""
+    times: list[float] = []
+    for n in range(round(to_s / EVERY_S)):
+        arrived = harness.handle(StreamArrived(StreamId(f"s{n}"), 20), at_s=n * EVERY_S)
+        start = only(arrived, Start)
+        if sick in (start.plan.prefill, start.plan.decode):
+            times.append(n * EVERY_S)
+            if sick == start.plan.decode:
+                harness.handle(PrefillDone(start.stream, start.attempt, 20))
+            (start,) = fail(harness, start, sick, kind)
+        complete(harness, start)
+    return max(sum(begin <= at < begin + 10.0 for at in times) for begin in times)
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+@pytest.mark.parametrize("sick", [P0, D0])
+def test_an_instance_that_fails_everything_gets_three_streams_in_ten_seconds(
+    sick: InstanceId, kind: FailureKind
+) -> None:
+    """Whenever it begins to fail: at 20 streams/s that is below 2 % of them, and not none."""
+    harness = PolicyHarness(*PAIRS)
+
+    most = sick_starts(harness, sick, kind, to_s=60.0)
+
+    assert most == 3
+
+
+def test_an_instance_that_fails_its_probe_is_ejected() -> None:
+    """A pause lies between the two failures, so that one incident is not both."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+
+    fail(harness, first, P0)
+    after_one = of(harness.actions, Ejected)
+    probe = only(harness.handle(StreamArrived(B, 20), at_s=1.0), Start)
+    fail(harness, probe, P0)
+
+    assert after_one == []
+    assert probe.plan.prefill == P0
+    assert only(harness.actions, Ejected).instance == P0
+
+
+def failures_until(harness: PolicyHarness, sick: InstanceId, start: Start, at_s: float) -> int:
+    """How often the stream fails at the instance, as soon as it is tried there."""
+    failures, waiting = 0, [start]
+    while harness.now_s < at_s:
+        for each in waiting:
+            failures += 1
+            fail(harness, each, sick)
+        waiting = of(harness.look_until(harness.now_s + 0.05), Start)
+    return failures
+
+
+@pytest.mark.parametrize("others_return", [True, False])
+def test_answers_of_an_ejected_instance_use_up_no_attempt(*, others_return: bool) -> None:
+    """It is tried for want of others. Attempts are left when these are back; where they are not,
+    the stream is refused once it has waited for `recovery.wait_s`.
+    """
+    harness = PolicyHarness("b0", "b1", max_attempts=3)
+    harness.policy._ledger.outliers._eject(harness.policy._view.members[B0], "HTTP 500")
+    start = only(harness.handle(StreamArrived(A, 20)), Start)
+    assert start.plan.decode == B1
+    (again,) = of(harness.lose("b1", A=0), Start)
+
+    failures = failures_until(harness, B0, again, at_s=20.0 if others_return else 60.0)
+    up = harness.handle(InstanceUp(instance("b1", epoch=2)))
+
+    assert failures > 3
+    refused = [each.reason for each in of(harness.actions, GiveUp)]
+    if others_return:
+        assert (only(up, Start).plan.decode, refused) == (B1, [])
+    else:
+        assert refused == [Reason.RETRIES]
+
+
+def test_a_probe_that_the_client_made_impossible_ejects_no_instance() -> None:
+    """A refusal in which a second instance agrees is the fault of neither."""
+    harness = PolicyHarness(*PAIRS)
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    fail(harness, first, P0)
+    probe = only(harness.handle(StreamArrived(B, 20), at_s=1.0), Start)
+
+    (second,) = fail(harness, probe, P0, FailureKind.REFUSED)
+    assert second.plan.prefill is not None
+    fail(harness, second, second.plan.prefill, FailureKind.REFUSED)
+
+    assert probe.plan.prefill == P0
+    assert [each.stream for each in of(harness.actions, GiveUp)] == [B]
+    assert of(harness.actions, Ejected) == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_instance_decides_a_refusal_unless_it_refuses_what_others_accept(
+    *, known: bool
+) -> None:
+    """One that fails every call refuses no client for good while its peers are away."""
+    harness = PolicyHarness("b0")
+    if known:
+        first = only(harness.handle(StreamArrived(A, 20)), Start)
+        harness.handle(InstanceUp(instance("b1")))
+        (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+        complete(harness, second)
+        harness.lose("b1", at_s=1.0)
+    alone = only(harness.handle(StreamArrived(B, 20), at_s=2.0), Start)
+
+    fail(harness, alone, B0, FailureKind.REFUSED)
+    up = of(harness.handle(InstanceUp(instance("b1", epoch=2))), Start)
+
+    assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * (not known)
+    assert [each.plan.decode for each in up] == [B1] * known
+
+
+def test_a_refusal_that_names_the_request_s_fault_is_final() -> None:
+    """No other instance is asked, and the one that was asked is not to blame."""
+    harness = PolicyHarness(*PAIRS)
+    for n in range(20):
+        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20), at_s=n * 0.01), Start)
+        where = start.plan.prefill or start.plan.decode
+
+        assert fail(harness, start, where, FailureKind.REFUSED, final=True) == []
+
+    assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * 20
+    assert of(harness.actions, Ejected) == []
+    assert only(harness.handle(StreamArrived(A, 20), at_s=1.0), Start).plan.prefill == P0
+
+
+def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_believed() -> None:
+    """It gets a probe now and then, whose client must not pay for it."""
+    harness = PolicyHarness("b0")
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    harness.handle(InstanceUp(instance("b1")))
+    (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+    complete(harness, second)
+    probe = only(harness.handle(StreamArrived(B, 20), at_s=2.0), Start)
+    assert probe.plan.decode == B0
+
+    (again,) = fail(harness, probe, B0, FailureKind.REFUSED, final=True)
+
+    assert again.plan.decode == B1
+
+
+def test_a_final_refusal_of_what_has_begun_is_a_failure() -> None:
+    """Another instance had accepted the request."""
+    harness = PolicyHarness("b0", "b1")
+    begun = harness.decoding("A")
+    event = AttemptFailed(A, 1, begun.plan.decode, "no", 5, failure=FailureKind.REFUSED, final=True)
+
+    again = of(harness.handle(event), Start)
+
+    assert [each.attempt for each in again] == [2]
+
+
+def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:
+    harness = PolicyHarness("b0")
+    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    harness.handle(InstanceUp(instance("b1")))
+    (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+    complete(harness, second)
+    harness.lose("b1", at_s=1.0)
+    complete(harness, only(harness.handle(StreamArrived(StreamId("C"), 20), at_s=2.0), Start))
+    alone = only(harness.handle(StreamArrived(B, 20), at_s=3.0), Start)
+
+    fail(harness, alone, B0, FailureKind.REFUSED)
+
+    assert only(harness.actions, GiveUp).reason is Reason.REFUSED
+
+
+def test_a_busy_instance_gets_new_streams_again_when_one_has_ended_there() -> None:
+    """Its pause is long for an instance that is always busy, not for one that has room again."""
+    harness = PolicyHarness("b0", "b1")
+    runs = only(harness.handle(StreamArrived(A, 20)), Start)
+    harness.handle(StreamResumed(A, 1))
+    b0, b1 = runs.plan.decode, InstanceId("b1")
+    for n in range(5):  # Streams at the other one, so that it has more work.
+        harness.handle(StreamArrived(StreamId(f"s{n}"), 20))
+    harness.handle(StreamArrived(B, 20))
+    busy = next(s for s in of(harness.actions, Start) if s.stream != A and s.plan.decode == b0)
+    fail(harness, busy, b0, FailureKind.BUSY)
+
+    during = only(harness.handle(StreamArrived(StreamId("during"), 20), at_s=1.0), Start)
+    harness.handle(StreamEnded(A, 1))
+    after = only(harness.handle(StreamArrived(StreamId("after"), 20)), Start)
+
+    assert during.plan.decode == b1
+    assert after.plan.decode == b0
+
+
+class Rates:
+    """Calls of instances that do both stages, with known answers; `failures` never come in rows of
+    three.
+    """
+
+    def __init__(self) -> None:
+        self.harness = PolicyHarness("b0", "b1", "b2")
+        self.outliers = self.harness.policy._ledger.outliers
+        self.members = self.harness.policy._view.members
+
+    def count(self, name: str, answers: int, failures: int) -> None:
+        """All at once, so that nothing of it has faded."""
+        health = self.members[InstanceId(name)].health
+        health.answers, health.failures = float(answers), float(failures)
+        health.counted_s = self.harness.now_s
+        health.consecutive = 0
+
+    def is_outlier(self, name: str) -> bool:
+        return self.outliers._is_outlier(self.members[InstanceId(name)])
+
+
+@pytest.mark.parametrize(("failures", "is_outlier"), [(2, False), (3, True), (5, True)])
+def test_three_failures_of_ten_make_an_outlier(failures: int, *, is_outlier: bool) -> None:
+    """Its peers fail nothing; fewer may be chance."""
+    rates = Rates()
+    rates.count("b0", 10 - failures, failures)
+    rates.count("b1", 10, 0)
+
+    assert rates.is_outlier("b0") is is_outlier
+
+
+def test_fewer_than_ten_answers_and_failures_make_no_outlier() -> None:
+    rates = Rates()
+    rates.count("b0", 4, 5)
+
+    assert not rates.is_outlier("b0")
+
+
+@pytest.mark.parametrize(("of_peers", "is_outlier"), [(19, True), (21, False), (35, False)])
+def test_an_outlier_fails_twice_as_often_as_its_peers(of_peers: int, *, is_outlier: bool) -> None:
+    """Where all fail, the cause is not the instance: 40 of 100 beside so many of 100."""
+    rates = Rates()
+    rates.count("b0", 60, 40)
+    rates.count("b1", 100 - of_peers, of_peers)
+
+    assert rates.is_outlier("b0") is is_outlier
+
+
+@pytest.mark.parametrize(("good_s", "ejections"), [(55.0, 4), (65.0, 1)])
+def test_ejections_are_forgiven_after_a_minute(good_s: float, ejections: int) -> None:
+    """The pauses of one that was ejected again soon go on doubling."""
+    rates = Rates()
+    start = only(rates.harness.handle(StreamArrived(A, 20), at_s=good_s), Start)
+    failing = rates.members[start.plan.decode].health
+    failing.ejections, failing.readmitted_s, failing.consecutive = 3, 0.0, 2
+
+    fail(rates.harness, start, start.plan.decode)
+
+    assert only(rates.harness.actions, Ejected).instance == start.plan.decode
+    assert failing.ejections == ejections
+
+
+# How long.
+
+
+def health_of(harness: PolicyHarness, name: InstanceId) -> dict[str, Any]:
+    rows = harness.policy.snapshot()["instances"]
+    (found,) = (row["health"] for row in rows if row["id"] == name)
+    return dict(found)
+
+
+def test_the_first_failure_pauses_an_instance_for_half_a_second() -> None:
+    """Up to a quarter longer, by jitter."""
+    harness = PolicyHarness(*PAIRS)
+
+    fail(harness, only(harness.handle(StreamArrived(A, 20)), Start), P0)
+
+    assert 0.5 <= health_of(harness, P0)["paused_s"] <= 0.625
+
+
+@pytest.mark.parametrize(("apart_s", "failures"), [(0.08, 1), (0.12, 2)])
+def test_connections_that_break_within_a_tenth_of_a_second_are_one_failure(
+    apart_s: float, failures: int
+) -> None:
+    harness = PolicyHarness("p0", "d0")
+    for name in ("A", "B"):
+        harness.decoding(name)
+
+    for stream, at_s in ((A, 10.0), (B, 10.0 + apart_s)):
+        harness.handle(AttemptFailed(stream, 1, D0, "reset", 1, abrupt=True), at_s)
+
+    assert health_of(harness, D0)["failures_in_a_row"] == failures
+
+
+def test_a_pause_lasts_for_a_minute_at_most() -> None:
+    """It doubles until then; by jitter it is up to a quarter longer."""
+    pauses_s = [pause_s(B0, 4.0, count) for count in (3, 4, 10, 1000)]
+
+    assert all(60.0 <= each <= 75.0 for each in pauses_s[1:])
+    assert 32.0 <= pauses_s[0] <= 40.0
+
+
+def test_pauses_are_longer_by_up_to_a_quarter() -> None:
+    """Proxies do not probe all of them at the same moment."""
+    pauses_s = [pause_s(InstanceId(f"b{n}"), 4.0, 0) for n in range(100)]
+
+    assert all(4.0 <= each <= 5.0 for each in pauses_s)
+    assert max(pauses_s) > 4.5
+
+
+def test_a_busy_instance_is_tried_again_after_a_quarter_second_and_every_two_at_least() -> None:
+    """The pauses double in between; jitter makes them up to a quarter longer."""
+    health, now_s, pauses_s = AnswerHealth(), 0.0, []
+    for _ in range(5):
+        health.note_busy(B0, A, 0.0, now_s)
+        assert health.busy_until_s is not None
+        pauses_s.append(health.busy_until_s - now_s)
+        now_s = health.busy_until_s
+
+    least_s = (0.25, 0.5, 1.0, 2.0, 2.0)
+    assert all(
+        least <= pause <= 1.25 * least for least, pause in zip(least_s, pauses_s, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("after_s", "is_busy"), [(0.4, True), (0.6, False)])
+def test_half_a_second_is_waited_for_the_answer_to_a_try_of_a_busy_instance(
+    after_s: float, *, is_busy: bool
+) -> None:
+    health = AnswerHealth()
+
+    health.try_busy(A, 10.0)
+
+    assert health.is_busy(10.0 + after_s) is is_busy
+
+
+@pytest.mark.parametrize(("after_s", "is_overdue"), [(1.9, False), (2.1, True)])
+def test_an_answer_is_overdue_after_two_seconds_where_none_was_predicted_to_take_long(
+    after_s: float, *, is_overdue: bool
+) -> None:
+    health = AnswerHealth()
+
+    health.awaits(A, 0.0, 10.0)
+
+    assert health.is_overdue(10.0 + after_s, queue_s=0.0) is is_overdue
+
+
+def test_failures_and_answers_count_half_after_ten_seconds() -> None:
+    health = AnswerHealth()
+    for _ in range(8):
+        health.count(0.0, answered=False)
+
+    health.count(10.0, answered=True)
+
+    assert (health.answers, health.failures) == pytest.approx((1.0, 4.0))
+
+
+def test_streams_that_wait_for_a_busy_instance_come_to_it_within_a_fifth_of_a_second() -> None:
+    """They come after its pause, and not all at once."""
+    busy_until_s, first_try_s = [], []
+    for n in range(40):
+        harness = PolicyHarness("b0")
+        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20)), Start)
+        fail(harness, start, B0, FailureKind.BUSY)
+        busy_until_s.append(health_of(harness, B0)["busy_s"])
+        first_try_s.append(min(each.at_s for each in of(harness.actions, WakeAt)))
+
+    late_s = [at_s - end_s for at_s, end_s in zip(first_try_s, busy_until_s, strict=True)]
+    assert min(late_s) > 0.0
+    assert 0.1 < max(late_s) <= 0.22

@@ -1,0 +1,197 @@
+"""Retries of one proxy as a share of its starts, and instances that restart in a loop."""
+
+from itertools import pairwise
+
+import pytest
+
+from kvrs.core.defences.retry_budget import LEAST_TOKENS, REFILL_S, SHARE, RetryBudget
+from kvrs.core.model.actions import GiveUp, Start, WakeAt
+from kvrs.core.model.events import (
+    AttemptFailed,
+    InstanceUp,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+    TimerFired,
+)
+from kvrs.ids import InstanceId, StreamId
+from tests.core.policy_harness import PolicyHarness, instance, of, only
+
+D0 = InstanceId("d0")
+
+
+def wakes(harness: PolicyHarness, until_s: float) -> list[Start]:
+    """Fire timers as they are asked for; the attempts that begin."""
+    starts = of(harness.handle(TimerFired()), Start)
+    while True:
+        at_s = [each.at_s for each in of(harness.actions, WakeAt) if each.at_s > harness.now_s]
+        if not at_s or min(at_s) > until_s:
+            return starts
+        starts += of(harness.handle(TimerFired(), min(at_s)), Start)
+
+
+def test_retries_stay_below_a_share_of_starts_and_a_floor() -> None:
+    """Over any time: the bucket, its refill, and a fifth of the starts."""
+    budget, taken, at_s = RetryBudget(), 0, 0.0
+    for step in range(10_000):
+        at_s = step * 0.01
+        budget.started(50, at_s)
+        taken += budget.take_spare(50, at_s)
+
+    assert taken <= LEAST_TOKENS + LEAST_TOKENS * at_s / REFILL_S + SHARE * 10_000
+    assert taken > 0.9 * (LEAST_TOKENS * at_s / REFILL_S + SHARE * 10_000)
+
+
+def test_all_victims_of_a_loss_go_on_at_once() -> None:
+    """The bucket holds a token for each open stream."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    for n in range(300):
+        harness.decoding(f"s{n}")
+        harness.now_s += 0.1
+
+    before = harness.policy.snapshot()["instances"]
+    harness.lose("d0")
+
+    victims = next(row["decode_streams"] for row in before if row["id"] == D0)
+    assert victims > LEAST_TOKENS
+    retries = harness.policy.snapshot()["retries"]
+    assert (retries["delayed"], retries["used"]) == (0, victims)
+
+
+def test_streams_that_fail_again_and_again_wait_and_none_is_lost() -> None:
+    """An avalanche: every attempt fails for a second, and the survivors are not overrun."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2", max_attempts=100)
+    for n in range(90):
+        harness.decoding(f"s{n}")
+    attempts = of(harness.lose("d0", **{f"s{n}": 1 for n in range(90)}), Start)
+    tries = len(attempts)
+    while harness.now_s < 1.0:
+        again: list[Start] = []
+        for start in attempts:
+            failed = AttemptFailed(start.stream, start.attempt, start.plan.decode, "reset", 1)
+            again += of(harness.handle(failed), Start)
+        attempts = again + wakes(harness, harness.now_s + 0.02)
+        tries += len(attempts)
+        harness.now_s += 0.02
+
+    assert tries < LEAST_TOKENS + LEAST_TOKENS / REFILL_S + 90 * SHARE
+    assert of(harness.actions, GiveUp) == []
+
+    back: set[StreamId] = set()
+    for start in attempts + wakes(harness, 60.0):
+        harness.handle(StreamResumed(start.stream, start.attempt))
+        back.add(start.stream)
+    assert back == {f"s{n}" for n in range(90)}
+
+
+def test_a_request_that_has_not_begun_may_be_refused_and_keeps_no_token_from_others() -> None:
+    """A quarter of the bucket is for streams that have begun."""
+    harness = PolicyHarness("p0", "p1", "d0", "d1", max_attempts=100, wait_s=2.0)
+    harness.decoding("flows")
+    again = 0
+    for n in range(200):
+        name = StreamId(f"s{n}")
+        start = only(harness.handle(StreamArrived(name, 100)), Start)
+        prefill = start.plan.prefill
+        assert prefill is not None
+        failed = AttemptFailed(name, 1, prefill, "HTTP 500", 0)
+        again += len(of(harness.handle(failed), Start))
+        harness.handle(StreamEnded(name, 1 if start.attempt == 1 else 2))
+        harness.handle(StreamEnded(name, 2))
+
+    recovered = of(harness.lose("d0", flows=1) + harness.lose("d1", flows=1), Start)
+
+    assert again < 0.75 * LEAST_TOKENS + 200 * SHARE + 1
+    assert "flows" in [start.stream for start in recovered]
+
+
+def test_an_instance_that_restarts_in_a_loop_waits_longer_each_time() -> None:
+    """Others get the work meanwhile; the state says why."""
+    harness = PolicyHarness("p0", "d0", "d1", "d2")
+    paused_s = []
+    for epoch in range(1, 7):
+        harness.lose("d0", epoch)
+        harness.now_s += 1.0
+        harness.handle(InstanceUp(instance("d0", epoch + 1)))
+        row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
+        paused_s.append(row["health"]["paused_s"])
+        assert row["health"]["quick_deaths"] == epoch
+
+    assert paused_s[0] == 0.0
+    assert 1.0 <= paused_s[1] <= 1.25
+    assert all(1.5 < after / before < 2.6 for before, after in pairwise(paused_s[1:]))
+    assert harness.decoding("A").plan.decode != D0
+
+
+def test_an_instance_that_has_lived_for_a_while_is_in_no_loop() -> None:
+    """One death after a long life is not one of many."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    for epoch in range(1, 9):
+        harness.now_s += 100.0
+        harness.lose("d0", epoch)
+        harness.handle(InstanceUp(instance("d0", epoch + 1)))
+
+    row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
+    assert (row["health"]["quick_deaths"], row["health"]["paused_s"]) == (0, 0.0)
+
+
+def test_an_empty_bucket_of_100_is_full_again_after_10_s() -> None:
+    """The next token comes after a tenth of a second, and those before are paid back."""
+    budget = RetryBudget()
+
+    waits_s = [budget.take(50, 0.0) for _ in range(102)]
+
+    assert waits_s == [0.0] * 100 + [pytest.approx(0.1), pytest.approx(0.2)]
+    waits_s = [budget.take(50, 10.2) for _ in range(101)]
+    assert waits_s[-2:] == pytest.approx([0.0, 0.1], abs=1e-9)
+
+
+def test_five_starts_allow_one_more_retry() -> None:
+    budget = RetryBudget()
+    for _ in range(100):
+        budget.take(50, 0.0)
+
+    for _ in range(5):
+        budget.started(50, 0.0)
+
+    assert budget.take(50, 0.0) == pytest.approx(0.0, abs=1e-9)
+    assert budget.take(50, 0.0) == pytest.approx(0.1)
+
+
+def test_requests_that_have_not_begun_get_three_quarters_of_the_bucket() -> None:
+    """The rest is for those that have."""
+    budget = RetryBudget()
+
+    granted = [budget.take_spare(50, 0.0) for _ in range(100)]
+
+    assert granted == [True] * 75 + [False] * 25
+    assert [budget.take(50, 0.0) for _ in range(25)] == [0.0] * 25
+
+
+@pytest.mark.parametrize(("lived_s", "quick_deaths"), [(9.0, 1), (11.0, 0)])
+def test_a_death_within_ten_seconds_of_coming_up_is_a_quick_one(
+    lived_s: float, quick_deaths: int
+) -> None:
+    harness = PolicyHarness("p0", "d0", "d1")
+
+    harness.lose("d0", at_s=lived_s)
+    harness.handle(InstanceUp(instance("d0", 2)))
+
+    row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
+    assert row["health"]["quick_deaths"] == quick_deaths
+
+
+def test_a_request_that_has_not_begun_asks_for_a_token_two_to_four_times_a_second() -> None:
+    """Jitter keeps those apart that were refused together."""
+    waits_s = []
+    for n in range(40):
+        harness = PolicyHarness("p0", "d0", "p1", "d1")
+        name = StreamId(f"s{n}")
+        start = only(harness.handle(StreamArrived(name, 100)), Start)
+        assert start.plan.prefill is not None
+        for _ in range(100):
+            harness.policy._starter.retries.take(1, 0.0)
+        harness.handle(AttemptFailed(name, 1, start.plan.prefill, "HTTP 500", 0))
+        waits_s.append(only(harness.actions, WakeAt).at_s)
+
+    assert all(0.25 <= each <= 0.5 for each in waits_s)

@@ -1,0 +1,272 @@
+"""The book of self-tests: what is tested with what, and what is known in between."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrs.core.fleet.known import Health, KnownInstance
+from kvrs.core.fleet.self_tests import (
+    Continues,
+    Generated,
+    SelfTest,
+    SelfTests,
+    TokensTest,
+    TransferTest,
+)
+from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import Capability, InstanceInfo, MeasuredPrefill, Role
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+EXACT = Generated((1, 2, 3), (4, 5, 6), Continues.SEEDED)
+OTHER = Generated((1, 2, 4), (4, 5, 6), Continues.SEEDED)
+
+
+class Bench:
+    """Instances that are up, and tests that are carried out one after the other."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.known = {
+            InstanceId(name): KnownInstance(InstanceId(name), NodeId("n"), ROLES[name[0]])
+            for name in names
+        }
+        self.tests = SelfTests(self.known, **({"enabled": True, "tests_kv": True} | settings))
+        self.generates: dict[str, Generated] = {}
+        self.still: set[str] = set()  # To and from these no KV moves.
+        self.now_s = 0.0
+        for name in names:
+            self.up(name)
+
+    def up(self, name: str, epoch: int = 1, **changes: Any) -> None:
+        info = InstanceInfo(
+            id=InstanceId(name),
+            node=NodeId("n"),
+            role=ROLES[name[0]],
+            epoch=epoch,
+            pid=epoch,
+            model="m",
+            fingerprint="f",
+            geometry=KvGeometry(2, 2, 8, 4, 16),
+            max_model_len=100,
+            page_port=1,
+            capabilities=list(Capability),
+            prefill=MeasuredPrefill("t", 1, [0.1, 0.2]),
+        )
+        known = self.known[InstanceId(name)]
+        known.info = msgspec.structs.replace(info, **changes)
+        known.health = Health.UP
+        self.tests.up(known.info, self.now_s)
+
+    def lose(self, name: str) -> None:
+        self.known[InstanceId(name)].health = Health.DOWN
+        self.tests.lost(InstanceId(name))
+
+    def wait(self) -> None:
+        """Until a test is due that has to wait."""
+        self.now_s = self.tests.next_retry_s() or self.now_s
+
+    def next(self) -> SelfTest:
+        found = self.tests.next(self.now_s)
+        assert found is not None
+        return found
+
+    def run(self) -> list[tuple[str, ...]]:
+        """Carry out all tests that are due; their instances."""
+        done: list[tuple[str, ...]] = []
+        while (test := self.tests.next(self.now_s)) is not None:
+            match test:
+                case TokensTest(instance=name):
+                    self.tests.generated(test, self.generates.get(name, EXACT))
+                    done.append((name,))
+                case TransferTest(holder=holder, target=target):
+                    moved = not {holder, target} & self.still
+                    self.tests.transferred(test, moved=moved)
+                    done.append((holder, target))
+        return done
+
+    def moves(self) -> set[str]:
+        return {name for name in self.known if self.tests.seen(name).moves_kv}
+
+
+def test_every_instance_is_tested_once() -> None:
+    """With one that was seen to work, if there is any: as many tests as instances, not pairs."""
+    bench = Bench("p0", "p1", "p2", "d0", "d1", "d2")
+
+    done = bench.run()
+
+    assert [test for test in done if len(test) == 1] == [("d0",), ("d1",), ("d2",)]
+    assert len([test for test in done if len(test) == 2]) == 5
+    assert bench.moves() == {"p0", "p1", "p2", "d0", "d1", "d2"}
+    assert bench.run() == []
+
+
+@pytest.mark.parametrize("broken", ["p0", "p1", "d0", "d1"])
+def test_the_one_is_blamed_whose_partner_works_with_others(broken: str) -> None:
+    """Whichever is tested first."""
+    bench = Bench("p0", "p1", "d0", "d1")
+    bench.still = {broken}
+
+    bench.run()
+
+    assert bench.moves() == {"p0", "p1", "d0", "d1"} - {broken}
+    shown = bench.tests.describe(InstanceId(broken))
+    assert shown is not None
+    assert "no KV moved" in shown["cause"]
+    assert shown["done"]
+
+
+def test_before_its_test_nothing_is_fetched_and_exactness_is_believed() -> None:
+    """A stream that is admitted now is looked at again when it is cut."""
+    bench = Bench("p0", "d0")
+
+    assert bench.moves() == set()
+    assert bench.tests.continues(InstanceId("d0")) is None
+    assert bench.tests.goes_on(None, InstanceId("d0"), sampled=True)
+
+
+def test_a_process_of_the_same_version_inherits_until_its_test() -> None:
+    """Its test waits, so that it takes no time from the streams that the process before it left. Of
+    another version nothing is known.
+    """
+    bench = Bench("p0", "d0")
+    bench.run()
+
+    bench.lose("d0")
+    bench.up("d0", epoch=2)
+    alike = bench.moves()
+    bench.still = {"d0"}
+    assert bench.run() == []
+    bench.wait()
+    bench.run()
+    contradicted = bench.moves()
+    bench.up("d0", epoch=3, fingerprint="g")
+
+    assert alike == {"p0", "d0"}
+    assert contradicted == {"p0"}
+    assert bench.tests.continues(InstanceId("d0")) is None
+
+
+def test_a_fence_is_no_new_process() -> None:
+    """The epoch rises, the process does not change."""
+    bench = Bench("p0", "d0")
+    bench.run()
+
+    bench.up("d0", epoch=2, pid=1)
+
+    assert bench.run() == []
+
+
+def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
+    """The pause doubles; an instance that never answers is not asked for ever."""
+    bench = Bench("d0")
+
+    tries = 0
+    while (test := bench.tests.next(bench.now_s)) is not None:
+        bench.tests.failed(test, "HTTP 500", bench.now_s)
+        tries += 1
+        assert bench.tests.next(bench.now_s) is None
+        bench.now_s = bench.tests.next_retry_s() or bench.now_s
+
+    assert tries == 5
+    assert bench.tests.describe(InstanceId("d0")) == {
+        "done": True,
+        "continues": None,
+        "moves_kv": None,
+        "capabilities": [each.value for each in Capability],
+        "differs_from": [],
+        "failures": 5,
+        "cause": "HTTP 500",
+    }
+
+
+def test_an_instance_that_dies_of_its_test_is_not_killed_for_ever() -> None:
+    """Two deaths in its test, one after the other, are enough."""
+    bench = Bench("d0")
+
+    for epoch in (2, 3):
+        test = bench.next()
+        bench.lose("d0")
+        bench.tests.failed(test, "connection lost", 0.0)
+        bench.up("d0", epoch=epoch)
+
+    assert bench.tests.next(1e9) is None
+
+
+def test_the_result_of_a_process_that_is_gone_is_dropped() -> None:
+    """The next one is tested by itself."""
+    bench = Bench("d0")
+    late = bench.next()
+    assert isinstance(late, TokensTest)
+
+    bench.up("d0", epoch=2)
+    again = bench.next()
+    bench.tests.generated(late, EXACT)
+
+    assert bench.tests.continues(InstanceId("d0")) is None
+    assert isinstance(again, TokensTest)
+    bench.tests.generated(again, OTHER)
+    assert bench.tests.seen(InstanceId("d0")).generated == OTHER
+
+
+@pytest.mark.parametrize(
+    ("there", "greedy", "sampled"),
+    [
+        (EXACT, True, True),
+        (OTHER, False, True),
+        (Generated((1, 2, 3), (4, 5, 7), Continues.SEEDED), True, False),
+        (Generated((1, 2, 3), (4, 5, 6), Continues.GREEDY), True, False),
+        (Generated((1, 2, 3), (4, 5, 6), Continues.TEXT), False, False),
+        (Generated((1, 2, 3), (4, 5, 6), Continues.NONE), False, False),
+    ],
+)
+def test_a_pair_is_exact_where_both_compute_the_same(
+    there: Generated, greedy: bool, sampled: bool
+) -> None:
+    """And the second one goes on after a cut as it would have gone on without."""
+    bench = Bench("d0", "d1")
+    bench.generates["d1"] = there
+    bench.run()
+    began = bench.tests.process(InstanceId("d0"))
+
+    for is_sampled, expected in ((False, greedy), (True, sampled)):
+        found = bench.tests.goes_on(began, InstanceId("d1"), sampled=is_sampled)
+        assert found == expected
+
+
+def test_a_former_process_of_the_same_name_is_another_instance() -> None:
+    """It may have come back with another TP."""
+    bench = Bench("d0")
+    bench.run()
+    began = bench.tests.process(InstanceId("d0"))
+    bench.generates["d0"] = OTHER
+
+    bench.up("d0", epoch=2, fingerprint="g")
+    bench.run()
+
+    assert not bench.tests.goes_on(began, InstanceId("d0"), sampled=False)
+
+
+@pytest.mark.parametrize("settings", [{"enabled": False}, {"tests_kv": False}])
+def test_without_tests_everything_is_believed(settings: dict[str, bool]) -> None:
+    """Instances have their declared capabilities when no tests are configured."""
+    bench = Bench("p0", "d0", **settings)
+
+    assert bench.moves() == {"p0", "d0"}
+
+
+def test_a_lone_instance_is_believed() -> None:
+    """There is no other one that it could be tested with; its agent's checkpoints are used."""
+    bench = Bench("b0")
+
+    assert bench.moves() == {"b0"}
+
+
+def test_a_process_of_the_same_version_is_tested_5_s_after_it_came_up() -> None:
+    bench = Bench("p0", "d0")
+    bench.run()
+
+    bench.now_s = 100.0
+    bench.up("d0", epoch=2)
+
+    assert bench.tests.next_retry_s() == 105.0

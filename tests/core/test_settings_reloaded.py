@@ -1,0 +1,152 @@
+"""Settings that are replaced while a policy runs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from kvrs.config.policy import (
+    AdmissionSettings,
+    Degraded,
+    Dispatch,
+    Failing,
+    GpuSettings,
+    Handoff,
+    PolicyName,
+    PolicySettings,
+    RecoverySettings,
+    SloSettings,
+)
+from kvrs.config.settings import Settings
+from kvrs.core.event_log import LogEntry, event_line, read, rerun
+from kvrs.core.model.actions import Start
+from kvrs.core.model.events import (
+    InstanceLost,
+    InstanceUp,
+    PrefillDone,
+    SettingsReloaded,
+    StreamArrived,
+    StreamEnded,
+    StreamResumed,
+    TimerFired,
+)
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.errors import LogError
+from kvrs.ids import InstanceId, StreamId
+from tests.core.policy_harness import PolicyHarness, instance, of
+from tests.core.recorded_incident import Recorder
+
+OTHER = PolicySettings(
+    name=PolicyName.ALWAYS_RECOMPUTE,
+    handoff=Handoff.AUTO,
+    dispatch=Dispatch.LEAST_LOADED,
+    correction_max=2.0,
+    slots_max=3,
+    slot_lease_s=7.0,
+    assumed_link_bytes_per_s=1e6,
+    lookahead_tokens=5,
+    handshake_s=0.5,
+    admission=AdmissionSettings(wait_s=4.0),
+    recovery=RecoverySettings(wait_s=3.0, gather_s=0.5, retry_pause_s=0.1, max_attempts=3),
+    gpu=GpuSettings(degraded=Degraded.DRAIN, failing=Failing.DRAIN),
+)
+OTHER_SLO = SloSettings(abort=True, ttft_s=1.0, recovery_gap_s=2.0, deadline_s=3.0)
+
+
+def leaves(found: Any, path: str, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Every plain value that can be reached from an object, by its path."""
+    if isinstance(found, Settings | str | int | float | frozenset) or found is None:
+        yield path, found
+        return
+    if id(found) in seen or callable(found):
+        return
+    seen.add(id(found))
+    parts: Mapping[Any, Any]
+    if isinstance(found, Mapping):
+        parts = found
+    elif isinstance(found, list | tuple | set):
+        parts = dict(enumerate(found))
+    elif is_dataclass(found) and not isinstance(found, type):
+        parts = {each.name: getattr(found, each.name) for each in fields(found)}
+    else:
+        parts = vars(found)
+    yield from chain.from_iterable(
+        leaves(part, f"{path}.{name}", seen) for name, part in parts.items()
+    )
+
+
+def test_every_part_of_the_policy_takes_over_all_settings() -> None:
+    """A policy that has been reloaded holds what one that was made with these settings holds: a
+    part that keeps a copy of a setting is found here.
+    """
+    assert not {
+        name
+        for section, default in ((OTHER, PolicySettings()), (OTHER_SLO, SloSettings()))
+        for name, value in section
+        if value == getattr(default, name)
+    }
+    reloaded = RecoveryPolicy(PolicySettings(), SloSettings())
+
+    reloaded.handle(SettingsReloaded(OTHER, OTHER_SLO), 0.0)
+
+    made = RecoveryPolicy(OTHER, OTHER_SLO)
+    assert dict(leaves(reloaded, "policy", set())) == dict(leaves(made, "policy", set()))
+
+
+def test_what_was_learned_outlives_a_reload() -> None:
+    """Corrections of predictions cost many recoveries to learn; the new bound holds for them."""
+    policy = PolicyHarness("p0", "d0", "d1")
+    for epoch, name in enumerate(("A", "B", "C"), 1):
+        policy.decoding(name)
+        for lost in ("d0", "d1"):
+            policy.lose(lost, epoch, **{name: 1})
+            policy.handle(InstanceUp(instance(lost, epoch + 1)))
+        attempt = of(policy.actions, Start)[-1].attempt
+        policy.handle(StreamResumed(StreamId(name), attempt), policy.now_s + 10.0)
+        policy.handle(StreamEnded(StreamId(name), attempt))
+    learned = policy.policy.snapshot()["corrections"]
+    assert max(learned.values()) > 1.5
+
+    policy.handle(SettingsReloaded(PolicySettings(slots_max=7), SloSettings()))
+    after = policy.policy.snapshot()["corrections"]
+    policy.handle(SettingsReloaded(PolicySettings(correction_max=1.25), SloSettings()))
+
+    assert after == learned
+    assert max(policy.policy.snapshot()["corrections"].values()) == pytest.approx(1.25)
+
+
+def test_a_log_runs_again_with_the_settings_of_each_time() -> None:
+    """From the line of the reload on: without that line, the same events lead to other actions."""
+    recorder = Recorder()
+    for name in ("p0", "d0", "d1"):
+        recorder.handle(InstanceUp(instance(name)))
+    recorder.handle(SettingsReloaded(OTHER, OTHER_SLO))
+    stream = StreamId("A")
+    recorder.handle(StreamArrived(stream, 1000))
+    recorder.handle(PrefillDone(stream, 1, 1000))
+    recorder.handle(StreamResumed(stream, 1))
+    recorder.handle(InstanceLost(InstanceId("d0"), 1, "killed", {stream: 1}))
+    recorder.handle(InstanceLost(InstanceId("d1"), 1, "killed", {stream: 1}))
+    for _ in range(10):
+        recorder.handle(TimerFired(), after_s=1.0)
+
+    reloads = [
+        entry.event
+        for entry in read(recorder.lines)
+        if isinstance(entry, LogEntry) and isinstance(entry.event, SettingsReloaded)
+    ]
+    without = [line for line in recorder.lines if "SettingsReloaded" not in line]
+
+    assert reloads == [SettingsReloaded(OTHER, OTHER_SLO)]
+    assert rerun(recorder.lines).difference is None
+    assert rerun(without).difference is not None
+
+
+def test_a_log_with_settings_that_cannot_be_is_refused() -> None:
+    """A log may come from anywhere; a value out of its range is named."""
+    line = event_line(1.0, SettingsReloaded(OTHER, SloSettings()), [])
+
+    with pytest.raises(LogError, match="slots_max"):
+        rerun([*Recorder().lines, line.replace('"slots_max": 3', '"slots_max": 0')])

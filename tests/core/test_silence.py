@@ -1,0 +1,164 @@
+"""Silence: when it counts, and what excuses it."""
+
+from math import inf
+
+import pytest
+
+from kvrs.config.backup import BackupSettings
+from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.config.proxy import ProxySettings
+from kvrs.core.fleet.known import Instances
+from kvrs.core.fleet.silence import (
+    EVENT_LOOP_STALL_S,
+    SHORTEST_SILENCE_S,
+    InstanceProgress,
+    SilenceTimer,
+    WatchLimits,
+    mean_interval_s,
+)
+from kvrs.core.live import LiveStream
+from kvrs.ids import InstanceId, StreamId
+from kvrs.sim.streams import Arrival, SimJournal
+from tests.core.control_world import make_config
+
+P0, D0 = InstanceId("p0"), InstanceId("d0")
+
+
+def never() -> bool:
+    return False
+
+
+def test_a_timer_looks_again_when_the_limit_could_be_passed() -> None:
+    """It is re-armed when it fires, not with every token."""
+    timer = SilenceTimer(0.0)
+
+    assert timer.look(0.0, 1.5, never) == 1.5
+    timer.heard_s = 1.0
+    assert timer.look(1.5, 1.5, never) == 2.5
+    assert timer.look(2.5, 1.5, never) is None
+
+
+def test_a_long_limit_is_looked_at_in_between() -> None:
+    """It may become shorter: an attempt's limit follows its own pace."""
+    assert SilenceTimer(0.0).look(0.0, 3600.0, never) == SHORTEST_SILENCE_S
+
+
+def test_a_stall_of_the_own_event_loop_starts_the_timeout_again() -> None:
+    """Data that arrived during the stall may be read after the look."""
+    timer = SilenceTimer(0.0)
+    next_s = timer.look(0.0, 1.0, never)
+    assert next_s == 1.0
+
+    assert timer.look(1.0 + EVENT_LOOP_STALL_S + 0.01, 1.0, never) is not None
+    assert timer.look(2.3, 1.0, never) is None
+
+
+def test_an_excuse_starts_the_timeout_again() -> None:
+    """A queue at an instance that delivers is no hang."""
+    timer = SilenceTimer(0.0)
+
+    assert timer.look(0.0, 1.0, never) == 1.0
+    assert timer.look(1.0, 1.0, lambda: True) == 2.0
+
+
+def test_a_gossiped_death_only_shortens_the_report_timeout() -> None:
+    """A process that goes on reporting stays in use."""
+    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
+
+    assert limits.silence_s(is_gossiped_dead=False) == 5.0
+    assert limits.silence_s(is_gossiped_dead=True) == 1.0
+
+
+def test_a_process_whose_heartbeats_go_on_has_until_they_are_overdue() -> None:
+    """Its event loop stalls; but no longer than any silence may last."""
+    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
+
+    for is_gossiped_dead in (False, True):
+        allowed = [
+            limits.silence_s(is_gossiped_dead=is_gossiped_dead, beats_for_s=beats_for_s)
+            for beats_for_s in (-inf, 0.5, 6.0, 60.0)
+        ]
+        usual_s = limits.silence_s(is_gossiped_dead=is_gossiped_dead)
+        assert allowed == [usual_s, max(usual_s, 1.5), 7.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "last_s", "tokens", "mean_s"),
+    [(None, None, 0, None), (1.0, 1.0, 1, None), (1.0, 3.0, 5, 0.5)],
+)
+def test_the_usual_interval_is_the_mean_over_the_stream(
+    first_s: float | None, last_s: float | None, tokens: int, mean_s: float | None
+) -> None:
+    """In the proxy and in the simulator alike."""
+    assert mean_interval_s(first_s, last_s, tokens) == mean_s
+
+
+def test_a_process_whose_streams_nothing_else_could_take_has_the_longest_limit() -> None:
+    """To give it up would gain nothing; agents gossip silence as a death. Once there are others its
+    limit counts from then on.
+    """
+    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
+
+    for is_gossiped_dead, usual_s in ((False, 5.0), (True, 1.0)):
+        allowed_s = [
+            limits.silence_s(is_gossiped_dead=is_gossiped_dead, alone_for_s=alone_for_s)
+            for alone_for_s in (-inf, 3.0, inf)
+        ]
+        assert allowed_s == [usual_s, 3.0 + usual_s, 10.0]
+
+
+def test_a_stall_in_which_no_look_was_due_is_no_silence() -> None:
+    """It was over a moment before the look."""
+    timer = SilenceTimer(0.0)
+    assert timer.look(0.0, 2.0, never) == 2.0
+
+    timer.stalled(1.9, 1.95)
+
+    assert timer.look(2.0, 2.0, never) == 3.9
+    assert timer.look(3.9, 2.0, never) is None
+
+
+def test_a_stall_before_the_last_word_takes_nothing_away() -> None:
+    timer = SilenceTimer(0.0)
+    timer.heard_s = 1.0
+
+    timer.stalled(1.0, 1.2)
+
+    assert timer.heard_s == 1.2
+
+
+def test_silence_of_a_time_slice_is_suspected_by_nobody() -> None:
+    """Half a second at least, whatever attempts say of the process."""
+    timer = SilenceTimer(0.0)
+
+    assert not timer.may_be_suspected(0.042)
+    assert not timer.may_be_suspected(0.45)
+    assert timer.may_be_suspected(0.5)
+
+
+class Paced(SimJournal):
+    """A journal of a stream with a token every 10 ms."""
+
+    @property
+    def token_interval_s(self) -> float | None:
+        return 0.01
+
+
+def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
+    """Until one can: from then on it has the usual time. What wakes first of several that were
+    paused together does not end the others.
+    """
+    has_others = [True]
+    config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
+    progress = InstanceProgress(Instances(config), 10.0, lambda instance, is_heard: has_others[0])
+    arrival = Arrival(0.0, (1, 2), 9, is_text=False, is_keyed=False)
+    live = LiveStream(Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]), instance=D0)
+
+    gaps_s = [progress.token_gap_s(live, 1.0, 1.5)]
+    has_others[0] = False
+    gaps_s.append(progress.token_gap_s(live, 1.0, 4.0))
+    has_others[0] = True
+    gaps_s += [progress.token_gap_s(live, 1.0, now_s) for now_s in (6.0, 7.0)]
+    gaps_s.append(progress.token_gap_s(live, 6.5, 8.0))
+
+    assert gaps_s == [SHORTEST_SILENCE_S, 10.0, 7.0, 7.0, SHORTEST_SILENCE_S]
