@@ -24,7 +24,7 @@ from experiments.cost_ladder.run import HOME, LONGEST_S, STEP_S, Cell, grid, loa
 from experiments.record import Record
 from experiments.virtual_time import run_until, token_times
 from kvrs.core.effects import Effect
-from kvrs.core.model.actions import Recovered
+from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.ids import StreamId
 from kvrs.report.metrics import percentile
@@ -69,12 +69,12 @@ class Played:
 
 
 @contextmanager
-def _noting(recovered: list[tuple[float, Recovered]]) -> Iterator[None]:
+def _noting(recovered: list[tuple[float, act.Recovered]]) -> Iterator[None]:
     """Note the decisions and their times."""
     perform = SimProxy._perform
 
     def performed(proxy: SimProxy, effect: Effect) -> None:
-        if isinstance(effect, Recovered):
+        if isinstance(effect, act.Recovered):
             recovered.append((proxy.now_s, effect))
         perform(proxy, effect)
 
@@ -84,7 +84,7 @@ def _noting(recovered: list[tuple[float, Recovered]]) -> Iterator[None]:
 
 def play(cell: Cell, factor: float, seed: int) -> Played:
     """Raises AssertionError where an invariant of the simulator is violated."""
-    recovered: list[tuple[float, Recovered]] = []
+    recovered: list[tuple[float, act.Recovered]] = []
     draw = Random(seed)
     with token_times() as tokens_s, _noting(recovered):
         cluster, names = loaded(cell, seed, tokens_s, STREAMS, TOKENS)
@@ -128,7 +128,7 @@ def play(cell: Cell, factor: float, seed: int) -> Played:
 
 
 def _decided(
-    recovered: Iterable[tuple[float, Recovered]], hit: Iterable[StreamId]
+    recovered: Iterable[tuple[float, act.Recovered]], hit: Iterable[StreamId]
 ) -> tuple[dict[StreamId, float], set[StreamId]]:
     """The wait that was announced to each stream that was to stay, and those that left later."""
     announced: dict[StreamId, float] = {}

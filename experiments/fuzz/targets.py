@@ -15,7 +15,7 @@ from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import parse_yaml
 from kvrs.core.event_log import event_line, header_line, rerun
-from kvrs.core.model.events import LinkMeasured, SettingsReloaded, TimerFired
+from kvrs.core.model import events as ev
 from kvrs.engine.chat import ChatTemplate
 from kvrs.errors import ConfigError, KvrsError, LogError, RequestError, TransferError, UpstreamError
 from kvrs.gossip import wire
@@ -129,9 +129,9 @@ def _chat(data: bytes) -> None:
 _LOG = "\n".join(
     [
         header_line(PolicySettings(), SloSettings(), BackupSettings()),
-        event_line(1.0, LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9), []),
-        event_line(2.0, SettingsReloaded(PolicySettings(slots_max=3), SloSettings()), []),
-        event_line(3.0, TimerFired(), []),
+        event_line(1.0, ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9), []),
+        event_line(2.0, ev.SettingsReloaded(PolicySettings(slots_max=3), SloSettings()), []),
+        event_line(3.0, ev.TimerFired(), []),
     ]
 ).encode()
 _UPDATE = wire.MemberUpdate(NodeId("n0"), 1, 2, wire.Status.ALIVE, "127.0.0.1:1", (NodeId("n1"),))

@@ -18,8 +18,8 @@ from experiments.kill_series.simulated import WAYS, config_of, percentile
 from experiments.record import Record
 from kvrs.core import rules
 from kvrs.core.event_log import LogEntry, read
-from kvrs.core.model.actions import Recovered
-from kvrs.core.model.events import PrefillDone, StreamResumed
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.demo import scaled_requests
 from kvrs.explain.incidents import Loss, incidents
 from kvrs.faults.language import parse_faults
@@ -103,19 +103,19 @@ def parts_of(log: Iterable[LogEntry]) -> list[Parts]:
     came_s: dict[tuple[type, StreamId, int], float] = {}
     for entry in entries:
         event = entry.event
-        if isinstance(event, PrefillDone | StreamResumed):
+        if isinstance(event, ev.PrefillDone | ev.StreamResumed):
             came_s[type(event), event.stream, event.attempt] = entry.now_s
-            if isinstance(event, StreamResumed) and entry.now_s < lost_s:
+            if isinstance(event, ev.StreamResumed) and entry.now_s < lost_s:
                 began.add(event.stream)
     found: dict[StreamId, Parts] = {}
     for each in happened:
-        if isinstance(each, Loss) or not isinstance(action := each.action, Recovered):
+        if isinstance(each, Loss) or not isinstance(action := each.action, act.Recovered):
             continue
         attempt = action.stream, action.attempt
-        resumed_s = came_s.get((StreamResumed, *attempt))
+        resumed_s = came_s.get((ev.StreamResumed, *attempt))
         if action.stream not in began or resumed_s is None:
             continue
-        prefilled_s = came_s.get((PrefillDone, *attempt))
+        prefilled_s = came_s.get((ev.PrefillDone, *attempt))
         found[action.stream] = Parts(
             action.option.value,
             each.at_s - lost_s,

@@ -32,7 +32,7 @@ from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.config.transfer import LinkSettings
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Instance
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId
@@ -131,7 +131,7 @@ class Ahead(Decider):
 
     _now_s = 0.0
 
-    def carried_out(self, stream: Any, plan: Plan, history_tokens: int, seconds: float) -> None:
+    def carried_out(self, stream: Any, plan: act.Plan, history_tokens: int, seconds: float) -> None:
         self._now_s += seconds
         if plan.prefill is not None:
             self.prefilled(stream, history_tokens)
@@ -218,7 +218,7 @@ class Bench:
         victim.reported_bytes_per_s = link.bytes_per_s
         victim.bound_bytes_per_s = lower_bound(measured, LinkSettings())
 
-    async def _carry_out(self, plan: Plan, prompt_tokens: int) -> float:
+    async def _carry_out(self, plan: act.Plan, prompt_tokens: int) -> float:
         """Seconds until the first new token."""
         rig, (history, due) = self._rig, self._streams[prompt_tokens]
         await rig.empty("p1", "d1")

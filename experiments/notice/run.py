@@ -37,8 +37,8 @@ from experiments.processes import Processes, cpu_ticks, share_used, spinning
 from experiments.record import Record
 from experiments.rig import stretched
 from kvrs.config.file import Config, parse_config
-from kvrs.core.model.actions import Action
-from kvrs.core.model.events import Event, InstanceLost
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.load.open_loop import replay
 from kvrs.proxy.server import Proxy
@@ -82,8 +82,8 @@ class Notices:
         """Look at every event on its way to the policy; nothing else changes."""
         notices, handle = self, RecoveryPolicy.handle
 
-        def observe(policy: RecoveryPolicy, event: Event, now_s: float) -> list[Action]:
-            if isinstance(event, InstanceLost):
+        def observe(policy: RecoveryPolicy, event: ev.Event, now_s: float) -> list[act.Action]:
+            if isinstance(event, ev.InstanceLost):
                 notices._hear(event, time.monotonic())
             return handle(policy, event, now_s)
 
@@ -96,7 +96,7 @@ class Notices:
         self._awaited = instance, future
         return future
 
-    def _hear(self, event: InstanceLost, now_s: float) -> None:
+    def _hear(self, event: ev.InstanceLost, now_s: float) -> None:
         if self._awaited is None or self._awaited[0] != event.instance:
             self.unexpected.append(event.instance)
             return

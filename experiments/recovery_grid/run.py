@@ -28,18 +28,10 @@ from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for, stretched
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
-from kvrs.core.model.actions import Action, Plan, Recovered, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Instance
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    InstanceLost,
-    InstanceUp,
-    LinkMeasured,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-)
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -124,42 +116,46 @@ class Decider:
         self._policy = RecoveryPolicy(PolicySettings(name=name, recovery=recovery), SloSettings())
         self._streams = 0
         for instance in instances:
-            self._tell(InstanceUp(instance))
+            self._tell(ev.InstanceUp(instance))
         d1 = next(instance for instance in instances if instance.id == "d1")
         self._like = d1
 
-    def lose(self, prompt_tokens: int, bytes_per_s: float) -> tuple[Plan, Option, StreamId]:
+    def lose(self, prompt_tokens: int, bytes_per_s: float) -> tuple[act.Plan, Option, StreamId]:
         """A stream of p0 and an instance beside it loses that; return the policy's plan."""
         self._streams += 1
         stream = StreamId(f"s{self._streams}")
         lost = InstanceId(f"d0-{self._streams}")
         like = self._like
         self._tell(
-            InstanceUp(
+            ev.InstanceUp(
                 Instance(lost, N0, like.role, 1, like.geometry, like.prefill, like.capabilities)
             )
         )
-        self._tell(LinkMeasured(N0, N1, bytes_per_s))
-        started = self._only(self._tell(StreamArrived(stream, prompt_tokens)), Start)
+        self._tell(ev.LinkMeasured(N0, N1, bytes_per_s))
+        started = self._only(self._tell(ev.StreamArrived(stream, prompt_tokens)), act.Start)
         assert (started.plan.prefill, started.plan.decode) == (P0, lost), started
-        self._tell(PrefillDone(stream, 1, prompt_tokens))
-        self._tell(StreamResumed(stream, 1))
-        actions = self._tell(InstanceLost(lost, 1, "killed", {stream: PRODUCED_TOKENS}))
-        return self._only(actions, Start).plan, self._only(actions, Recovered).option, stream
+        self._tell(ev.PrefillDone(stream, 1, prompt_tokens))
+        self._tell(ev.StreamResumed(stream, 1))
+        actions = self._tell(ev.InstanceLost(lost, 1, "killed", {stream: PRODUCED_TOKENS}))
+        return (
+            self._only(actions, act.Start).plan,
+            self._only(actions, act.Recovered).option,
+            stream,
+        )
 
     def back(self, stream: StreamId) -> None:
         """The first token after the recovery: the policy learns the real cost."""
-        self._tell(StreamResumed(stream, 2))
-        self._tell(StreamEnded(stream, 2))
+        self._tell(ev.StreamResumed(stream, 2))
+        self._tell(ev.StreamEnded(stream, 2))
 
     def prefilled(self, stream: StreamId, history_tokens: int) -> None:
-        self._tell(PrefillDone(stream, 2, history_tokens))
+        self._tell(ev.PrefillDone(stream, 2, history_tokens))
 
-    def _tell(self, event: Any) -> list[Action]:
+    def _tell(self, event: Any) -> list[act.Action]:
         return self._policy.handle(event, time.monotonic())
 
     @staticmethod
-    def _only(actions: list[Action], kind: Any) -> Any:
+    def _only(actions: list[act.Action], kind: Any) -> Any:
         (found,) = [action for action in actions if isinstance(action, kind)]
         return found
 

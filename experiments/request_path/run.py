@@ -29,13 +29,7 @@ import msgspec
 from experiments.record import Record
 from experiments.request_path import whole
 from kvrs.config.file import Config, parse_config
-from kvrs.core.model.events import (
-    Event,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-)
+from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
@@ -155,12 +149,12 @@ def measure_events(nodes: int, rounds: int, *, is_idle: bool) -> dict[str, float
     bring_up(driver, driver.control.instances.known)
     policy, now_s = driver.control.policy, 1.0
 
-    def life(stream: StreamId) -> list[Event]:
+    def life(stream: StreamId) -> list[ev.Event]:
         return [
-            StreamArrived(stream, PROMPT_TOKENS, PROMPT_TOKENS + 256, client="one"),
-            PrefillDone(stream, 1, PROMPT_TOKENS),
-            StreamResumed(stream, 1),
-            StreamEnded(stream, 1),
+            ev.StreamArrived(stream, PROMPT_TOKENS, PROMPT_TOKENS + 256, client="one"),
+            ev.PrefillDone(stream, 1, PROMPT_TOKENS),
+            ev.StreamResumed(stream, 1),
+            ev.StreamEnded(stream, 1),
         ]
 
     for n in range(OPEN_STREAMS):
@@ -177,7 +171,7 @@ def measure_events(nodes: int, rounds: int, *, is_idle: bool) -> dict[str, float
     return {name: round(statistics.median(found), 2) for name, found in took.items()}
 
 
-def time_of(policy: RecoveryPolicy, event: Event, now_s: float) -> float:
+def time_of(policy: RecoveryPolicy, event: ev.Event, now_s: float) -> float:
     begun_ns = time.perf_counter_ns()
     policy.handle(event, now_s)
     return (time.perf_counter_ns() - begun_ns) / 1e3

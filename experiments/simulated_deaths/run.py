@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import Record
-from kvrs.core.model.actions import Reason
+from kvrs.core.model import actions as act
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.command import deaths_of, rows
 from kvrs.sim.scenarios import KINDS, contended, in_turn, poisoned, ranked, scenario, sick
@@ -30,7 +30,7 @@ def all_complete(outcome: Outcome) -> str:
 def each_kind_came(outcome: Outcome) -> str:
     """Streams may be refused for a deadline: some settings that are loaded ask for that."""
     missing = set(KINDS) - {hit.death for hit in outcome.hits}
-    if not set(outcome.ended) <= {"complete", Reason.SLO.value}:
+    if not set(outcome.ended) <= {"complete", act.Reason.SLO.value}:
         return f"streams ended {dict(outcome.ended)}"
     return f"never came: {sorted(missing)}" if missing else ""
 

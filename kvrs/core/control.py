@@ -37,39 +37,9 @@ from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome, StreamStage
 from kvrs.core.loads import LoadSteps
-from kvrs.core.model.actions import (
-    Action,
-    Ejected,
-    GiveUp,
-    Halt,
-    Readmitted,
-    Recovered,
-    Redirect,
-    Settled,
-    Start,
-    Stay,
-    WakeAt,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    DrainReported,
-    Event,
-    FailureKind,
-    GpuJudged,
-    InstanceLost,
-    InstanceReformed,
-    InstanceUp,
-    LoadReported,
-    PagesKept,
-    PrefillDone,
-    RetentionLost,
-    SlotDenied,
-    StreamAdopted,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-)
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.core.reformings import Reformings
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -89,7 +59,7 @@ class Control(Generic[S]):
         *,
         run_id: str,
         perform: Callable[[Effect], None],
-        trace: Callable[[float, Event, list[Action]], None],
+        trace: Callable[[float, ev.Event, list[act.Action]], None],
         count_slot: Callable[[SlotOutcome], None],
         can_give_end: bool,
         runs_self_tests: bool = False,
@@ -133,7 +103,7 @@ class Control(Generic[S]):
         self._can_give_end = can_give_end
         self._perform = perform
         self._trace = trace
-        self._events: deque[tuple[Event, float]] = deque()
+        self._events: deque[tuple[ev.Event, float]] = deque()
         self._telling = False
 
     # Streams.
@@ -170,11 +140,11 @@ class Control(Generic[S]):
             # off cannot know.
             if self.instances.is_up(instance):
                 self.fences.left(instance, live.id)
-        self.tell(StreamEnded(live.id, live.journal.attempt), now_s)
+        self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
     # Events, in the order in which they came; actions may cause more of them.
 
-    def tell(self, event: Event, now_s: float) -> None:
+    def tell(self, event: ev.Event, now_s: float) -> None:
         """Ask the policy about an event, and carry out what it answers."""
         self._events.append((event, now_s))
         if self._telling:
@@ -190,28 +160,28 @@ class Control(Generic[S]):
         finally:
             self._telling = False
 
-    def _carry_out(self, action: Action, now_s: float) -> None:
+    def _carry_out(self, action: act.Action, now_s: float) -> None:
         match action:
-            case Start():
+            case act.Start():
                 self._start(action, now_s)
-            case Redirect():
+            case act.Redirect():
                 self._redirect(action)
-            case Halt():
+            case act.Halt():
                 if (live := self._current(action.stream, action.attempt)) is not None:
                     self._end_attempt(live)
                     self._goes_on(live, now_s)
-            case Stay():
+            case act.Stay():
                 if (live := self._current(action.stream, action.attempt)) is not None:
                     live.stays_until_s = action.until_s
                     self._perform(ExpectToken(live))
-            case GiveUp():
+            case act.GiveUp():
                 if (given_up := self.streams.get(action.stream)) is not None:
                     self.end(given_up, action, now_s)
-            case Settled():
+            case act.Settled():
                 if action.option is Option.IN_PLACE and action.stream in self.streams:
                     self.streams[action.stream].stays_until_s = -inf
                 self._perform(action)
-            case Recovered() | Ejected() | Readmitted() | WakeAt():
+            case act.Recovered() | act.Ejected() | act.Readmitted() | act.WakeAt():
                 self._perform(action)
             case _:
                 assert_never(action)
@@ -220,12 +190,12 @@ class Control(Generic[S]):
         live = self.streams.get(stream)
         return live if live is not None and live.journal.attempt == attempt else None
 
-    def _start(self, action: Start, now_s: float) -> None:
+    def _start(self, action: act.Start, now_s: float) -> None:
         live = self.streams.get(action.stream)
         if live is None:
             # It ended in an action before this one, of which the policy is yet to be told, in an
             # attempt that is over.
-            self.tell(StreamEnded(action.stream, action.attempt), now_s)
+            self.tell(ev.StreamEnded(action.stream, action.attempt), now_s)
             return
         if live.journal.attempt:
             self._end_attempt(live)
@@ -241,7 +211,7 @@ class Control(Generic[S]):
         self.checkpoints.planned(live)
         self._perform(BeginAttempt(live, action.plan))
 
-    def _redirect(self, action: Redirect) -> None:
+    def _redirect(self, action: act.Redirect) -> None:
         """The attempt, whose prefill has just reported, finds the new plan in place of the old."""
         live = self._current(action.stream, action.attempt)
         if live is None:
@@ -311,13 +281,13 @@ class Control(Generic[S]):
         self.progress.delivered(instance, now_s)
         if self.instances.retains(instance):
             self.leases.hold(instance, live.id)
-        self.tell(PrefillDone(live.id, attempt, history_tokens), now_s)
+        self.tell(ev.PrefillDone(live.id, attempt, history_tokens), now_s)
         if attempt == live.journal.attempt and live.stage is not StreamStage.WAITING:
             live.enter(StreamStage.DECODE, live.plan.decode)
 
     def resumed(self, live: S, attempt: int, now_s: float) -> None:
         """The attempt's first token is with the client."""
-        self.tell(StreamResumed(live.id, attempt), now_s)
+        self.tell(ev.StreamResumed(live.id, attempt), now_s)
         self.checkpoints.resumed(live, now_s)
 
     def attempt_failed(
@@ -329,7 +299,7 @@ class Control(Generic[S]):
         *,
         abrupt: bool,
         now_s: float,
-        failure: FailureKind = FailureKind.BROKEN,
+        failure: ev.FailureKind = ev.FailureKind.BROKEN,
         retry_after_s: float | None = None,
         final: bool = False,
     ) -> None:
@@ -338,7 +308,7 @@ class Control(Generic[S]):
         self._end_attempt(live)
         if self._goes_on(live, now_s):
             produced = live.produced_tokens
-            failed = AttemptFailed(
+            failed = ev.AttemptFailed(
                 live.id, attempt, instance, cause, produced, abrupt, failure, retry_after_s, final
             )
             self.tell(failed, now_s)
@@ -348,14 +318,14 @@ class Control(Generic[S]):
     ) -> None:
         if self._current(live.id, attempt) is live:
             self._end_attempt(live)
-            self.tell(SlotDenied(live.id, attempt, target, wait_s), now_s)
+            self.tell(ev.SlotDenied(live.id, attempt, target, wait_s), now_s)
 
     def retention_lost(
         self, instance: InstanceId, streams: Sequence[StreamId], now_s: float
     ) -> None:
         """An answer to a lease says that the instance keeps nothing of these."""
         if lost := self.leases.unknown(instance, streams):
-            self.tell(RetentionLost(instance, lost), now_s)
+            self.tell(ev.RetentionLost(instance, lost), now_s)
 
     # What watches report.
 
@@ -380,8 +350,8 @@ class Control(Generic[S]):
             for stream in kept:
                 self.streams[stream].note_prefilled(known.id)
                 self.leases.hold(known.id, stream)
-            self.tell(PagesKept(known.id, info.epoch, kept), now_s)
-        self.tell(InstanceUp(instance, lives_on, had_not_ended), now_s)
+            self.tell(ev.PagesKept(known.id, info.epoch, kept), now_s)
+        self.tell(ev.InstanceUp(instance, lives_on, had_not_ended), now_s)
 
     def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
         if report.draining:
@@ -389,7 +359,7 @@ class Control(Generic[S]):
             # With every report, because no target may have been up for them before.
             produced = self.produced_on(known.id)
             if produced or before != (report.epoch, True):
-                self.tell(DrainReported(known.id, report.epoch, produced), now_s)
+                self.tell(ev.DrainReported(known.id, report.epoch, produced), now_s)
         self.drains.reported(known.id, now_s)
         known.load = report
         known.reported_s = now_s
@@ -397,14 +367,14 @@ class Control(Generic[S]):
         re_forms = self._reformings.event(known.id, report, running, now_s)
         if re_forms is not None:
             self.tell(re_forms, now_s)
-        if isinstance(re_forms, InstanceReformed):
+        if isinstance(re_forms, ev.InstanceReformed):
             # Tokens that came before were perhaps of the layout before.
             for live in running:
                 if live.stays_until_s > -inf and live.instance == known.id:
                     self._perform(ExpectToken(live))
         if self._loads.changes_decision(known.id, report, waiting=self.policy.has_waiting):
             streams = self._loads.streams_of(report)
-            self.tell(LoadReported(known.id, report.queue_delay_s, streams), now_s)
+            self.tell(ev.LoadReported(known.id, report.queue_delay_s, streams), now_s)
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)
@@ -419,7 +389,7 @@ class Control(Generic[S]):
     def gpus_seen(self, node: NodeId, gpus: Sequence[GpuHealth], now_s: float) -> None:
         """The node's agent has published the health of its GPUs."""
         for instance, state, reason in self.gpus.seen(node, gpus):
-            self.tell(GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
+            self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
 
     def instance_lost(
         self, known: KnownInstance, cause: str, now_s: float, *, may_live: bool = False
@@ -436,7 +406,7 @@ class Control(Generic[S]):
             self._end_attempt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = live.produced_tokens
-        self.tell(InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
+        self.tell(ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
         return {live.id: live.produced_tokens for live in self._running_on(instance)}
@@ -452,12 +422,12 @@ class Control(Generic[S]):
                 yield live
 
 
-def _arrival(live: LiveStream, now_s: float) -> StreamArrived | StreamAdopted:
+def _arrival(live: LiveStream, now_s: float) -> ev.StreamArrived | ev.StreamAdopted:
     journal = live.journal
     prompt_tokens = live.prompt_tokens or journal.prompt_tokens_guess
     most_tokens = None if journal.max_tokens is None else prompt_tokens + journal.max_tokens
     if not journal.owner_epoch or journal.prompt_ids is None:
-        return StreamArrived(
+        return ev.StreamArrived(
             journal.stream,
             prompt_tokens,
             most_tokens,
@@ -466,7 +436,7 @@ def _arrival(live: LiveStream, now_s: float) -> StreamArrived | StreamAdopted:
             journal.tenant,
             journal.name,
         )
-    return StreamAdopted(
+    return ev.StreamAdopted(
         journal.stream,
         prompt_tokens,
         live.produced_tokens,

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.config.policy import SloSettings
-from kvrs.core.model.events import Deadlines
+from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Stream
 
 
-def deadlines_of(requested: Deadlines, slo: SloSettings) -> Deadlines:
+def deadlines_of(requested: ev.Deadlines, slo: SloSettings) -> ev.Deadlines:
     """The client's limits, and the operator's where the client named none."""
-    return Deadlines(
+    return ev.Deadlines(
         ttft_s=slo.ttft_s if requested.ttft_s is None else requested.ttft_s,
         recovery_gap_s=slo.recovery_gap_s
         if requested.recovery_gap_s is None
@@ -31,7 +31,7 @@ def due_s(stream: Stream) -> float:
     return _due_s(stream, stream.deadlines)
 
 
-def _due_s(stream: Stream, deadlines: Deadlines) -> float:
+def _due_s(stream: Stream, deadlines: ev.Deadlines) -> float:
     due = inf
     if not stream.first_token_sent:
         if deadlines.ttft_s is not None:
@@ -43,7 +43,7 @@ def _due_s(stream: Stream, deadlines: Deadlines) -> float:
     return due
 
 
-def _reserved_s(stream: Stream, deadlines: Deadlines) -> float:
+def _reserved_s(stream: Stream, deadlines: ev.Deadlines) -> float:
     """The part of the end-to-end deadline that the output behind the next token needs."""
     failed_at_s, rest_s = stream.recovery.failed_at_s, stream.rest_s
     assert deadlines.end_to_end_s is not None

@@ -10,7 +10,7 @@ from kvrs.core.books.learning import Corrections
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.books.timers import is_past
 from kvrs.core.deadlines import due_s
-from kvrs.core.model.actions import Plan, Settled
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView, Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
@@ -81,7 +81,7 @@ class Decisions:
         budget_s = self.budget_s(stream, now_s)
         in_time = budget_s is None or total_s <= budget_s
         return Decision(
-            estimate, (estimate,), Plan(decode.instance.id, source) if in_time else None
+            estimate, (estimate,), act.Plan(decode.instance.id, source) if in_time else None
         )
 
     def recover(
@@ -152,7 +152,7 @@ class Decisions:
         due = due_s(stream)
         return due - now_s if due < inf else None
 
-    def settle(self, stream: Stream, now_s: float) -> Settled | None:
+    def settle(self, stream: Stream, now_s: float) -> act.Settled | None:
         """The record of a recovery that has brought a token, after learning from it; None:
         the attempt was no recovery.
         """
@@ -172,7 +172,7 @@ class Decisions:
         )
         if as_predicted and self._rule.learns:
             self.corrections.observe(chosen.option, chosen.raw_s, real_s, now_s)
-        return Settled(
+        return act.Settled(
             stream.id,
             attempt.number,
             chosen.option,

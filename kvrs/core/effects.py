@@ -9,22 +9,14 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrs.core.live import LiveStream, Outcome
-from kvrs.core.model.actions import (
-    Ejected,
-    Plan,
-    Readmitted,
-    Recovered,
-    Redirect,
-    Settled,
-    WakeAt,
-)
+from kvrs.core.model import actions as act
 
 
 class BeginAttempt(msgspec.Struct, frozen=True):
     """Run attempt `live.journal.attempt` by this plan. The attempt before it has been ended."""
 
     live: LiveStream
-    plan: Plan
+    plan: act.Plan
 
 
 class EndAttempt(msgspec.Struct, frozen=True):
@@ -46,7 +38,7 @@ class GiveEnd:
     """Send the end of a stream that has all its ids: no engine is needed for it."""
 
     live: LiveStream
-    plan: Plan
+    plan: act.Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +62,10 @@ Effect = (
     | GiveEnd
     | EndStream
     | StreamClosed
-    | Redirect  # The attempt, whose prefill has just reported, goes on by `live.plan`.
-    | Recovered
-    | Settled
-    | Ejected
-    | Readmitted
-    | WakeAt
+    | act.Redirect  # The attempt, whose prefill has just reported, goes on by `live.plan`.
+    | act.Recovered
+    | act.Settled
+    | act.Ejected
+    | act.Readmitted
+    | act.WakeAt
 )

@@ -22,9 +22,9 @@ from pydantic import ValidationError
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import Settings
-from kvrs.core.model.actions import Action
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Instance
-from kvrs.core.model.events import Event, InstanceUp
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, NodeId
@@ -38,8 +38,8 @@ VERSION = 1
 _LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
 
-_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
-_ACTIONS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Action)}
+_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
+_ACTIONS: dict[str, Any] = {kind.__name__: kind for kind in get_args(act.Action)}
 
 _SectionT = TypeVar("_SectionT", bound=Settings)
 _Row = Annotated[list[Seconds], msgspec.Meta(min_length=2)]
@@ -57,8 +57,8 @@ class Header:
 class LogEntry:
     line: int
     now_s: float
-    event: Event
-    actions: tuple[Action, ...]
+    event: ev.Event
+    actions: tuple[act.Action, ...]
     wall_s: float | None = None  # The same moment by the wall clock; older logs have none.
 
 
@@ -67,7 +67,7 @@ class RerunDifference:
     """The first event for which the policy now returns other actions."""
 
     entry: LogEntry
-    again: tuple[Action, ...]
+    again: tuple[act.Action, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def header_line(
 
 
 def event_line(
-    now_s: float, event: Event, actions: Sequence[Action], wall_s: float | None = None
+    now_s: float, event: ev.Event, actions: Sequence[act.Action], wall_s: float | None = None
 ) -> str:
     """One line, without its end: an event at `now_s`, and the actions it led to; `wall_s` is the
     same moment by the wall clock.
@@ -211,7 +211,7 @@ def rerun(lines: Iterable[str]) -> Rerun:
     return Rerun(number, dict(counts), None)
 
 
-def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[Action, ...]:
+def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[act.Action, ...]:
     try:
         return tuple(policy.handle(entry.event, entry.now_s))
     except (
@@ -226,18 +226,18 @@ def _handled(policy: RecoveryPolicy, entry: LogEntry) -> tuple[Action, ...]:
         raise LogError(f"line {entry.line}: the policy fails on it: {error!r}") from error
 
 
-def _same(recorded: tuple[Action, ...], again: tuple[Action, ...]) -> bool:
+def _same(recorded: tuple[act.Action, ...], again: tuple[act.Action, ...]) -> bool:
     # As text too, because NaN does not equal itself.
     return recorded == again or _text(recorded) == _text(again)
 
 
-def _text(actions: tuple[Action, ...]) -> str:
+def _text(actions: tuple[act.Action, ...]) -> str:
     return json.dumps([_plain(action) for action in actions])
 
 
-def _plain(record: Event | Action) -> dict[str, Any]:
+def _plain(record: ev.Event | act.Action) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
-    if isinstance(record, InstanceUp):
+    if isinstance(record, ev.InstanceUp):
         instance = plain["instance"]
         instance["capabilities"].sort()
         instance["prefill"] = _public(instance["prefill"])
@@ -281,13 +281,13 @@ def _section(kind: type[_SectionT], found: dict[str, Any], name: str) -> _Sectio
         raise ValueError(f"{path}: got {fault['input']!r}; {fault['msg']}") from None
 
 
-def _event(fields: dict[str, Any]) -> Event:
-    if fields.get("kind") != InstanceUp.__name__:
-        event: Event = _record(fields, _EVENTS, "event")
+def _event(fields: dict[str, Any]) -> ev.Event:
+    if fields.get("kind") != ev.InstanceUp.__name__:
+        event: ev.Event = _record(fields, _EVENTS, "event")
         return event
     up = msgspec.convert(fields, _Up)
     found = up.instance
-    return InstanceUp(
+    return ev.InstanceUp(
         Instance(
             found.id,
             found.node,

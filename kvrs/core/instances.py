@@ -9,23 +9,8 @@ from kvrs.core.books.incident_book import LostInstance
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.restarts import Restarts
 from kvrs.core.ledger import Ledger
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member, have_roles_of
-from kvrs.core.model.events import (
-    DrainEnded,
-    DrainOrdered,
-    DrainReported,
-    GpuJudged,
-    HolderLost,
-    InstanceExited,
-    InstanceLost,
-    InstanceReformed,
-    InstanceReforming,
-    InstanceRemoved,
-    InstanceUp,
-    LoadReported,
-    NamesListed,
-    SelfTested,
-)
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
 from kvrs.core.model.streams import Stream
 from kvrs.core.starter import Starter
@@ -59,7 +44,7 @@ class InstanceEvents:
     def reload(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def up(self, event: InstanceUp, now_s: float) -> None:
+    def up(self, event: ev.InstanceUp, now_s: float) -> None:
         instance = event.instance
         member = self._view.members.get(instance.id)
         if member is not None and instance.epoch <= member.instance.epoch:
@@ -83,7 +68,7 @@ class InstanceEvents:
         self._starter.gather(lost, now_s)
         self._starter.place_idle(now_s)
 
-    def reported(self, event: LoadReported, now_s: float) -> None:
+    def reported(self, event: ev.LoadReported, now_s: float) -> None:
         member = self._view.members.get(event.instance)
         if member is None:
             return
@@ -107,18 +92,20 @@ class InstanceEvents:
             if (stream := self._ledger.idle.get(stream_id)) is not None:
                 self._starter.place_again(stream, now_s)
 
-    def ended(self, event: InstanceLost | InstanceRemoved | InstanceExited, now_s: float) -> None:
+    def ended(
+        self, event: ev.InstanceLost | ev.InstanceRemoved | ev.InstanceExited, now_s: float
+    ) -> None:
         match event:
-            case InstanceLost():
+            case ev.InstanceLost():
                 self._lost(event, now_s)
-            case InstanceRemoved():
+            case ev.InstanceRemoved():
                 self._removed(event, now_s)
-            case InstanceExited():
+            case ev.InstanceExited():
                 self._exited(event, now_s)
             case _:
                 assert_never(event)
 
-    def _lost(self, event: InstanceLost, now_s: float) -> None:
+    def _lost(self, event: ev.InstanceLost, now_s: float) -> None:
         member = self._view.members.get(event.instance)
         if member is not None and event.epoch >= member.instance.epoch:
             victims = self._lose(
@@ -126,7 +113,7 @@ class InstanceEvents:
             )
             self._starter.gather(victims, now_s)
 
-    def _removed(self, event: InstanceRemoved, now_s: float) -> None:
+    def _removed(self, event: ev.InstanceRemoved, now_s: float) -> None:
         member, victims = self._view.members.get(event.instance), []
         if member is not None:
             member.drain_ordered = True  # What runs there is not to blame.
@@ -136,13 +123,13 @@ class InstanceEvents:
         self._restarts.forget(event.instance)
         self._starter.gather(victims, now_s)
 
-    def _exited(self, event: InstanceExited, now_s: float) -> None:
+    def _exited(self, event: ev.InstanceExited, now_s: float) -> None:
         freed = self._incidents.exited(
             event.instance, event.epoch, now_s, is_external=event.is_external
         )
         self._place_freed(freed, now_s)
 
-    def agent_lost(self, event: HolderLost, now_s: float) -> None:
+    def agent_lost(self, event: ev.HolderLost, now_s: float) -> None:
         """No request ends an agent: what dies with it on its node dies with the node."""
         agent = self._view.agents.get(event.holder)
         if agent is None or event.epoch < agent.epoch:
@@ -150,7 +137,7 @@ class InstanceEvents:
         self._ledger.kv_locations.agent_lost(event)
         self._place_freed(self._incidents.node_lost(agent.node, now_s), now_s)
 
-    def gpu_judged(self, event: GpuJudged, now_s: float) -> None:
+    def gpu_judged(self, event: ev.GpuJudged, now_s: float) -> None:
         treatment = treatment_of(self._settings.gpu, event.state)
         if treatment is None:
             self._gpu_degraded.discard(event.instance)
@@ -165,22 +152,22 @@ class InstanceEvents:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
 
-    def learned(self, event: SelfTested | NamesListed, now_s: float) -> None:
+    def learned(self, event: ev.SelfTested | ev.NamesListed, now_s: float) -> None:
         """Other facts of an instance that runs on."""
         member = self._view.members.get(event.instance)
         if member is None or event.epoch != member.instance.epoch:
             return
         match event:
-            case SelfTested():
+            case ev.SelfTested():
                 self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
-            case NamesListed():
+            case ev.NamesListed():
                 # With the table of all its ranks, from which the other one is made.
                 member.set_instance(replace(member.unscaled, names=event.names))
                 self._starter.place_idle(now_s)
             case _:
                 assert_never(event)
 
-    def drain_reported(self, event: DrainReported, now_s: float) -> None:
+    def drain_reported(self, event: ev.DrainReported, now_s: float) -> None:
         """Streams on an instance that is about to end are moved while their KV is still there."""
         member = self._view.members.get(event.instance)
         if member is None or event.epoch != member.instance.epoch:
@@ -193,29 +180,29 @@ class InstanceEvents:
         self._leave_kv(member, event.produced_tokens)
         self._move(member, "moved: its instance is about to end", event.produced_tokens, now_s)
 
-    def ordered(self, event: DrainOrdered | DrainEnded, now_s: float) -> None:
+    def ordered(self, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) -> None:
         """By an operator, for all processes of the instance."""
         member = self._view.members.get(event.instance)
-        if isinstance(event, DrainEnded):
+        if isinstance(event, ev.DrainEnded):
             self._drain_ordered.discard(event.instance)
         else:
             self._drain_ordered.add(event.instance)
         if member is None:
             return
-        member.drain_ordered = isinstance(event, DrainOrdered)
+        member.drain_ordered = isinstance(event, ev.DrainOrdered)
         self._view.update()
-        if isinstance(event, DrainEnded):
+        if isinstance(event, ev.DrainEnded):
             self._starter.place_idle(now_s)
         elif event.moves and self._can_move_from(member):
             self._leave_kv(member, event.produced_tokens)
             self._move(member, "moved: its instance is drained", event.produced_tokens, now_s)
 
-    def reforming(self, event: InstanceReforming | InstanceReformed, now_s: float) -> None:
+    def reforming(self, event: ev.InstanceReforming | ev.InstanceReformed, now_s: float) -> None:
         """Its streams stay, or leave; what queues for a slot there is placed again."""
         member = self._view.members.get(event.instance)
         if member is None:
             return
-        if isinstance(event, InstanceReformed):
+        if isinstance(event, ev.InstanceReformed):
             self._staying.reformed(event, now_s)
             return
         self._staying.reforming(event, self._running(member), now_s)

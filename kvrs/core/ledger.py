@@ -9,7 +9,7 @@ from kvrs.core.books.slots import SlotBook
 from kvrs.core.books.timers import Timers
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.outliers import Outliers
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView, Link, Member
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.streams import AttemptState, Decision, StayDeadline, Stream
@@ -42,7 +42,7 @@ class Ledger:
         assert stream.id not in self.streams, stream.id
         self.streams[stream.id] = self.idle[stream.id] = stream
 
-    def begin(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+    def begin(self, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
         """The stream's next attempt. Its prefill or decode computes for `decision.chosen.compute_s`
         before anything comes of it.
         """
@@ -73,7 +73,7 @@ class Ledger:
             # The one call of both stages goes there, and is lost with it.
             decode.running.add(stream.id)
 
-    def hand_off(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> None:
+    def hand_off(self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member) -> None:
         """Prefill is done; the attempt goes on at `decode`, by this plan."""
         self.settle_bookings(stream)
         stream.attempt.plan = plan

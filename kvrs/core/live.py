@@ -6,8 +6,8 @@ from enum import StrEnum
 from math import inf
 from typing import Protocol
 
-from kvrs.core.model.actions import GiveUp, Plan
-from kvrs.core.model.events import Deadlines, Kept
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 
 
@@ -29,7 +29,7 @@ class CannotContinue:
     cause: str
 
 
-Outcome = Complete | GiveUp | CannotContinue
+Outcome = Complete | act.GiveUp | CannotContinue
 
 
 class StreamJournal(Protocol):
@@ -41,11 +41,11 @@ class StreamJournal(Protocol):
     arrived_s: float
     owner_epoch: int
     attempt: int
-    deadlines: Deadlines
+    deadlines: ev.Deadlines
     client: str  # Shares the queues with the others; empty: it is not known.
     tenant: str  # Its mark; all are the same where there are no tenants.
     name: str  # Key of the alias or adapter that it is of (`names.py`); empty: all have it.
-    kept: tuple[Kept, ...]  # KV of the stream as the proxy before this one knew it.
+    kept: tuple[ev.Kept, ...]  # KV of the stream as the proxy before this one knew it.
 
     @property
     def prompt_ids(self) -> Sequence[int] | None:
@@ -92,7 +92,7 @@ class LiveStream:
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
     journal: StreamJournal
-    plan: Plan | None = None
+    plan: act.Plan | None = None
     stage: StreamStage = StreamStage.WAITING
     instance: InstanceId | None = None  # Where the current stage runs.
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
@@ -122,7 +122,7 @@ class LiveStream:
         most = self.journal.max_tokens
         return None if most is None else most - self.produced_tokens
 
-    def prefills_at(self, plan: Plan) -> InstanceId | None:
+    def prefills_at(self, plan: act.Plan) -> InstanceId | None:
         """The instance that gets a prefill call of its own.
 
         Where one instance does both stages its prefix cache is the hand-off, and the call is needed

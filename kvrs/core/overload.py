@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvrs.config.policy import AdmissionSettings
 from kvrs.core.deadlines import due_s, tightest
-from kvrs.core.model.actions import Reason
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.routing import computing_prompts
@@ -21,7 +21,7 @@ from kvrs.core.routing import computing_prompts
 
 @dataclass(frozen=True, slots=True)
 class LoadRefusal:
-    reason: Reason
+    reason: act.Reason
     message: str
     retry_after_s: float  # Until the queue has shrunk to what is allowed.
 
@@ -45,14 +45,14 @@ class LoadShedding:
         bound_s = self._settings.wait_s
         if wait_s > bound_s:
             return LoadRefusal(
-                Reason.OVERLOADED,
+                act.Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
                 wait_s - bound_s,
             )
         left_s = due_s(stream) - now_s - chosen.compute_s - chosen.transfer_s
         if 0 < left_s < wait_s:
             return LoadRefusal(
-                Reason.OVERLOADED,
+                act.Reason.OVERLOADED,
                 f"the predicted wait is {wait_s:.1f} s, too long for {tightest(stream)}",
                 wait_s - left_s,
             )
@@ -64,7 +64,7 @@ class LoadShedding:
         if work.of(stream.client) + chosen.compute_s <= share_s:
             return None
         return LoadRefusal(
-            Reason.OVER_SHARE,
+            act.Reason.OVER_SHARE,
             "the queues are long, and this client has its share of them",
             wait_s - bound_s / 2,
         )

@@ -23,40 +23,9 @@ from kvrs.core.decisions import Decisions
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.instances import InstanceEvents
 from kvrs.core.ledger import Ledger
-from kvrs.core.model.actions import Action
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.events import (
-    AttemptFailed,
-    CheckpointsReported,
-    DrainEnded,
-    DrainOrdered,
-    DrainReported,
-    Event,
-    GpuJudged,
-    HolderLost,
-    HolderUp,
-    InstanceExited,
-    InstanceLost,
-    InstanceReformed,
-    InstanceReforming,
-    InstanceRemoved,
-    InstanceUp,
-    Kept,
-    LinkMeasured,
-    LoadReported,
-    NamesListed,
-    PagesKept,
-    PrefillDone,
-    RetentionLost,
-    SelfTested,
-    SettingsReloaded,
-    SlotDenied,
-    StreamAdopted,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.core.routing import has_others
 from kvrs.core.starter import Starter
@@ -75,7 +44,7 @@ class RecoveryPolicy:
     ) -> None:
         self._settings = policy
         self._backup = backup
-        self._actions: list[Action] = []
+        self._actions: list[act.Action] = []
         self._view = ClusterView(policy.assumed_link_bytes_per_s)
         self._slots = SlotBook(policy.slots_max)
         self._timers = Timers()
@@ -96,7 +65,7 @@ class RecoveryPolicy:
             self._ledger, self._starter, self._staying, self._steps, policy
         )
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
+    def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:
         """Apply one event; return the actions it calls for, in the order in which they are to be
         carried out.
         """
@@ -115,7 +84,7 @@ class RecoveryPolicy:
         self._actions.clear()
         return actions
 
-    def kept(self, stream_id: StreamId) -> tuple[Kept, ...]:
+    def kept(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
         """Where KV of a stream is kept, for the proxy that may have to go on with it."""
         return self._kv_locations.of(stream_id)
 
@@ -177,50 +146,50 @@ class RecoveryPolicy:
         self._steps.reload(policy, slo)
         self._instances.reload(policy)
 
-    def _apply(self, event: Event, now_s: float) -> None:
+    def _apply(self, event: ev.Event, now_s: float) -> None:
         match event:
             case (
-                StreamArrived()
-                | PrefillDone()
-                | StreamResumed()
-                | StreamEnded()
-                | StreamAdopted()
-                | AttemptFailed()
-                | SlotDenied()
+                ev.StreamArrived()
+                | ev.PrefillDone()
+                | ev.StreamResumed()
+                | ev.StreamEnded()
+                | ev.StreamAdopted()
+                | ev.AttemptFailed()
+                | ev.SlotDenied()
             ):
                 self._steps.apply(event.stream, event, now_s)
-            case InstanceUp():
+            case ev.InstanceUp():
                 self._instances.up(event, now_s)
-            case PagesKept():
+            case ev.PagesKept():
                 self._kv_locations.kept_pages(event)
-            case InstanceLost() | InstanceRemoved() | InstanceExited():
+            case ev.InstanceLost() | ev.InstanceRemoved() | ev.InstanceExited():
                 self._instances.ended(event, now_s)
-            case GpuJudged():
+            case ev.GpuJudged():
                 self._instances.gpu_judged(event, now_s)
-            case DrainReported():
+            case ev.DrainReported():
                 self._instances.drain_reported(event, now_s)
-            case DrainOrdered() | DrainEnded():
+            case ev.DrainOrdered() | ev.DrainEnded():
                 self._instances.ordered(event, now_s)
-            case InstanceReforming() | InstanceReformed():
+            case ev.InstanceReforming() | ev.InstanceReformed():
                 self._instances.reforming(event, now_s)
-            case SelfTested() | NamesListed():
+            case ev.SelfTested() | ev.NamesListed():
                 self._instances.learned(event, now_s)
-            case LoadReported():
+            case ev.LoadReported():
                 self._instances.reported(event, now_s)
-            case LinkMeasured():
+            case ev.LinkMeasured():
                 self._view.link(event.source, event.target).measure(event.bytes_per_s)
-            case HolderUp():
+            case ev.HolderUp():
                 self._kv_locations.agent_up(event)
-            case HolderLost():
+            case ev.HolderLost():
                 self._instances.agent_lost(event, now_s)
-            case CheckpointsReported():
+            case ev.CheckpointsReported():
                 self._kv_locations.reported(event)
-            case RetentionLost():
+            case ev.RetentionLost():
                 for stream in event.streams:
                     self._kv_locations.forget(stream, event.instance)
-            case TimerFired():
+            case ev.TimerFired():
                 self._timers.woken(now_s)
-            case SettingsReloaded():
+            case ev.SettingsReloaded():
                 self._reload(event.policy, event.slo)
             case _:
                 assert_never(event)

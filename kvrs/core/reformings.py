@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrs.core.live import LiveStream
-from kvrs.core.model.events import InstanceReformed, InstanceReforming
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 
@@ -36,7 +36,7 @@ class Reformings:
         load: LoadReport,
         running: Sequence[LiveStream],
         now_s: float,
-    ) -> InstanceReforming | InstanceReformed | None:
+    ) -> ev.InstanceReforming | ev.InstanceReformed | None:
         """The news in a report, if there is any; `running` are the streams there."""
         if not load.full_degree:
             return None
@@ -52,7 +52,7 @@ class Reformings:
             self._last[instance] = _LastReport(load.epoch, layout, None)
             decode_factor, prefill_factor = _factors(load, last)
             token_s = _token_s(running)
-            return InstanceReformed(instance, load.epoch, decode_factor, prefill_factor, token_s)
+            return ev.InstanceReformed(instance, load.epoch, decode_factor, prefill_factor, token_s)
         ready_s = now_s + report.ready_in_s
         before = None if last is None else last.report
         is_known = (
@@ -65,7 +65,7 @@ class Reformings:
         if is_known:
             return None
         self._last[instance] = _LastReport(load.epoch, layout, report, ready_s)
-        return InstanceReforming(
+        return ev.InstanceReforming(
             instance,
             load.epoch,
             report.number,

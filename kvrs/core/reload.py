@@ -6,7 +6,7 @@ from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import slot_share
 from kvrs.core.control import Control
 from kvrs.core.live import LiveStream
-from kvrs.core.model.events import GpuJudged, SettingsReloaded
+from kvrs.core.model import events as ev
 
 S = TypeVar("S", bound=LiveStream)
 
@@ -16,9 +16,9 @@ def reload_settings(control: Control[S], before: Config, after: Config, now_s: f
     stays.
     """
     control.slots.reload(slot_share(after))
-    control.tell(SettingsReloaded(after.policy, after.slo), now_s)
+    control.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
     if after.policy.gpu == before.policy.gpu:
         return
     for instance, state, reason in control.gpus.judgements():
         produced = control.produced_on(instance)
-        control.tell(GpuJudged(instance, state, reason, produced), now_s)
+        control.tell(ev.GpuJudged(instance, state, reason, produced), now_s)

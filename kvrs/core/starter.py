@@ -16,7 +16,7 @@ from kvrs.core.defences import quarantine
 from kvrs.core.defences.retry_budget import RetryBudget
 from kvrs.core.dispatch import assign, ceiling
 from kvrs.core.ledger import Ledger
-from kvrs.core.model.actions import Action, GiveUp, Plan, Reason, Recovered, Start
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.health import fraction
@@ -45,7 +45,7 @@ class Starter:
         ledger: Ledger,
         decisions: Decisions,
         settings: PolicySettings,
-        actions: list[Action],
+        actions: list[act.Action],
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
@@ -195,7 +195,7 @@ class Starter:
         budget_ends_s = inf if budget_s is None else now_s + budget_s
         if is_past(budget_ends_s, now_s):
             message = f"instances died, and no news of the cause came in time: {tightest(stream)}"
-            self.give_up(stream, Reason.SLO, message)
+            self.give_up(stream, act.Reason.SLO, message)
             return
         self._ledger.wait(stream, now_s)
         self._timers.set(stream.id, min(until_s, budget_ends_s, now_s + _NEWS_LOOK_S))
@@ -203,7 +203,7 @@ class Starter:
     def _refuse(self, stream: Stream) -> None:
         self._incidents.left(stream.id, is_refused=True)
         message = "the request ended every instance that it ran on; it is not tried again"
-        self.give_up(stream, Reason.POISON, message)
+        self.give_up(stream, act.Reason.POISON, message)
 
     def place_again(self, stream: Stream, now_s: float) -> None:
         """One stream, because its time has come; with the others, if it is gathered. A stream that
@@ -271,7 +271,7 @@ class Starter:
                 f"the stream failed {failed} times without a token in between, at last: "
                 f"{recovery.cause}"
             )
-            self.give_up(stream, Reason.RETRIES, message)
+            self.give_up(stream, act.Reason.RETRIES, message)
             return
         decision: Decision | None = None
         if stream.is_fresh:
@@ -288,7 +288,7 @@ class Starter:
             self._keep_waiting(stream, now_s)
         elif decision.plan is None:
             message = f"no option brings the stream on in time: {tightest(stream)}"
-            self.give_up(stream, Reason.SLO, message)
+            self.give_up(stream, act.Reason.SLO, message)
         elif not is_first and not self._has_token(stream, now_s):
             self._pace(stream, now_s)
         elif (
@@ -329,13 +329,13 @@ class Starter:
         wait_s = self._settings.recovery.wait_s
         if is_past(stream.waiting_since_s + wait_s, now_s):
             message = f"too many retries at a time; the stream waits for {wait_s:g} s at most"
-            self.give_up(stream, Reason.BUSY, message)
+            self.give_up(stream, act.Reason.BUSY, message)
         else:
             self._timers.set(
                 stream.id, now_s + _RETRY_TOKEN_POLL_S * (1 + fraction(stream.id, now_s))
             )
 
-    def _start(self, stream: Stream, plan: Plan, decision: Decision, now_s: float) -> None:
+    def _start(self, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
         prefill = None if plan.prefill is None else self._view.members[plan.prefill]
         decode = self._view.members[plan.decode]
         if places := self._ledger.checkpoints.place(stream, decode, prefill):
@@ -345,11 +345,11 @@ class Starter:
         if stream.recovery.slot_expired:
             stream.recovery.note_start()
         number, chosen = stream.attempt.number, decision.chosen
-        self._actions.append(Start(stream.id, number, plan))
+        self._actions.append(act.Start(stream.id, number, plan))
         if number == 1:
             self.retries.started(len(self._ledger.streams), now_s)
         if stream.recovers:
-            record = Recovered(
+            record = act.Recovered(
                 stream.id,
                 number,
                 chosen.option,
@@ -393,7 +393,7 @@ class Starter:
             found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
             self.give_up(stream, found.reason, found.message, found.retry_after_s)
         elif is_past(budget_ends_s, now_s):
-            self.give_up(stream, Reason.SLO, f"no instance came up in time: {tightest(stream)}")
+            self.give_up(stream, act.Reason.SLO, f"no instance came up in time: {tightest(stream)}")
         else:
             alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
             if stream.avoided:
@@ -408,12 +408,12 @@ class Starter:
             self._timers.set(stream.id, min(at_s for at_s in alarms_s if not is_past(at_s, now_s)))
 
     def give_up(
-        self, stream: Stream, reason: Reason, message: str, retry_after_s: float = 1.0
+        self, stream: Stream, reason: act.Reason, message: str, retry_after_s: float = 1.0
     ) -> None:
         # With jitter: clients that were given up on together do not come back together.
         retry_after_s = max(1.0, retry_after_s) * (1 + fraction(stream.id))
         self.forget(stream)
-        self._actions.append(GiveUp(stream.id, reason, message, retry_after_s))
+        self._actions.append(act.GiveUp(stream.id, reason, message, retry_after_s))
 
 
 def _next_try_s(view: ClusterView) -> float | None:

@@ -14,10 +14,10 @@ from kvrs.core.deadlines import by_urgency
 from kvrs.core.decisions import Decisions
 from kvrs.core.dispatch import assign, ceiling
 from kvrs.core.ledger import Ledger
-from kvrs.core.model.actions import Action, Halt, Recovered, Stay
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import InstanceReformed, InstanceReforming
 from kvrs.core.model.reforming import PredictedReforming
 from kvrs.core.model.streams import Decision, StayDeadline, Stream
 from kvrs.core.options.base import usable_pages
@@ -41,7 +41,7 @@ class Staying:
         starter: Starter,
         decisions: Decisions,
         settings: PolicySettings,
-        actions: list[Action],
+        actions: list[act.Action],
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
@@ -53,7 +53,7 @@ class Staying:
     def reload(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def reforming(self, event: InstanceReforming, running: list[Stream], now_s: float) -> None:
+    def reforming(self, event: ev.InstanceReforming, running: list[Stream], now_s: float) -> None:
         """The instance re-forms, or predicts another end of it; `running` are its streams."""
         home = self._view.members.get(event.instance)
         if home is None or event.epoch != home.instance.epoch:
@@ -92,7 +92,7 @@ class Staying:
             running = [stream for stream in running if stream.attempt.stay_deadline is not None]
         self._decide(home, running, now_s)
 
-    def reformed(self, event: InstanceReformed, now_s: float) -> None:
+    def reformed(self, event: ev.InstanceReformed, now_s: float) -> None:
         """The instance serves again; the deadlines of the streams that stay hold."""
         home = self._view.members.get(event.instance)
         if home is None or event.epoch != home.instance.epoch:
@@ -218,7 +218,7 @@ class Staying:
         stream.recovery.note_failure(reforming.cause, chosen.target, now_s)
         self._ledger.stay(stream, decision, now_s)
         self._actions.append(
-            Recovered(
+            act.Recovered(
                 stream.id,
                 attempt.number,
                 chosen.option,
@@ -232,9 +232,9 @@ class Staying:
 
     def _set_deadline(self, stream: Stream, deadline: StayDeadline) -> None:
         self._ledger.set_stay_deadline(stream, deadline)
-        self._actions.append(Stay(stream.id, stream.attempt.number, deadline.until_s))
+        self._actions.append(act.Stay(stream.id, stream.attempt.number, deadline.until_s))
 
     def _leave(self, stream: Stream, home: Member, cause: str, now_s: float) -> None:
         """End the attempt, which still has its connection; to be moved is not to fail."""
-        self._actions.append(Halt(stream.id, stream.attempt.number))
+        self._actions.append(act.Halt(stream.id, stream.attempt.number))
         self._starter.end_attempt(stream, cause, home.instance.id, now_s)

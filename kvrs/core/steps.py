@@ -9,20 +9,9 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.deadlines import deadlines_of
 from kvrs.core.decisions import Decisions
 from kvrs.core.ledger import Ledger
-from kvrs.core.model.actions import Action, Halt, Plan, Reason, Redirect
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member
-from kvrs.core.model.events import (
-    NO_DEADLINES,
-    AttemptFailed,
-    Deadlines,
-    FailureKind,
-    PrefillDone,
-    SlotDenied,
-    StreamAdopted,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-)
 from kvrs.core.model.lifecycle import (
     TABLE,
     AlarmDue,
@@ -40,7 +29,7 @@ from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
 from kvrs.ids import StreamId
 
-_OF_ATTEMPT = (PrefillDone, StreamResumed, StreamEnded, AttemptFailed, SlotDenied)
+_OF_ATTEMPT = (ev.PrefillDone, ev.StreamResumed, ev.StreamEnded, ev.AttemptFailed, ev.SlotDenied)
 
 # Takes the stream (of ADMIT and ADOPT: none), the event and the time.
 _Method = Callable[[Any, Any, float], None]
@@ -55,7 +44,7 @@ class Steps:
         decisions: Decisions,
         settings: PolicySettings,
         slo: SloSettings,
-        actions: list[Action],
+        actions: list[act.Action],
     ) -> None:
         self._ledger = ledger
         self._starter = starter
@@ -87,7 +76,7 @@ class Steps:
     def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
         self._settings = settings
         self._slo = slo
-        self._deadlines = deadlines_of(NO_DEADLINES, slo)  # Of most streams.
+        self._deadlines = deadlines_of(ev.NO_DEADLINES, slo)  # Of most streams.
 
     def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
         """Take the step that the table names."""
@@ -117,7 +106,7 @@ class Steps:
 
     # A stream begins.
 
-    def _admit(self, _: None, event: StreamArrived, now_s: float) -> None:
+    def _admit(self, _: None, event: ev.StreamArrived, now_s: float) -> None:
         stream = Stream(
             event.stream,
             self._arrivals,
@@ -135,7 +124,7 @@ class Steps:
         self._ledger.admit(stream)
         self._starter.place_new(stream, now_s)
 
-    def _adopt(self, _: None, event: StreamAdopted, now_s: float) -> None:
+    def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""
         stream = Stream(
             event.stream,
@@ -159,12 +148,14 @@ class Steps:
         self._ledger.admit(stream)
         self._starter.place_all([stream], now_s)
 
-    def _deadlines_of(self, requested: Deadlines) -> Deadlines:
-        return self._deadlines if requested is NO_DEADLINES else deadlines_of(requested, self._slo)
+    def _deadlines_of(self, requested: ev.Deadlines) -> ev.Deadlines:
+        return (
+            self._deadlines if requested is ev.NO_DEADLINES else deadlines_of(requested, self._slo)
+        )
 
     # Its attempt progresses.
 
-    def _note_prefill(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
+    def _note_prefill(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
         """Note the KV of a call that does both stages, or of a prompt that decode got as text."""
         attempt = stream.attempt
         assert attempt.runs_on is not None, stream
@@ -177,7 +168,7 @@ class Steps:
             pages = history_tokens // prefill.page_size_tokens
             self._ledger.kv_locations.retain(stream, prefill, pages)
 
-    def _hand_off(self, stream: Stream, event: PrefillDone, now_s: float) -> None:
+    def _hand_off(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
         """To the decode instance of the plan, which may be a new epoch by now, or to another one
         where that is sooner (`handoff.py`).
         """
@@ -207,15 +198,17 @@ class Steps:
             plan = self._redirect(stream, plan, prefill, decode)
         self._ledger.hand_off(stream, plan, prefill, decode)
 
-    def _redirect(self, stream: Stream, plan: Plan, prefill: Member, decode: Member) -> Plan:
+    def _redirect(
+        self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member
+    ) -> act.Plan:
         places = self._ledger.checkpoints.place(stream, decode, prefill)
         if decode.instance.id == plan.decode and places == plan.places:
             return plan
         changed = msgspec.structs.replace(plan, decode=decode.instance.id, places=places)
-        self._actions.append(Redirect(stream.id, stream.attempt.number, changed))
+        self._actions.append(act.Redirect(stream.id, stream.attempt.number, changed))
         return changed
 
-    def _resume(self, stream: Stream, event: StreamResumed, now_s: float) -> None:
+    def _resume(self, stream: Stream, event: ev.StreamResumed, now_s: float) -> None:
         home = stream.attempt.runs_on
         if self._staying.is_stale_token(stream, now_s):
             self._ledger.arrived(stream)
@@ -230,11 +223,11 @@ class Steps:
 
     # Its attempt ends.
 
-    def _note(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
+    def _note(self, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
         """The attempt had ended before its connection broke: with its instance, as a rule."""
         stream.note_tokens(event.produced_tokens)
 
-    def _fail(self, stream: Stream, event: AttemptFailed, now_s: float) -> None:
+    def _fail(self, stream: Stream, event: ev.AttemptFailed, now_s: float) -> None:
         stream.note_tokens(event.produced_tokens)
         if stream.attempt.stay_deadline is not None:
             stream.recovery.remove(stream.attempt.option)
@@ -244,28 +237,28 @@ class Steps:
         self._ledger.outliers.failed(stream, event)
         self._starter.end_attempt(stream, event.cause, event.instance, now_s)
         if is_the_clients_fault:
-            self._starter.give_up(stream, Reason.REFUSED, event.cause)
+            self._starter.give_up(stream, act.Reason.REFUSED, event.cause)
             return
-        if event.failure is FailureKind.BUSY:
+        if event.failure is ev.FailureKind.BUSY:
             stream.recovery.note_busy_answer(now_s)
         elif was_ejected and stream.recovery.lasts_s(now_s) < self._settings.recovery.wait_s:
             stream.recovery.note_trial_failed()
         else:
             stream.recovery.note_attempt_failed()
-        is_broken = event.abrupt and event.failure is FailureKind.BROKEN
+        is_broken = event.abrupt and event.failure is ev.FailureKind.BROKEN
         attempt = stream.attempt
         if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
             epoch = member.instance.epoch
             self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
         # One that took no connection may be dead.
-        if event.failure is not FailureKind.BUSY or event.abrupt:
+        if event.failure is not ev.FailureKind.BUSY or event.abrupt:
             stream.recovery.suspect(event.instance)
         if event.abrupt and event.instance in self._ledger.view.members:
             self._starter.gather([stream], now_s)
         else:
             self._starter.place_all([stream], now_s)
 
-    def _deny(self, stream: Stream, event: SlotDenied, now_s: float) -> None:
+    def _deny(self, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:
         if self._ledger.slots.held_at(stream.id) == event.target:
             self._ledger.deny(stream, now_s + event.wait_s)
             self._starter.place_again(stream, now_s)
@@ -291,12 +284,12 @@ class Steps:
         self._starter.place_again(stream, now_s)
         if stream.id in self._ledger.streams and stream.attempt.number == number:
             # No other attempt has taken its place, and without a slot it must not fetch on.
-            self._actions.append(Halt(stream.id, number))
+            self._actions.append(act.Halt(stream.id, number))
 
     def _place(self, stream: Stream, event: AlarmDue | SlotFree, now_s: float) -> None:
         self._starter.place_again(stream, now_s)
 
-    def _end(self, stream: Stream, event: StreamEnded, now_s: float) -> None:
+    def _end(self, stream: Stream, event: ev.StreamEnded, now_s: float) -> None:
         attempt = stream.attempt
         there = attempt.runs_on if attempt.resumed else None
         self._starter.forget(stream)
@@ -305,7 +298,7 @@ class Steps:
 
     def _halt(self, stream: Stream) -> None:
         """End an attempt that still runs; to be moved is not to fail."""
-        self._actions.append(Halt(stream.id, stream.attempt.number))
+        self._actions.append(act.Halt(stream.id, stream.attempt.number))
 
     def halt_all(self, streams: list[Stream]) -> None:
         for stream in streams:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
-from kvrs.core.model.events import InstanceRemoved
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
@@ -60,7 +60,7 @@ class Topology:
         for book in (control.self_tests, control.leases, control.drains, control.gpus):
             book.forget(known.id)
         control.orders.forget(known.id)
-        control.tell(InstanceRemoved(known.id, {}), now_s)
+        control.tell(ev.InstanceRemoved(known.id, {}), now_s)
 
     def remove_agent(self, known: KnownAgent, now_s: float) -> None:
         """Its checkpoints are of no use any more; streams get others elsewhere."""

@@ -9,7 +9,7 @@ better refused than kept silent. All others wait `recovery.wait_s`.
 import msgspec
 
 from kvrs.config.policy import RecoverySettings
-from kvrs.core.model.actions import Reason
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import missing_roles
@@ -17,7 +17,7 @@ from kvrs.protocol.instance import Role
 
 
 class WaitRefusal(msgspec.Struct, frozen=True, gc=False):
-    reason: Reason
+    reason: act.Reason
     message: str
     retry_after_s: float
 
@@ -69,6 +69,6 @@ class Waits:
             message = f"no {which} came up within {wait_s:g} s"
         else:
             message = f"every instance is busy; the stream waits for {wait_s:g} s at most"
-            return WaitRefusal(Reason.BUSY, message, next_try_in_s)
+            return WaitRefusal(act.Reason.BUSY, message, next_try_in_s)
         # Others have just waited in vain: a client that retries at once would, too.
-        return WaitRefusal(Reason.NO_INSTANCE, message, min(wait_s, 30.0))
+        return WaitRefusal(act.Reason.NO_INSTANCE, message, min(wait_s, 30.0))

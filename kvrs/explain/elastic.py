@@ -15,8 +15,8 @@ from typing import Any
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.actions import Recovered
 from kvrs.core.model.cluster_view import Instance
 from kvrs.core.model.estimates import Option
 from kvrs.core.recovery import RecoveryPolicy
@@ -301,7 +301,7 @@ class _Case:
             dict.fromkeys(self._streams, 1),
         )
         actions = self._policy().handle(event, 1.0)
-        decided = [each for each in actions if isinstance(each, Recovered)]
+        decided = [each for each in actions if isinstance(each, act.Recovered)]
         return {
             "way": possible.way,
             "ranks": len(possible.plan.after.ranks),
@@ -361,7 +361,7 @@ class _Case:
         )
 
 
-def _options(decided: Sequence[Recovered]) -> list[dict[str, Any]]:
+def _options(decided: Sequence[act.Recovered]) -> list[dict[str, Any]]:
     """Each option with the number of streams that take it, and its predictions for the first stream
     that is decided and for the last one; None: it is not possible then.
     """
@@ -379,7 +379,7 @@ def _options(decided: Sequence[Recovered]) -> list[dict[str, Any]]:
     ]
 
 
-def _least_s(action: Recovered) -> dict[Option, float]:
+def _least_s(action: act.Recovered) -> dict[Option, float]:
     """The least prediction of each option."""
     slowest_first = sorted(action.estimates, key=lambda each: -each.next_token_s)
     return {each.option: each.next_token_s for each in slowest_first}

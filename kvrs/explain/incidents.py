@@ -17,15 +17,9 @@ from typing import Any
 
 from kvrs.config.policy import PolicyName
 from kvrs.core.event_log import Header, LogEntry, read, rerun
-from kvrs.core.model.actions import GiveUp, PageRange, Plan, Reason, Recovered, Settled, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option, best_by_option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    FailureKind,
-    HolderLost,
-    InstanceLost,
-    SettingsReloaded,
-)
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
@@ -52,24 +46,24 @@ class Loss:
 class RecordedDecision:
     line: int
     at_s: float
-    action: Recovered | GiveUp
-    plan: Plan | None  # None: the stream was given up, or stayed where it was.
-    settled: Settled | None = None  # None: the attempt, or the log, ended before a token.
+    action: act.Recovered | act.GiveUp
+    plan: act.Plan | None  # None: the stream was given up, or stayed where it was.
+    settled: act.Settled | None = None  # None: the attempt, or the log, ended before a token.
     after_refusal: bool = False  # The attempt before was refused.
 
     @property
     def option(self) -> str:
-        return "given up" if isinstance(self.action, GiveUp) else self.action.option.value
+        return "given up" if isinstance(self.action, act.GiveUp) else self.action.option.value
 
     @property
     def cause(self) -> str:
-        return self.action.message if isinstance(self.action, GiveUp) else self.action.cause
+        return self.action.message if isinstance(self.action, act.GiveUp) else self.action.cause
 
     @property
     def way(self) -> str:
         """Option, source and target by which the stream was brought back."""
         action, plan = self.action, self.plan
-        if isinstance(action, GiveUp):
+        if isinstance(action, act.GiveUp):
             return Option.ABORT.value
         if plan is None:
             return f"{action.option.value} at {action.failed}"
@@ -82,7 +76,7 @@ class RecordedDecision:
     def chosen(self) -> Estimate | None:
         """The estimate that was carried out; None: the stream was given up."""
         action, plan = self.action, self.plan
-        if isinstance(action, GiveUp):
+        if isinstance(action, act.GiveUp):
             return None
         wanted = action.option, action.failed if plan is None else plan.decode, action.predicted_s
         estimates = ((e, (e.option, e.target, e.next_token_s)) for e in action.estimates)
@@ -91,19 +85,19 @@ class RecordedDecision:
     @property
     def others_wait_s(self) -> float | None:
         """Charge of the chosen estimate for the wait of other victims; None: there was none."""
-        if isinstance(self.action, GiveUp) or not self.action.others or self.chosen is None:
+        if isinstance(self.action, act.GiveUp) or not self.action.others or self.chosen is None:
             return None
         return self.chosen.wait_of_others_s(self.action.others)
 
     @property
     def options(self) -> dict[str, float]:
         """Each option with its least predicted cost at any target, the cheapest first."""
-        estimates = () if isinstance(self.action, GiveUp) else self.action.estimates
+        estimates = () if isinstance(self.action, act.GiveUp) else self.action.estimates
         best = sorted(best_by_option(estimates), key=lambda each: each.total_s)
         return {each.option.value: each.total_s for each in best}
 
 
-def _run(run: PageRange) -> str:
+def _run(run: act.PageRange) -> str:
     return f"{run.holder} [{run.first_page}, {run.first_page + run.pages})"
 
 
@@ -118,16 +112,16 @@ def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
             happened.append(loss)
             if loss.stream is not None:
                 (refused.add if loss.is_refusal else refused.discard)(loss.stream)
-        if isinstance(entry.event, InstanceLost):
+        if isinstance(entry.event, ev.InstanceLost):
             refused.difference_update(entry.event.produced_tokens)
         plans = {
             (each.stream, each.attempt): each.plan
             for each in entry.actions
-            if isinstance(each, Start)
+            if isinstance(each, act.Start)
         }
         for action in entry.actions:
             match action:
-                case Recovered(stream=stream, attempt=attempt):
+                case act.Recovered(stream=stream, attempt=attempt):
                     open_[stream, attempt] = decision = RecordedDecision(
                         entry.line,
                         entry.now_s,
@@ -136,11 +130,11 @@ def incidents(entries: Iterable[LogEntry]) -> list[Loss | RecordedDecision]:
                         after_refusal=stream in refused,
                     )
                     happened.append(decision)
-                case GiveUp():
-                    if action.reason is Reason.REFUSED:
+                case act.GiveUp():
+                    if action.reason is act.Reason.REFUSED:
                         rejected.add(action.stream)
                     happened.append(RecordedDecision(entry.line, entry.now_s, action, None))
-                case Settled(stream=stream, attempt=attempt) if (stream, attempt) in open_:
+                case act.Settled(stream=stream, attempt=attempt) if (stream, attempt) in open_:
                     open_.pop((stream, attempt)).settled = action
                 case _:
                     pass
@@ -151,19 +145,19 @@ def _is_about_a_request(each: Loss | RecordedDecision, rejected: set[StreamId]) 
     """True if it came of the fault of a request, and no instance is to blame."""
     if isinstance(each, Loss):
         return each.is_refusal and each.stream in rejected
-    is_over = isinstance(each.action, GiveUp)
+    is_over = isinstance(each.action, act.GiveUp)
     return each.action.stream in rejected and (is_over or each.after_refusal)
 
 
 def _loss(entry: LogEntry) -> Loss | None:
     event, at = entry.event, (entry.line, entry.now_s)
     match event:
-        case InstanceLost():
+        case ev.InstanceLost():
             return Loss(*at, event.instance, event.cause, None)
-        case HolderLost():
+        case ev.HolderLost():
             return Loss(*at, event.holder, event.cause, None)
-        case AttemptFailed():
-            is_refusal = event.failure is FailureKind.REFUSED
+        case ev.AttemptFailed():
+            is_refusal = event.failure is ev.FailureKind.REFUSED
             return Loss(*at, event.instance, event.cause, event.stream, is_refusal)
         case _:
             return None
@@ -184,7 +178,7 @@ class Incident:
 
     @property
     def outcome(self) -> str:
-        given_up = sum(isinstance(each.action, GiveUp) for each in self.decisions)
+        given_up = sum(isinstance(each.action, act.GiveUp) for each in self.decisions)
         back = sum(each.settled is not None for each in self.decisions)
         open_ = len(self.decisions) - given_up - back
         counts = {"back": back, "tried again or cut off": open_, "given up": given_up}
@@ -217,7 +211,7 @@ def grouped(entries: Iterable[LogEntry]) -> list[Incident]:
 
 
 def _is_refusal(each: Loss | RecordedDecision) -> bool:
-    return isinstance(each, RecordedDecision) and isinstance(each.action, GiveUp)
+    return isinstance(each, RecordedDecision) and isinstance(each.action, act.GiveUp)
 
 
 def what_if(
@@ -238,13 +232,13 @@ def what_if(
             continue
         if policy is None or header is None:
             raise LogError("the log begins in the middle; allowed with --what-if: from part 1 on")
-        if isinstance(record.event, SettingsReloaded):
+        if isinstance(record.event, ev.SettingsReloaded):
             header = replace(header, policy=record.event.policy, slo=record.event.slo)
         if record.line in lines:
             other = deepcopy(policy)
             settings = header.policy.model_copy(update={"name": name})
             # What is due by then is decided at the first of the two.
-            actions = other.handle(SettingsReloaded(settings, header.slo), record.now_s)
+            actions = other.handle(ev.SettingsReloaded(settings, header.slo), record.now_s)
             actions += other.handle(record.event, record.now_s)
             found[record.line] = {
                 each.stream: {
@@ -252,7 +246,7 @@ def what_if(
                     "predicted_s": getattr(each, "predicted_s", None),
                 }
                 for each in reversed(actions)
-                if isinstance(each, Recovered | GiveUp)
+                if isinstance(each, act.Recovered | act.GiveUp)
             }
         policy.handle(record.event, record.now_s)
     return found
@@ -456,7 +450,7 @@ def _plain_decision(
         "others_wait_s": each.others_wait_s,
         "real_s": getattr(settled, "real_s", None),
         "regret_s": getattr(settled, "regret_s", None),
-        "outcome": "given up" if isinstance(action, GiveUp) else back,
+        "outcome": "given up" if isinstance(action, act.GiveUp) else back,
         "options": each.options,
         "instead": instead.get(each.line, {}).get(action.stream),
     }

@@ -5,14 +5,8 @@ from typing import Protocol
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import LOST_TOGETHER_S, SilenceTimer
 from kvrs.core.live import Complete, StreamStage
-from kvrs.core.model.actions import Plan
-from kvrs.core.model.events import (
-    AttemptFailed,
-    FailureKind,
-    PrefillDone,
-    StreamEnded,
-    StreamResumed,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass
@@ -27,10 +21,10 @@ from kvrs.sim.watches import IN_ORDER_S
 _NOT_CONNECTED = "refused"
 # What the answer of a sick instance says of it, as `kvrs/proxy/backends/pd.py` reads it.
 _FAILURES = {
-    "HTTP 404": FailureKind.REFUSED,
-    "HTTP 500": FailureKind.BROKEN,
-    "HTTP 503": FailureKind.BUSY,
-    _NOT_CONNECTED: FailureKind.BUSY,
+    "HTTP 404": ev.FailureKind.REFUSED,
+    "HTTP 500": ev.FailureKind.BROKEN,
+    "HTTP 503": ev.FailureKind.BUSY,
+    _NOT_CONNECTED: ev.FailureKind.BUSY,
 }
 
 
@@ -107,7 +101,7 @@ class Connection:
 class SimAttempt:
     """It passes late news of itself on to the policy, on purpose: the policy must ignore it."""
 
-    def __init__(self, host: AttemptHost, live: SimStream, plan: Plan) -> None:
+    def __init__(self, host: AttemptHost, live: SimStream, plan: act.Plan) -> None:
         self.host = host
         self.live = live
         self.number = (live.journal.owner_epoch, live.journal.attempt)
@@ -223,7 +217,7 @@ class SimAttempt:
         control, live, now_s = self._control, self.live, self.host.now_s
         if not self._is_open or self._connection is None or self._has_resumed:
             if self._attempt < live.journal.attempt and not live.outcome:
-                control.tell(PrefillDone(live.id, self._attempt, history_tokens), now_s)
+                control.tell(ev.PrefillDone(live.id, self._attempt, history_tokens), now_s)
             return
         if live.journal.prompt_ids is None:
             live.journal.prompt_ids = list(live.arrival.prompt_ids)
@@ -243,7 +237,7 @@ class SimAttempt:
         if not self._is_open or live.stage is not StreamStage.DECODE:
             self.host.dropped_tokens += 1
             if self._attempt < live.journal.attempt and not live.outcome:
-                late = StreamEnded if is_last else StreamResumed
+                late = ev.StreamEnded if is_last else ev.StreamResumed
                 self._control.tell(late(live.id, self._attempt), now_s)
             return
         have = len(live.output)
@@ -268,7 +262,7 @@ class SimAttempt:
             self._fail(name, cause, abrupt=not is_answer)
         elif not self.live.outcome:
             produced = self.live.produced_tokens
-            late = AttemptFailed(self.live.id, self._attempt, name, cause, produced)
+            late = ev.AttemptFailed(self.live.id, self._attempt, name, cause, produced)
             if self._attempt < self.live.journal.attempt:
                 self._control.tell(late, self.host.now_s)
 
@@ -283,7 +277,7 @@ class SimAttempt:
                 name,
                 cause,
                 abrupt=abrupt,
-                failure=_FAILURES.get(cause, FailureKind.BROKEN),
+                failure=_FAILURES.get(cause, ev.FailureKind.BROKEN),
                 now_s=self.host.now_s,
             )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
-from kvrs.core.model.actions import Place
+from kvrs.core.model import actions as act
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.scheduling.sequences import Chunk, Sequence
@@ -39,7 +39,7 @@ class SimCall:
     max_tokens: int
     prefill_only: bool
     sources: tuple[PullSource, ...]
-    places: tuple[Place, ...]
+    places: tuple[act.Place, ...]
     reply: Reply
     slot_token: int = 0
     is_poison: bool = False  # The decode instance ends when it works on it.

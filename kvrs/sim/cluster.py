@@ -11,7 +11,7 @@ import msgspec
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
-from kvrs.core.model.events import Event, InstanceExited
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.tags import root_tag
@@ -180,7 +180,7 @@ class SimCluster:
         lost.
         """
         if isinstance(holder, SimEngine) and holder.alive and self._exits_rng is not None:
-            exited = InstanceExited(holder.id, holder.epoch, "it has ended", is_external)
+            exited = ev.InstanceExited(holder.id, holder.epoch, "it has ended", is_external)
             for proxy in self.running_proxies():
                 tell = partial(self._tell, proxy, exited)
                 proxy.after(self._exits_rng.uniform(0.001, 0.4), tell)
@@ -204,7 +204,7 @@ class SimCluster:
             back_s = self._reload_s
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
-    def _tell(self, proxy: SimProxy, event: Event) -> None:
+    def _tell(self, proxy: SimProxy, event: ev.Event) -> None:
         proxy.control.tell(event, self.clock.now_s)
 
     def _bring_back(self, holder: SimHolder, life: int) -> None:

@@ -14,43 +14,8 @@ from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.core.books.timers import SLACK_S
 from kvrs.core.control import Control
-from kvrs.core.model.actions import (
-    Action,
-    Ejected,
-    GiveUp,
-    Halt,
-    PageRange,
-    Plan,
-    Readmitted,
-    Recovered,
-    Redirect,
-    Settled,
-    Start,
-    Stay,
-    WakeAt,
-)
-from kvrs.core.model.events import (
-    AttemptFailed,
-    CheckpointsReported,
-    DrainOrdered,
-    DrainReported,
-    Event,
-    GpuJudged,
-    HolderLost,
-    HolderUp,
-    InstanceLost,
-    InstanceReformed,
-    InstanceReforming,
-    InstanceRemoved,
-    InstanceUp,
-    PagesKept,
-    PrefillDone,
-    RetentionLost,
-    SlotDenied,
-    StreamAdopted,
-    StreamEnded,
-    StreamResumed,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import SlotRequest
@@ -98,7 +63,7 @@ class _Writer:
     """The current attempt of a stream."""
 
     attempt: int = 0
-    plan: Plan | None = None
+    plan: act.Plan | None = None
     instance: InstanceId | None = None  # Where its current stage runs.
     runs: bool = False
     fetching_since_s: float | None = None  # It holds a slot.
@@ -136,42 +101,42 @@ class Invariants:
         self._page_size = config.cluster.engine.page_size_tokens
         self._known = _Known()
         # What instances that are about to come up have taken over.
-        self._taken_over: dict[InstanceId, PagesKept] = {}
+        self._taken_over: dict[InstanceId, ev.PagesKept] = {}
         self._writers: dict[StreamId, _Writer] = {}
 
-    def observe(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
+    def observe(self, now_s: float, event: ev.Event, actions: Sequence[act.Action]) -> None:
         """Apply one event, and check what the policy answers, action by action."""
         self._apply_to_holders(event)
         self._apply_to_agents(event)
         self._apply_to_writers(event)
         for action in actions:
             match action:
-                case Start():
+                case act.Start():
                     self._check_start(action, now_s)
-                case Redirect():
+                case act.Redirect():
                     self._check_redirect(action, event)
-                case Halt():
+                case act.Halt():
                     self._check_halt(action, event, now_s)
-                case Stay():
+                case act.Stay():
                     self._check_stay(action, event, now_s)
-                case Recovered() | Settled():
+                case act.Recovered() | act.Settled():
                     self._require_current(action.stream, action.attempt, "a record")
-                case GiveUp():
+                case act.GiveUp():
                     require(
                         not self._streams[action.stream].outcome,
                         f"{action.stream} is over and was given up",
                     )
                     self._writers.setdefault(action.stream, _Writer()).stop()
-                case Ejected() | Readmitted() | WakeAt():
+                case act.Ejected() | act.Readmitted() | act.WakeAt():
                     pass
                 case _:
                     assert_never(action)
         self.check_slots()
 
-    def _apply_to_holders(self, event: Event) -> None:
+    def _apply_to_holders(self, event: ev.Event) -> None:
         known = self._known
         match event:
-            case InstanceUp(instance=instance, lives_on=lives_on):
+            case ev.InstanceUp(instance=instance, lives_on=lives_on):
                 if instance.epoch <= known.up.get(instance.id, -1):
                     return
                 if not lives_on or instance.id not in known.up:
@@ -182,72 +147,72 @@ class Invariants:
                 if left is not None and left.epoch == instance.epoch:
                     kept = {(instance.id, stream): pages for stream, pages in left.pages.items()}
                     known.kept |= kept
-            case InstanceReforming(instance=name, missing_pages=missing):
+            case ev.InstanceReforming(instance=name, missing_pages=missing):
                 known.reforming.add(name)
                 for stream, pages in missing.items():
                     if pages:
                         known.kept.pop((name, stream), None)
-            case InstanceReformed(instance=name):
+            case ev.InstanceReformed(instance=name):
                 known.reforming.discard(name)
-            case PagesKept(instance=name):
+            case ev.PagesKept(instance=name):
                 self._taken_over[name] = event
-            case InstanceLost(instance=name, epoch=epoch, produced_tokens=produced):
+            case ev.InstanceLost(instance=name, epoch=epoch, produced_tokens=produced):
                 if epoch < known.up.get(name, 0):
                     return
                 known.lose(name)
                 for stream in produced:
                     self._writers.setdefault(stream, _Writer()).stop()
-            case InstanceRemoved(instance=name):
+            case ev.InstanceRemoved(instance=name):
                 known.lose(name)
-            case RetentionLost(instance=name, streams=streams):
+            case ev.RetentionLost(instance=name, streams=streams):
                 for stream in streams:
                     known.kept.pop((name, stream), None)
-            case StreamAdopted(stream=stream, kept=kept):
+            case ev.StreamAdopted(stream=stream, kept=kept):
                 for each in kept:
                     if known.up.get(each.holder) == each.epoch:
                         known.kept[each.holder, stream] = each.pages
             case _:
                 pass  # Changes nothing that these books hold.
 
-    def _apply_to_agents(self, event: Event) -> None:
+    def _apply_to_agents(self, event: ev.Event) -> None:
         known = self._known
         match event:
-            case HolderUp(holder=name, epoch=epoch):
+            case ev.HolderUp(holder=name, epoch=epoch):
                 if epoch > known.up.get(name, -1):
                     known.lose(name)
                     known.up[name] = epoch
-            case HolderLost(holder=name, epoch=epoch):
+            case ev.HolderLost(holder=name, epoch=epoch):
                 if epoch >= known.up.get(name, 0):
                     known.lose(name)
-            case CheckpointsReported(holder=name, epoch=epoch, pages=pages):
+            case ev.CheckpointsReported(holder=name, epoch=epoch, pages=pages):
                 if epoch == known.up.get(name):
                     held = {(name, stream): count for stream, count in pages.items() if count}
                     known.kept |= held
             case _:
                 pass  # Changes nothing that these books hold.
 
-    def _apply_to_writers(self, event: Event) -> None:
+    def _apply_to_writers(self, event: ev.Event) -> None:
         match event:
-            case PrefillDone():
+            case ev.PrefillDone():
                 self._prefill_done(event)
-            case DrainReported(instance=name, epoch=epoch):
+            case ev.DrainReported(instance=name, epoch=epoch):
                 if epoch == self._known.up.get(name):
                     self._draining(name)
-            case DrainOrdered(instance=name, moves=True):
+            case ev.DrainOrdered(instance=name, moves=True):
                 self._draining(name)
-            case AttemptFailed() | SlotDenied():
+            case ev.AttemptFailed() | ev.SlotDenied():
                 if (writer := self._current(event.stream, event.attempt)) is not None:
                     writer.stop()
-            case StreamResumed():
+            case ev.StreamResumed():
                 if (writer := self._current(event.stream, event.attempt)) is not None:
                     writer.fetching_since_s = None
-            case StreamEnded():
+            case ev.StreamEnded():
                 if self._current(event.stream, event.attempt) is not None:
                     del self._writers[event.stream]
             case _:
                 pass  # Changes nothing that these books hold.
 
-    def _prefill_done(self, event: PrefillDone) -> None:
+    def _prefill_done(self, event: ev.PrefillDone) -> None:
         writer = self._current(event.stream, event.attempt)
         if writer is None or writer.plan is None:
             return
@@ -284,7 +249,7 @@ class Invariants:
             f"{stream}: {what} of an attempt that is over",
         )
 
-    def _check_start(self, start: Start, now_s: float) -> None:
+    def _check_start(self, start: act.Start, now_s: float) -> None:
         """One writer, and a running attempt is replaced only if it has held a slot for too long."""
         live, writer = (
             self._streams[start.stream],
@@ -303,12 +268,12 @@ class Invariants:
         writer.fetching_since_s = now_s if start.plan.runs else None
         writer.stays_until_s = None
 
-    def _check_redirect(self, action: Redirect, event: Event) -> None:
+    def _check_redirect(self, action: act.Redirect, event: ev.Event) -> None:
         """Only what has just come out of prefill, and only where it goes to."""
         self._require_current(action.stream, action.attempt, "a new hand-off")
         writer = self._writers[action.stream]
         assert writer.plan is not None
-        require(isinstance(event, PrefillDone), f"{action.stream}: redirected without a prefill")
+        require(isinstance(event, ev.PrefillDone), f"{action.stream}: redirected without a prefill")
         require(
             action.plan.prefill == writer.plan.prefill,
             f"{action.stream}: redirected to another prefill",
@@ -316,13 +281,19 @@ class Invariants:
         self._check_plan(self._streams[action.stream], action.plan)
         writer.plan, writer.instance = action.plan, action.plan.decode
 
-    def _check_halt(self, action: Halt, event: Event, now_s: float) -> None:
+    def _check_halt(self, action: act.Halt, event: ev.Event, now_s: float) -> None:
         """Only what runs on an instance that is drained or re-forms, or on a degraded or failing
         GPU, or has held a slot or stayed for too long.
         """
         self._require_current(action.stream, action.attempt, "a halt")
         writer = self._writers[action.stream]
-        moves = GpuJudged | DrainReported | DrainOrdered | PrefillDone | InstanceReforming
+        moves = (
+            ev.GpuJudged
+            | ev.DrainReported
+            | ev.DrainOrdered
+            | ev.PrefillDone
+            | ev.InstanceReforming
+        )
         is_over = writer.stays_until_s is not None and now_s >= writer.stays_until_s - SLACK_S
         require(
             isinstance(event, moves) or is_over or self._has_expired(writer, now_s),
@@ -330,7 +301,7 @@ class Invariants:
         )
         writer.stop()
 
-    def _check_stay(self, action: Stay, event: Event, now_s: float) -> None:
+    def _check_stay(self, action: act.Stay, event: ev.Event, now_s: float) -> None:
         """Only what runs, at an instance that re-forms, until a moment that is to come."""
         self._require_current(action.stream, action.attempt, "a stay")
         writer = self._writers[action.stream]
@@ -347,7 +318,7 @@ class Invariants:
         since_s = writer.fetching_since_s
         return since_s is not None and now_s >= since_s + self._config.policy.slot_lease_s - SLACK_S
 
-    def _check_plan(self, live: SimStream, plan: Plan) -> None:
+    def _check_plan(self, live: SimStream, plan: act.Plan) -> None:
         named = {
             plan.decode,
             plan.prefill,
@@ -369,7 +340,7 @@ class Invariants:
             self._check_run(live, plan, run)
         self._check_places(live, plan)
 
-    def _check_run(self, live: SimStream, plan: Plan, run: PageRange) -> None:
+    def _check_run(self, live: SimStream, plan: act.Plan, run: act.PageRange) -> None:
         which = f"the run of {live.id} from {run.holder}"
         require(run.holder != plan.decode, f"{which} is fetched by itself")
         epoch = self._known.up[run.holder]
@@ -389,7 +360,7 @@ class Invariants:
             f"{which} ends behind the {pages} pages that are held",
         )
 
-    def _check_places(self, live: SimStream, plan: Plan) -> None:
+    def _check_places(self, live: SimStream, plan: act.Plan) -> None:
         serving = self._nodes[plan.decode]
         at_home = sorted(self._nodes[place.holder] == serving for place in plan.places)
         allowed: dict[BackupMode, list[list[bool]]] = {

@@ -27,17 +27,8 @@ from kvrs.core.fleet.known import KnownInstance
 from kvrs.core.fleet.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
 from kvrs.core.fleet.silence import WatchLimits
 from kvrs.core.live import Complete, LiveStream
-from kvrs.core.model.actions import (
-    Action,
-    Ejected,
-    GiveUp,
-    Readmitted,
-    Recovered,
-    Redirect,
-    Settled,
-    WakeAt,
-)
-from kvrs.core.model.events import Event, TimerFired
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 from kvrs.sim.agent import SimAgent
@@ -232,14 +223,14 @@ class SimProxy:
                     run.expect_token()
             case EndStream():
                 self._end(_sim(effect.live), effect)
-            case Recovered():
+            case act.Recovered():
                 live = self.streams[effect.stream]
                 live.option = effect.option
                 live.recoveries += 1
                 self.recoveries[effect.option.value] += 1
-            case WakeAt():
+            case act.WakeAt():
                 self.after(effect.at_s - self.now_s, self._wake)
-            case StreamClosed() | Redirect() | Settled() | Ejected() | Readmitted():
+            case StreamClosed() | act.Redirect() | act.Settled() | act.Ejected() | act.Readmitted():
                 pass
             case GiveEnd():
                 raise AssertionError("a simulated proxy has no tokenizer")
@@ -247,7 +238,7 @@ class SimProxy:
                 assert_never(effect)
 
     def _wake(self) -> None:
-        self.control.tell(TimerFired(), self.now_s)
+        self.control.tell(ev.TimerFired(), self.now_s)
 
     def _end_attempt(self, live: SimStream) -> None:
         if live.run is None:
@@ -259,14 +250,14 @@ class SimProxy:
 
     def _end(self, live: SimStream, effect: EndStream) -> None:
         outcome = effect.outcome
-        assert isinstance(outcome, Complete | GiveUp), "greedy streams continue exactly"
+        assert isinstance(outcome, Complete | act.GiveUp), "greedy streams continue exactly"
         how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
         require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
         live.outcome = how
-        if isinstance(outcome, GiveUp):
+        if isinstance(outcome, act.GiveUp):
             self.given_up[f"{how}: {outcome.message}"] += 1
 
-    def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
+    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         if self.log is not None:
             self.log.append(event_line(now_s, event, actions))
         self.invariants.observe(now_s, event, actions)

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.live import LiveStream
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import Deadlines, Kept
 from kvrs.ids import StreamId
 
 
@@ -35,11 +35,11 @@ class SimJournal:
     output_ids: list[int] = field(default_factory=list)
     owner_epoch: int = 0
     attempt: int = 0
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: ev.Deadlines = field(default_factory=ev.Deadlines)
     client: str = ""
     tenant: str = ""
     name: str = ""
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[ev.Kept, ...] = ()
     inexact: tuple[str, ...] = ()
     first_token_s: float | None = None
     last_token_s: float | None = None

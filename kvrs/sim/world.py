@@ -10,7 +10,7 @@ from typing import assert_never
 
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.model.actions import Reason
+from kvrs.core.model import actions as act
 from kvrs.faults.language import (
     DueFault,
     FaultSchedule,
@@ -35,7 +35,7 @@ STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is st
 LONGEST_S = 3600.0
 # Outcomes of streams that lost nothing; the last two were not taken, since the queues were too
 # long.
-_NOT_LOST = ("complete", MOVED, Reason.OVERLOADED.value, Reason.OVER_SHARE.value)
+_NOT_LOST = ("complete", MOVED, act.Reason.OVERLOADED.value, act.Reason.OVER_SHARE.value)
 
 
 class World:
@@ -172,7 +172,7 @@ class World:
             lives = proxy.streams.values()
             outcome.ended.update(live.outcome for live in lives if live.outcome != MOVED)
             innocents = [live.outcome for live in lives if not live.arrival.is_poison]
-            outcome.innocents_refused += innocents.count(Reason.POISON.value)
+            outcome.innocents_refused += innocents.count(act.Reason.POISON.value)
             outcome.innocents_lost += sum(each not in _NOT_LOST for each in innocents)
             outcome.tokens += sum(len(live.output) for live in lives)
             outcome.recovered_streams += sum(live.recoveries > 0 for live in lives)

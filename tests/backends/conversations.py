@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.model.actions import PageRange
+from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport
@@ -170,7 +170,7 @@ class Conversation:
         self,
         at: InstanceId,
         transfer: msgspec.Raw | None = None,
-        runs: Sequence[PageRange] = (),
+        runs: Sequence[act.PageRange] = (),
         **changes: Any,
     ) -> Call:
         exact = self._cluster.can(at, Capability.EXACT_RESUME)

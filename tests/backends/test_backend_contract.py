@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvrs.core.model.actions import PageRange
+from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, LeaseUpdate, Role
@@ -181,7 +181,7 @@ async def test_retained_pages_are_fetched_by_another(system: BackendCluster) -> 
     pages = len(PROMPT) // system.infos[P0].geometry.page_size_tokens
 
     talk.journal.output_ids, talk.attempt = packed(expected[:5]), 2
-    run = PageRange(P0, 0, pages, system.infos[P0].epoch)
+    run = act.PageRange(P0, 0, pages, system.infos[P0].epoch)
     tail = await talk.ids(D0, None, [run])
 
     assert tail == expected[5:]

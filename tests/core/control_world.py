@@ -31,32 +31,8 @@ from kvrs.core.effects import (
 )
 from kvrs.core.fleet.known import Health
 from kvrs.core.live import CannotContinue, Complete, StreamStage
-from kvrs.core.model.actions import (
-    Action,
-    Ejected,
-    GiveUp,
-    Plan,
-    Readmitted,
-    Recovered,
-    Redirect,
-    Settled,
-    Start,
-    WakeAt,
-)
-from kvrs.core.model.events import (
-    AttemptFailed,
-    CheckpointsReported,
-    Deadlines,
-    DrainReported,
-    Event,
-    HolderLost,
-    InstanceLost,
-    Kept,
-    RetentionLost,
-    SlotDenied,
-    StreamEnded,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import (
@@ -146,8 +122,8 @@ class World:
         self.epochs: dict[InstanceId, int] = {InstanceId(name): 0 for name in names}
         self.nodes = {name: NodeId("n" + name[1]) for name in self.epochs}
         self.streams: dict[StreamId, SimStream] = {}
-        self.log: list[tuple[Event, float]] = []
-        self.answers: list[list[Action]] = []
+        self.log: list[tuple[ev.Event, float]] = []
+        self.answers: list[list[act.Action]] = []
         self.denials = self.one_calls = self.stays = 0
         # Instances that re-form, and what they have said of it; they compute nothing.
         self._reforming: dict[InstanceId, tuple[ReformingReport, float]] = {}
@@ -197,21 +173,21 @@ class World:
     def soon(self, what: tuple[str, object]) -> None:
         self.at(self.now_s + self.random.uniform(0.001, 0.5), what)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ev.Event) -> None:
         """Report an event that no driver should report; the policy must ignore it."""
         self.control.tell(event, self.now_s)
 
     # The driver.
 
-    def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
+    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         self.log.append((event, now_s))
         self.answers.append(actions)
         self.invariants.observe(now_s, event, actions)
         for action in actions:
-            if isinstance(action, Start | Redirect):
+            if isinstance(action, act.Start | act.Redirect):
                 self._check_engines(action.plan)
 
-    def _check_engines(self, plan: Plan) -> None:
+    def _check_engines(self, plan: act.Plan) -> None:
         fetches = self.engines in (Engines.OURS, Engines.SERVERS)
         assert fetches or not plan.runs, "no instance fetches"
         own = self._own_prefill(plan.decode)
@@ -231,18 +207,25 @@ class World:
                 assert not live.outcome, f"{live.id} ends twice"
                 live.outcome = _name_of(effect.outcome)
                 self.soon(("end_again", live.id))
-            case WakeAt():
+            case act.WakeAt():
                 self._timer += 1
                 rounding_s = self.random.choice([0.0, 0.001, -0.001])
                 self.at(effect.at_s + rounding_s, ("wake", self._timer))
-            case StreamClosed() | Redirect() | Recovered() | Settled() | Ejected() | Readmitted():
+            case (
+                StreamClosed()
+                | act.Redirect()
+                | act.Recovered()
+                | act.Settled()
+                | act.Ejected()
+                | act.Readmitted()
+            ):
                 pass
             case GiveEnd():
                 raise AssertionError("no stream has all its tokens")
             case _:
                 assert_never(effect)
 
-    def _begin(self, live: SimStream, plan: Plan) -> None:
+    def _begin(self, live: SimStream, plan: act.Plan) -> None:
         self._running[live.id] = live.journal.attempt
         self.one_calls += self.control.instances.is_one_call(plan)
         if (prefill := live.prefills_at(plan)) is not None:
@@ -291,11 +274,11 @@ class World:
     def _know_prompt(self, live: SimStream) -> None:
         live.journal.prompt_ids = live.journal.prompt_ids or list(live.arrival.prompt_ids)
 
-    def _deny(self, live: SimStream, attempt: int, plan: Plan) -> None:
+    def _deny(self, live: SimStream, attempt: int, plan: act.Plan) -> None:
         self.denials += 1
         wait_s = self.random.choice([0.0, 0.05, 0.4, 3.0])
         self.control.slot_denied(live, attempt, plan.decode, wait_s, self.now_s)
-        self.tell(SlotDenied(live.id, attempt, plan.decode, 1.0))  # Again, or too late.
+        self.tell(ev.SlotDenied(live.id, attempt, plan.decode, 1.0))  # Again, or too late.
 
     def _produce(self, live: SimStream, attempt: int) -> None:
         if self.random.random() < 0.4:
@@ -319,11 +302,11 @@ class World:
             self.control.attempt_failed(
                 live, attempt, instance, "broke", abrupt=abrupt, now_s=self.now_s
             )
-            self.tell(AttemptFailed(stream, attempt, instance, "broke", live.produced_tokens))
+            self.tell(ev.AttemptFailed(stream, attempt, instance, "broke", live.produced_tokens))
 
     def _end_again(self, stream: object) -> None:
         live = self.streams[StreamId(str(stream))]
-        self.tell(StreamEnded(live.id, live.journal.attempt))
+        self.tell(ev.StreamEnded(live.id, live.journal.attempt))
 
     # Instances and agents.
 
@@ -462,7 +445,7 @@ class World:
         if name not in self.control.instances.known or not self._is_up(name):
             return
         self.at(self.now_s + self.random.uniform(0.0, 4.0), ("kill", name))
-        self.tell(DrainReported(name, self.epochs[name] - 1, {}))  # Of an earlier epoch.
+        self.tell(ev.DrainReported(name, self.epochs[name] - 1, {}))  # Of an earlier epoch.
         self._drain_on((name, self.epochs[name] // 1000))
 
     def _drain_on(self, whom: object) -> None:
@@ -495,13 +478,13 @@ class World:
         self.control.instance_lost(known, "killed", self.now_s)
         assert known.health is Health.DOWN
         for live, attempt in old:
-            self.tell(AttemptFailed(live.id, attempt, name, "reset", live.produced_tokens))
-        self.tell(InstanceLost(name, self.epochs[name] - 1, "old news", {}))
+            self.tell(ev.AttemptFailed(live.id, attempt, name, "reset", live.produced_tokens))
+        self.tell(ev.InstanceLost(name, self.epochs[name] - 1, "old news", {}))
 
     def _kill_agent(self, name: InstanceId) -> None:
         self._stored = {key: pages for key, pages in self._stored.items() if key[0] != name}
         self.control.checkpoints.lost(self.control.agents.known[name], "killed", self.now_s)
-        self.tell(HolderLost(name, self.epochs[name] - 1, "old news"))
+        self.tell(ev.HolderLost(name, self.epochs[name] - 1, "old news"))
 
     # Checkpoints.
 
@@ -528,7 +511,7 @@ class World:
         report = AgentReport(self.epochs[agent], reserved, reserved, len(pages), pages)
         self.control.checkpoints.reported(self.control.agents.known[agent], report, self.now_s)
         old = dict.fromkeys(pages, 1000)
-        self.tell(CheckpointsReported(agent, self.epochs[agent] - 1, 0, 0, old))
+        self.tell(ev.CheckpointsReported(agent, self.epochs[agent] - 1, 0, 0, old))
 
     # Streams.
 
@@ -540,7 +523,9 @@ class World:
         guess = 1 if self.random.random() < 0.5 else len(prompt)
         journal = SimJournal(stream, arrival, self.now_s, guess)
         journal.prompt_ids = list(prompt) if knows_prompt else None
-        journal.deadlines = Deadlines(*(self.random.choice([None, None, 0.1, 5.0]) for _ in "abc"))
+        journal.deadlines = ev.Deadlines(
+            *(self.random.choice([None, None, 0.1, 5.0]) for _ in "abc")
+        )
         if self.random.random() < 0.25:
             self._adopt(journal)
         live = self.streams[stream] = SimStream(journal=journal)
@@ -556,14 +541,14 @@ class World:
         journal.output_ids = [0] * self.random.choice([0, self.random.randint(1, 200)])
         journal.arrived_s = self.now_s - self.random.choice([0.0, 0.05, 4.0])
         history_tokens = len(journal.prompt_ids) + len(journal.output_ids)
-        kept = [Kept(InstanceId("x9"), 1, 1)]
+        kept = [ev.Kept(InstanceId("x9"), 1, 1)]
         for name in self.random.sample(sorted(self.epochs), k=min(3, len(self.epochs))):
             epoch, pages = self.epochs[name], self.random.randint(0, history_tokens // PAGE)
             if name in self.control.agents.known and self._is_up(name):
                 self._stored[name, journal.stream] = pages
-            kept.append(Kept(name, epoch, pages))
+            kept.append(ev.Kept(name, epoch, pages))
             if self.random.random() < 0.3:
-                kept.append(Kept(name, epoch - 1, history_tokens // PAGE))
+                kept.append(ev.Kept(name, epoch - 1, history_tokens // PAGE))
         self.random.shuffle(kept)
         journal.kept = tuple(kept)
 
@@ -571,18 +556,18 @@ class World:
         live = self.streams[StreamId(str(stream))]
         for instance in sorted(live.prefilled_at):
             self.control.retention_lost(instance, [live.id], self.now_s)
-            self.tell(RetentionLost(instance, (live.id,)))
+            self.tell(ev.RetentionLost(instance, (live.id,)))
 
     def _wake(self, timer: object) -> None:
         if timer == self._timer or not self.one_timer:
-            self.tell(TimerFired())
+            self.tell(ev.TimerFired())
 
 
-def _name_of(outcome: Complete | GiveUp | CannotContinue) -> str:
+def _name_of(outcome: Complete | act.GiveUp | CannotContinue) -> str:
     match outcome:
         case Complete():
             return "complete"
-        case GiveUp():
+        case act.GiveUp():
             return outcome.reason.value
         case CannotContinue():
             raise AssertionError("greedy streams continue exactly")

@@ -4,19 +4,9 @@ from typing import Any, TypeVar
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
-from kvrs.core.model.actions import Action, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Instance
-from kvrs.core.model.events import (
-    CheckpointsReported,
-    Event,
-    HolderUp,
-    InstanceLost,
-    InstanceUp,
-    PrefillDone,
-    StreamArrived,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -72,32 +62,32 @@ class PolicyHarness:
         policy = PolicySettings(name=name, recovery=recovery, **settings)
         self.policy = RecoveryPolicy(policy, slo or SloSettings(), backup or BackupSettings())
         self.now_s = 0.0
-        self.actions: list[Action] = []
+        self.actions: list[act.Action] = []
         for each in up:
-            self.handle(InstanceUp(instance(each)))
+            self.handle(ev.InstanceUp(instance(each)))
 
-    def handle(self, event: Event, at_s: float | None = None) -> list[Action]:
+    def handle(self, event: ev.Event, at_s: float | None = None) -> list[act.Action]:
         """One event; the actions it led to."""
         self.now_s = self.now_s if at_s is None else at_s
         actions = self.policy.handle(event, self.now_s)
         self.actions += actions
         return actions
 
-    def look_until(self, at_s: float) -> list[Action]:
+    def look_until(self, at_s: float) -> list[act.Action]:
         """Timers fire every 0.05 s until then; the actions they led to."""
-        actions: list[Action] = []
+        actions: list[act.Action] = []
         while self.now_s < at_s:
-            actions += self.handle(TimerFired(), min(at_s, self.now_s + 0.05))
+            actions += self.handle(ev.TimerFired(), min(at_s, self.now_s + 0.05))
         return actions
 
-    def decoding(self, name: str, prompt_tokens: int = 100, *, resumed: bool = True) -> Start:
+    def decoding(self, name: str, prompt_tokens: int = 100, *, resumed: bool = True) -> act.Start:
         """A stream that has arrived, was prefilled, and (if resumed) has brought its first
         token.
         """
-        start = only(self.handle(StreamArrived(StreamId(name), prompt_tokens)), Start)
-        self.handle(PrefillDone(StreamId(name), 1, prompt_tokens))
+        start = only(self.handle(ev.StreamArrived(StreamId(name), prompt_tokens)), act.Start)
+        self.handle(ev.PrefillDone(StreamId(name), 1, prompt_tokens))
         if resumed:
-            self.handle(StreamResumed(StreamId(name), 1))
+            self.handle(ev.StreamResumed(StreamId(name), 1))
         return start
 
     def agents(
@@ -111,34 +101,34 @@ class PolicyHarness:
         for node in nodes:
             agent = InstanceId(f"agent-{node}")
             self.handle(
-                HolderUp(agent, NodeId(node), epoch, capacity_bytes, host_to_device_bytes_per_s)
+                ev.HolderUp(agent, NodeId(node), epoch, capacity_bytes, host_to_device_bytes_per_s)
             )
 
-    def kept(self, agent: str, epoch: int = 1, **pages: int) -> list[Action]:
+    def kept(self, agent: str, epoch: int = 1, **pages: int) -> list[act.Action]:
         """The agent reports how many leading pages it has of some streams."""
         return self.handle(
-            CheckpointsReported(
+            ev.CheckpointsReported(
                 InstanceId(agent), epoch, 0, len(pages), {StreamId(s): n for s, n in pages.items()}
             )
         )
 
     def lose(
         self, name: str, epoch: int = 1, at_s: float | None = None, **produced: int
-    ) -> list[Action]:
+    ) -> list[act.Action]:
         """The instance is lost; `produced` are the tokens that clients had by then."""
         return self.handle(
-            InstanceLost(
+            ev.InstanceLost(
                 InstanceId(name), epoch, "killed", {StreamId(s): n for s, n in produced.items()}
             ),
             at_s,
         )
 
 
-def of(actions: list[Action], kind: type[ActionT]) -> list[ActionT]:
+def of(actions: list[act.Action], kind: type[ActionT]) -> list[ActionT]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def only(actions: list[Action], kind: type[ActionT]) -> ActionT:
+def only(actions: list[act.Action], kind: type[ActionT]) -> ActionT:
     found = of(actions, kind)
     assert len(found) == 1, actions
     return found[0]

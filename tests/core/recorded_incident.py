@@ -9,40 +9,8 @@ from random import Random
 from kvrs.config.backup import BackupMode, BackupSettings, Placement
 from kvrs.config.policy import Dispatch, Handoff, PolicyName, PolicySettings, SloSettings
 from kvrs.core.event_log import event_line, header_line
-from kvrs.core.model.actions import Action, GiveUp, Start
-from kvrs.core.model.events import (
-    AttemptFailed,
-    CheckpointsReported,
-    Deadlines,
-    DrainEnded,
-    DrainOrdered,
-    DrainReported,
-    Event,
-    GpuJudged,
-    HolderLost,
-    HolderUp,
-    InstanceExited,
-    InstanceLost,
-    InstanceReformed,
-    InstanceReforming,
-    InstanceRemoved,
-    InstanceUp,
-    Kept,
-    LinkMeasured,
-    LoadReported,
-    NamesListed,
-    PagesKept,
-    PrefillDone,
-    RetentionLost,
-    SelfTested,
-    SettingsReloaded,
-    SlotDenied,
-    StreamAdopted,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
@@ -66,7 +34,7 @@ class Recorder:
         self.lines = [header_line(policy, slo, backup)]
         self.now_s = 0.1
 
-    def handle(self, event: Event, after_s: float = 0.1) -> list[Action]:
+    def handle(self, event: ev.Event, after_s: float = 0.1) -> list[act.Action]:
         self.now_s += after_s
         actions = self.policy.handle(event, self.now_s)
         self.lines.append(event_line(self.now_s, event, actions))
@@ -80,29 +48,31 @@ def incident() -> list[str]:
     recorder = Recorder()
     table = catalog.prefill_table("opt-13b-a100-kvrs-seed")
     for name in ("p0", "d0", "p1"):
-        recorder.handle(InstanceUp(instance(name, prefill=table)))
+        recorder.handle(ev.InstanceUp(instance(name, prefill=table)))
     for node in ("n0", "n1"):
-        recorder.handle(HolderUp(InstanceId(f"agent-{node}"), NodeId(node), 1, 1 << 28, 26e9))
-    recorder.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9 / 3))
-    recorder.handle(LoadReported(InstanceId("p1"), 9.0))
+        recorder.handle(ev.HolderUp(InstanceId(f"agent-{node}"), NodeId(node), 1, 1 << 28, 26e9))
+    recorder.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9 / 3))
+    recorder.handle(ev.LoadReported(InstanceId("p1"), 9.0))
     for stream in (A, B):
         recorder.handle(
-            StreamArrived(stream, 1000, most_tokens=1200, deadlines=Deadlines(recovery_gap_s=5.0))
+            ev.StreamArrived(
+                stream, 1000, most_tokens=1200, deadlines=ev.Deadlines(recovery_gap_s=5.0)
+            )
         )
-        recorder.handle(PrefillDone(stream, 1, 1000))
-        recorder.handle(StreamResumed(stream, 1))
-    recorder.handle(CheckpointsReported(InstanceId("agent-n1"), 1, 1 << 22, 2, {A: 62}))
-    recorder.handle(InstanceUp(instance("d1", prefill=table)))
-    recorder.handle(InstanceLost(InstanceId("d0"), 1, "killed", {A: 7, B: 1}))
+        recorder.handle(ev.PrefillDone(stream, 1, 1000))
+        recorder.handle(ev.StreamResumed(stream, 1))
+    recorder.handle(ev.CheckpointsReported(InstanceId("agent-n1"), 1, 1 << 22, 2, {A: 62}))
+    recorder.handle(ev.InstanceUp(instance("d1", prefill=table)))
+    recorder.handle(ev.InstanceLost(InstanceId("d0"), 1, "killed", {A: 7, B: 1}))
     for _ in range(2):
-        recorder.handle(TimerFired())
+        recorder.handle(ev.TimerFired())
     for stream in (A, B):
-        recorder.handle(StreamResumed(stream, 2))
-    recorder.handle(AttemptFailed(A, 2, InstanceId("d1"), "reset [by peer]", 9))
-    recorder.handle(InstanceLost(InstanceId("p1"), 1, "gone", {}))
-    recorder.handle(HolderLost(InstanceId("agent-n1"), 1, "gone"))
+        recorder.handle(ev.StreamResumed(stream, 2))
+    recorder.handle(ev.AttemptFailed(A, 2, InstanceId("d1"), "reset [by peer]", 9))
+    recorder.handle(ev.InstanceLost(InstanceId("p1"), 1, "gone", {}))
+    recorder.handle(ev.HolderLost(InstanceId("agent-n1"), 1, "gone"))
     for stream in (A, B):
-        recorder.handle(StreamEnded(stream, 2))
+        recorder.handle(ev.StreamEnded(stream, 2))
     return recorder.lines
 
 
@@ -126,7 +96,7 @@ class Rough:
         )
         self.epochs: Counter[InstanceId] = Counter()
         self.up: set[InstanceId] = set()
-        self.started: dict[StreamId, Start] = {}
+        self.started: dict[StreamId, act.Start] = {}
         self.names = [
             InstanceId(f"{kind}{node}") for node in range(4) for kind in ("p", "d", "agent-n")
         ]
@@ -154,9 +124,9 @@ class Rough:
         if self.random.random() < 0.02:
             self.eject(fresh)
         elif drawn < 0.02:
-            kept = (Kept(name, self.epochs[name], self.random.randint(0, 40)),)
+            kept = (ev.Kept(name, self.epochs[name], self.random.randint(0, 40)),)
             self.handle(
-                StreamAdopted(
+                ev.StreamAdopted(
                     fresh,
                     self.random.randint(50, 900),
                     self.random.randint(0, 90),
@@ -166,35 +136,39 @@ class Rough:
             )
         elif drawn < 0.3:
             self.handle(
-                StreamArrived(
+                ev.StreamArrived(
                     fresh,
                     self.random.randint(50, 900),
-                    deadlines=Deadlines(self.random.choice([None, 0.5])),
+                    deadlines=ev.Deadlines(self.random.choice([None, 0.5])),
                     name="lora" if fresh.endswith("7") else "",
                 )
             )
         elif drawn < 0.5:
-            self.handle(PrefillDone(stream, attempt, self.random.randint(50, 900)))
+            self.handle(ev.PrefillDone(stream, attempt, self.random.randint(50, 900)))
         elif drawn < 0.7:
-            self.handle(StreamResumed(stream, attempt))
+            self.handle(ev.StreamResumed(stream, attempt))
         elif drawn < 0.715:
-            self.handle(StreamEnded(stream, attempt))
+            self.handle(ev.StreamEnded(stream, attempt))
         elif drawn < 0.72:
-            self.handle(SettingsReloaded(self._settings(), SloSettings(recovery_gap_s=2.0)))
+            self.handle(ev.SettingsReloaded(self._settings(), SloSettings(recovery_gap_s=2.0)))
         elif drawn < 0.73 and stream in self.started:
             self.handle(
-                SlotDenied(stream, attempt, self.started[stream].plan.decode, self.random.random())
+                ev.SlotDenied(
+                    stream, attempt, self.started[stream].plan.decode, self.random.random()
+                )
             )
         elif drawn < 0.75:
-            self.handle(RetentionLost(name, (stream,)))
-            self.handle(AttemptFailed(stream, attempt, name, "reset", 5))
+            self.handle(ev.RetentionLost(name, (stream,)))
+            self.handle(ev.AttemptFailed(stream, attempt, name, "reset", 5))
         elif drawn < 0.8:
-            self.handle(LinkMeasured(node, NodeId(f"n{name[-1]}"), self.random.uniform(1e6, 1e10)))
+            self.handle(
+                ev.LinkMeasured(node, NodeId(f"n{name[-1]}"), self.random.uniform(1e6, 1e10))
+            )
         elif drawn < 0.88 and not name.startswith("agent"):
             self.handle(self.load(name, int(drawn * 1e6), self.random.random(), stream))
         elif drawn < 0.9 and name.startswith("agent"):
             self.handle(
-                CheckpointsReported(
+                ev.CheckpointsReported(
                     name,
                     self.epochs[name],
                     1 << 20,
@@ -203,41 +177,43 @@ class Rough:
                 )
             )
         elif drawn < 0.915 and not name.startswith("agent"):
-            self.handle(GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3}))
+            self.handle(
+                ev.GpuJudged(name, self.random.choice(list(GpuState)), "xid 79", {stream: 3})
+            )
         elif drawn < 0.94 and not name.startswith("agent"):
             self.handle(self.said(name, int(drawn * 1e6), stream))
         elif drawn < 0.95:
-            self.handle(TimerFired())
+            self.handle(ev.TimerFired())
         elif name in self.up:
             self.fall(name)
         else:
             self.rise(name)
 
-    def load(self, name: InstanceId, drawn: int, seconds: float, stream: StreamId) -> Event:
+    def load(self, name: InstanceId, drawn: int, seconds: float, stream: StreamId) -> ev.Event:
         """An event of an instance's load, names or re-forming."""
         if drawn >= 850_000:
             return self.re_formed(name, drawn, stream)
         if drawn < 806_000:
-            return NamesListed(name, self.epochs[name], NAMES[: drawn % 3])
-        return LoadReported(name, seconds)
+            return ev.NamesListed(name, self.epochs[name], NAMES[: drawn % 3])
+        return ev.LoadReported(name, seconds)
 
-    def said(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
+    def said(self, name: InstanceId, drawn: int, stream: StreamId) -> ev.Event:
         """An event of an instance's drain or self-test."""
         kind, number = drawn % 4, drawn // 4
         if kind == 0:
-            return DrainReported(name, self.epochs[name], {stream: 3})
+            return ev.DrainReported(name, self.epochs[name], {stream: 3})
         if kind == 1:
-            return DrainOrdered(name, number % 2 > 0, {stream: 3})
+            return ev.DrainOrdered(name, number % 2 > 0, {stream: 3})
         if kind == 2:
-            return DrainEnded(name)
-        return SelfTested(name, self.epochs[name], number % 8 > 0, ("", "1", "2")[number % 3])
+            return ev.DrainEnded(name)
+        return ev.SelfTested(name, self.epochs[name], number % 8 > 0, ("", "1", "2")[number % 3])
 
-    def re_formed(self, name: InstanceId, drawn: int, stream: StreamId) -> Event:
+    def re_formed(self, name: InstanceId, drawn: int, stream: StreamId) -> ev.Event:
         """An instance has lost ranks, predicts otherwise, or goes on."""
         epoch, factor = self.epochs[name], 1 + (drawn % 3) / 2
         if drawn % 3 == 0:
-            return InstanceReformed(name, epoch, factor, factor, 0.02)
-        return InstanceReforming(
+            return ev.InstanceReformed(name, epoch, factor, factor, 0.02)
+        return ev.InstanceReforming(
             name,
             epoch,
             drawn % 2,
@@ -255,38 +231,38 @@ class Rough:
         """An instance fails every request until it is ejected, and answers its probe."""
         for number in range(6):
             stream = StreamId(f"{fresh}-{number}")
-            self.handle(StreamArrived(stream, 100))
+            self.handle(ev.StreamArrived(stream, 100))
             if (start := self.started.get(stream)) is not None:
                 failing = start.plan.prefill or start.plan.decode
-                self.handle(AttemptFailed(stream, start.attempt, failing, "HTTP 500", 0))
+                self.handle(ev.AttemptFailed(stream, start.attempt, failing, "HTTP 500", 0))
         self.recorder.now_s += 1.5
         for number in range(6, 12):
             stream = StreamId(f"{fresh}-{number}")
-            self.handle(StreamArrived(stream, 100))
-            self.handle(PrefillDone(stream, 1, 100))
-            self.handle(StreamResumed(stream, 1))
+            self.handle(ev.StreamArrived(stream, 100))
+            self.handle(ev.PrefillDone(stream, 1, 100))
+            self.handle(ev.StreamResumed(stream, 1))
 
     def rise(self, name: InstanceId) -> None:
         self.up.add(name)
         self.epochs[name] += 1
         if name.startswith("agent"):
-            self.handle(HolderUp(name, NodeId(f"n{name[-1]}"), self.epochs[name], 1 << 26, 26e9))
+            self.handle(ev.HolderUp(name, NodeId(f"n{name[-1]}"), self.epochs[name], 1 << 26, 26e9))
         else:
             if self.started and self.random.random() < 0.5:
                 stream = self.random.choice(sorted(self.started))
-                self.handle(PagesKept(name, self.epochs[name], {stream: 3}))
+                self.handle(ev.PagesKept(name, self.epochs[name], {stream: 3}))
             names = NAMES if name[1] in "012" else NAMES[:1]
-            self.handle(InstanceUp(instance(name, self.epochs[name], names=names)))
+            self.handle(ev.InstanceUp(instance(name, self.epochs[name], names=names)))
 
     def fall(self, name: InstanceId) -> None:
         self.up.discard(name)
         if name.startswith("agent"):
-            self.handle(HolderLost(name, self.epochs[name], "killed"))
+            self.handle(ev.HolderLost(name, self.epochs[name], "killed"))
         elif self.random.random() < 0.2:
-            self.handle(InstanceRemoved(name, dict.fromkeys(self.started, 3)))
+            self.handle(ev.InstanceRemoved(name, dict.fromkeys(self.started, 3)))
         else:
             self.handle(
-                InstanceLost(
+                ev.InstanceLost(
                     name,
                     self.epochs[name],
                     "killed",
@@ -295,13 +271,13 @@ class Rough:
             )
             if self.exits.random() < 0.5:
                 is_external = self.exits.random() < 0.5
-                self.handle(InstanceExited(name, self.epochs[name], "signal 9", is_external))
+                self.handle(ev.InstanceExited(name, self.epochs[name], "signal 9", is_external))
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: ev.Event) -> None:
         for action in self.recorder.handle(event, self.random.uniform(0, 0.02)):
-            if isinstance(action, Start):
+            if isinstance(action, act.Start):
                 self.started[action.stream] = action
-            elif isinstance(action, GiveUp):
+            elif isinstance(action, act.GiveUp):
                 self.started.pop(action.stream, None)
 
 

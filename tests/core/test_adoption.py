@@ -4,17 +4,9 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName, SloSettings
-from kvrs.core.model.actions import GiveUp, Recovered, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    Deadlines,
-    InstanceUp,
-    Kept,
-    PrefillDone,
-    StreamAdopted,
-    StreamEnded,
-    StreamResumed,
-)
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance, of, only
 
@@ -22,23 +14,23 @@ A = StreamId("a")
 P0, AGENT = InstanceId("p0"), InstanceId("agent-n1")
 
 
-def adopted(*kept: Kept, produced: int = 20) -> StreamAdopted:
-    return StreamAdopted(A, 400, produced, kept=kept)
+def adopted(*kept: ev.Kept, produced: int = 20) -> ev.StreamAdopted:
+    return ev.StreamAdopted(A, 400, produced, kept=kept)
 
 
 @pytest.mark.parametrize(
     ("kept", "option"),
     [
         ((), Option.RECOMPUTE),
-        ((Kept(P0, 1, 25),), Option.MIGRATE),
-        ((Kept(AGENT, 3, 26),), Option.RESTORE),
-        ((Kept(P0, 2, 25),), Option.RECOMPUTE),
-        ((Kept(AGENT, 2, 26),), Option.RECOMPUTE),
-        ((Kept(InstanceId("p9"), 1, 25),), Option.RECOMPUTE),
+        ((ev.Kept(P0, 1, 25),), Option.MIGRATE),
+        ((ev.Kept(AGENT, 3, 26),), Option.RESTORE),
+        ((ev.Kept(P0, 2, 25),), Option.RECOMPUTE),
+        ((ev.Kept(AGENT, 2, 26),), Option.RECOMPUTE),
+        ((ev.Kept(InstanceId("p9"), 1, 25),), Option.RECOMPUTE),
     ],
 )
 def test_what_the_proxy_before_knew_of_its_kv_is_used_where_it_still_holds(
-    kept: tuple[Kept, ...], option: Option
+    kept: tuple[ev.Kept, ...], option: Option
 ) -> None:
     """Weighed as any recovery; an epoch that is over holds nothing."""
     harness = PolicyHarness("p0", "d0", "p1", "d1", backup=BackupSettings(mode=BackupMode.REMOTE))
@@ -46,7 +38,7 @@ def test_what_the_proxy_before_knew_of_its_kv_is_used_where_it_still_holds(
 
     actions = harness.handle(adopted(*kept))
 
-    start, recovered = only(actions, Start), only(actions, Recovered)
+    start, recovered = only(actions, act.Start), only(actions, act.Recovered)
     assert (start.attempt, recovered.option) == (1, option)
     assert bool(start.plan.runs) == (option is not Option.RECOMPUTE)
 
@@ -54,12 +46,12 @@ def test_what_the_proxy_before_knew_of_its_kv_is_used_where_it_still_holds(
 def test_it_waits_for_an_instance_as_others_do() -> None:
     """A proxy that has just come up has no instance in its view yet."""
     harness = PolicyHarness()
-    assert of(harness.handle(adopted()), Start) == []
+    assert of(harness.handle(adopted()), act.Start) == []
 
-    harness.handle(InstanceUp(instance("p0")), 0.1)
-    actions = harness.handle(InstanceUp(instance("d0")), 0.2)
+    harness.handle(ev.InstanceUp(instance("p0")), 0.1)
+    actions = harness.handle(ev.InstanceUp(instance("d0")), 0.2)
 
-    assert only(actions, Start).attempt == 1
+    assert only(actions, act.Start).attempt == 1
 
 
 def test_its_deadlines_count_from_the_arrival_of_the_request() -> None:
@@ -67,10 +59,10 @@ def test_its_deadlines_count_from_the_arrival_of_the_request() -> None:
     harness = PolicyHarness("p0", "d0", slo=SloSettings(abort=True))
 
     actions = harness.handle(
-        StreamAdopted(A, 400, 20, deadlines=Deadlines(end_to_end_s=10.0), age_s=9.99)
+        ev.StreamAdopted(A, 400, 20, deadlines=ev.Deadlines(end_to_end_s=10.0), age_s=9.99)
     )
 
-    assert only(actions, GiveUp).stream == A
+    assert only(actions, act.GiveUp).stream == A
 
 
 def test_the_next_proxy_learns_where_its_kv_is() -> None:
@@ -78,20 +70,20 @@ def test_the_next_proxy_learns_where_its_kv_is() -> None:
     harness = PolicyHarness("p0", "d0", name=PolicyName.ALWAYS_RECOMPUTE)
     harness.decoding("a", prompt_tokens=100)
 
-    assert harness.policy.kept(A) == (Kept(P0, 1, 100 // 16),)
-    harness.handle(StreamEnded(A, 1))
+    assert harness.policy.kept(A) == (ev.Kept(P0, 1, 100 // 16),)
+    harness.handle(ev.StreamEnded(A, 1))
     assert harness.policy.kept(A) == ()
 
 
 def test_it_is_adopted_once_and_recovered_like_any_other() -> None:
     """A repeated event changes nothing; its next loss is decided like any."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    first = only(harness.handle(adopted(Kept(P0, 1, 25))), Start)
+    first = only(harness.handle(adopted(ev.Kept(P0, 1, 25))), act.Start)
 
-    assert of(harness.handle(adopted()), Start) == []
+    assert of(harness.handle(adopted()), act.Start) == []
     if first.plan.prefill is not None:
-        harness.handle(PrefillDone(A, 1, 420))
-    harness.handle(StreamResumed(A, 1))
+        harness.handle(ev.PrefillDone(A, 1, 420))
+    harness.handle(ev.StreamResumed(A, 1))
     actions = harness.lose(first.plan.decode, a=30)
 
-    assert only(actions, Start).attempt == 2
+    assert only(actions, act.Start).attempt == 2

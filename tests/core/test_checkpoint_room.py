@@ -3,8 +3,8 @@
 import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.core.model.actions import Place, Start
-from kvrs.core.model.events import InstanceUp, StreamArrived
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
 
@@ -16,9 +16,9 @@ def test_no_stream_comes_to_more_than_its_model_can(most_tokens: int | None, pag
     """
     harness = PolicyHarness("p0", backup=BackupSettings(mode=BackupMode.REMOTE))
     harness.agents("n1")
-    waits = harness.handle(StreamArrived(StreamId("A"), 100, most_tokens=most_tokens))
+    waits = harness.handle(ev.StreamArrived(StreamId("A"), 100, most_tokens=most_tokens))
 
-    start = only(harness.handle(InstanceUp(instance("d0", max_model_len=480))), Start)
+    start = only(harness.handle(ev.InstanceUp(instance("d0", max_model_len=480))), act.Start)
 
-    assert of(waits, Start) == []
-    assert start.plan.places == (Place(InstanceId("agent-n1"), pages * GEOMETRY.page_bytes),)
+    assert of(waits, act.Start) == []
+    assert start.plan.places == (act.Place(InstanceId("agent-n1"), pages * GEOMETRY.page_bytes),)

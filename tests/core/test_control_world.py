@@ -15,7 +15,7 @@ from kvrs.config.policy import (
     RecoverySettings,
     SloSettings,
 )
-from kvrs.core.model.actions import Action, Recovered, Start, WakeAt
+from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.core.recovery import RecoveryPolicy
 from tests.core.control_world import Engines, World
@@ -100,7 +100,7 @@ def test_wake_ups_are_few(world: World) -> None:
     """No storm of timers: a wake-up is asked for only because of an alarm that some event has
     set.
     """
-    wakes = sum(isinstance(action, WakeAt) for answer in world.answers for action in answer)
+    wakes = sum(isinstance(action, act.WakeAt) for answer in world.answers for action in answer)
 
     assert wakes <= 2 * len(world.log)
 
@@ -128,12 +128,12 @@ def test_generated_worlds_cover_every_option() -> None:
         outcomes.update(live.outcome for live in world.streams.values())
         for action in (action for answer in world.answers for action in answer):
             actions[type(action).__name__] += 1
-            if isinstance(action, Recovered):
+            if isinstance(action, act.Recovered):
                 options[action.option] += 1
-            elif isinstance(action, Start):
+            elif isinstance(action, act.Start):
                 combined += len(action.plan.runs) > 1
                 protected += bool(action.plan.places)
-            cached += isinstance(action, Recovered) and any(
+            cached += isinstance(action, act.Recovered) and any(
                 each.by_prefill for each in action.estimates
             )
         denials += world.denials
@@ -141,7 +141,7 @@ def test_generated_worlds_cover_every_option() -> None:
 
     assert set(options) == set(Option) - {Option.ABORT}
     assert set(outcomes) == {*("complete", "no_instance", "overloaded", "slo", "retries", "poison")}
-    assert set(actions) == {kind.__name__ for kind in get_args(Action)}
+    assert set(actions) == {kind.__name__ for kind in get_args(act.Action)}
     assert (
         min(
             *options.values(),

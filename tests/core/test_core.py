@@ -13,15 +13,8 @@ from kvrs.core.control import Control
 from kvrs.core.effects import BeginAttempt, Effect, EndAttempt, EndStream, GiveEnd, StreamClosed
 from kvrs.core.fleet.known import Instances
 from kvrs.core.live import CannotContinue, Complete, StreamStage
-from kvrs.core.model.actions import Action
-from kvrs.core.model.events import (
-    AttemptFailed,
-    Event,
-    InstanceLost,
-    InstanceUp,
-    Kept,
-    StreamAdopted,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
@@ -44,7 +37,7 @@ class Driver:
         proxy = config.proxy.model_copy(update={"inexact": inexact})
         config = config.model_copy(update={"proxy": proxy})
         self.effects: list[Effect] = []
-        self.events: list[Event] = []
+        self.events: list[ev.Event] = []
         self.control = Control[SimStream](
             config,
             run_id="test",
@@ -56,7 +49,7 @@ class Driver:
         for name in (P0, D0, P1, D1):
             self.up(name, **info)
 
-    def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
+    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         self.events.append(event)
 
     def up(self, name: InstanceId, epoch: int = 1, pid: int = 1, **changes: Any) -> None:
@@ -129,7 +122,7 @@ def test_an_attempt_that_fails_is_ended_before_the_next_begins() -> None:
 
     kinds = [type(effect) for effect in driver.effects]
     assert EndAttempt in kinds[: kinds.index(BeginAttempt)]
-    assert [type(event) for event in driver.events][-1] is AttemptFailed
+    assert [type(event) for event in driver.events][-1] is ev.AttemptFailed
 
 
 def test_a_loss_names_all_its_victims_in_one_event() -> None:
@@ -146,7 +139,7 @@ def test_a_loss_names_all_its_victims_in_one_event() -> None:
 
     driver.lose(P0)
 
-    (event,) = [event for event in driver.events if isinstance(event, InstanceLost)]
+    (event,) = [event for event in driver.events if isinstance(event, ev.InstanceLost)]
     assert set(event.produced_tokens) == on_p0
 
 
@@ -204,7 +197,7 @@ def test_one_call_is_lost_with_either_of_its_instances() -> None:
 
     driver.lose(live.plan.decode)
 
-    (event,) = [event for event in driver.events if isinstance(event, InstanceLost)]
+    (event,) = [event for event in driver.events if isinstance(event, ev.InstanceLost)]
     assert set(event.produced_tokens) == {S}
 
 
@@ -263,13 +256,13 @@ def test_an_adopted_stream_holds_what_is_still_there() -> None:
     driver = Driver()
     arrival = Arrival(0.0, tuple(range(40)), 10, is_keyed=True)
     journal = SimJournal(S, arrival, 0.0, 40, list(range(40)), [7, 7], owner_epoch=1)
-    journal.kept = (Kept(P0, 1, 2), Kept(P1, 0, 2), Kept(InstanceId("gone"), 1, 2))
+    journal.kept = (ev.Kept(P0, 1, 2), ev.Kept(P1, 0, 2), ev.Kept(InstanceId("gone"), 1, 2))
     live = SimStream(journal=journal)
 
     driver.control.open(live, 1.0)
 
     assert live.prefilled_at == (P0,)
-    (event,) = [event for event in driver.events if isinstance(event, StreamAdopted)]
+    (event,) = [event for event in driver.events if isinstance(event, ev.StreamAdopted)]
     assert (event.produced_tokens, event.age_s) == (2, 1.0)
 
 
@@ -328,8 +321,8 @@ def test_the_policy_learns_whether_a_process_that_was_lost_had_ended(
     for epoch in (2, 3):
         driver.up(D0, epoch, pid=pid, worker_pids=worker_pids)
 
-    lost = next(event for event in driver.events if isinstance(event, InstanceLost))
-    ups = [event for event in driver.events if isinstance(event, InstanceUp)][-2:]
+    lost = next(event for event in driver.events if isinstance(event, ev.InstanceLost))
+    ups = [event for event in driver.events if isinstance(event, ev.InstanceUp)][-2:]
     assert lost.may_live
     assert [event.had_not_ended for event in ups] == [had_not_ended, False]
 
@@ -343,5 +336,5 @@ def test_a_process_without_a_pid_had_not_ended_if_its_epoch_is_the_same(
 
     driver.up(D0, epoch, pid=0)
 
-    ups = [event for event in driver.events if isinstance(event, InstanceUp)]
+    ups = [event for event in driver.events if isinstance(event, ev.InstanceUp)]
     assert ups[-1].had_not_ended == had_not_ended

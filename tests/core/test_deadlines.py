@@ -6,14 +6,8 @@ from hypothesis import strategies as st
 
 from kvrs.config.policy import SloSettings
 from kvrs.core.deadlines import due_s, tightest
-from kvrs.core.model.actions import GiveUp, Reason, Recovered
-from kvrs.core.model.events import (
-    Deadlines,
-    LinkMeasured,
-    PrefillDone,
-    StreamArrived,
-    StreamResumed,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, NodeId, StreamId
 from tests.core.policy_harness import PolicyHarness, of, only
@@ -27,7 +21,7 @@ def interrupted(
 ) -> Stream:
     """A stream that arrived at 0, began at 1 s, and failed `flowed_s` later."""
     most = None if most_output is None else PROMPT_TOKENS + most_output
-    deadlines = Deadlines(end_to_end_s=end_to_end_s)
+    deadlines = ev.Deadlines(end_to_end_s=end_to_end_s)
     stream = Stream(A, 0, PROMPT_TOKENS, 0.0, most, deadlines, prefilled=True)
     stream.note_resumed(1.0)
     stream.note_tokens(produced)
@@ -78,16 +72,16 @@ def test_a_stream_whose_output_cannot_end_in_time_is_given_up(
 ) -> None:
     """With `slo.abort`: the next token would come in time, and those behind it would not."""
     harness = PolicyHarness("p0", "d0", "d1", slo=SloSettings(abort=True, deadline_s=20.0))
-    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 1e5))
-    harness.handle(StreamArrived(A, PROMPT_TOKENS, PROMPT_TOKENS + most_output))
-    harness.handle(PrefillDone(A, 1, PROMPT_TOKENS), at_s=0.5)
-    harness.handle(StreamResumed(A, 1), at_s=1.0)
+    harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1e5))
+    harness.handle(ev.StreamArrived(A, PROMPT_TOKENS, PROMPT_TOKENS + most_output))
+    harness.handle(ev.PrefillDone(A, 1, PROMPT_TOKENS), at_s=0.5)
+    harness.handle(ev.StreamResumed(A, 1), at_s=1.0)
 
     actions = harness.lose("d0", at_s=6.0, A=50)
 
     if is_given_up:
-        given_up = only(actions, GiveUp)
-        assert given_up.reason is Reason.SLO
+        given_up = only(actions, act.GiveUp)
+        assert given_up.reason is act.Reason.SLO
         assert "for the rest of its output" in given_up.message
     else:
-        assert of(actions, Recovered)
+        assert of(actions, act.Recovered)

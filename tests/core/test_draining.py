@@ -2,18 +2,9 @@
 
 import pytest
 
-from kvrs.core.model.actions import Halt, Recovered, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    DrainEnded,
-    DrainOrdered,
-    DrainReported,
-    Event,
-    InstanceUp,
-    PrefillDone,
-    StreamArrived,
-    StreamResumed,
-)
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.gpus import GpuState
 from tests.core.policy_harness import PolicyHarness, instance, of, only
@@ -23,8 +14,8 @@ from tests.core.test_staying import reformed, reforming
 S = StreamId("s")
 
 
-def draining(name: str, epoch: int = 1, **produced: int) -> DrainReported:
-    return DrainReported(InstanceId(name), epoch, {StreamId(s): n for s, n in produced.items()})
+def draining(name: str, epoch: int = 1, **produced: int) -> ev.DrainReported:
+    return ev.DrainReported(InstanceId(name), epoch, {StreamId(s): n for s, n in produced.items()})
 
 
 def test_streams_leave_an_instance_that_is_about_to_end() -> None:
@@ -35,7 +26,11 @@ def test_streams_leave_an_instance_that_is_about_to_end() -> None:
 
     actions = harness.handle(draining(here, s=7))
 
-    halt, start, recovered = only(actions, Halt), only(actions, Start), only(actions, Recovered)
+    halt, start, recovered = (
+        only(actions, act.Halt),
+        only(actions, act.Start),
+        only(actions, act.Recovered),
+    )
     assert (halt.stream, halt.attempt) == (S, 1)
     assert (start.stream, start.attempt, start.plan.decode) == (S, 2, there)
     assert recovered.cause == "moved: its instance is about to end"
@@ -52,9 +47,9 @@ def test_what_it_has_computed_is_fetched_from_itself(by: str) -> None:
         draining(here, s=400) if by == "its process" else ordered(here, moves=True, s=400)
     )
 
-    (run,) = only(actions, Start).plan.runs
+    (run,) = only(actions, act.Start).plan.runs
     assert (run.holder, run.first_page, run.pages) == (here, 0, 799 // 16)
-    assert only(actions, Recovered).option in (Option.MIGRATE, Option.SPLIT)
+    assert only(actions, act.Recovered).option in (Option.MIGRATE, Option.SPLIT)
 
 
 def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
@@ -64,12 +59,12 @@ def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
 
     alone = harness.handle(draining("d0", s=7))
     new = decoders_of(harness, 2)
-    harness.handle(InstanceUp(instance("d1")))
+    harness.handle(ev.InstanceUp(instance("d1")))
     actions = harness.handle(draining("d0", s=9))
 
-    assert (of(alone, Start), of(alone, Halt), new) == ([], [], {"d0"})
-    assert [halt.stream for halt in of(actions, Halt)] == [S]
-    assert next(start for start in of(actions, Start) if start.stream == S).plan.decode == "d1"
+    assert (of(alone, act.Start), of(alone, act.Halt), new) == ([], [], {"d0"})
+    assert [halt.stream for halt in of(actions, act.Halt)] == [S]
+    assert next(start for start in of(actions, act.Start) if start.stream == S).plan.decode == "d1"
 
 
 @pytest.mark.parametrize("first", ["draining", "reforming"])
@@ -79,17 +74,17 @@ def test_an_instance_that_is_about_to_end_gets_nothing_while_another_re_forms(fi
     """
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")
-    news: dict[str, list[Event]] = {
-        "draining": [draining("d0", s=7), InstanceUp(instance("d1")), reforming("d1", 0.2)],
-        "reforming": [InstanceUp(instance("d1")), reforming("d1", 0.2), draining("d0", s=7)],
+    news: dict[str, list[ev.Event]] = {
+        "draining": [draining("d0", s=7), ev.InstanceUp(instance("d1")), reforming("d1", 0.2)],
+        "reforming": [ev.InstanceUp(instance("d1")), reforming("d1", 0.2), draining("d0", s=7)],
     }
     for event in news[first]:
-        assert of(harness.handle(event), Halt) == []
+        assert of(harness.handle(event), act.Halt) == []
 
     assert decoders_of(harness, 2) == {"d1"}
-    assert of(harness.handle(draining("d0", s=8)), Halt) == []
+    assert of(harness.handle(draining("d0", s=8)), act.Halt) == []
     harness.handle(reformed("d1"))
-    assert [halt.stream for halt in of(harness.handle(draining("d0", s=9)), Halt)] == [S]
+    assert [halt.stream for halt in of(harness.handle(draining("d0", s=9)), act.Halt)] == [S]
 
 
 def test_its_successor_is_used_like_any_other() -> None:
@@ -97,7 +92,7 @@ def test_its_successor_is_used_like_any_other() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.handle(draining("d0"))
 
-    harness.handle(InstanceUp(instance("d0", epoch=2)))
+    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
     harness.handle(draining("d0"))  # A late report of the process before.
 
     assert decoders_of(harness, 4) == {"d0", "d1"}
@@ -118,12 +113,12 @@ def test_a_healthy_gpu_does_not_end_the_draining_of_its_process() -> None:
 def test_a_prefill_is_handed_off_to_it_only_if_no_other_instance_decodes(others: bool) -> None:
     """The plan was made before it reported draining."""
     harness = PolicyHarness("p0", "d0", *(["p1", "d1"] if others else []))
-    planned = only(harness.handle(StreamArrived(S, 100)), Start).plan.decode
+    planned = only(harness.handle(ev.StreamArrived(S, 100)), act.Start).plan.decode
     harness.handle(draining(planned))
 
-    actions = harness.handle(PrefillDone(S, 1, 100))
+    actions = harness.handle(ev.PrefillDone(S, 1, 100))
 
-    assert [start.plan.decode != planned for start in of(actions, Start)] == (
+    assert [start.plan.decode != planned for start in of(actions, act.Start)] == (
         [True] if others else []
     )
 
@@ -136,16 +131,16 @@ def test_to_be_moved_is_not_to_fail() -> None:
     here = harness.decoding("s").plan.decode
 
     for move in range(2, 40):
-        start = only(harness.handle(draining(here, epoch=move // 2, s=7)), Start)
-        harness.handle(StreamResumed(S, start.attempt))
-        harness.handle(InstanceUp(instance(here, epoch=move // 2 + 1)))
+        start = only(harness.handle(draining(here, epoch=move // 2, s=7)), act.Start)
+        harness.handle(ev.StreamResumed(S, start.attempt))
+        harness.handle(ev.InstanceUp(instance(here, epoch=move // 2 + 1)))
         here = start.plan.decode
 
     assert start.attempt == 39
 
 
-def ordered(name: str, *, moves: bool = False, **produced: int) -> DrainOrdered:
-    return DrainOrdered(InstanceId(name), moves, {StreamId(s): n for s, n in produced.items()})
+def ordered(name: str, *, moves: bool = False, **produced: int) -> ev.DrainOrdered:
+    return ev.DrainOrdered(InstanceId(name), moves, {StreamId(s): n for s, n in produced.items()})
 
 
 def test_an_operators_order_keeps_new_streams_away_and_leaves_the_others() -> None:
@@ -158,10 +153,10 @@ def test_an_operators_order_keeps_new_streams_away_and_leaves_the_others() -> No
     new = decoders_of(harness, 4)
     moved = harness.handle(ordered(here, moves=True, s=7))
 
-    assert of(left, Halt) == []
+    assert of(left, act.Halt) == []
     assert new == {there}
-    assert only(moved, Start).plan.decode == there
-    assert only(moved, Recovered).cause == "moved: its instance is drained"
+    assert only(moved, act.Start).plan.decode == there
+    assert only(moved, act.Recovered).cause == "moved: its instance is drained"
 
 
 def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
@@ -169,12 +164,12 @@ def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
     harness = PolicyHarness("b0")
     here = harness.decoding("s", prompt_tokens=400).plan.decode
     prefilled = {each.holder: each.pages for each in harness.policy.kept(S)}
-    harness.handle(InstanceUp(instance("b1")))
+    harness.handle(ev.InstanceUp(instance("b1")))
 
-    start = only(harness.handle(ordered(here, moves=True, s=400)), Start)
+    start = only(harness.handle(ordered(here, moves=True, s=400)), act.Start)
     left = {each.holder: each.pages for each in harness.policy.kept(S)}
     is_left = harness.policy.is_left_at(here)
-    harness.handle(StreamResumed(S, start.attempt))
+    harness.handle(ev.StreamResumed(S, start.attempt))
 
     assert prefilled == {here: 400 // 16}
     assert (left[here], is_left) == (799 // 16, True)
@@ -187,9 +182,9 @@ def test_an_order_holds_for_the_next_process_until_it_is_withdrawn() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.handle(ordered("d0"))
 
-    harness.handle(InstanceUp(instance("d0", epoch=2)))
+    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
     before = decoders_of(harness, 4)
-    harness.handle(DrainEnded(InstanceId("d0")))
+    harness.handle(ev.DrainEnded(InstanceId("d0")))
 
     assert (before, decoders_of(harness, 4)) == ({"d1"}, {"d0", "d1"})
 
@@ -200,16 +195,16 @@ def test_the_only_instance_of_its_role_serves_though_it_is_to_be_drained() -> No
 
     actions = harness.handle(ordered("d0", moves=True))
 
-    assert of(actions, Halt) == []
+    assert of(actions, act.Halt) == []
     assert decoders_of(harness, 2) == {"d0"}
 
 
 def test_a_prefill_that_ends_is_handed_off_elsewhere_than_to_a_drained_instance() -> None:
     """Its plan was made before the order."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    planned = only(harness.handle(StreamArrived(S, 100)), Start).plan.decode
+    planned = only(harness.handle(ev.StreamArrived(S, 100)), act.Start).plan.decode
     harness.handle(ordered(planned))
 
-    actions = harness.handle(PrefillDone(S, 1, 100))
+    actions = harness.handle(ev.PrefillDone(S, 1, 100))
 
-    assert only(actions, Start).plan.decode != planned
+    assert only(actions, act.Start).plan.decode != planned

@@ -16,23 +16,9 @@ from hypothesis import strategies as st
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.event_log import Header, LogEntry, event_line, header_line, read, rerun
-from kvrs.core.model.actions import Action, WakeAt
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Instance
-from kvrs.core.model.events import (
-    CheckpointsReported,
-    DrainOrdered,
-    DrainReported,
-    Event,
-    GpuJudged,
-    InstanceLost,
-    InstanceReforming,
-    InstanceRemoved,
-    InstanceUp,
-    PagesKept,
-    SettingsReloaded,
-    StreamArrived,
-    TimerFired,
-)
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.prefix_grid import PrefixGrid
@@ -91,15 +77,15 @@ instances = st.builds(
 counts = st.dictionaries(st.text(), st.integers())
 produced = {"produced_tokens": counts}
 mappings: dict[Any, dict[str, Any]] = {
-    InstanceLost: produced,
-    GpuJudged: produced,
-    DrainReported: produced,
-    DrainOrdered: produced,
-    InstanceReforming: {"missing_pages": counts, "held_pages": counts} | produced,
-    InstanceRemoved: produced,
-    CheckpointsReported: {"pages": counts},
-    PagesKept: {"pages": counts},
-    SettingsReloaded: {
+    ev.InstanceLost: produced,
+    ev.GpuJudged: produced,
+    ev.DrainReported: produced,
+    ev.DrainOrdered: produced,
+    ev.InstanceReforming: {"missing_pages": counts, "held_pages": counts} | produced,
+    ev.InstanceRemoved: produced,
+    ev.CheckpointsReported: {"pages": counts},
+    ev.PagesKept: {"pages": counts},
+    ev.SettingsReloaded: {
         "policy": st.builds(
             PolicySettings,
             name=st.sampled_from(PolicyName),
@@ -109,10 +95,10 @@ mappings: dict[Any, dict[str, Any]] = {
         "slo": st.builds(SloSettings, ttft_s=st.none() | st.floats(1e-9, 86400)),
     },
 }
-EVENTS = [kind for kind in get_args(Event) if kind is not InstanceUp]
+EVENTS = [kind for kind in get_args(ev.Event) if kind is not ev.InstanceUp]
 
 
-def entry_of(event: Event, answer: Sequence[Action], now_s: float = 1.5) -> LogEntry:
+def entry_of(event: ev.Event, answer: Sequence[act.Action], now_s: float = 1.5) -> LogEntry:
     """The entry that is read from one line, under a header."""
     _, entry = read([HEADER, event_line(now_s, event, answer)])
     assert isinstance(entry, LogEntry)
@@ -131,14 +117,14 @@ def test_every_event_comes_back_exactly(kind: Any, data: st.DataObject, now_s: f
     assert repr((found.now_s, found.event)) == repr((now_s, event))
 
 
-@pytest.mark.parametrize("kind", get_args(Action))
+@pytest.mark.parametrize("kind", get_args(act.Action))
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_every_action_comes_back_exactly(kind: Any, data: st.DataObject) -> None:
     """With every plan and estimate in it."""
     answer = data.draw(st.lists(st.builds(kind), min_size=1, max_size=3))
 
-    assert repr(entry_of(TimerFired(), answer).actions) == repr(tuple(answer))
+    assert repr(entry_of(ev.TimerFired(), answer).actions) == repr(tuple(answer))
 
 
 @given(instances)
@@ -147,9 +133,9 @@ def test_an_instance_comes_back_with_its_table(up: Instance) -> None:
     """The table gives the same times everywhere: what it works out for itself is worked out again
     from the same numbers.
     """
-    found = entry_of(InstanceUp(up), []).event
+    found = entry_of(ev.InstanceUp(up), []).event
 
-    assert isinstance(found, InstanceUp)
+    assert isinstance(found, ev.InstanceUp)
     assert found.instance == up
     for name in ("_levelled", "_slopes", "_linear", "_quadratic", "_last_tokens"):
         assert repr(getattr(found.instance.prefill, name)) == repr(getattr(up.prefill, name))
@@ -177,15 +163,15 @@ def test_a_line_is_one_line_whatever_the_text_of_a_cause() -> None:
     """
     line = event_line(
         0.1,
-        InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", MappingProxyType({A: 3})),
-        [WakeAt(inf)],
+        ev.InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", MappingProxyType({A: 3})),
+        [act.WakeAt(inf)],
     )
 
     assert line.isascii()
     assert len(line.splitlines()) == 1
     _, entry = read([HEADER, line])
     assert isinstance(entry, LogEntry)
-    assert entry.event == InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", {A: 3})
+    assert entry.event == ev.InstanceLost(InstanceId("d0"), 1, "first\nsecond\u2028", {A: 3})
 
 
 def test_an_incident_run_again_gives_the_same_actions() -> None:
@@ -237,7 +223,9 @@ def test_the_rough_incidents_are_rough_enough() -> None:
     for seed in range(12):
         counts.update(rerun(Rough(seed).run(300)).counts)
 
-    assert min(counts[kind.__name__] for kind in (*get_args(Event), *get_args(Action))) > 5, counts
+    assert (
+        min(counts[kind.__name__] for kind in (*get_args(ev.Event), *get_args(act.Action))) > 5
+    ), counts
 
 
 def test_the_first_difference_is_named() -> None:
@@ -288,7 +276,7 @@ def test_a_log_that_lacks_a_part_is_refused(parts: list[int]) -> None:
 
 GOOD = event_line(
     1.0,
-    InstanceUp(
+    ev.InstanceUp(
         instance("d0", prefill=PrefillTable.from_grid("t", "s", PrefixGrid(1, 1, [[0, 1], [2, 3]])))
     ),
     [],
@@ -346,8 +334,8 @@ def test_a_log_without_its_header_is_refused() -> None:
 
 def test_an_event_on_which_the_policy_fails_is_named_too() -> None:
     """Its arithmetic holds for events of drivers, not for any text in a file."""
-    up = [event_line(0.0, InstanceUp(instance("b0")), [])]
-    asked = event_line(1.0, StreamArrived(A, 10**400), [])
+    up = [event_line(0.0, ev.InstanceUp(instance("b0")), [])]
+    asked = event_line(1.0, ev.StreamArrived(A, 10**400), [])
 
     with pytest.raises(LogError, match=r"^line 3: the policy fails on it: OverflowError"):
         rerun([HEADER, *up, asked])

@@ -3,9 +3,9 @@
 import pytest
 
 from kvrs.config.policy import Degraded, Failing, GpuSettings
-from kvrs.core.model.actions import Halt, Recovered, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.events import GpuJudged, InstanceUp, StreamArrived
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import prefill_for
 from kvrs.ids import InstanceId, StreamId
@@ -15,8 +15,8 @@ from tests.core.policy_harness import PolicyHarness, instance, of, only
 S = StreamId("s")
 
 
-def judged(name: str, state: GpuState, **produced: int) -> GpuJudged:
-    return GpuJudged(
+def judged(name: str, state: GpuState, **produced: int) -> ev.GpuJudged:
+    return ev.GpuJudged(
         InstanceId(name), state, "xid 79", {StreamId(s): n for s, n in produced.items()}
     )
 
@@ -24,7 +24,9 @@ def judged(name: str, state: GpuState, **produced: int) -> GpuJudged:
 def decoders_of(harness: PolicyHarness, count: int) -> set[str]:
     """Where new streams go."""
     names = [StreamId(f"new{len(harness.actions)}-{n}") for n in range(count)]
-    return {only(harness.handle(StreamArrived(name, 10)), Start).plan.decode for name in names}
+    return {
+        only(harness.handle(ev.StreamArrived(name, 10)), act.Start).plan.decode for name in names
+    }
 
 
 def test_streams_leave_a_failing_gpu_while_it_still_runs() -> None:
@@ -37,7 +39,11 @@ def test_streams_leave_a_failing_gpu_while_it_still_runs() -> None:
 
     actions = harness.handle(judged(here, GpuState.FAILING, s=7))
 
-    halt, start, recovered = only(actions, Halt), only(actions, Start), only(actions, Recovered)
+    halt, start, recovered = (
+        only(actions, act.Halt),
+        only(actions, act.Start),
+        only(actions, act.Recovered),
+    )
     assert (halt.stream, halt.attempt) == (S, 1)
     assert (start.stream, start.attempt, start.plan.decode) == (S, 2, there)
     assert "GPU is failing: xid 79" in recovered.cause
@@ -62,7 +68,7 @@ def test_a_drained_instance_gets_nothing_new_and_keeps_what_it_has(
     meanwhile = decoders_of(harness, 4)
     harness.handle(judged(here, GpuState.HEALTHY))
 
-    assert of(actions, Start) == []
+    assert of(actions, act.Start) == []
     assert here not in meanwhile
     assert here in decoders_of(harness, 4)
 
@@ -85,11 +91,11 @@ def test_an_irreplaceable_instance_serves_on() -> None:
         judged("p0", GpuState.FAILING)
     )
     alone = decoders_of(harness, 2)
-    harness.handle(InstanceUp(instance("p1")))
-    harness.handle(InstanceUp(instance("d1")))
+    harness.handle(ev.InstanceUp(instance("p1")))
+    harness.handle(ev.InstanceUp(instance("d1")))
 
-    assert of(actions, Start) == []
-    assert of(actions, Halt) == []
+    assert of(actions, act.Start) == []
+    assert of(actions, act.Halt) == []
     assert (alone, decoders_of(harness, 4)) == ({"d0"}, {"d1"})
 
 
@@ -99,7 +105,7 @@ def test_a_new_process_on_the_same_gpu_is_drained_too() -> None:
     harness.handle(judged("d0", GpuState.FAILING))
 
     harness.lose("d0")
-    harness.handle(InstanceUp(instance("d0", epoch=2)))
+    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
     drained = decoders_of(harness, 4)
     harness.handle(judged("d0", GpuState.HEALTHY))
 
@@ -129,4 +135,4 @@ def test_when_the_last_healthy_instance_is_lost_degraded_ones_serve_again() -> N
 
     actions = harness.lose("d1", s=3)
 
-    assert only(actions, Start).plan.decode == "d0"
+    assert only(actions, act.Start).plan.decode == "d0"

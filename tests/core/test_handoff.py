@@ -4,15 +4,8 @@ import pytest
 
 from kvrs.config.policy import Handoff, PolicyName
 from kvrs.core.handoff import HandoffCandidate, choose
-from kvrs.core.model.actions import Plan, Redirect, Settled, Start
-from kvrs.core.model.events import (
-    InstanceUp,
-    LinkMeasured,
-    LoadReported,
-    PrefillDone,
-    StreamArrived,
-    StreamResumed,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from tests.core.policy_harness import PolicyHarness, instance, of, only
@@ -74,7 +67,7 @@ def harness(handoff: Handoff) -> PolicyHarness:
     told = PolicyHarness(handoff=handoff)
     for name in ("p0", "d0", "d1"):
         told.handle(
-            InstanceUp(
+            ev.InstanceUp(
                 instance(
                     name,
                     geometry=catalog.kv_geometry(profile),
@@ -82,10 +75,10 @@ def harness(handoff: Handoff) -> PolicyHarness:
                 )
             )
         )
-    told.handle(LinkMeasured(N0, N0, 600e9))
-    told.handle(LinkMeasured(N0, N1, 25e9 / 8))
-    told.handle(StreamArrived(A, 1477))
-    told.handle(LoadReported(D0, 0.42))
+    told.handle(ev.LinkMeasured(N0, N0, 600e9))
+    told.handle(ev.LinkMeasured(N0, N1, 25e9 / 8))
+    told.handle(ev.StreamArrived(A, 1477))
+    told.handle(ev.LoadReported(D0, 0.42))
     return told
 
 
@@ -96,9 +89,9 @@ def test_a_hand_off_is_redirected_when_the_own_queue_is_longer_than_the_transfer
     """Before the decode call begins; the attempt stays the same one."""
     told = harness(handoff)
 
-    redirect = only(told.handle(PrefillDone(A, 1, 1477)), Redirect)
+    redirect = only(told.handle(ev.PrefillDone(A, 1, 1477)), act.Redirect)
 
-    assert redirect == Redirect(A, 1, Plan(decode=D1, prefill=P0))
+    assert redirect == act.Redirect(A, 1, act.Plan(decode=D1, prefill=P0))
     assert told.policy.snapshot()["instances"][2]["decode_streams"] == 1
 
 
@@ -106,10 +99,10 @@ def test_rom_counts_no_link_within_the_prefills_node() -> None:
     """However slow it was measured to be; `auto` does."""
     for handoff in (Handoff.ROM, Handoff.AUTO):
         told = harness(handoff)
-        told.handle(LoadReported(D0, 0.3))
-        told.handle(LinkMeasured(N0, N0, 1e9))
+        told.handle(ev.LoadReported(D0, 0.3))
+        told.handle(ev.LinkMeasured(N0, N0, 1e9))
 
-        redirects = of(told.handle(PrefillDone(A, 1, 1477)), Redirect)
+        redirects = of(told.handle(ev.PrefillDone(A, 1, 1477)), act.Redirect)
 
         assert bool(redirects) is (handoff is Handoff.AUTO)
 
@@ -120,41 +113,41 @@ def test_a_redirected_recovery_is_not_learned_from() -> None:
         "p0", "d0", "p1", "d1", "d2", name=PolicyName.ALWAYS_RECOMPUTE, handoff=Handoff.AUTO
     )
     told.decoding("A")
-    told.handle(LoadReported(D1, 0.1))
-    start = only(told.lose("d0", at_s=10.0, A=1), Start)
-    told.handle(LoadReported(D1, 9.0))
+    told.handle(ev.LoadReported(D1, 0.1))
+    start = only(told.lose("d0", at_s=10.0, A=1), act.Start)
+    told.handle(ev.LoadReported(D1, 9.0))
 
-    redirect = only(told.handle(PrefillDone(A, 2, 101), at_s=10.1), Redirect)
-    settled = only(told.handle(StreamResumed(A, 2), at_s=15.0), Settled)
+    redirect = only(told.handle(ev.PrefillDone(A, 2, 101), at_s=10.1), act.Redirect)
+    settled = only(told.handle(ev.StreamResumed(A, 2), at_s=15.0), act.Settled)
 
-    assert (start.plan, redirect.plan.decode) == (Plan(D1, InstanceId("p1")), InstanceId("d2"))
+    assert (start.plan, redirect.plan.decode) == (act.Plan(D1, InstanceId("p1")), InstanceId("d2"))
     assert settled.real_s == 5.0
     assert told.policy.snapshot()["corrections"] == {}
 
 
 def test_own_pair_keeps_the_plan() -> None:
     """The default."""
-    assert of(harness(Handoff.OWN_PAIR).handle(PrefillDone(A, 1, 1477)), Redirect) == []
+    assert of(harness(Handoff.OWN_PAIR).handle(ev.PrefillDone(A, 1, 1477)), act.Redirect) == []
 
 
 def test_hand_offs_between_nodes_are_in_the_links_book_until_their_stream_flows() -> None:
     """The next hand-off counts them; so does a recovery meanwhile."""
     told = harness(Handoff.AUTO)
-    told.handle(PrefillDone(A, 1, 1477))
-    told.handle(StreamArrived(B, 1477))
+    told.handle(ev.PrefillDone(A, 1, 1477))
+    told.handle(ev.StreamArrived(B, 1477))
 
-    second = told.handle(PrefillDone(B, 1, 1477))
+    second = told.handle(ev.PrefillDone(B, 1, 1477))
     link = next(
         link
         for link in told.policy.snapshot()["links"]
         if (link["source"], link["target"]) == ("n0", "n1")
     )
-    told.handle(StreamResumed(A, 1))
+    told.handle(ev.StreamResumed(A, 1))
     after = next(
         link
         for link in told.policy.snapshot()["links"]
         if (link["source"], link["target"]) == ("n0", "n1")
     )
 
-    assert of(second, Redirect) == []
+    assert of(second, act.Redirect) == []
     assert (link["in_flight_bytes"], after["in_flight_bytes"]) == (1477 * 819_200, 0)

@@ -4,21 +4,9 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import Dispatch, PolicyName, SloSettings
-from kvrs.core.model.actions import GiveUp, Plan, Reason, Recovered, Start, WakeAt
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    Deadlines,
-    InstanceLost,
-    InstanceUp,
-    LinkMeasured,
-    LoadReported,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.ids import InstanceId, NodeId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance, of, only
 
@@ -35,11 +23,14 @@ def test_losses_that_are_near_to_each_other_are_one_event() -> None:
 
     first = harness.lose("d0", at_s=1.0, A=1)
     second = harness.lose("d1", at_s=1.05, B=1)
-    woken = harness.handle(TimerFired(), at_s=1.1)
+    woken = harness.handle(ev.TimerFired(), at_s=1.1)
 
-    assert first == [WakeAt(1.1)]
+    assert first == [act.WakeAt(1.1)]
     assert second == []
-    assert [(start.stream, start.plan.decode) for start in of(woken, Start)] == [(A, D2), (B, D2)]
+    assert [(start.stream, start.plan.decode) for start in of(woken, act.Start)] == [
+        (A, D2),
+        (B, D2),
+    ]
 
 
 def test_gathering_ends_a_fixed_time_after_the_first_loss() -> None:
@@ -51,7 +42,7 @@ def test_gathering_ends_a_fixed_time_after_the_first_loss() -> None:
 
     late = harness.lose("d1", at_s=1.11, B=1)
 
-    assert [start.stream for start in of(late, Start)] == [A, B]
+    assert [start.stream for start in of(late, act.Start)] == [A, B]
 
 
 def test_an_instance_that_comes_up_meanwhile_does_not_end_the_gathering() -> None:
@@ -60,11 +51,11 @@ def test_an_instance_that_comes_up_meanwhile_does_not_end_the_gathering() -> Non
     harness.decoding("A")
     harness.lose("d0", at_s=1.0, A=1)
 
-    up = harness.handle(InstanceUp(instance("d1")), at_s=1.01)
-    woken = harness.handle(TimerFired(), at_s=1.1)
+    up = harness.handle(ev.InstanceUp(instance("d1")), at_s=1.01)
+    woken = harness.handle(ev.TimerFired(), at_s=1.1)
 
-    assert of(up, Start) == []
-    assert only(woken, Start).plan.decode == D1
+    assert of(up, act.Start) == []
+    assert only(woken, act.Start).plan.decode == D1
 
 
 def test_a_stream_that_ends_while_it_is_gathered_is_over() -> None:
@@ -73,14 +64,16 @@ def test_a_stream_that_ends_while_it_is_gathered_is_over() -> None:
     for name in "ABC":
         harness.decoding(name)
     victims = [
-        StreamId(start.stream) for start in of(harness.actions, Start) if start.plan.decode == D0
+        StreamId(start.stream)
+        for start in of(harness.actions, act.Start)
+        if start.plan.decode == D0
     ]
     harness.lose("d0", at_s=1.0)
-    harness.handle(StreamEnded(victims[0], 1))
+    harness.handle(ev.StreamEnded(victims[0], 1))
 
-    woken = harness.handle(TimerFired(), at_s=1.1)
+    woken = harness.handle(ev.TimerFired(), at_s=1.1)
 
-    assert [start.stream for start in of(woken, Start)] == victims[1:]
+    assert [start.stream for start in of(woken, act.Start)] == victims[1:]
     assert len(victims) > 1
 
 
@@ -89,15 +82,15 @@ def test_a_single_failed_attempt_is_decided_at_once() -> None:
     harness = PolicyHarness("p0", "d0", "d1", gather_s=0.1)
     harness.decoding("A")
 
-    assert only(harness.handle(AttemptFailed(A, 1, D0, "reset", 1)), Start).plan.decode == D1
+    assert only(harness.handle(ev.AttemptFailed(A, 1, D0, "reset", 1)), act.Start).plan.decode == D1
 
 
 def broken_off(harness: PolicyHarness, at_s: float) -> list[StreamId]:
     """Every connection to d0 breaks, one after the other; the streams on it."""
-    streams = [start.stream for start in of(harness.actions, Start) if start.plan.decode == D0]
+    streams = [start.stream for start in of(harness.actions, act.Start) if start.plan.decode == D0]
     for n, stream in enumerate(streams):
         harness.handle(
-            AttemptFailed(stream, 1, D0, "connection lost", 7, abrupt=True), at_s=at_s + n / 1000
+            ev.AttemptFailed(stream, 1, D0, "connection lost", 7, abrupt=True), at_s=at_s + n / 1000
         )
     return streams
 
@@ -111,16 +104,16 @@ def test_connections_that_break_before_their_instance_is_known_to_be_lost_are_it
         harness.decoding(f"s{n}")
     broken = broken_off(harness, at_s=1.0)
 
-    early = [action for action in of(harness.actions, Start) if action.attempt > 1]
+    early = [action for action in of(harness.actions, act.Start) if action.attempt > 1]
     lost = harness.lose("d0", at_s=1.05)
-    woken = harness.handle(TimerFired(), at_s=1.1)
-    back = harness.handle(InstanceUp(instance("d0", epoch=2)), at_s=1.2)
+    woken = harness.handle(ev.TimerFired(), at_s=1.1)
+    back = harness.handle(ev.InstanceUp(instance("d0", epoch=2)), at_s=1.2)
 
     assert (len(broken), early, lost, back) == (8, [], [], [])
-    assert [start.stream for start in of(woken, Start)] == broken
-    moved = [start.plan.decode for start in of(woken, Start)]
+    assert [start.stream for start in of(woken, act.Start)] == broken
+    moved = [start.plan.decode for start in of(woken, act.Start)]
     assert [moved.count(D1), moved.count(D2)] == [4, 4]
-    assert {(record.cause, record.option) for record in of(woken, Recovered)} == {
+    assert {(record.cause, record.option) for record in of(woken, act.Recovered)} == {
         ("killed", Option.MIGRATE)
     }
 
@@ -132,14 +125,14 @@ def test_a_recovery_that_breaks_off_with_its_target_has_not_shown_its_way_to_be_
     harness = PolicyHarness("p0", "d0", "d1", "d2", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
     harness.lose("d0", at_s=1.0, A=1)
-    harness.handle(TimerFired(), at_s=1.1)
-    harness.handle(AttemptFailed(A, 2, D1, "connection lost", 1, abrupt=True), at_s=1.2)
+    harness.handle(ev.TimerFired(), at_s=1.1)
+    harness.handle(ev.AttemptFailed(A, 2, D1, "connection lost", 1, abrupt=True), at_s=1.2)
     harness.lose("d1", at_s=1.25)
 
-    woken = harness.handle(TimerFired(), at_s=1.3)
+    woken = harness.handle(ev.TimerFired(), at_s=1.3)
 
-    assert only(woken, Start).plan.decode == D2
-    assert only(woken, Recovered).option is Option.MIGRATE
+    assert only(woken, act.Start).plan.decode == D2
+    assert only(woken, act.Recovered).option is Option.MIGRATE
 
 
 def test_a_connection_that_breaks_alone_is_a_failure_when_the_gathering_is_over() -> None:
@@ -147,29 +140,29 @@ def test_a_connection_that_breaks_alone_is_a_failure_when_the_gathering_is_over(
     harness = PolicyHarness("p0", "d0", "d1", "d2", gather_s=0.1, name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
     harness.lose("d0", at_s=1.0, A=1)
-    harness.handle(TimerFired(), at_s=1.1)
+    harness.handle(ev.TimerFired(), at_s=1.1)
 
-    broke = harness.handle(AttemptFailed(A, 2, D1, "connection lost", 1, abrupt=True), at_s=1.2)
-    woken = harness.handle(TimerFired(), at_s=1.3)
+    broke = harness.handle(ev.AttemptFailed(A, 2, D1, "connection lost", 1, abrupt=True), at_s=1.2)
+    woken = harness.handle(ev.TimerFired(), at_s=1.3)
 
-    assert broke == [WakeAt(1.3)]
-    assert only(woken, Start).plan == Plan(D2)
-    assert only(woken, Recovered).cause == "connection lost"
+    assert broke == [act.WakeAt(1.3)]
+    assert only(woken, act.Start).plan == act.Plan(D2)
+    assert only(woken, act.Recovered).cause == "connection lost"
 
 
 def test_a_connection_that_breaks_alone_at_the_only_instance_is_tried_again_after_a_pause() -> None:
     """The pause begins when it is known to be alone."""
     harness = PolicyHarness("p0", "d0", gather_s=0.1)
     harness.decoding("A")
-    harness.handle(AttemptFailed(A, 1, D0, "connection lost", 3, abrupt=True), at_s=1.0)
+    harness.handle(ev.AttemptFailed(A, 1, D0, "connection lost", 3, abrupt=True), at_s=1.0)
 
     gathered, again = (
-        harness.handle(TimerFired(), at_s=1.1),
-        harness.handle(TimerFired(), at_s=1.15),
+        harness.handle(ev.TimerFired(), at_s=1.1),
+        harness.handle(ev.TimerFired(), at_s=1.15),
     )
 
-    assert of(gathered, Start) == []
-    assert only(again, Start).plan.decode == D0
+    assert of(gathered, act.Start) == []
+    assert only(again, act.Start).plan.decode == D0
 
 
 def victims_of_d0(
@@ -183,11 +176,11 @@ def victims_of_d0(
     for stream in "ABCE":
         harness.decoding(stream, 400)
     harness.kept("agent-n1", A=9, B=3, C=7, E=12)
-    harness.handle(InstanceUp(instance("d1")))
-    harness.handle(InstanceUp(instance("d2")))
-    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n2"), 1e5))
-    harness.handle(LinkMeasured(NodeId("n1"), NodeId("n2"), 1e5))
-    return {start.stream: start.plan.decode for start in of(harness.lose("d0"), Start)}
+    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(ev.InstanceUp(instance("d2")))
+    harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n2"), 1e5))
+    harness.handle(ev.LinkMeasured(NodeId("n1"), NodeId("n2"), 1e5))
+    return {start.stream: start.plan.decode for start in of(harness.lose("d0"), act.Start)}
 
 
 def test_victims_go_to_their_holders_and_the_smallest_leave_when_these_are_too_many() -> None:
@@ -212,10 +205,10 @@ def test_victims_are_spread_by_the_load_of_all_proxies() -> None:
     for name in "ABCE":
         harness.decoding(name)
     for name in ("p1", "d1", "d2"):
-        harness.handle(InstanceUp(instance(name)))
-    harness.handle(LoadReported(D1, 0.0, 12))
+        harness.handle(ev.InstanceUp(instance(name)))
+    harness.handle(ev.LoadReported(D1, 0.0, 12))
 
-    where = [start.plan.decode for start in of(harness.lose("d0"), Start)]
+    where = [start.plan.decode for start in of(harness.lose("d0"), act.Start)]
 
     assert where == [D2] * 4
 
@@ -226,10 +219,12 @@ def test_only_the_victims_of_the_event_move() -> None:
     for n in range(8):
         harness.decoding(f"s{n}")
     on_d0 = [
-        StreamId(start.stream) for start in of(harness.actions, Start) if start.plan.decode == D0
+        StreamId(start.stream)
+        for start in of(harness.actions, act.Start)
+        if start.plan.decode == D0
     ]
 
-    moved = [start.stream for start in of(harness.lose("d0"), Start)]
+    moved = [start.stream for start in of(harness.lose("d0"), act.Start)]
 
     assert sorted(moved) == sorted(on_d0)
 
@@ -240,7 +235,8 @@ def test_a_slow_instance_moves_nothing() -> None:
     harness.decoding("A")
 
     told = [
-        harness.handle(LoadReported(D0, queue_s), at_s=float(queue_s)) for queue_s in (100, 1, 1000)
+        harness.handle(ev.LoadReported(D0, queue_s), at_s=float(queue_s))
+        for queue_s in (100, 1, 1000)
     ]
 
     assert told == [[], [], []]
@@ -250,16 +246,20 @@ def test_the_tightest_deadline_is_first() -> None:
     """One slot: the stream with the least time left gets it."""
     harness = PolicyHarness("p0", "d0", name=PolicyName.ALWAYS_MIGRATE, slots_max=1)
     for stream, gap_s in ((A, None), (B, 5.0), (C, 2.0)):
-        harness.handle(StreamArrived(stream, 100, deadlines=Deadlines(recovery_gap_s=gap_s)))
-        harness.handle(PrefillDone(stream, 1, 100))
-        harness.handle(StreamResumed(stream, 1))
-    harness.handle(InstanceUp(instance("d1")))
+        harness.handle(ev.StreamArrived(stream, 100, deadlines=ev.Deadlines(recovery_gap_s=gap_s)))
+        harness.handle(ev.PrefillDone(stream, 1, 100))
+        harness.handle(ev.StreamResumed(stream, 1))
+    harness.handle(ev.InstanceUp(instance("d1")))
     harness.lose("d0")
 
-    served = [harness.handle(StreamResumed(StreamId(name), 2)) for name in "CB"]
+    served = [harness.handle(ev.StreamResumed(StreamId(name), 2)) for name in "CB"]
 
-    assert [start.stream for start in of(harness.actions, Start) if start.attempt == 2] == [C, B, A]
-    assert all(of(each, Start) for each in served)
+    assert [start.stream for start in of(harness.actions, act.Start) if start.attempt == 2] == [
+        C,
+        B,
+        A,
+    ]
+    assert all(of(each, act.Start) for each in served)
 
 
 def test_a_tenant_that_names_tight_deadlines_overtakes_itself_only() -> None:
@@ -267,18 +267,18 @@ def test_a_tenant_that_names_tight_deadlines_overtakes_itself_only() -> None:
     harness = PolicyHarness("p0", "d0", name=PolicyName.ALWAYS_MIGRATE, slots_max=1)
     asked = (("a0", None), ("b0", 0.1), ("a1", 5.0), ("b1", 0.01), ("a2", 2.0), ("b2", 0.001))
     for name, gap_s in asked:
-        limits = Deadlines(recovery_gap_s=gap_s, end_to_end_s=gap_s)
+        limits = ev.Deadlines(recovery_gap_s=gap_s, end_to_end_s=gap_s)
         stream = StreamId(name)
-        harness.handle(StreamArrived(stream, 100, deadlines=limits, tenant=name[0]))
-        harness.handle(PrefillDone(stream, 1, 100))
-        harness.handle(StreamResumed(stream, 1))
-    harness.handle(InstanceUp(instance("d1")))
+        harness.handle(ev.StreamArrived(stream, 100, deadlines=limits, tenant=name[0]))
+        harness.handle(ev.PrefillDone(stream, 1, 100))
+        harness.handle(ev.StreamResumed(stream, 1))
+    harness.handle(ev.InstanceUp(instance("d1")))
     harness.lose("d0")
 
     for name in ("a2", "b2", "a1", "b1", "a0"):
-        harness.handle(StreamResumed(StreamId(name), 2))
+        harness.handle(ev.StreamResumed(StreamId(name), 2))
 
-    served = [start.stream for start in of(harness.actions, Start) if start.attempt == 2]
+    served = [start.stream for start in of(harness.actions, act.Start) if start.attempt == 2]
     assert served == ["a2", "b2", "a1", "b1", "a0", "b0"]
 
 
@@ -287,17 +287,17 @@ def test_the_operator_s_deadlines_order_tenants() -> None:
     slo = SloSettings(recovery_gap_s=1.0, deadline_s=100.0)
     harness = PolicyHarness("p0", "d0", name=PolicyName.ALWAYS_MIGRATE, slots_max=1, slo=slo)
     for at_s, name, limit_s in ((0.0, "a", None), (10.0, "b", 1.0)):
-        limits = Deadlines(end_to_end_s=limit_s)
+        limits = ev.Deadlines(end_to_end_s=limit_s)
         stream = StreamId(name)
-        harness.handle(StreamArrived(stream, 100, deadlines=limits, tenant=name), at_s)
-        harness.handle(PrefillDone(stream, 1, 100))
-        harness.handle(StreamResumed(stream, 1))
-    harness.handle(InstanceUp(instance("d1")))
+        harness.handle(ev.StreamArrived(stream, 100, deadlines=limits, tenant=name), at_s)
+        harness.handle(ev.PrefillDone(stream, 1, 100))
+        harness.handle(ev.StreamResumed(stream, 1))
+    harness.handle(ev.InstanceUp(instance("d1")))
     harness.lose("d0")
 
-    harness.handle(StreamResumed(StreamId("a"), 2))
+    harness.handle(ev.StreamResumed(StreamId("a"), 2))
 
-    served = [start.stream for start in of(harness.actions, Start) if start.attempt == 2]
+    served = [start.stream for start in of(harness.actions, act.Start) if start.attempt == 2]
     assert served == ["a", "b"]
 
 
@@ -308,10 +308,10 @@ def test_before_the_first_token_only_ttft_counts() -> None:
     """The gap between tokens begins with the first."""
     harness = PolicyHarness("p0", "d0", "d1", slo=ABORT)
     harness.decoding("A", 400, resumed=False)
-    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 1.0))
-    harness.handle(LoadReported(D1, 5.0))
+    harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1.0))
+    harness.handle(ev.LoadReported(D1, 5.0))
 
-    assert only(harness.lose("d0"), Start).attempt == 2
+    assert only(harness.lose("d0"), act.Start).attempt == 2
 
 
 @pytest.mark.parametrize(("ttft_s", "given_up"), [(None, 0), (0.5, 0), (0.1, 1)])
@@ -321,51 +321,54 @@ def test_a_new_stream_that_cannot_start_in_time_is_given_up(
     """Before it uses any capacity."""
     harness = PolicyHarness("p0", "d0", slo=ABORT)
 
-    actions = harness.handle(StreamArrived(A, 300, deadlines=Deadlines(ttft_s=ttft_s)))
+    actions = harness.handle(ev.StreamArrived(A, 300, deadlines=ev.Deadlines(ttft_s=ttft_s)))
 
-    assert [action.reason for action in of(actions, GiveUp)] == [Reason.SLO] * given_up
+    assert [action.reason for action in of(actions, act.GiveUp)] == [act.Reason.SLO] * given_up
 
 
 def test_a_new_stream_waits_no_longer_than_its_ttft() -> None:
     """No instance is up to start it."""
     harness = PolicyHarness("d0", slo=SloSettings(abort=True, ttft_s=2.0))
-    harness.handle(StreamArrived(A, 300), at_s=1.0)
+    harness.handle(ev.StreamArrived(A, 300), at_s=1.0)
 
-    early, late = harness.handle(TimerFired(), at_s=2.5), harness.handle(TimerFired(), at_s=3.0)
+    early, late = (
+        harness.handle(ev.TimerFired(), at_s=2.5),
+        harness.handle(ev.TimerFired(), at_s=3.0),
+    )
 
-    assert of(early, GiveUp) == []
-    assert only(late, GiveUp).reason is Reason.SLO
+    assert of(early, act.GiveUp) == []
+    assert only(late, act.GiveUp).reason is act.Reason.SLO
 
 
 @pytest.mark.parametrize(
     ("deadlines", "option"),
     [
-        (Deadlines(), Option.ABORT),
-        (Deadlines(recovery_gap_s=9.0), Option.RECOMPUTE),
-        (Deadlines(recovery_gap_s=9.0, end_to_end_s=4.0), Option.ABORT),
-        (Deadlines(recovery_gap_s=9.0, end_to_end_s=40.0), Option.RECOMPUTE),
+        (ev.Deadlines(), Option.ABORT),
+        (ev.Deadlines(recovery_gap_s=9.0), Option.RECOMPUTE),
+        (ev.Deadlines(recovery_gap_s=9.0, end_to_end_s=4.0), Option.ABORT),
+        (ev.Deadlines(recovery_gap_s=9.0, end_to_end_s=40.0), Option.RECOMPUTE),
     ],
 )
 def test_the_limits_of_the_client_override_those_of_the_operator(
-    deadlines: Deadlines, option: Option
+    deadlines: ev.Deadlines, option: Option
 ) -> None:
     """Five seconds of work 3 s after the arrival: the gap allows 1 s, unless the client allows
     more; the end counts, too.
     """
     harness = PolicyHarness("p0", "d0", "d1", slo=ABORT)
-    harness.handle(StreamArrived(A, 100, deadlines=deadlines))
-    harness.handle(PrefillDone(A, 1, 100))
-    harness.handle(StreamResumed(A, 1))
+    harness.handle(ev.StreamArrived(A, 100, deadlines=deadlines))
+    harness.handle(ev.PrefillDone(A, 1, 100))
+    harness.handle(ev.StreamResumed(A, 1))
     harness.lose("p0")
-    harness.handle(LoadReported(D1, 5.0))
+    harness.handle(ev.LoadReported(D1, 5.0))
 
     actions = harness.lose("d0", at_s=3.0, A=1)
 
-    assert [record.option for record in of(actions, Recovered)] == (
+    assert [record.option for record in of(actions, act.Recovered)] == (
         [] if option is Option.ABORT else [option]
     )
-    assert [action.reason for action in of(actions, GiveUp)] == (
-        [Reason.SLO] if option is Option.ABORT else []
+    assert [action.reason for action in of(actions, act.GiveUp)] == (
+        [act.Reason.SLO] if option is Option.ABORT else []
     )
 
 
@@ -376,7 +379,7 @@ def test_without_abort_no_stream_is_given_up_for_its_deadline() -> None:
     )
     harness.decoding("A")
 
-    assert only(harness.lose("d0", at_s=9.0, A=1), Start).attempt == 2
+    assert only(harness.lose("d0", at_s=9.0, A=1), act.Start).attempt == 2
 
 
 def test_a_target_lost_during_a_recovery_is_replaced_until_attempts_run_out() -> None:
@@ -387,10 +390,10 @@ def test_a_target_lost_during_a_recovery_is_replaced_until_attempts_run_out() ->
     harness.lose("d1", A=1)
     harness.lose("d2", A=1)
 
-    given_up = only(harness.look_until(0.6), GiveUp)
+    given_up = only(harness.look_until(0.6), act.GiveUp)
 
-    assert (given_up.reason, [start.plan.decode for start in of(harness.actions, Start)]) == (
-        Reason.RETRIES,
+    assert (given_up.reason, [start.plan.decode for start in of(harness.actions, act.Start)]) == (
+        act.Reason.RETRIES,
         [D0, D1, D2],
     )
 
@@ -400,7 +403,7 @@ def test_a_prefill_instance_lost_after_the_hand_off_takes_only_its_pages() -> No
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A")
 
-    lost = harness.handle(InstanceLost(InstanceId("p0"), 1, "killed", {}))
+    lost = harness.handle(ev.InstanceLost(InstanceId("p0"), 1, "killed", {}))
 
     assert lost == []
-    assert only(harness.lose("d0", A=1), Start).plan.runs == ()
+    assert only(harness.lose("d0", A=1), act.Start).plan.runs == ()

@@ -11,18 +11,8 @@ import pytest
 
 from kvrs.config.policy import PolicyName
 from kvrs.core.ledger import Ledger
-from kvrs.core.model.actions import Start
-from kvrs.core.model.events import (
-    AttemptFailed,
-    InstanceUp,
-    PrefillDone,
-    SlotDenied,
-    StreamAdopted,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import (
     LEADS_TO,
     MOVES,
@@ -92,7 +82,7 @@ def test_every_step_and_every_move_of_the_table_happens(monkeypatch: pytest.Monk
         Rough(seed).run(300)
     expiring = at(Stage.DECODE)
     expiring.lose("d0", A=1)
-    expiring.handle(TimerFired(), at_s=100.0)
+    expiring.handle(ev.TimerFired(), at_s=100.0)
 
     assert {move for move, times in moves.items() if times} == MOVES
     drawn = {
@@ -110,7 +100,7 @@ def at(stage: Stage | None) -> PolicyHarness:
     if stage is None:
         return harness
     if stage is Stage.PREFILL:
-        harness.handle(StreamArrived(A, 100))
+        harness.handle(ev.StreamArrived(A, 100))
     else:
         if stage is Stage.QUEUED:
             harness.decoding("B")
@@ -118,7 +108,7 @@ def at(stage: Stage | None) -> PolicyHarness:
     if stage is Stage.WAITING:
         harness.lose("d0", A=1)
     else:
-        harness.handle(InstanceUp(instance("d1")))
+        harness.handle(ev.InstanceUp(instance("d1")))
     if stage is Stage.QUEUED:
         harness.lose("d0", A=1, B=1)
     return harness
@@ -130,23 +120,23 @@ def stage_of(harness: PolicyHarness) -> Stage | None:
     return None if stream is None else stream.stage
 
 
-Report = PrefillDone | StreamResumed | AttemptFailed | SlotDenied | StreamEnded
+Report = ev.PrefillDone | ev.StreamResumed | ev.AttemptFailed | ev.SlotDenied | ev.StreamEnded
 
 
 def reports(attempt: int) -> Iterator[Report]:
     """Everything that can be reported of an attempt."""
-    yield PrefillDone(A, attempt, 100)
-    yield StreamResumed(A, attempt)
-    yield AttemptFailed(A, attempt, D1, "late", 500)
-    yield SlotDenied(A, attempt, D1, 1.0)
-    yield StreamEnded(A, attempt)
+    yield ev.PrefillDone(A, attempt, 100)
+    yield ev.StreamResumed(A, attempt)
+    yield ev.AttemptFailed(A, attempt, D1, "late", 500)
+    yield ev.SlotDenied(A, attempt, D1, 1.0)
+    yield ev.StreamEnded(A, attempt)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ignored_events_change_nothing(stage: Stage | None) -> None:
     """Each by the rule that the table names."""
-    events: list[Report | StreamArrived | StreamAdopted] = [*reports(attempt=1)]
-    for event in [*events, StreamArrived(A, 100), StreamAdopted(A, 100, 5)]:
+    events: list[Report | ev.StreamArrived | ev.StreamAdopted] = [*reports(attempt=1)]
+    for event in [*events, ev.StreamArrived(A, 100), ev.StreamAdopted(A, 100, 5)]:
         if isinstance(TABLE[type(event)][stage], Ignored):
             harness = at(stage)
             before = harness.policy.snapshot()
@@ -160,7 +150,7 @@ def test_ignored_events_change_nothing(stage: Stage | None) -> None:
 def test_reports_of_an_older_attempt_change_nothing_in_any_stage(stage: Stage) -> None:
     """Only the current attempt can move its stream (`Ignored.LATE`)."""
     harness = at(stage)
-    started = [start for start in of(harness.actions, Start) if start.stream == A]
+    started = [start for start in of(harness.actions, act.Start) if start.stream == A]
     before = harness.policy.snapshot()
 
     for event in reports(started[-1].attempt - 1):
@@ -203,7 +193,7 @@ def test_each_record_of_a_stream_is_written_from_one_module(record: type, writer
 
 
 @pytest.mark.parametrize("stage", [Stage.WAITING, Stage.QUEUED])
-@pytest.mark.parametrize("kind", [PrefillDone, StreamResumed, SlotDenied])
+@pytest.mark.parametrize("kind", [ev.PrefillDone, ev.StreamResumed, ev.SlotDenied])
 def test_progress_of_an_attempt_that_is_over_is_late(stage: Stage, kind: type) -> None:
     """Its number is still the stream's, but nothing runs: the recovery goes on as without it."""
     harness, without = at(stage), at(stage)
@@ -212,12 +202,12 @@ def test_progress_of_an_attempt_that_is_over_is_late(stage: Stage, kind: type) -
         []
     ]
 
-    up = InstanceUp(instance("d2"))
+    up = ev.InstanceUp(instance("d2"))
     assert harness.policy.snapshot() == without.policy.snapshot()
     assert harness.handle(up) == without.handle(up)
 
 
-@pytest.mark.parametrize("kind", [StreamResumed, SlotDenied])
+@pytest.mark.parametrize("kind", [ev.StreamResumed, ev.SlotDenied])
 def test_nothing_comes_of_an_attempt_before_its_prefill_is_done(kind: type) -> None:
     """A report that overtakes `PrefillDone` is ignored."""
     harness = at(Stage.PREFILL)

@@ -2,7 +2,7 @@ import pytest
 
 from kvrs.config.transfer import LinkSettings
 from kvrs.core.books.links import LinkBounds
-from kvrs.core.model.events import LinkMeasured
+from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
 
@@ -10,7 +10,7 @@ A, B = NodeId("n0"), NodeId("n1")
 LINK = LinkSettings()
 
 
-def told(event: LinkMeasured | None) -> float | None:
+def told(event: ev.LinkMeasured | None) -> float | None:
     return None if event is None else event.bytes_per_s
 
 
@@ -24,8 +24,8 @@ def test_the_policy_is_told_what_a_link_carries_at_least() -> None:
 
     assert (
         event
-        == LinkMeasured(A, B, lower_bound(measured, LINK))
-        == LinkMeasured(A, B, 1e9 - 1e8 - 2e7)
+        == ev.LinkMeasured(A, B, lower_bound(measured, LINK))
+        == ev.LinkMeasured(A, B, 1e9 - 1e8 - 2e7)
     )
 
 

@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvrs.core.model.actions import Action, GiveUp, Plan, Reason, Start
-from kvrs.core.model.events import (
-    AttemptFailed,
-    FailureKind,
-    InstanceUp,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.routing import PROMPTS_MAX
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance, of, only
@@ -30,15 +21,15 @@ PLAIN: dict[str, Any] = {"capabilities": frozenset[Any](), "computes_prompts": T
 def vllms(*names: str, **settings: Any) -> PolicyHarness:
     harness = PolicyHarness(**settings)
     for name in names:
-        harness.handle(InstanceUp(instance(name, **PLAIN)))
+        harness.handle(ev.InstanceUp(instance(name, **PLAIN)))
     return harness
 
 
-def arrive(harness: PolicyHarness, count: int) -> list[Action]:
+def arrive(harness: PolicyHarness, count: int) -> list[act.Action]:
     return [
         action
         for number in range(count)
-        for action in harness.handle(StreamArrived(StreamId(f"s{number}"), 100))
+        for action in harness.handle(ev.StreamArrived(StreamId(f"s{number}"), 100))
     ]
 
 
@@ -49,33 +40,33 @@ def test_prompts_are_computed_by_decode_instances_while_no_prefill_instance_is_u
     harness = vllms("p0", "d0")
     harness.lose("p0", at_s=1.0)
 
-    alone = harness.handle(StreamArrived(A, 100))
-    harness.handle(PrefillDone(A, 1, 100))
-    harness.handle(StreamResumed(A, 1))
-    harness.handle(InstanceUp(instance("p0", 2, **PLAIN)))
-    again = harness.handle(StreamArrived(B, 100))
+    alone = harness.handle(ev.StreamArrived(A, 100))
+    harness.handle(ev.PrefillDone(A, 1, 100))
+    harness.handle(ev.StreamResumed(A, 1))
+    harness.handle(ev.InstanceUp(instance("p0", 2, **PLAIN)))
+    again = harness.handle(ev.StreamArrived(B, 100))
 
-    assert only(alone, Start) == Start(A, 1, Plan(decode=D0))
-    assert only(again, Start) == Start(B, 1, Plan(decode=D0, prefill=P0))
+    assert only(alone, act.Start) == act.Start(A, 1, act.Plan(decode=D0))
+    assert only(again, act.Start) == act.Start(B, 1, act.Plan(decode=D0, prefill=P0))
 
 
 def test_a_prefill_instance_that_fails_is_no_missing_one() -> None:
     """Decode instances compute prompts only where no prefill instance is up at all."""
     harness = vllms("p0", "d0")
-    harness.handle(StreamArrived(A, 100))
+    harness.handle(ev.StreamArrived(A, 100))
 
-    retried = harness.handle(AttemptFailed(A, 1, P0, "broken", 0))
-    retried += harness.handle(TimerFired(), 10.0)
+    retried = harness.handle(ev.AttemptFailed(A, 1, P0, "broken", 0))
+    retried += harness.handle(ev.TimerFired(), 10.0)
 
-    assert [start.plan.prefill for start in of(retried, Start)] == [P0]
+    assert [start.plan.prefill for start in of(retried, act.Start)] == [P0]
 
 
 def test_what_was_at_a_lost_prefill_instance_goes_on_at_a_decode_instance() -> None:
     """The prompt of a stream that had no token yet is computed there."""
     harness = vllms("p0", "d0")
-    harness.handle(StreamArrived(A, 100))
+    harness.handle(ev.StreamArrived(A, 100))
 
-    assert only(harness.lose("p0"), Start) == Start(A, 2, Plan(decode=D0))
+    assert only(harness.lose("p0"), act.Start) == act.Start(A, 2, act.Plan(decode=D0))
 
 
 def test_a_stream_whose_decode_instance_died_is_recomputed_at_another_one() -> None:
@@ -87,7 +78,9 @@ def test_a_stream_whose_decode_instance_died_is_recomputed_at_another_one() -> N
 
     actions = harness.lose("d0", A=10)
 
-    assert [start.plan for start in of(actions, Start) if start.stream == A] == [Plan(decode=D1)]
+    assert [start.plan for start in of(actions, act.Start) if start.stream == A] == [
+        act.Plan(decode=D1)
+    ]
 
 
 def test_decode_instances_compute_a_few_prompts_at_a_time() -> None:
@@ -97,11 +90,13 @@ def test_decode_instances_compute_a_few_prompts_at_a_time() -> None:
     harness = vllms("p0", "d0", "d1")
     harness.lose("p0")
 
-    begun = of(arrive(harness, 2 * PROMPTS_MAX + 3), Start)
+    begun = of(arrive(harness, 2 * PROMPTS_MAX + 3), act.Start)
     first, other, last = begun[0], begun[1], begun[2]
-    resumed = of(harness.handle(StreamResumed(first.stream, 1)), Start)
-    ended = of(harness.handle(StreamEnded(other.stream, 1)), Start)
-    failed = of(harness.handle(AttemptFailed(last.stream, 1, last.plan.decode, "x", 0)), Start)
+    resumed = of(harness.handle(ev.StreamResumed(first.stream, 1)), act.Start)
+    ended = of(harness.handle(ev.StreamEnded(other.stream, 1)), act.Start)
+    failed = of(
+        harness.handle(ev.AttemptFailed(last.stream, 1, last.plan.decode, "x", 0)), act.Start
+    )
 
     assert [start.stream for start in begun] == [f"s{n}" for n in range(2 * PROMPTS_MAX)]
     assert {start.plan.decode for start in begun} == {D0, D1}
@@ -118,11 +113,11 @@ def test_interrupted_streams_come_before_new_prompts() -> None:
     harness.lose("p0")
     harness.lose("d0", **{f"v{number}": 5 for number in range(PROMPTS_MAX)})
 
-    waiting = harness.handle(StreamArrived(A, 100))
-    begun = harness.handle(StreamResumed(StreamId("v0"), 2))
+    waiting = harness.handle(ev.StreamArrived(A, 100))
+    begun = harness.handle(ev.StreamResumed(StreamId("v0"), 2))
 
-    assert of(waiting, Start) == []
-    assert only(begun, Start) == Start(A, 1, Plan(decode=D1))
+    assert of(waiting, act.Start) == []
+    assert only(begun, act.Start) == act.Start(A, 1, act.Plan(decode=D1))
 
 
 def test_a_prompt_that_finds_no_room_ends_with_an_error_that_says_why() -> None:
@@ -131,10 +126,10 @@ def test_a_prompt_that_finds_no_room_ends_with_an_error_that_says_why() -> None:
     harness.lose("p0")
     arrive(harness, PROMPTS_MAX + 1)
 
-    given_up = only(harness.handle(TimerFired(), 20.0), GiveUp)
+    given_up = only(harness.handle(ev.TimerFired(), 20.0), act.GiveUp)
 
     assert given_up.stream == f"s{PROMPTS_MAX}"
-    assert given_up.reason is Reason.NO_INSTANCE
+    assert given_up.reason is act.Reason.NO_INSTANCE
     assert "no prefill instance is up" in given_up.message
 
 
@@ -143,7 +138,7 @@ def test_prompts_that_wait_for_room_go_to_a_prefill_instance_that_comes_up() -> 
     harness.lose("p0")
     arrive(harness, PROMPTS_MAX + 2)
 
-    begun = of(harness.handle(InstanceUp(instance("p0", 2, **PLAIN))), Start)
+    begun = of(harness.handle(ev.InstanceUp(instance("p0", 2, **PLAIN))), act.Start)
 
     assert [start.plan.prefill for start in begun] == [P0, P0]
     assert not harness.policy.has_waiting
@@ -165,35 +160,35 @@ def test_a_new_request_is_refused_soon_by_the_name_of_the_role_that_was_lost(
     for name in lost:
         harness.lose(name, at_s=1.0)
 
-    harness.handle(StreamArrived(A, 100), 2.0)
-    before = harness.handle(TimerFired(), 6.9)
-    given_up = only(harness.handle(TimerFired(), 7.0), GiveUp)
+    harness.handle(ev.StreamArrived(A, 100), 2.0)
+    before = harness.handle(ev.TimerFired(), 6.9)
+    given_up = only(harness.handle(ev.TimerFired(), 7.0), act.GiveUp)
 
-    assert of(before, GiveUp) == []
-    assert (given_up.reason, given_up.message) == (Reason.NO_INSTANCE, message)
+    assert of(before, act.GiveUp) == []
+    assert (given_up.reason, given_up.message) == (act.Reason.NO_INSTANCE, message)
     assert 5.0 <= given_up.retry_after_s <= 10.0
 
 
 def test_a_new_request_starts_when_the_lost_role_is_back_in_time() -> None:
     harness = PolicyHarness("p0", "d0")
     harness.lose("p0", at_s=1.0)
-    harness.handle(StreamArrived(A, 100), 2.0)
+    harness.handle(ev.StreamArrived(A, 100), 2.0)
 
-    begun = harness.handle(InstanceUp(instance("p0", 2)), 5.0)
+    begun = harness.handle(ev.InstanceUp(instance("p0", 2)), 5.0)
 
-    assert only(begun, Start) == Start(A, 1, Plan(decode=D0, prefill=P0))
+    assert only(begun, act.Start) == act.Start(A, 1, act.Plan(decode=D0, prefill=P0))
 
 
 @pytest.mark.parametrize("up", [(), ("p0",), ("d0",)])
 def test_a_role_that_never_was_up_is_waited_for_as_at_the_start(up: tuple[str, ...]) -> None:
     """Proxies come up before their instances."""
     harness = PolicyHarness(*up, wait_s=30.0)
-    harness.handle(StreamArrived(A, 100), 1.0)
+    harness.handle(ev.StreamArrived(A, 100), 1.0)
 
-    early = harness.handle(TimerFired(), 30.0)
+    early = harness.handle(ev.TimerFired(), 30.0)
 
-    assert of(early, GiveUp) == []
-    assert only(harness.handle(TimerFired(), 31.0), GiveUp).reason is Reason.NO_INSTANCE
+    assert of(early, act.GiveUp) == []
+    assert only(harness.handle(ev.TimerFired(), 31.0), act.GiveUp).reason is act.Reason.NO_INSTANCE
 
 
 def test_a_stream_that_has_begun_waits_longer_than_a_new_request() -> None:
@@ -203,25 +198,27 @@ def test_a_stream_that_has_begun_waits_longer_than_a_new_request() -> None:
     harness.decoding("B", resumed=False)
     harness.lose("d0", at_s=1.0, A=5)
 
-    early = harness.handle(TimerFired(), 30.0)
-    late = harness.handle(TimerFired(), 31.0)
+    early = harness.handle(ev.TimerFired(), 30.0)
+    late = harness.handle(ev.TimerFired(), 31.0)
 
-    assert of(early, GiveUp) == []
-    assert {each.stream for each in of(late, GiveUp)} == {A, B}
+    assert of(early, act.GiveUp) == []
+    assert {each.stream for each in of(late, act.GiveUp)} == {A, B}
 
 
 def test_a_request_that_waited_already_has_its_time_from_the_loss_on() -> None:
     """Not from its arrival: what it waited for was up, and is perhaps back in seconds."""
     harness = PolicyHarness("p0", "d0", wait_s=30.0)
-    harness.handle(StreamArrived(A, 100))
-    busy = AttemptFailed(A, 1, P0, "HTTP 503", 0, failure=FailureKind.BUSY, retry_after_s=10.0)
+    harness.handle(ev.StreamArrived(A, 100))
+    busy = ev.AttemptFailed(
+        A, 1, P0, "HTTP 503", 0, failure=ev.FailureKind.BUSY, retry_after_s=10.0
+    )
     harness.handle(busy, 0.1)
-    harness.handle(StreamEnded(A, 1))
-    harness.handle(StreamArrived(B, 100), 1.0)
+    harness.handle(ev.StreamEnded(A, 1))
+    harness.handle(ev.StreamArrived(B, 100), 1.0)
     harness.lose("p0", at_s=10.0)
 
-    waits = harness.handle(TimerFired(), 14.0)
-    begun = harness.handle(InstanceUp(instance("p0", 2)), 18.0)
+    waits = harness.handle(ev.TimerFired(), 14.0)
+    begun = harness.handle(ev.InstanceUp(instance("p0", 2)), 18.0)
 
-    assert of(waits, GiveUp) == []
-    assert only(begun, Start).stream == B
+    assert of(waits, act.GiveUp) == []
+    assert only(begun, act.Start).stream == B

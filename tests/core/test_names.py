@@ -8,19 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrs.config.policy import Dispatch, Handoff, PolicyName
-from kvrs.core.model.actions import Action, GiveUp, Reason, Redirect, Start
-from kvrs.core.model.events import (
-    AttemptFailed,
-    Event,
-    FailureKind,
-    InstanceUp,
-    NamesListed,
-    PrefillDone,
-    StreamAdopted,
-    StreamArrived,
-    StreamResumed,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import PolicyHarness, instance, of, only
@@ -37,12 +26,12 @@ def harness_of(
     harness = PolicyHarness(**given)
     for name in ALL:
         names = BOTH if name in having else BASE
-        harness.handle(InstanceUp(instance(name, names=names, capabilities=capabilities)))
+        harness.handle(ev.InstanceUp(instance(name, names=names, capabilities=capabilities)))
     return harness
 
 
-def listed(name: str, names: tuple[str, ...], epoch: int = 1) -> NamesListed:
-    return NamesListed(InstanceId(name), epoch, names)
+def listed(name: str, names: tuple[str, ...], epoch: int = 1) -> ev.NamesListed:
+    return ev.NamesListed(InstanceId(name), epoch, names)
 
 
 @pytest.mark.parametrize("handoff", list(Handoff))
@@ -53,14 +42,14 @@ def test_streams_of_an_adapter_start_where_it_is_and_others_anywhere(handoff: Ha
     plans = {"lora": Counter[str](), "": Counter[str]()}
     for n in range(30):
         name = "lora" if n % 2 else ""
-        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20, name=name)), Start)
+        start = only(harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 20, name=name)), act.Start)
         plans[name].update([start.plan.prefill or "", start.plan.decode])
-        harness.handle(PrefillDone(start.stream, 1, 20))
-        harness.handle(StreamResumed(start.stream, 1))
+        harness.handle(ev.PrefillDone(start.stream, 1, 20))
+        harness.handle(ev.StreamResumed(start.stream, 1))
 
     assert plans["lora"] == {"p1": 15, "d2": 15}
     assert len(plans[""]) > 2
-    assert of(harness.actions, Redirect) == [] or handoff is not Handoff.OWN_PAIR
+    assert of(harness.actions, act.Redirect) == [] or handoff is not Handoff.OWN_PAIR
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))
@@ -70,15 +59,16 @@ def test_a_stream_of_an_adapter_is_recovered_where_it_is(
 ) -> None:
     """With load, locality and a free place elsewhere against it."""
     harness = harness_of("p0", "d0", "d2", name=policy, dispatch=dispatch)
-    first = only(harness.handle(StreamArrived(A, 400, name="lora")), Start)
-    harness.handle(PrefillDone(A, 1, 400))
-    harness.handle(StreamResumed(A, 1))
+    first = only(harness.handle(ev.StreamArrived(A, 400, name="lora")), act.Start)
+    harness.handle(ev.PrefillDone(A, 1, 400))
+    harness.handle(ev.StreamResumed(A, 1))
     other = "d2" if first.plan.decode == "d0" else "d0"
     for n in range(5):
-        harness.handle(StreamArrived(StreamId(f"s{n}"), 20, name="lora"))
+        harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 20, name="lora"))
 
     again = only(
-        [a for a in harness.lose(first.plan.decode, A=9) if getattr(a, "stream", "") == A], Start
+        [a for a in harness.lose(first.plan.decode, A=9) if getattr(a, "stream", "") == A],
+        act.Start,
     )
 
     assert again.plan.decode == other
@@ -88,43 +78,43 @@ def test_a_stream_of_an_adapter_is_recovered_where_it_is(
 def test_without_an_instance_that_has_it_a_stream_waits_and_goes_on_when_one_does() -> None:
     """An adapter that is loaded at run time is used at once, and one that is unloaded no more."""
     harness = harness_of("p0")
-    arrived = harness.handle(StreamArrived(A, 20, name="lora"))
+    arrived = harness.handle(ev.StreamArrived(A, 20, name="lora"))
 
     late = harness.handle(listed("d1", BOTH, epoch=0))
     loaded = harness.handle(listed("d1", BOTH))
     harness.handle(listed("d1", BASE))
     harness.handle(listed("d2", BOTH))
-    after = only(harness.handle(StreamArrived(B, 20, name="lora")), Start)
+    after = only(harness.handle(ev.StreamArrived(B, 20, name="lora")), act.Start)
 
-    assert of([*arrived, *late], Start) == []
-    assert only(loaded, Start).plan.decode == "d1"
+    assert of([*arrived, *late], act.Start) == []
+    assert only(loaded, act.Start).plan.decode == "d1"
     assert after.plan.decode == "d2"
 
 
 def test_an_adapter_that_is_unloaded_during_prefill_is_handed_off_elsewhere() -> None:
     """Or waits for an instance that has it."""
     harness = harness_of("p0", "d0", "d1")
-    first = only(harness.handle(StreamArrived(A, 20, name="lora")), Start)
-    harness.handle(StreamArrived(B, 20, name="lora"))
+    first = only(harness.handle(ev.StreamArrived(A, 20, name="lora")), act.Start)
+    harness.handle(ev.StreamArrived(B, 20, name="lora"))
 
     harness.handle(listed(first.plan.decode, BASE))
-    moved = only(harness.handle(PrefillDone(A, 1, 20)), Redirect)
+    moved = only(harness.handle(ev.PrefillDone(A, 1, 20)), act.Redirect)
     harness.handle(listed(moved.plan.decode, BASE))
-    late = harness.handle(PrefillDone(B, 1, 20))
+    late = harness.handle(ev.PrefillDone(B, 1, 20))
 
     assert {first.plan.decode, moved.plan.decode} == {"d0", "d1"}
-    assert not any(isinstance(each, Start | Redirect) for each in late)
+    assert not any(isinstance(each, act.Start | act.Redirect) for each in late)
 
 
 def test_the_only_instance_with_the_adapter_is_tried_again_though_others_are_healthier() -> None:
     """After its pause, and not only when nothing else answers."""
     harness = harness_of("p0", "d0")
-    harness.handle(StreamArrived(A, 20, name="lora"))
-    harness.handle(PrefillDone(A, 1, 20))
-    harness.handle(StreamResumed(A, 1))
+    harness.handle(ev.StreamArrived(A, 20, name="lora"))
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    harness.handle(ev.StreamResumed(A, 1))
 
-    harness.handle(AttemptFailed(A, 1, InstanceId("d0"), "reset", 3))
-    again = [a for n in range(20) for a in of(harness.handle(TimerFired(), n * 0.1), Start)]
+    harness.handle(ev.AttemptFailed(A, 1, InstanceId("d0"), "reset", 3))
+    again = [a for n in range(20) for a in of(harness.handle(ev.TimerFired(), n * 0.1), act.Start)]
 
     assert [each.plan.decode for each in again] == ["d0"]
 
@@ -132,13 +122,13 @@ def test_the_only_instance_with_the_adapter_is_tried_again_though_others_are_hea
 def test_a_prefill_instance_that_has_unloaded_the_adapter_computes_no_rest_with_it() -> None:
     """Though it has the front of the history cached."""
     harness = harness_of("p0", "p1", "d0", "d1", capabilities=PLAIN, name=PolicyName.ALWAYS_MIGRATE)
-    first = only(harness.handle(StreamArrived(A, 400, name="lora")), Start)
-    harness.handle(PrefillDone(A, 1, 400))
-    harness.handle(StreamResumed(A, 1))
+    first = only(harness.handle(ev.StreamArrived(A, 400, name="lora")), act.Start)
+    harness.handle(ev.PrefillDone(A, 1, 400))
+    harness.handle(ev.StreamResumed(A, 1))
     assert first.plan.prefill is not None
 
     harness.handle(listed(first.plan.prefill, BASE))
-    again = only(harness.lose(first.plan.decode, A=9), Start)
+    again = only(harness.lose(first.plan.decode, A=9), act.Start)
 
     assert again.plan.prefill != first.plan.prefill
 
@@ -146,7 +136,7 @@ def test_a_prefill_instance_that_has_unloaded_the_adapter_computes_no_rest_with_
 def test_an_adopted_stream_goes_where_its_adapter_is() -> None:
     harness = harness_of("p0", "d2")
 
-    start = only(harness.handle(StreamAdopted(A, 20, 5, name="lora")), Start)
+    start = only(harness.handle(ev.StreamAdopted(A, 20, 5, name="lora")), act.Start)
 
     assert start.plan.decode == "d2"
 
@@ -154,12 +144,12 @@ def test_an_adopted_stream_goes_where_its_adapter_is() -> None:
 def test_a_refusal_of_the_only_instance_that_has_the_adapter_is_decided_there() -> None:
     """The others could not say whose fault it is."""
     harness = harness_of("p0", "d0")
-    start = only(harness.handle(StreamArrived(A, 20, name="lora")), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 20, name="lora")), act.Start)
 
-    event = AttemptFailed(A, 1, InstanceId("p0"), "no", 0, failure=FailureKind.REFUSED)
-    given_up = only(harness.handle(event), GiveUp)
+    event = ev.AttemptFailed(A, 1, InstanceId("p0"), "no", 0, failure=ev.FailureKind.REFUSED)
+    given_up = only(harness.handle(event), act.GiveUp)
 
-    assert (start.plan.prefill, given_up.reason) == ("p0", Reason.REFUSED)
+    assert (start.plan.prefill, given_up.reason) == ("p0", act.Reason.REFUSED)
 
 
 STEPS = st.lists(
@@ -195,17 +185,21 @@ def test_no_attempt_goes_to_an_instance_that_lacks_its_name(
         max_attempts=100,
     )
     names = {each: BOTH if each in ALL[:3] else BASE for each in ALL}
-    epochs, wanted, running = Counter(dict.fromkeys(ALL, 1)), dict[str, str](), dict[str, Start]()
+    epochs, wanted, running = (
+        Counter(dict.fromkeys(ALL, 1)),
+        dict[str, str](),
+        dict[str, act.Start](),
+    )
 
-    def check(actions: list[Action]) -> None:
+    def check(actions: list[act.Action]) -> None:
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, act.Start):
                 running[action.stream] = action
-            if isinstance(action, Start | Redirect) and wanted[action.stream]:
+            if isinstance(action, act.Start | act.Redirect) and wanted[action.stream]:
                 assert "lora" in names[action.plan.decode]
                 assert action.plan.prefill is None or "lora" in names[action.plan.prefill]
 
-    def handle(event: Event) -> None:
+    def handle(event: ev.Event) -> None:
         harness.now_s += 0.3
         check(harness.handle(event))
 
@@ -213,8 +207,10 @@ def test_no_attempt_goes_to_an_instance_that_lacks_its_name(
         name, stream = ALL[at], StreamId(f"s{number}")
         if what in ("arrive", "adopt"):
             wanted[stream] = "lora" if n % 3 else ""
-            kind = StreamArrived(stream, 100, name=wanted[stream])
-            handle(kind if what == "arrive" else StreamAdopted(stream, 100, 7, name=wanted[stream]))
+            kind = ev.StreamArrived(stream, 100, name=wanted[stream])
+            handle(
+                kind if what == "arrive" else ev.StreamAdopted(stream, 100, 7, name=wanted[stream])
+            )
         elif what == "list":
             names[name] = BOTH if n % 2 else BASE
             handle(listed(name, names[name], epochs[name]))
@@ -226,13 +222,13 @@ def test_no_attempt_goes_to_an_instance_that_lacks_its_name(
             epochs[name] += 1
             names[name] = BOTH if n % 2 else BASE
             now = {"names": names[name], "capabilities": capabilities}
-            handle(InstanceUp(instance(name, epochs[name], **now)))
+            handle(ev.InstanceUp(instance(name, epochs[name], **now)))
         elif running:
             start = running[sorted(running)[n % len(running)]]
             if what == "prefilled":
-                handle(PrefillDone(start.stream, start.attempt, 100 + n))
+                handle(ev.PrefillDone(start.stream, start.attempt, 100 + n))
             elif what == "resume":
-                handle(StreamResumed(start.stream, start.attempt))
+                handle(ev.StreamResumed(start.stream, start.attempt))
             else:
-                handle(AttemptFailed(start.stream, start.attempt, InstanceId(name), "no", n))
-    handle(TimerFired())
+                handle(ev.AttemptFailed(start.stream, start.attempt, InstanceId(name), "no", n))
+    handle(ev.TimerFired())

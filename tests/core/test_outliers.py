@@ -4,16 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvrs.core.model.actions import Ejected, GiveUp, Reason, Start, WakeAt
-from kvrs.core.model.events import (
-    AttemptFailed,
-    FailureKind,
-    InstanceUp,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.health import AnswerHealth, pause_s
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance, of, only
@@ -26,42 +18,44 @@ EVERY_S = 0.05
 
 def fail(
     harness: PolicyHarness,
-    start: Start,
+    start: act.Start,
     at: InstanceId,
-    kind: FailureKind = FailureKind.BROKEN,
+    kind: ev.FailureKind = ev.FailureKind.BROKEN,
     at_s: float | None = None,
     *,
     final: bool = False,
-) -> list[Start]:
-    event = AttemptFailed(start.stream, start.attempt, at, "no", 0, failure=kind, final=final)
-    return of(harness.handle(event, at_s), Start)
+) -> list[act.Start]:
+    event = ev.AttemptFailed(start.stream, start.attempt, at, "no", 0, failure=kind, final=final)
+    return of(harness.handle(event, at_s), act.Start)
 
 
-def complete(harness: PolicyHarness, start: Start) -> None:
-    harness.handle(PrefillDone(start.stream, start.attempt, 20))
-    harness.handle(StreamResumed(start.stream, start.attempt))
-    harness.handle(StreamEnded(start.stream, start.attempt))
+def complete(harness: PolicyHarness, start: act.Start) -> None:
+    harness.handle(ev.PrefillDone(start.stream, start.attempt, 20))
+    harness.handle(ev.StreamResumed(start.stream, start.attempt))
+    harness.handle(ev.StreamEnded(start.stream, start.attempt))
 
 
-def sick_starts(harness: PolicyHarness, sick: InstanceId, kind: FailureKind, to_s: float) -> float:
+def sick_starts(
+    harness: PolicyHarness, sick: InstanceId, kind: ev.FailureKind, to_s: float
+) -> float:
     """Streams one after the other; when those came that `sick` got, and failed in this way."""
     times: list[float] = []
     for n in range(round(to_s / EVERY_S)):
-        arrived = harness.handle(StreamArrived(StreamId(f"s{n}"), 20), at_s=n * EVERY_S)
-        start = only(arrived, Start)
+        arrived = harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 20), at_s=n * EVERY_S)
+        start = only(arrived, act.Start)
         if sick in (start.plan.prefill, start.plan.decode):
             times.append(n * EVERY_S)
             if sick == start.plan.decode:
-                harness.handle(PrefillDone(start.stream, start.attempt, 20))
+                harness.handle(ev.PrefillDone(start.stream, start.attempt, 20))
             (start,) = fail(harness, start, sick, kind)
         complete(harness, start)
     return max(sum(begin <= at < begin + 10.0 for at in times) for begin in times)
 
 
-@pytest.mark.parametrize("kind", FailureKind)
+@pytest.mark.parametrize("kind", ev.FailureKind)
 @pytest.mark.parametrize("sick", [P0, D0])
 def test_an_instance_that_fails_everything_gets_three_streams_in_ten_seconds(
-    sick: InstanceId, kind: FailureKind
+    sick: InstanceId, kind: ev.FailureKind
 ) -> None:
     """Whenever it begins to fail: at 20 streams/s that is below 2 % of them, and not none."""
     harness = PolicyHarness(*PAIRS)
@@ -74,26 +68,26 @@ def test_an_instance_that_fails_everything_gets_three_streams_in_ten_seconds(
 def test_an_instance_that_fails_its_probe_is_ejected() -> None:
     """A pause lies between the two failures, so that one incident is not both."""
     harness = PolicyHarness(*PAIRS)
-    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
 
     fail(harness, first, P0)
-    after_one = of(harness.actions, Ejected)
-    probe = only(harness.handle(StreamArrived(B, 20), at_s=1.0), Start)
+    after_one = of(harness.actions, act.Ejected)
+    probe = only(harness.handle(ev.StreamArrived(B, 20), at_s=1.0), act.Start)
     fail(harness, probe, P0)
 
     assert after_one == []
     assert probe.plan.prefill == P0
-    assert only(harness.actions, Ejected).instance == P0
+    assert only(harness.actions, act.Ejected).instance == P0
 
 
-def failures_until(harness: PolicyHarness, sick: InstanceId, start: Start, at_s: float) -> int:
+def failures_until(harness: PolicyHarness, sick: InstanceId, start: act.Start, at_s: float) -> int:
     """How often the stream fails at the instance, as soon as it is tried there."""
     failures, waiting = 0, [start]
     while harness.now_s < at_s:
         for each in waiting:
             failures += 1
             fail(harness, each, sick)
-        waiting = of(harness.look_until(harness.now_s + 0.05), Start)
+        waiting = of(harness.look_until(harness.now_s + 0.05), act.Start)
     return failures
 
 
@@ -104,35 +98,35 @@ def test_answers_of_an_ejected_instance_use_up_no_attempt(*, others_return: bool
     """
     harness = PolicyHarness("b0", "b1", max_attempts=3)
     harness.policy._ledger.outliers._eject(harness.policy._view.members[B0], "HTTP 500")
-    start = only(harness.handle(StreamArrived(A, 20)), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
     assert start.plan.decode == B1
-    (again,) = of(harness.lose("b1", A=0), Start)
+    (again,) = of(harness.lose("b1", A=0), act.Start)
 
     failures = failures_until(harness, B0, again, at_s=20.0 if others_return else 60.0)
-    up = harness.handle(InstanceUp(instance("b1", epoch=2)))
+    up = harness.handle(ev.InstanceUp(instance("b1", epoch=2)))
 
     assert failures > 3
-    refused = [each.reason for each in of(harness.actions, GiveUp)]
+    refused = [each.reason for each in of(harness.actions, act.GiveUp)]
     if others_return:
-        assert (only(up, Start).plan.decode, refused) == (B1, [])
+        assert (only(up, act.Start).plan.decode, refused) == (B1, [])
     else:
-        assert refused == [Reason.RETRIES]
+        assert refused == [act.Reason.RETRIES]
 
 
 def test_a_probe_that_the_client_made_impossible_ejects_no_instance() -> None:
     """A refusal in which a second instance agrees is the fault of neither."""
     harness = PolicyHarness(*PAIRS)
-    first = only(harness.handle(StreamArrived(A, 20)), Start)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
     fail(harness, first, P0)
-    probe = only(harness.handle(StreamArrived(B, 20), at_s=1.0), Start)
+    probe = only(harness.handle(ev.StreamArrived(B, 20), at_s=1.0), act.Start)
 
-    (second,) = fail(harness, probe, P0, FailureKind.REFUSED)
+    (second,) = fail(harness, probe, P0, ev.FailureKind.REFUSED)
     assert second.plan.prefill is not None
-    fail(harness, second, second.plan.prefill, FailureKind.REFUSED)
+    fail(harness, second, second.plan.prefill, ev.FailureKind.REFUSED)
 
     assert probe.plan.prefill == P0
-    assert [each.stream for each in of(harness.actions, GiveUp)] == [B]
-    assert of(harness.actions, Ejected) == []
+    assert [each.stream for each in of(harness.actions, act.GiveUp)] == [B]
+    assert of(harness.actions, act.Ejected) == []
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -142,17 +136,19 @@ def test_the_last_instance_decides_a_refusal_unless_it_refuses_what_others_accep
     """One that fails every call refuses no client for good while its peers are away."""
     harness = PolicyHarness("b0")
     if known:
-        first = only(harness.handle(StreamArrived(A, 20)), Start)
-        harness.handle(InstanceUp(instance("b1")))
-        (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+        first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+        harness.handle(ev.InstanceUp(instance("b1")))
+        (second,) = fail(harness, first, B0, ev.FailureKind.REFUSED)
         complete(harness, second)
         harness.lose("b1", at_s=1.0)
-    alone = only(harness.handle(StreamArrived(B, 20), at_s=2.0), Start)
+    alone = only(harness.handle(ev.StreamArrived(B, 20), at_s=2.0), act.Start)
 
-    fail(harness, alone, B0, FailureKind.REFUSED)
-    up = of(harness.handle(InstanceUp(instance("b1", epoch=2))), Start)
+    fail(harness, alone, B0, ev.FailureKind.REFUSED)
+    up = of(harness.handle(ev.InstanceUp(instance("b1", epoch=2))), act.Start)
 
-    assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * (not known)
+    assert [each.reason for each in of(harness.actions, act.GiveUp)] == [act.Reason.REFUSED] * (
+        not known
+    )
     assert [each.plan.decode for each in up] == [B1] * known
 
 
@@ -160,27 +156,29 @@ def test_a_refusal_that_names_the_request_s_fault_is_final() -> None:
     """No other instance is asked, and the one that was asked is not to blame."""
     harness = PolicyHarness(*PAIRS)
     for n in range(20):
-        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20), at_s=n * 0.01), Start)
+        start = only(
+            harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 20), at_s=n * 0.01), act.Start
+        )
         where = start.plan.prefill or start.plan.decode
 
-        assert fail(harness, start, where, FailureKind.REFUSED, final=True) == []
+        assert fail(harness, start, where, ev.FailureKind.REFUSED, final=True) == []
 
-    assert [each.reason for each in of(harness.actions, GiveUp)] == [Reason.REFUSED] * 20
-    assert of(harness.actions, Ejected) == []
-    assert only(harness.handle(StreamArrived(A, 20), at_s=1.0), Start).plan.prefill == P0
+    assert [each.reason for each in of(harness.actions, act.GiveUp)] == [act.Reason.REFUSED] * 20
+    assert of(harness.actions, act.Ejected) == []
+    assert only(harness.handle(ev.StreamArrived(A, 20), at_s=1.0), act.Start).plan.prefill == P0
 
 
 def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_believed() -> None:
     """It gets a probe now and then, whose client must not pay for it."""
     harness = PolicyHarness("b0")
-    first = only(harness.handle(StreamArrived(A, 20)), Start)
-    harness.handle(InstanceUp(instance("b1")))
-    (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    harness.handle(ev.InstanceUp(instance("b1")))
+    (second,) = fail(harness, first, B0, ev.FailureKind.REFUSED)
     complete(harness, second)
-    probe = only(harness.handle(StreamArrived(B, 20), at_s=2.0), Start)
+    probe = only(harness.handle(ev.StreamArrived(B, 20), at_s=2.0), act.Start)
     assert probe.plan.decode == B0
 
-    (again,) = fail(harness, probe, B0, FailureKind.REFUSED, final=True)
+    (again,) = fail(harness, probe, B0, ev.FailureKind.REFUSED, final=True)
 
     assert again.plan.decode == B1
 
@@ -189,43 +187,47 @@ def test_a_final_refusal_of_what_has_begun_is_a_failure() -> None:
     """Another instance had accepted the request."""
     harness = PolicyHarness("b0", "b1")
     begun = harness.decoding("A")
-    event = AttemptFailed(A, 1, begun.plan.decode, "no", 5, failure=FailureKind.REFUSED, final=True)
+    event = ev.AttemptFailed(
+        A, 1, begun.plan.decode, "no", 5, failure=ev.FailureKind.REFUSED, final=True
+    )
 
-    again = of(harness.handle(event), Start)
+    again = of(harness.handle(event), act.Start)
 
     assert [each.attempt for each in again] == [2]
 
 
 def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:
     harness = PolicyHarness("b0")
-    first = only(harness.handle(StreamArrived(A, 20)), Start)
-    harness.handle(InstanceUp(instance("b1")))
-    (second,) = fail(harness, first, B0, FailureKind.REFUSED)
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    harness.handle(ev.InstanceUp(instance("b1")))
+    (second,) = fail(harness, first, B0, ev.FailureKind.REFUSED)
     complete(harness, second)
     harness.lose("b1", at_s=1.0)
-    complete(harness, only(harness.handle(StreamArrived(StreamId("C"), 20), at_s=2.0), Start))
-    alone = only(harness.handle(StreamArrived(B, 20), at_s=3.0), Start)
+    complete(
+        harness, only(harness.handle(ev.StreamArrived(StreamId("C"), 20), at_s=2.0), act.Start)
+    )
+    alone = only(harness.handle(ev.StreamArrived(B, 20), at_s=3.0), act.Start)
 
-    fail(harness, alone, B0, FailureKind.REFUSED)
+    fail(harness, alone, B0, ev.FailureKind.REFUSED)
 
-    assert only(harness.actions, GiveUp).reason is Reason.REFUSED
+    assert only(harness.actions, act.GiveUp).reason is act.Reason.REFUSED
 
 
 def test_a_busy_instance_gets_new_streams_again_when_one_has_ended_there() -> None:
     """Its pause is long for an instance that is always busy, not for one that has room again."""
     harness = PolicyHarness("b0", "b1")
-    runs = only(harness.handle(StreamArrived(A, 20)), Start)
-    harness.handle(StreamResumed(A, 1))
+    runs = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    harness.handle(ev.StreamResumed(A, 1))
     b0, b1 = runs.plan.decode, InstanceId("b1")
     for n in range(5):  # Streams at the other one, so that it has more work.
-        harness.handle(StreamArrived(StreamId(f"s{n}"), 20))
-    harness.handle(StreamArrived(B, 20))
-    busy = next(s for s in of(harness.actions, Start) if s.stream != A and s.plan.decode == b0)
-    fail(harness, busy, b0, FailureKind.BUSY)
+        harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 20))
+    harness.handle(ev.StreamArrived(B, 20))
+    busy = next(s for s in of(harness.actions, act.Start) if s.stream != A and s.plan.decode == b0)
+    fail(harness, busy, b0, ev.FailureKind.BUSY)
 
-    during = only(harness.handle(StreamArrived(StreamId("during"), 20), at_s=1.0), Start)
-    harness.handle(StreamEnded(A, 1))
-    after = only(harness.handle(StreamArrived(StreamId("after"), 20)), Start)
+    during = only(harness.handle(ev.StreamArrived(StreamId("during"), 20), at_s=1.0), act.Start)
+    harness.handle(ev.StreamEnded(A, 1))
+    after = only(harness.handle(ev.StreamArrived(StreamId("after"), 20)), act.Start)
 
     assert during.plan.decode == b1
     assert after.plan.decode == b0
@@ -283,13 +285,13 @@ def test_an_outlier_fails_twice_as_often_as_its_peers(of_peers: int, *, is_outli
 def test_ejections_are_forgiven_after_a_minute(good_s: float, ejections: int) -> None:
     """The pauses of one that was ejected again soon go on doubling."""
     rates = Rates()
-    start = only(rates.harness.handle(StreamArrived(A, 20), at_s=good_s), Start)
+    start = only(rates.harness.handle(ev.StreamArrived(A, 20), at_s=good_s), act.Start)
     failing = rates.members[start.plan.decode].health
     failing.ejections, failing.readmitted_s, failing.consecutive = 3, 0.0, 2
 
     fail(rates.harness, start, start.plan.decode)
 
-    assert only(rates.harness.actions, Ejected).instance == start.plan.decode
+    assert only(rates.harness.actions, act.Ejected).instance == start.plan.decode
     assert failing.ejections == ejections
 
 
@@ -306,7 +308,7 @@ def test_the_first_failure_pauses_an_instance_for_half_a_second() -> None:
     """Up to a quarter longer, by jitter."""
     harness = PolicyHarness(*PAIRS)
 
-    fail(harness, only(harness.handle(StreamArrived(A, 20)), Start), P0)
+    fail(harness, only(harness.handle(ev.StreamArrived(A, 20)), act.Start), P0)
 
     assert 0.5 <= health_of(harness, P0)["paused_s"] <= 0.625
 
@@ -320,7 +322,7 @@ def test_connections_that_break_within_a_tenth_of_a_second_are_one_failure(
         harness.decoding(name)
 
     for stream, at_s in ((A, 10.0), (B, 10.0 + apart_s)):
-        harness.handle(AttemptFailed(stream, 1, D0, "reset", 1, abrupt=True), at_s)
+        harness.handle(ev.AttemptFailed(stream, 1, D0, "reset", 1, abrupt=True), at_s)
 
     assert health_of(harness, D0)["failures_in_a_row"] == failures
 
@@ -393,10 +395,10 @@ def test_streams_that_wait_for_a_busy_instance_come_to_it_within_a_fifth_of_a_se
     busy_until_s, first_try_s = [], []
     for n in range(40):
         harness = PolicyHarness("b0")
-        start = only(harness.handle(StreamArrived(StreamId(f"s{n}"), 20)), Start)
-        fail(harness, start, B0, FailureKind.BUSY)
+        start = only(harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 20)), act.Start)
+        fail(harness, start, B0, ev.FailureKind.BUSY)
         busy_until_s.append(health_of(harness, B0)["busy_s"])
-        first_try_s.append(min(each.at_s for each in of(harness.actions, WakeAt)))
+        first_try_s.append(min(each.at_s for each in of(harness.actions, act.WakeAt)))
 
     late_s = [at_s - end_s for at_s, end_s in zip(first_try_s, busy_until_s, strict=True)]
     assert min(late_s) > 0.0

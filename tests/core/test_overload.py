@@ -1,14 +1,8 @@
 """New requests are refused by their predicted wait, before the engines drown."""
 
 from kvrs.config.policy import AdmissionSettings
-from kvrs.core.model.actions import GiveUp, Reason, Start
-from kvrs.core.model.events import (
-    AttemptFailed,
-    Deadlines,
-    LoadReported,
-    StreamArrived,
-    StreamEnded,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, of, only
 
@@ -18,28 +12,30 @@ BOUND = AdmissionSettings(wait_s=10.0)
 SHORT = AdmissionSettings(wait_s=4.1)  # Of ten prompts of 400 tokens, at 0.4 s each.
 
 
-def arrived(name: str, tokens: int = 100, client: str = "", **deadlines: float) -> StreamArrived:
-    return StreamArrived(StreamId(name), tokens, deadlines=Deadlines(**deadlines), client=client)
+def arrived(name: str, tokens: int = 100, client: str = "", **deadlines: float) -> ev.StreamArrived:
+    return ev.StreamArrived(
+        StreamId(name), tokens, deadlines=ev.Deadlines(**deadlines), client=client
+    )
 
 
 def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
     """It is told to come back when the queue is short enough; with jitter, at most twice that."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(LoadReported(P0, 14.0))
+    harness.handle(ev.LoadReported(P0, 14.0))
 
-    refused = only(harness.handle(arrived("A")), GiveUp)
+    refused = only(harness.handle(arrived("A")), act.GiveUp)
 
-    assert refused.reason is Reason.OVERLOADED
+    assert refused.reason is act.Reason.OVERLOADED
     assert 4.0 <= refused.retry_after_s <= 8.0
 
 
 def test_the_wait_at_the_decode_instance_counts() -> None:
     """Both roles have a queue, and the first token passes through both."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(LoadReported(P0, 6.0))
-    harness.handle(LoadReported(D0, 6.0))
+    harness.handle(ev.LoadReported(P0, 6.0))
+    harness.handle(ev.LoadReported(D0, 6.0))
 
-    assert only(harness.handle(arrived("A")), GiveUp).reason is Reason.OVERLOADED
+    assert only(harness.handle(arrived("A")), act.GiveUp).reason is act.Reason.OVERLOADED
 
 
 def test_what_this_proxy_has_just_sent_counts() -> None:
@@ -48,27 +44,27 @@ def test_what_this_proxy_has_just_sent_counts() -> None:
 
     actions = [action for n in range(20) for action in harness.handle(arrived(f"s{n}", 400))]
 
-    assert (len(of(actions, Start)), len(of(actions, GiveUp))) == (11, 9)
+    assert (len(of(actions, act.Start)), len(of(actions, act.GiveUp))) == (11, 9)
 
 
 def test_a_request_that_the_queue_makes_late_is_refused() -> None:
     """Its client would not wait for the token that an engine would compute for it."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(LoadReported(P0, 3.0))
+    harness.handle(ev.LoadReported(P0, 3.0))
 
-    late = only(harness.handle(arrived("A", ttft_s=2.0)), GiveUp)
+    late = only(harness.handle(arrived("A", ttft_s=2.0)), act.GiveUp)
 
-    assert late.reason is Reason.OVERLOADED
+    assert late.reason is act.Reason.OVERLOADED
     assert "2 s to its first token" in late.message
-    assert only(harness.handle(arrived("B", ttft_s=4.0)), Start)
+    assert only(harness.handle(arrived("B", ttft_s=4.0)), act.Start)
 
 
 def test_a_request_that_would_be_late_in_any_case_is_not_sent_away_to_wait() -> None:
     """To come back later helps only where the queue is what makes it late."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(LoadReported(P0, 0.1))
+    harness.handle(ev.LoadReported(P0, 0.1))
 
-    assert only(harness.handle(arrived("A", 4000, ttft_s=1.0)), Start)
+    assert only(harness.handle(arrived("A", 4000, ttft_s=1.0)), act.Start)
 
 
 def test_long_queues_are_shared_equally_by_clients() -> None:
@@ -77,11 +73,11 @@ def test_long_queues_are_shared_equally_by_clients() -> None:
 
     greedy = [a for n in range(6) for a in harness.handle(arrived(f"g{n}", 400, "greedy"))]
     modest = [a for n in range(2) for a in harness.handle(arrived(f"m{n}", 400, "modest"))]
-    more = only(harness.handle(arrived("more", 400, "greedy")), GiveUp)
+    more = only(harness.handle(arrived("more", 400, "greedy")), act.GiveUp)
 
-    assert len(of(greedy, Start)) == 6  # Alone it may have more than half.
-    assert len(of(modest, Start)) == 2
-    assert more.reason is Reason.OVER_SHARE
+    assert len(of(greedy, act.Start)) == 6  # Alone it may have more than half.
+    assert len(of(modest, act.Start)) == 2
+    assert more.reason is act.Reason.OVER_SHARE
 
 
 def test_work_of_a_client_that_has_ended_no_longer_counts() -> None:
@@ -90,12 +86,12 @@ def test_work_of_a_client_that_has_ended_no_longer_counts() -> None:
     for n in range(6):
         harness.handle(arrived(f"g{n}", 400, "greedy"))
     harness.handle(arrived("m", 400, "modest"))
-    assert only(harness.handle(arrived("x", 400, "greedy")), GiveUp)
+    assert only(harness.handle(arrived("x", 400, "greedy")), act.GiveUp)
 
     for n in range(4):
-        harness.handle(StreamEnded(StreamId(f"g{n}"), 1))
+        harness.handle(ev.StreamEnded(StreamId(f"g{n}"), 1))
 
-    assert only(harness.handle(arrived("y", 400, "greedy")), Start)
+    assert only(harness.handle(arrived("y", 400, "greedy")), act.Start)
 
 
 def test_a_stream_that_has_begun_is_never_refused() -> None:
@@ -103,22 +99,22 @@ def test_a_stream_that_has_begun_is_never_refused() -> None:
     harness = PolicyHarness("p0", "d0", "d1", admission=BOUND)
     start = harness.decoding("A")
     for each in (P0, D0, D1):
-        harness.handle(LoadReported(each, 60.0))
+        harness.handle(ev.LoadReported(each, 60.0))
 
     actions = harness.lose(str(start.plan.decode), at_s=1.0, A=3)
 
-    assert only(actions, Start).stream == A
-    assert only(harness.handle(arrived("B")), GiveUp).reason is Reason.OVERLOADED
+    assert only(actions, act.Start).stream == A
+    assert only(harness.handle(arrived("B")), act.GiveUp).reason is act.Reason.OVERLOADED
 
 
 def test_a_request_that_was_taken_is_tried_again() -> None:
     """Its first instance failed it; the queue of the next one is no reason to refuse it now."""
     harness = PolicyHarness("p0", "d0", "p1", "d1", admission=BOUND)
-    start = only(harness.handle(arrived("A")), Start)
+    start = only(harness.handle(arrived("A")), act.Start)
     assert start.plan.prefill is not None
     for name in ("p0", "p1"):
-        harness.handle(LoadReported(InstanceId(name), 60.0))
+        harness.handle(ev.LoadReported(InstanceId(name), 60.0))
 
-    again = harness.handle(AttemptFailed(A, 1, start.plan.prefill, "HTTP 500", 0, abrupt=False))
+    again = harness.handle(ev.AttemptFailed(A, 1, start.plan.prefill, "HTTP 500", 0, abrupt=False))
 
-    assert only(again, Start).attempt == 2
+    assert only(again, act.Start).attempt == 2

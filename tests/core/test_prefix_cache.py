@@ -6,19 +6,9 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import Handoff, PolicyName
-from kvrs.core.model.actions import Plan, Recovered, Redirect, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    InstanceLost,
-    InstanceUp,
-    LinkMeasured,
-    LoadReported,
-    PrefillDone,
-    StreamArrived,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
@@ -34,12 +24,14 @@ def plain(*names: str, **settings: object) -> PolicyHarness:
     """Instances like vLLM's: prefill ones cache, decode ones do nothing of their own accord."""
     harness = PolicyHarness(**settings)  # type: ignore[arg-type]
     for name in names:
-        harness.handle(InstanceUp(instance(name, capabilities=CACHES if name[0] == "p" else NONE)))
+        harness.handle(
+            ev.InstanceUp(instance(name, capabilities=CACHES if name[0] == "p" else NONE))
+        )
     return harness
 
 
 def migrate_of(actions: list[object]) -> Estimate | None:
-    record = only(actions, Recovered)  # type: ignore[arg-type]
+    record = only(actions, act.Recovered)  # type: ignore[arg-type]
     return next(
         (estimate for estimate in record.estimates if estimate.option is Option.MIGRATE), None
     )
@@ -50,14 +42,14 @@ def test_the_prefix_cache_of_a_prefill_instance_is_migrated_from() -> None:
     and all the bytes.
     """
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_MIGRATE)
-    harness.handle(LinkMeasured(N0, N1, 1e7))
+    harness.handle(ev.LinkMeasured(N0, N1, 1e7))
     harness.decoding("A")
-    harness.handle(LoadReported(P0, 0.25))
+    harness.handle(ev.LoadReported(P0, 0.25))
 
     actions = harness.lose("d0", A=1)
 
     estimate = migrate_of(list(actions))
-    assert only(actions, Start).plan == Plan(D1, P0)
+    assert only(actions, act.Start).plan == act.Plan(D1, P0)
     assert estimate is not None
     assert (estimate.source, estimate.by_prefill) == (P0, True)
     assert estimate.queue_s == 0.25
@@ -76,9 +68,9 @@ def test_it_takes_no_slot_and_its_hand_off_is_the_ordinary_one() -> None:
 
     actions = harness.lose("d0", A=1, B=1)
 
-    assert [start.plan for start in of(actions, Start)] == [Plan(D1, P0)] * 2
+    assert [start.plan for start in of(actions, act.Start)] == [act.Plan(D1, P0)] * 2
     assert harness.policy.snapshot()["slots"] == {}
-    harness.handle(PrefillDone(A, 2, 101))
+    harness.handle(ev.PrefillDone(A, 2, 101))
     assert harness.policy.snapshot()["streams"] == {
         "waiting": 0,
         "queued": 0,
@@ -94,38 +86,38 @@ def test_recompute_never_goes_to_the_cache_holder(name: PolicyName) -> None:
     """
     harness = plain("p0", "d0", "d1", name=name)
     harness.decoding("A")
-    harness.handle(LoadReported(D1, 9.0))
+    harness.handle(ev.LoadReported(D1, 9.0))
 
     actions = harness.lose("d0", A=1)
 
-    assert {(e.option, e.source) for e in only(actions, Recovered).estimates} == {
+    assert {(e.option, e.source) for e in only(actions, act.Recovered).estimates} == {
         (Option.MIGRATE, P0),
         (Option.RECOMPUTE, None),
     }
     if name is PolicyName.ALWAYS_RECOMPUTE:
-        assert only(actions, Start).plan == Plan(D1)
+        assert only(actions, act.Start).plan == act.Plan(D1)
 
 
 def test_another_prefill_instance_may_recompute() -> None:
     """It has nothing of the history, so that this is no migration."""
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_RECOMPUTE)
     harness.decoding("A")
-    harness.handle(LoadReported(D1, 1.0))
+    harness.handle(ev.LoadReported(D1, 1.0))
 
-    assert only(harness.lose("d0", A=1), Start).plan == Plan(D1, P1)
+    assert only(harness.lose("d0", A=1), act.Start).plan == act.Plan(D1, P1)
 
 
 @pytest.mark.parametrize("name", [PolicyName.ROM, PolicyName.AUTO])
 def test_over_a_fast_link_a_cached_prompt_is_cheaper(name: PolicyName) -> None:
     """By the seed's rule too."""
     harness = plain("p0", "d0", "d1", name=name)
-    harness.handle(LinkMeasured(N0, N1, 1e12))
+    harness.handle(ev.LinkMeasured(N0, N1, 1e12))
     harness.decoding("A")
 
     actions = harness.lose("d0", A=1)
 
-    assert only(actions, Recovered).option is Option.MIGRATE
-    assert only(actions, Start).plan == Plan(D1, P0)
+    assert only(actions, act.Recovered).option is Option.MIGRATE
+    assert only(actions, act.Start).plan == act.Plan(D1, P0)
 
 
 def test_an_instance_that_only_caches_is_never_fetched_from() -> None:
@@ -136,13 +128,13 @@ def test_an_instance_that_only_caches_is_never_fetched_from() -> None:
     for name in ("p0", "d0", "p1", "d1"):
         every = frozenset(Capability)
         harness.handle(
-            InstanceUp(
+            ev.InstanceUp(
                 instance(name, capabilities=every - {Capability.RETAIN} if name == "p0" else every)
             )
         )
     harness.decoding("A")
 
-    record = only(harness.lose("d0", A=1), Recovered)
+    record = only(harness.lose("d0", A=1), act.Recovered)
 
     assert {estimate.option for estimate in record.estimates} == {Option.RECOMPUTE}
 
@@ -154,20 +146,20 @@ def test_a_cache_that_failed_the_stream_is_not_tried_again() -> None:
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
     harness.lose("d0", A=1)
-    harness.handle(PrefillDone(A, 2, 101))
+    harness.handle(ev.PrefillDone(A, 2, 101))
 
-    actions = harness.handle(AttemptFailed(A, 2, P0, "could not be pulled from", 1))
+    actions = harness.handle(ev.AttemptFailed(A, 2, P0, "could not be pulled from", 1))
 
     assert migrate_of(list(actions)) is None
-    assert only(actions, Start).plan.prefill != P0
+    assert only(actions, act.Start).plan.prefill != P0
 
 
 def test_a_cache_is_lost_with_its_instance() -> None:
     """Its next epoch has computed nothing."""
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
-    harness.handle(InstanceLost(P0, 1, "killed", {}))
-    harness.handle(InstanceUp(instance("p0", epoch=2, capabilities=CACHES)))
+    harness.handle(ev.InstanceLost(P0, 1, "killed", {}))
+    harness.handle(ev.InstanceUp(instance("p0", epoch=2, capabilities=CACHES)))
 
     assert migrate_of(list(harness.lose("d0", A=1))) is None
 
@@ -180,9 +172,9 @@ def server(harness: PolicyHarness, n: int, *, pulls: bool = False, epoch: int = 
     can = frozenset({Capability.FENCE, Capability.EXACT_RESUME}) | (
         {Capability.PULL_PAGES, Capability.RETAIN} if pulls else NONE
     )
-    harness.handle(InstanceUp(instance(f"p{n}", epoch, capabilities=can)))
+    harness.handle(ev.InstanceUp(instance(f"p{n}", epoch, capabilities=can)))
     harness.handle(
-        InstanceUp(instance(f"d{n}", epoch, capabilities=can, own_prefill=InstanceId(f"p{n}")))
+        ev.InstanceUp(instance(f"d{n}", epoch, capabilities=can, own_prefill=InstanceId(f"p{n}")))
     )
 
 
@@ -192,11 +184,11 @@ def test_what_is_one_call_is_not_redirected(handoff: Handoff) -> None:
     harness = PolicyHarness(handoff=handoff)
     for n in (0, 1):
         server(harness, n, pulls=True)
-    harness.handle(StreamArrived(A, 100))
-    harness.handle(LoadReported(D0, 9.0))
+    harness.handle(ev.StreamArrived(A, 100))
+    harness.handle(ev.LoadReported(D0, 9.0))
 
-    assert of(harness.handle(PrefillDone(A, 1, 100)), Redirect) == []
-    assert harness.handle(StreamResumed(A, 1)) == []
+    assert of(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect) == []
+    assert harness.handle(ev.StreamResumed(A, 1)) == []
     assert {row["id"]: row["decode_streams"] for row in harness.policy.snapshot()["instances"]}[
         D0
     ] == 1
@@ -210,18 +202,18 @@ def test_a_server_behind_a_queue_hands_off_to_another_one(handoff: Handoff) -> N
     harness = PolicyHarness(handoff=handoff)
     for n in (0, 1):
         server(harness, n, pulls=True)
-    harness.handle(LoadReported(P1, 5.0))
-    harness.handle(LoadReported(D0, 9.0))
+    harness.handle(ev.LoadReported(P1, 5.0))
+    harness.handle(ev.LoadReported(D0, 9.0))
 
-    start = only(harness.handle(StreamArrived(A, 100)), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
     if handoff is Handoff.OWN_PAIR:
-        assert start.plan == Plan(D0, P0)
+        assert start.plan == act.Plan(D0, P0)
         return
-    assert start.plan == Plan(D1, P0)
-    harness.handle(LoadReported(D0, 0.0))
-    harness.handle(LoadReported(D1, 9.0))
-    assert only(harness.handle(PrefillDone(A, 1, 100)), Redirect).plan == Plan(D0, P0)
+    assert start.plan == act.Plan(D1, P0)
+    harness.handle(ev.LoadReported(D0, 0.0))
+    harness.handle(ev.LoadReported(D1, 9.0))
+    assert only(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect).plan == act.Plan(D0, P0)
 
 
 def test_a_server_that_retains_nothing_is_one_call_behind_any_queue() -> None:
@@ -229,10 +221,10 @@ def test_a_server_that_retains_nothing_is_one_call_behind_any_queue() -> None:
     harness = PolicyHarness(handoff=Handoff.AUTO)
     server(harness, 0)
     server(harness, 1, pulls=True)
-    harness.handle(LoadReported(P1, 5.0))
-    harness.handle(LoadReported(D0, 9.0))
+    harness.handle(ev.LoadReported(P1, 5.0))
+    harness.handle(ev.LoadReported(D0, 9.0))
 
-    assert only(harness.handle(StreamArrived(A, 100)), Start).plan == Plan(D0, P0)
+    assert only(harness.handle(ev.StreamArrived(A, 100)), act.Start).plan == act.Plan(D0, P0)
 
 
 def test_nor_is_its_plan_redirected_otherwise() -> None:
@@ -242,12 +234,12 @@ def test_nor_is_its_plan_redirected_otherwise() -> None:
     harness = PolicyHarness(backup=BackupSettings(mode=BackupMode.REMOTE))
     every = frozenset(Capability)
     for name, own in (("p0", None), ("d0", P0)):
-        harness.handle(InstanceUp(instance(name, capabilities=every, own_prefill=own)))
+        harness.handle(ev.InstanceUp(instance(name, capabilities=every, own_prefill=own)))
     harness.agents("n1")
-    start = only(harness.handle(StreamArrived(A, 1, 20)), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 1, 20)), act.Start)
 
     assert start.plan.places != ()
-    assert harness.handle(PrefillDone(A, 1, 1000)) == []
+    assert harness.handle(ev.PrefillDone(A, 1, 1000)) == []
 
 
 def test_a_hand_off_to_the_server_of_its_prefill_is_redirected_like_any_other() -> None:
@@ -255,13 +247,13 @@ def test_a_hand_off_to_the_server_of_its_prefill_is_redirected_like_any_other() 
     matter any more.
     """
     harness = PolicyHarness(handoff=Handoff.AUTO)
-    harness.handle(InstanceUp(instance("p0")))
-    harness.handle(InstanceUp(instance("d1")))
-    harness.handle(StreamArrived(A, 100))
-    harness.handle(InstanceUp(instance("d0", own_prefill=P0)))
-    harness.handle(LoadReported(D1, 9.0))
+    harness.handle(ev.InstanceUp(instance("p0")))
+    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(ev.StreamArrived(A, 100))
+    harness.handle(ev.InstanceUp(instance("d0", own_prefill=P0)))
+    harness.handle(ev.LoadReported(D1, 9.0))
 
-    assert only(harness.handle(PrefillDone(A, 1, 100)), Redirect).plan == Plan(D0, P0)
+    assert only(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect).plan == act.Plan(D0, P0)
 
 
 @pytest.mark.parametrize("lost", [P0, D0])
@@ -272,11 +264,11 @@ def test_one_call_is_lost_with_either_stage(lost: InstanceId) -> None:
     harness = PolicyHarness()
     for n in (0, 1):
         server(harness, n)
-    harness.handle(StreamArrived(A, 100))
+    harness.handle(ev.StreamArrived(A, 100))
 
-    actions = harness.handle(InstanceLost(lost, 1, "killed", {A: 0}))
+    actions = harness.handle(ev.InstanceLost(lost, 1, "killed", {A: 0}))
 
-    assert only(actions, Start) == Start(A, 2, Plan(D1, P1))
+    assert only(actions, act.Start) == act.Start(A, 2, act.Plan(D1, P1))
     running = {row["id"]: row["running"] for row in harness.policy.snapshot()["instances"]}
     assert (
         running == {P0: 0, D0: 0, P1: 1, D1: 1} | {lost: 0}
@@ -291,7 +283,7 @@ def test_one_call_past_its_first_token_survives_its_prefill() -> None:
     server(harness, 0)
     harness.decoding("A")
 
-    assert harness.handle(InstanceLost(P0, 1, "killed", {})) == []
+    assert harness.handle(ev.InstanceLost(P0, 1, "killed", {})) == []
     assert harness.policy.snapshot()["streams"]["decode"] == 1
 
 
@@ -300,12 +292,12 @@ def test_a_server_that_pulls_nothing_has_only_its_own_prefill() -> None:
     harness = PolicyHarness()
     for n in (0, 1):
         server(harness, n)
-    harness.handle(InstanceLost(D0, 1, "killed", {}))
-    harness.handle(LoadReported(P1, 5.0))
+    harness.handle(ev.InstanceLost(D0, 1, "killed", {}))
+    harness.handle(ev.LoadReported(P1, 5.0))
 
-    start = only(harness.handle(StreamArrived(A, 100)), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
-    assert start.plan == Plan(D1, P1)
+    assert start.plan == act.Plan(D1, P1)
 
 
 def test_a_server_that_pulls_takes_the_hand_off_of_another() -> None:
@@ -313,10 +305,10 @@ def test_a_server_that_pulls_takes_the_hand_off_of_another() -> None:
     harness = PolicyHarness()
     for n in (0, 1):
         server(harness, n, pulls=True)
-    harness.handle(InstanceLost(D0, 1, "killed", {}))
-    harness.handle(LoadReported(P1, 5.0))
+    harness.handle(ev.InstanceLost(D0, 1, "killed", {}))
+    harness.handle(ev.LoadReported(P1, 5.0))
 
-    assert only(harness.handle(StreamArrived(A, 100)), Start).plan == Plan(D1, P0)
+    assert only(harness.handle(ev.StreamArrived(A, 100)), act.Start).plan == act.Plan(D1, P0)
 
 
 def test_a_history_is_recomputed_by_the_targets_own_prefill() -> None:
@@ -325,9 +317,9 @@ def test_a_history_is_recomputed_by_the_targets_own_prefill() -> None:
     for n in (0, 1, 2):
         server(harness, n)
     harness.decoding("A")
-    harness.handle(LoadReported(P1, 0.01))
+    harness.handle(ev.LoadReported(P1, 0.01))
 
-    record = only(harness.lose("d0", A=1), Recovered)
+    record = only(harness.lose("d0", A=1), act.Recovered)
 
     assert {(each.target, each.source) for each in record.estimates} == {
         (D1, P1),
@@ -340,11 +332,11 @@ def test_the_own_prefill_is_the_servers_not_the_nodes() -> None:
     harness = PolicyHarness()
     for n in (0, 1):
         server(harness, n)
-    harness.handle(InstanceUp(instance("p1x", capabilities=NONE)))
+    harness.handle(ev.InstanceUp(instance("p1x", capabilities=NONE)))
     harness.decoding("A")
-    harness.handle(LoadReported(P1, 0.5))
+    harness.handle(ev.LoadReported(P1, 0.5))
 
-    record = only(harness.lose("d0", A=1), Recovered)
+    record = only(harness.lose("d0", A=1), act.Recovered)
 
     assert {(each.target, each.source) for each in record.estimates} == {(D1, P1)}
 
@@ -356,13 +348,13 @@ def test_without_a_server_that_is_whole_a_stream_waits() -> None:
     harness = PolicyHarness()
     for n in (0, 1):
         server(harness, n)
-    harness.handle(InstanceLost(P0, 1, "killed", {}))
-    harness.handle(InstanceLost(D1, 1, "killed", {}))
+    harness.handle(ev.InstanceLost(P0, 1, "killed", {}))
+    harness.handle(ev.InstanceLost(D1, 1, "killed", {}))
 
-    assert of(harness.handle(StreamArrived(A, 100)), Start) == []
+    assert of(harness.handle(ev.StreamArrived(A, 100)), act.Start) == []
     assert only(
-        harness.handle(InstanceUp(instance("p0", 2, capabilities=NONE))), Start
-    ).plan == Plan(D0, P0)
+        harness.handle(ev.InstanceUp(instance("p0", 2, capabilities=NONE))), act.Start
+    ).plan == act.Plan(D0, P0)
 
 
 def test_a_server_that_pulls_nothing_and_has_no_prefill_gets_no_victims() -> None:
@@ -373,12 +365,12 @@ def test_a_server_that_pulls_nothing_and_has_no_prefill_gets_no_victims() -> Non
     for n in (0, 1, 2):
         server(harness, n)
     harness.decoding("A")
-    harness.handle(InstanceLost(P1, 1, "killed", {}))
+    harness.handle(ev.InstanceLost(P1, 1, "killed", {}))
 
     actions = harness.lose("d0", A=1)
 
-    assert only(actions, Start).plan == Plan(InstanceId("d2"), InstanceId("p2"))
-    assert {each.target for each in only(actions, Recovered).estimates} == {InstanceId("d2")}
+    assert only(actions, act.Start).plan == act.Plan(InstanceId("d2"), InstanceId("p2"))
+    assert {each.target for each in only(actions, act.Recovered).estimates} == {InstanceId("d2")}
 
 
 def test_without_a_server_that_is_whole_a_victim_waits() -> None:
@@ -386,11 +378,11 @@ def test_without_a_server_that_is_whole_a_victim_waits() -> None:
     for n in (0, 1):
         server(harness, n)
     harness.decoding("A")
-    harness.handle(InstanceLost(P1, 1, "killed", {}))
+    harness.handle(ev.InstanceLost(P1, 1, "killed", {}))
 
-    assert of(harness.lose("d0", A=1), Start) == []
-    up = harness.handle(InstanceUp(instance("p1", 2, capabilities=NONE)))
-    assert only(up, Start).plan == Plan(D1, P1)
+    assert of(harness.lose("d0", A=1), act.Start) == []
+    up = harness.handle(ev.InstanceUp(instance("p1", 2, capabilities=NONE)))
+    assert only(up, act.Start).plan == act.Plan(D1, P1)
 
 
 def test_a_whole_server_that_failed_is_tried_again_before_one_that_is_not() -> None:
@@ -398,7 +390,9 @@ def test_a_whole_server_that_failed_is_tried_again_before_one_that_is_not() -> N
     for n in (0, 1):
         server(harness, n)
     harness.decoding("A")
-    harness.handle(InstanceLost(P1, 1, "killed", {}))
+    harness.handle(ev.InstanceLost(P1, 1, "killed", {}))
 
-    assert of(harness.handle(AttemptFailed(A, 1, D0, "reset", 1)), Start) == []
-    assert only(harness.handle(TimerFired(), at_s=harness.now_s + 0.06), Start).plan == Plan(D0, P0)
+    assert of(harness.handle(ev.AttemptFailed(A, 1, D0, "reset", 1)), act.Start) == []
+    assert only(
+        harness.handle(ev.TimerFired(), at_s=harness.now_s + 0.06), act.Start
+    ).plan == act.Plan(D0, P0)

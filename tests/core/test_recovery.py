@@ -3,21 +3,9 @@
 import pytest
 
 from kvrs.config.policy import PolicyName, SloSettings
-from kvrs.core.model.actions import GiveUp, PageRange, Plan, Reason, Recovered, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    InstanceLost,
-    InstanceUp,
-    LinkMeasured,
-    LoadReported,
-    PrefillDone,
-    RetentionLost,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.core.model.streams import RecoveryState
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
@@ -40,8 +28,10 @@ def test_a_victim_migrates_from_the_prefill_instance_that_retains_its_prompt() -
 
     actions = harness.lose("d0", A=7)
 
-    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, runs=(PageRange(P0, 0, 6, 1),)))
-    record = only(actions, Recovered)
+    assert only(actions, act.Start) == act.Start(
+        A, 2, act.Plan(decode=D1, runs=(act.PageRange(P0, 0, 6, 1),))
+    )
+    record = only(actions, act.Recovered)
     assert (record.option, record.cause, record.failed) == (Option.MIGRATE, "killed", D0)
     assert record.predicted_s == min(estimate.total_s for estimate in record.estimates)
     assert {estimate.option for estimate in record.estimates} == {Option.MIGRATE, Option.RECOMPUTE}
@@ -54,7 +44,7 @@ def test_the_last_position_of_a_history_is_never_fetched() -> None:
     harness = PolicyHarness("p0", "d0", "d1")
     harness.decoding("A", 96, resumed=False)
 
-    assert only(harness.lose("d0"), Start).plan.runs[0].pages == 5
+    assert only(harness.lose("d0"), act.Start).plan.runs[0].pages == 5
 
 
 def test_an_instance_that_another_proxy_fenced_keeps_its_streams_and_what_it_holds() -> None:
@@ -67,13 +57,13 @@ def test_an_instance_that_another_proxy_fenced_keeps_its_streams_and_what_it_hol
     fenced = [
         action
         for name in ("d0", "p0")
-        for action in harness.handle(InstanceUp(instance(name, epoch=2), lives_on=True))
+        for action in harness.handle(ev.InstanceUp(instance(name, epoch=2), lives_on=True))
     ]
 
     assert fenced == []
-    assert only(harness.handle(InstanceLost(D0, 2, "killed", {A: 7})), Start).plan == Plan(
-        decode=D1, runs=(PageRange(P0, 0, 6, 2),)
-    )
+    assert only(
+        harness.handle(ev.InstanceLost(D0, 2, "killed", {A: 7})), act.Start
+    ).plan == act.Plan(decode=D1, runs=(act.PageRange(P0, 0, 6, 2),))
 
 
 def test_streams_elsewhere_are_left_alone() -> None:
@@ -84,19 +74,19 @@ def test_streams_elsewhere_are_left_alone() -> None:
 
     actions = harness.lose("d0", A=1)
 
-    assert [start.stream for start in of(actions, Start)] == [A]
+    assert [start.stream for start in of(actions, act.Start)] == [A]
 
 
 def test_a_slow_link_makes_auto_recompute_at_the_target() -> None:
     """No hand-off is left when the target computes the history itself."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A", 100)
-    harness.handle(LinkMeasured(N0, N1, 100_000.0))
+    harness.handle(ev.LinkMeasured(N0, N1, 100_000.0))
 
     actions = harness.lose("d0", A=7)
 
-    assert only(actions, Start) == Start(A, 2, Plan(decode=D1))
-    assert only(actions, Recovered).option is Option.RECOMPUTE
+    assert only(actions, act.Start) == act.Start(A, 2, act.Plan(decode=D1))
+    assert only(actions, act.Recovered).option is Option.RECOMPUTE
 
 
 def test_behind_a_busy_target_its_own_pair_recomputes() -> None:
@@ -105,13 +95,13 @@ def test_behind_a_busy_target_its_own_pair_recomputes() -> None:
     """
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A", 100)
-    harness.handle(LinkMeasured(N0, N1, 100_000.0))
-    harness.handle(LoadReported(D1, 0.1))
+    harness.handle(ev.LinkMeasured(N0, N1, 100_000.0))
+    harness.handle(ev.LoadReported(D1, 0.1))
 
     actions = harness.lose("d0", A=7)
 
-    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, prefill=P1))
-    assert only(actions, Recovered).predicted_s == pytest.approx(
+    assert only(actions, act.Start) == act.Start(A, 2, act.Plan(decode=D1, prefill=P1))
+    assert only(actions, act.Recovered).predicted_s == pytest.approx(
         0.107 + 0.002 + 107 * 2048 / 1.25e9
     )
 
@@ -123,7 +113,7 @@ def test_the_generated_tail_is_part_of_what_auto_weighs() -> None:
 
     estimates = {
         estimate.option: estimate
-        for estimate in only(harness.lose("d0", A=50), Recovered).estimates
+        for estimate in only(harness.lose("d0", A=50), act.Recovered).estimates
     }
     migrate, recompute = estimates[Option.MIGRATE], estimates[Option.RECOMPUTE]
 
@@ -137,16 +127,16 @@ def test_a_queue_at_the_prefill_instance_turns_auto_towards_migration() -> None:
     def choice(queue_s: float) -> Option:
         harness = PolicyHarness("p0", "d0", "p1")
         harness.handle(
-            InstanceUp(
+            ev.InstanceUp(
                 instance(
                     "d1", prefill=SLOW, capabilities=frozenset(Capability) - {Capability.SPLIT}
                 )
             )
         )
-        harness.handle(LinkMeasured(N0, N1, 1e6))
+        harness.handle(ev.LinkMeasured(N0, N1, 1e6))
         harness.decoding("A", 100)
-        harness.handle(LoadReported(P1, queue_s))
-        return only(harness.lose("d0", A=1), Recovered).option
+        harness.handle(ev.LoadReported(P1, queue_s))
+        return only(harness.lose("d0", A=1), act.Recovered).option
 
     assert [choice(0.0), choice(0.5)] == [Option.RECOMPUTE, Option.MIGRATE]
 
@@ -156,13 +146,13 @@ def test_bytes_already_on_a_link_are_weighed() -> None:
     better to recompute.
     """
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(LinkMeasured(N0, N1, 4e6))
-    harness.handle(LoadReported(P1, 9.0))
+    harness.handle(ev.LinkMeasured(N0, N1, 4e6))
+    harness.handle(ev.LoadReported(P1, 9.0))
     for n in range(12):
         harness.decoding(f"s{n}", 100)
-    harness.handle(LoadReported(P1, 0.0))
+    harness.handle(ev.LoadReported(P1, 0.0))
 
-    options = [record.option for record in of(harness.lose("d0"), Recovered)]
+    options = [record.option for record in of(harness.lose("d0"), act.Recovered)]
 
     assert options[0] in (Option.MIGRATE, Option.SPLIT)
     assert Option.RECOMPUTE in options
@@ -180,18 +170,18 @@ def test_rom_flips_at_112_gbit_s_whatever_queues_and_tails_there_are(
     harness = PolicyHarness(name=PolicyName.ROM)
     for name in ("p0", "d0", "p1", "d1"):
         harness.handle(
-            InstanceUp(
+            ev.InstanceUp(
                 instance(
                     name, geometry=catalog.kv_geometry(seed), prefill=catalog.prefill_table(seed)
                 )
             )
         )
     harness.decoding("A", prompt_tokens)
-    harness.handle(LinkMeasured(N0, N1, gbit_s * 1e9 / 8))
-    harness.handle(LoadReported(P1, 3.0))
-    harness.handle(LoadReported(D1, 5.0))
+    harness.handle(ev.LinkMeasured(N0, N1, gbit_s * 1e9 / 8))
+    harness.handle(ev.LoadReported(P1, 3.0))
+    harness.handle(ev.LoadReported(D1, 5.0))
 
-    record = only(harness.lose("d0", A=500), Recovered)
+    record = only(harness.lose("d0", A=500), act.Recovered)
 
     assert record.option is expected
 
@@ -209,9 +199,9 @@ def test_an_always_policy_does_not_look_at_costs(
     """The static baselines of the seed."""
     harness = PolicyHarness("p0", "d0", "p1", "d1", name=name)
     harness.decoding("A")
-    harness.handle(LinkMeasured(N0, N1, bytes_per_s))
+    harness.handle(ev.LinkMeasured(N0, N1, bytes_per_s))
 
-    assert only(harness.lose("d0", A=1), Recovered).option is expected
+    assert only(harness.lose("d0", A=1), act.Recovered).option is expected
 
 
 @pytest.mark.parametrize(
@@ -228,10 +218,10 @@ def test_without_the_capability_there_is_no_migration(changed: str, capability: 
             - {Capability.PREFIX_CACHE}
             - ({capability} if name == changed else set())
         )
-        harness.handle(InstanceUp(instance(name, capabilities=lacking)))
+        harness.handle(ev.InstanceUp(instance(name, capabilities=lacking)))
     harness.decoding("A")
 
-    record = only(harness.lose("d0", A=1), Recovered)
+    record = only(harness.lose("d0", A=1), act.Recovered)
 
     assert {estimate.option for estimate in record.estimates} == {Option.RECOMPUTE}
 
@@ -245,23 +235,23 @@ def test_pages_that_are_gone_are_never_a_source(how: str) -> None:
         case "lost":
             harness.lose("p0")
         case "replaced":
-            harness.handle(InstanceUp(instance("p0", epoch=2)))
+            harness.handle(ev.InstanceUp(instance("p0", epoch=2)))
         case _:
-            harness.handle(RetentionLost(P0, (A, B)))
+            harness.handle(ev.RetentionLost(P0, (A, B)))
 
-    start = only(harness.lose("d0", A=1), Start)
+    start = only(harness.lose("d0", A=1), act.Start)
 
-    assert start.plan == Plan(decode=D1)
+    assert start.plan == act.Plan(decode=D1)
 
 
 def test_a_stale_loss_is_ignored() -> None:
     """The loss of an older epoch does not concern the present one."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(InstanceUp(instance("d0", epoch=5)))
+    harness.handle(ev.InstanceUp(instance("d0", epoch=5)))
     harness.decoding("A")
 
     assert harness.lose("d0", epoch=4, A=1) == []
-    assert only(harness.lose("d0", epoch=5, A=1), Start).attempt == 2
+    assert only(harness.lose("d0", epoch=5, A=1), act.Start).attempt == 2
 
 
 def test_a_higher_epoch_means_that_what_ran_before_is_lost() -> None:
@@ -269,34 +259,36 @@ def test_a_higher_epoch_means_that_what_ran_before_is_lost() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A")
 
-    repeated = harness.handle(InstanceUp(instance("d0")))
-    replaced = harness.handle(InstanceUp(instance("d0", epoch=2)))
+    repeated = harness.handle(ev.InstanceUp(instance("d0")))
+    replaced = harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
 
     assert repeated == []
-    assert only(replaced, Start).attempt == 2
+    assert only(replaced, act.Start).attempt == 2
 
 
 def test_a_stream_that_had_nothing_yet_is_started_again() -> None:
     """No token, no KV: that is a start, on record because the client waits longer for it."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(StreamArrived(A, 100))
+    harness.handle(ev.StreamArrived(A, 100))
 
     actions = harness.lose("p0")
 
-    assert only(actions, Start) == Start(A, 2, Plan(decode=D1, prefill=P1))
-    assert only(actions, Recovered).option is Option.START
+    assert only(actions, act.Start) == act.Start(A, 2, act.Plan(decode=D1, prefill=P1))
+    assert only(actions, act.Recovered).option is Option.START
 
 
 def test_a_decode_instance_lost_during_prefill_is_replaced_after_it() -> None:
     """The prefill goes on, because its KV is worth having wherever the stream continues."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(StreamArrived(A, 100))
+    harness.handle(ev.StreamArrived(A, 100))
 
     lost = harness.lose("d0")
-    done = harness.handle(PrefillDone(A, 1, 100))
+    done = harness.handle(ev.PrefillDone(A, 1, 100))
 
-    assert of(lost, Start) == []
-    assert only(done, Start) == Start(A, 2, Plan(decode=D1, runs=(PageRange(P0, 0, 6, 1),)))
+    assert of(lost, act.Start) == []
+    assert only(done, act.Start) == act.Start(
+        A, 2, act.Plan(decode=D1, runs=(act.PageRange(P0, 0, 6, 1),))
+    )
 
 
 def test_a_recovery_that_is_hit_again_is_decided_again() -> None:
@@ -307,11 +299,11 @@ def test_a_recovery_that_is_hit_again_is_decided_again() -> None:
     harness.decoding("A")
     harness.lose("d0", A=5)
 
-    second = only(harness.lose("d1", A=5), Start)
+    second = only(harness.lose("d1", A=5), act.Start)
     late = [
-        harness.handle(StreamResumed(A, 2)),
-        harness.handle(AttemptFailed(A, 2, D1, "reset", 5)),
-        harness.handle(StreamEnded(A, 1)),
+        harness.handle(ev.StreamResumed(A, 2)),
+        harness.handle(ev.AttemptFailed(A, 2, D1, "reset", 5)),
+        harness.handle(ev.StreamEnded(A, 1)),
     ]
 
     assert (second.attempt, second.plan.decode) == (3, D2)
@@ -324,20 +316,20 @@ def test_a_failed_attempt_is_followed_by_another_instance_and_option() -> None:
     harness.decoding("A")
     harness.lose("d0", A=1)
 
-    actions = harness.handle(AttemptFailed(A, 2, D1, "refused", 1))
+    actions = harness.handle(ev.AttemptFailed(A, 2, D1, "refused", 1))
 
-    assert only(actions, Start) == Start(A, 3, Plan(decode=D2))
-    assert only(actions, Recovered).option is Option.RECOMPUTE
+    assert only(actions, act.Start) == act.Start(A, 3, act.Plan(decode=D2))
+    assert only(actions, act.Recovered).option is Option.RECOMPUTE
 
 
 def test_a_stream_is_not_sent_back_to_the_instance_that_failed_it() -> None:
     """However slow the others are."""
     harness = PolicyHarness("p0", "d0", "d1")
-    harness.handle(InstanceUp(instance("d2", prefill=SLOW)))
+    harness.handle(ev.InstanceUp(instance("d2", prefill=SLOW)))
     harness.decoding("A")
     harness.lose("d0", A=1)
 
-    assert only(harness.handle(AttemptFailed(A, 2, D1, "reset", 1)), Start).plan.decode == D2
+    assert only(harness.handle(ev.AttemptFailed(A, 2, D1, "reset", 1)), act.Start).plan.decode == D2
 
 
 def test_an_option_is_allowed_again_once_the_stream_flows() -> None:
@@ -345,21 +337,21 @@ def test_an_option_is_allowed_again_once_the_stream_flows() -> None:
     harness = PolicyHarness("p0", "d0", "d1", "d2", name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
     harness.lose("d0", A=1)
-    harness.handle(AttemptFailed(A, 2, D1, "refused", 1))
-    harness.handle(StreamResumed(A, 3))
-    harness.handle(InstanceUp(instance("d1", epoch=2)))
+    harness.handle(ev.AttemptFailed(A, 2, D1, "refused", 1))
+    harness.handle(ev.StreamResumed(A, 3))
+    harness.handle(ev.InstanceUp(instance("d1", epoch=2)))
 
-    assert only(harness.lose("d2", A=9), Recovered).option is Option.MIGRATE
+    assert only(harness.lose("d2", A=9), act.Recovered).option is Option.MIGRATE
 
 
 def test_a_new_epoch_lifts_the_bar() -> None:
     """It was the earlier epoch that failed."""
     harness = PolicyHarness("p0", "d0", "d1")
     harness.decoding("A")
-    harness.handle(AttemptFailed(A, 1, D0, "error event", 1))
-    harness.handle(InstanceUp(instance("d0", epoch=2)))
+    harness.handle(ev.AttemptFailed(A, 1, D0, "error event", 1))
+    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
 
-    assert only(harness.lose("d1", A=2), Start).plan.decode == D0
+    assert only(harness.lose("d1", A=2), act.Start).plan.decode == D0
 
 
 def test_the_only_instance_is_tried_again_after_a_pause() -> None:
@@ -369,11 +361,11 @@ def test_the_only_instance_is_tried_again_after_a_pause() -> None:
     harness = PolicyHarness("p0", "d0")
     harness.decoding("A")
 
-    failed = harness.handle(AttemptFailed(A, 1, D0, "reset", 3), at_s=1.0)
-    again = harness.handle(TimerFired(), at_s=1.05)
+    failed = harness.handle(ev.AttemptFailed(A, 1, D0, "reset", 3), at_s=1.0)
+    again = harness.handle(ev.TimerFired(), at_s=1.05)
 
-    assert of(failed, Start) == []
-    assert only(again, Start).plan.decode == D0
+    assert of(failed, act.Start) == []
+    assert only(again, act.Start).plan.decode == D0
 
 
 def test_attempts_are_bounded() -> None:
@@ -382,9 +374,9 @@ def test_attempts_are_bounded() -> None:
     harness.decoding("A")
     harness.lose("d0", A=1)
 
-    given_up = only(harness.lose("d1", A=1), GiveUp)
+    given_up = only(harness.lose("d1", A=1), act.GiveUp)
 
-    assert (given_up.stream, given_up.reason) == (A, Reason.RETRIES)
+    assert (given_up.stream, given_up.reason) == (A, act.Reason.RETRIES)
 
 
 def test_victims_wait_for_a_decode_instance_and_keep_their_kv() -> None:
@@ -394,10 +386,10 @@ def test_victims_wait_for_a_decode_instance_and_keep_their_kv() -> None:
     harness.decoding("B")
 
     lost = harness.lose("d0", at_s=1.0, A=1, B=2)
-    up = harness.handle(InstanceUp(instance("d0", epoch=2)), at_s=20.0)
+    up = harness.handle(ev.InstanceUp(instance("d0", epoch=2)), at_s=20.0)
 
-    assert of(lost, Start) == []
-    assert [(start.stream, start.plan.runs[0].holder) for start in of(up, Start)] == [
+    assert of(lost, act.Start) == []
+    assert [(start.stream, start.plan.runs[0].holder) for start in of(up, act.Start)] == [
         (A, P0),
         (B, P0),
     ]
@@ -409,7 +401,9 @@ def test_a_victim_waits_no_longer_than_allowed() -> None:
     harness.decoding("A")
     harness.lose("d0", at_s=1.0, A=1)
 
-    assert only(harness.handle(TimerFired(), at_s=6.0), GiveUp).reason is Reason.NO_INSTANCE
+    assert (
+        only(harness.handle(ev.TimerFired(), at_s=6.0), act.GiveUp).reason is act.Reason.NO_INSTANCE
+    )
 
 
 def test_without_any_prefill_instance_the_target_computes_the_history_itself() -> None:
@@ -420,16 +414,16 @@ def test_without_any_prefill_instance_the_target_computes_the_history_itself() -
     harness.decoding("A")
     harness.lose("p0")
 
-    assert only(harness.lose("d0", A=1), Start).plan == Plan(decode=D1)
+    assert only(harness.lose("d0", A=1), act.Start).plan == act.Plan(decode=D1)
 
 
 def test_abort_when_no_option_meets_the_gap() -> None:
     """`slo.abort`: an explicit error now, and the capacity for the others."""
     harness = PolicyHarness("p0", "d0", "d1", slo=SloSettings(abort=True, recovery_gap_s=0.05))
     harness.decoding("A", 400)
-    harness.handle(LinkMeasured(N0, N1, 1e6))
+    harness.handle(ev.LinkMeasured(N0, N1, 1e6))
 
-    assert only(harness.lose("d0", A=1), GiveUp).reason is Reason.SLO
+    assert only(harness.lose("d0", A=1), act.GiveUp).reason is act.Reason.SLO
 
 
 def test_waiting_counts_against_the_gap() -> None:
@@ -438,7 +432,7 @@ def test_waiting_counts_against_the_gap() -> None:
     harness.decoding("A")
     harness.lose("d0", at_s=1.0, A=1)
 
-    assert only(harness.handle(TimerFired(), at_s=3.0), GiveUp).reason is Reason.SLO
+    assert only(harness.handle(ev.TimerFired(), at_s=3.0), act.GiveUp).reason is act.Reason.SLO
 
 
 def test_victims_are_spread_over_the_targets() -> None:
@@ -447,7 +441,7 @@ def test_victims_are_spread_over_the_targets() -> None:
     for n in range(6):
         harness.decoding(f"s{n}")
 
-    starts = of(harness.lose("d0"), Start)
+    starts = of(harness.lose("d0"), act.Start)
 
     assert [start.plan.decode for start in starts].count(D1) == 3
     assert [start.plan.decode for start in starts].count(D2) == 3
@@ -460,14 +454,14 @@ def test_late_and_unknown_reports_are_ignored() -> None:
     unknown = [
         harness.handle(event)
         for event in (
-            PrefillDone(A, 1, 5),
-            StreamResumed(A, 1),
-            AttemptFailed(A, 1, D0, "reset", 0),
-            StreamEnded(A, 1),
-            LoadReported(InstanceId("x"), 1.0),
-            RetentionLost(P0, (A,)),
-            InstanceLost(InstanceId("x"), 1, "killed", {}),
-            TimerFired(),
+            ev.PrefillDone(A, 1, 5),
+            ev.StreamResumed(A, 1),
+            ev.AttemptFailed(A, 1, D0, "reset", 0),
+            ev.StreamEnded(A, 1),
+            ev.LoadReported(InstanceId("x"), 1.0),
+            ev.RetentionLost(P0, (A,)),
+            ev.InstanceLost(InstanceId("x"), 1, "killed", {}),
+            ev.TimerFired(),
         )
     ]
 

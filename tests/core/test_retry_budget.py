@@ -5,29 +5,22 @@ from itertools import pairwise
 import pytest
 
 from kvrs.core.defences.retry_budget import LEAST_TOKENS, REFILL_S, SHARE, RetryBudget
-from kvrs.core.model.actions import GiveUp, Start, WakeAt
-from kvrs.core.model.events import (
-    AttemptFailed,
-    InstanceUp,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance, of, only
 
 D0 = InstanceId("d0")
 
 
-def wakes(harness: PolicyHarness, until_s: float) -> list[Start]:
+def wakes(harness: PolicyHarness, until_s: float) -> list[act.Start]:
     """Fire timers as they are asked for; the attempts that begin."""
-    starts = of(harness.handle(TimerFired()), Start)
+    starts = of(harness.handle(ev.TimerFired()), act.Start)
     while True:
-        at_s = [each.at_s for each in of(harness.actions, WakeAt) if each.at_s > harness.now_s]
+        at_s = [each.at_s for each in of(harness.actions, act.WakeAt) if each.at_s > harness.now_s]
         if not at_s or min(at_s) > until_s:
             return starts
-        starts += of(harness.handle(TimerFired(), min(at_s)), Start)
+        starts += of(harness.handle(ev.TimerFired(), min(at_s)), act.Start)
 
 
 def test_retries_stay_below_a_share_of_starts_and_a_floor() -> None:
@@ -63,23 +56,23 @@ def test_streams_that_fail_again_and_again_wait_and_none_is_lost() -> None:
     harness = PolicyHarness("p0", "d0", "d1", "d2", max_attempts=100)
     for n in range(90):
         harness.decoding(f"s{n}")
-    attempts = of(harness.lose("d0", **{f"s{n}": 1 for n in range(90)}), Start)
+    attempts = of(harness.lose("d0", **{f"s{n}": 1 for n in range(90)}), act.Start)
     tries = len(attempts)
     while harness.now_s < 1.0:
-        again: list[Start] = []
+        again: list[act.Start] = []
         for start in attempts:
-            failed = AttemptFailed(start.stream, start.attempt, start.plan.decode, "reset", 1)
-            again += of(harness.handle(failed), Start)
+            failed = ev.AttemptFailed(start.stream, start.attempt, start.plan.decode, "reset", 1)
+            again += of(harness.handle(failed), act.Start)
         attempts = again + wakes(harness, harness.now_s + 0.02)
         tries += len(attempts)
         harness.now_s += 0.02
 
     assert tries < LEAST_TOKENS + LEAST_TOKENS / REFILL_S + 90 * SHARE
-    assert of(harness.actions, GiveUp) == []
+    assert of(harness.actions, act.GiveUp) == []
 
     back: set[StreamId] = set()
     for start in attempts + wakes(harness, 60.0):
-        harness.handle(StreamResumed(start.stream, start.attempt))
+        harness.handle(ev.StreamResumed(start.stream, start.attempt))
         back.add(start.stream)
     assert back == {f"s{n}" for n in range(90)}
 
@@ -91,15 +84,15 @@ def test_a_request_that_has_not_begun_may_be_refused_and_keeps_no_token_from_oth
     again = 0
     for n in range(200):
         name = StreamId(f"s{n}")
-        start = only(harness.handle(StreamArrived(name, 100)), Start)
+        start = only(harness.handle(ev.StreamArrived(name, 100)), act.Start)
         prefill = start.plan.prefill
         assert prefill is not None
-        failed = AttemptFailed(name, 1, prefill, "HTTP 500", 0)
-        again += len(of(harness.handle(failed), Start))
-        harness.handle(StreamEnded(name, 1 if start.attempt == 1 else 2))
-        harness.handle(StreamEnded(name, 2))
+        failed = ev.AttemptFailed(name, 1, prefill, "HTTP 500", 0)
+        again += len(of(harness.handle(failed), act.Start))
+        harness.handle(ev.StreamEnded(name, 1 if start.attempt == 1 else 2))
+        harness.handle(ev.StreamEnded(name, 2))
 
-    recovered = of(harness.lose("d0", flows=1) + harness.lose("d1", flows=1), Start)
+    recovered = of(harness.lose("d0", flows=1) + harness.lose("d1", flows=1), act.Start)
 
     assert again < 0.75 * LEAST_TOKENS + 200 * SHARE + 1
     assert "flows" in [start.stream for start in recovered]
@@ -112,7 +105,7 @@ def test_an_instance_that_restarts_in_a_loop_waits_longer_each_time() -> None:
     for epoch in range(1, 7):
         harness.lose("d0", epoch)
         harness.now_s += 1.0
-        harness.handle(InstanceUp(instance("d0", epoch + 1)))
+        harness.handle(ev.InstanceUp(instance("d0", epoch + 1)))
         row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
         paused_s.append(row["health"]["paused_s"])
         assert row["health"]["quick_deaths"] == epoch
@@ -129,7 +122,7 @@ def test_an_instance_that_has_lived_for_a_while_is_in_no_loop() -> None:
     for epoch in range(1, 9):
         harness.now_s += 100.0
         harness.lose("d0", epoch)
-        harness.handle(InstanceUp(instance("d0", epoch + 1)))
+        harness.handle(ev.InstanceUp(instance("d0", epoch + 1)))
 
     row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
     assert (row["health"]["quick_deaths"], row["health"]["paused_s"]) == (0, 0.0)
@@ -175,7 +168,7 @@ def test_a_death_within_ten_seconds_of_coming_up_is_a_quick_one(
     harness = PolicyHarness("p0", "d0", "d1")
 
     harness.lose("d0", at_s=lived_s)
-    harness.handle(InstanceUp(instance("d0", 2)))
+    harness.handle(ev.InstanceUp(instance("d0", 2)))
 
     row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
     assert row["health"]["quick_deaths"] == quick_deaths
@@ -187,11 +180,11 @@ def test_a_request_that_has_not_begun_asks_for_a_token_two_to_four_times_a_secon
     for n in range(40):
         harness = PolicyHarness("p0", "d0", "p1", "d1")
         name = StreamId(f"s{n}")
-        start = only(harness.handle(StreamArrived(name, 100)), Start)
+        start = only(harness.handle(ev.StreamArrived(name, 100)), act.Start)
         assert start.plan.prefill is not None
         for _ in range(100):
             harness.policy._starter.retries.take(1, 0.0)
-        harness.handle(AttemptFailed(name, 1, start.plan.prefill, "HTTP 500", 0))
-        waits_s.append(only(harness.actions, WakeAt).at_s)
+        harness.handle(ev.AttemptFailed(name, 1, start.plan.prefill, "HTTP 500", 0))
+        waits_s.append(only(harness.actions, act.WakeAt).at_s)
 
     assert all(0.25 <= each <= 0.5 for each in waits_s)

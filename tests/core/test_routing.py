@@ -3,18 +3,8 @@
 import pytest
 
 from kvrs.core.defences.outliers import CONSECUTIVE_FAILURES
-from kvrs.core.model.actions import GiveUp, Plan, Reason, Recovered, Start, WakeAt
-from kvrs.core.model.events import (
-    AttemptFailed,
-    DrainEnded,
-    DrainOrdered,
-    InstanceUp,
-    LoadReported,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Role
 from tests.core.policy_harness import PolicyHarness, instance, of, only
@@ -27,9 +17,9 @@ def test_a_new_stream_starts_at_once_as_attempt_1_at_a_pair_of_one_node() -> Non
     """Own pair first; the first start is no recovery."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
 
-    actions = harness.handle(StreamArrived(A, 100))
+    actions = harness.handle(ev.StreamArrived(A, 100))
 
-    assert actions == [Start(A, 1, Plan(decode=D0, prefill=P0))]
+    assert actions == [act.Start(A, 1, act.Plan(decode=D0, prefill=P0))]
 
 
 def test_the_prefill_instance_with_the_least_predicted_work_is_taken() -> None:
@@ -37,7 +27,7 @@ def test_the_prefill_instance_with_the_least_predicted_work_is_taken() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
 
     plans = [
-        only(harness.handle(StreamArrived(StreamId(f"s{n}"), tokens)), Start).plan
+        only(harness.handle(ev.StreamArrived(StreamId(f"s{n}"), tokens)), act.Start).plan
         for n, tokens in enumerate([300, 100, 100, 50])
     ]
 
@@ -48,9 +38,9 @@ def test_the_prefill_instance_with_the_least_predicted_work_is_taken() -> None:
 def test_a_reported_queue_counts_when_it_is_longer_than_the_own_book() -> None:
     """Other proxies' work is known from reports only."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(LoadReported(P0, 0.5))
+    harness.handle(ev.LoadReported(P0, 0.5))
 
-    start = only(harness.handle(StreamArrived(A, 100)), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
     assert start.plan.prefill == P1
 
@@ -62,7 +52,7 @@ def test_streams_of_other_proxies_count_as_the_instance_reports_them() -> None:
 
     rows = []
     for streams in (3, 8, 2):
-        harness.handle(LoadReported(D0, 0.0, streams))
+        harness.handle(ev.LoadReported(D0, 0.0, streams))
         (row,) = (each for each in harness.policy.snapshot()["instances"] if each["id"] == D0)
         rows.append((row["decode_streams"], row["others_reported"]))
 
@@ -74,7 +64,9 @@ def test_work_leaves_the_book_when_prefill_answers() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A", 400)
 
-    plans = [only(harness.handle(StreamArrived(stream, 10)), Start).plan for stream in (B, C)]
+    plans = [
+        only(harness.handle(ev.StreamArrived(stream, 10)), act.Start).plan for stream in (B, C)
+    ]
 
     assert [plan.prefill for plan in plans] == [P1, P0]
 
@@ -82,48 +74,48 @@ def test_work_leaves_the_book_when_prefill_answers() -> None:
 def test_without_its_own_pair_the_decode_instance_with_the_fewest_streams_is_taken() -> None:
     """A prefill instance whose decode partner is gone still works."""
     harness = PolicyHarness("p0", "p1", "d1", "p2", "d2")
-    harness.handle(LoadReported(P0, 1.0))
-    harness.handle(StreamArrived(A, 100))
-    harness.handle(LoadReported(P0, 0.0))
-    harness.handle(LoadReported(P1, 9.0))
-    harness.handle(LoadReported(InstanceId("p2"), 9.0))
+    harness.handle(ev.LoadReported(P0, 1.0))
+    harness.handle(ev.StreamArrived(A, 100))
+    harness.handle(ev.LoadReported(P0, 0.0))
+    harness.handle(ev.LoadReported(P1, 9.0))
+    harness.handle(ev.LoadReported(InstanceId("p2"), 9.0))
 
-    start = only(harness.handle(StreamArrived(B, 100)), Start)
+    start = only(harness.handle(ev.StreamArrived(B, 100)), act.Start)
 
-    assert start.plan == Plan(decode=InstanceId("d2"), prefill=P0)
+    assert start.plan == act.Plan(decode=InstanceId("d2"), prefill=P0)
 
 
 def test_an_instance_of_both_roles_takes_the_stream_alone() -> None:
     """There is nothing to hand off within one instance."""
     harness = PolicyHarness("b0")
 
-    start = only(harness.handle(StreamArrived(A, 100)), Start)
+    start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
-    assert start.plan == Plan(decode=InstanceId("b0"))
+    assert start.plan == act.Plan(decode=InstanceId("b0"))
 
 
 def test_streams_wait_for_a_pair_and_start_in_order_of_arrival() -> None:
     """A prefill instance alone is no pair; when one is complete, first come, first served."""
     harness = PolicyHarness("p0")
 
-    waiting = [harness.handle(StreamArrived(stream, 100)) for stream in (B, A, C)]
-    started = harness.handle(InstanceUp(instance("d0")), at_s=1.0)
+    waiting = [harness.handle(ev.StreamArrived(stream, 100)) for stream in (B, A, C)]
+    started = harness.handle(ev.InstanceUp(instance("d0")), at_s=1.0)
 
-    assert waiting[0] == [WakeAt(30.0)]
-    assert [start.stream for start in of(started, Start)] == [B, A, C]
+    assert waiting[0] == [act.WakeAt(30.0)]
+    assert [start.stream for start in of(started, act.Start)] == [B, A, C]
 
 
 def test_a_stream_that_waited_in_vain_is_given_up_with_retry_after() -> None:
     """No instance within `recovery.wait_s`: an explicit end, and not a moment earlier."""
     harness = PolicyHarness("d0", wait_s=5.0)
-    harness.handle(StreamArrived(A, 100), at_s=1.0)
+    harness.handle(ev.StreamArrived(A, 100), at_s=1.0)
 
-    early = harness.handle(TimerFired(), at_s=5.5)
-    late = harness.handle(TimerFired(), at_s=6.0)
+    early = harness.handle(ev.TimerFired(), at_s=5.5)
+    late = harness.handle(ev.TimerFired(), at_s=6.0)
 
-    assert of(early, GiveUp) == []
-    given_up = only(late, GiveUp)
-    assert (given_up.stream, given_up.reason) == (A, Reason.NO_INSTANCE)
+    assert of(early, act.GiveUp) == []
+    given_up = only(late, act.GiveUp)
+    assert (given_up.stream, given_up.reason) == (A, act.Reason.NO_INSTANCE)
     assert 5.0 <= given_up.retry_after_s < 10.0
 
 
@@ -131,7 +123,9 @@ def test_without_patience_a_stream_is_given_up_at_once() -> None:
     """`recovery.wait_s: 0`."""
     harness = PolicyHarness(wait_s=0.0)
 
-    assert only(harness.handle(StreamArrived(A, 100)), GiveUp).reason is Reason.NO_INSTANCE
+    assert (
+        only(harness.handle(ev.StreamArrived(A, 100)), act.GiveUp).reason is act.Reason.NO_INSTANCE
+    )
 
 
 def test_the_prompts_length_is_known_from_prefill_on() -> None:
@@ -139,10 +133,10 @@ def test_the_prompts_length_is_known_from_prefill_on() -> None:
     one.
     """
     harness = PolicyHarness("p0", "d0", "d1")
-    harness.handle(StreamArrived(A, 1))
-    harness.handle(PrefillDone(A, 1, 330))
+    harness.handle(ev.StreamArrived(A, 1))
+    harness.handle(ev.PrefillDone(A, 1, 330))
 
-    estimates = only(harness.lose("d0", A=10), Recovered).estimates
+    estimates = only(harness.lose("d0", A=10), act.Recovered).estimates
 
     assert {round(e.compute_s, 6) for e in estimates} == {0.340, 0.020}
 
@@ -151,10 +145,12 @@ def test_one_timer_is_requested_however_many_streams_wait() -> None:
     """No storm of wake-ups: the earliest pending one is enough."""
     harness = PolicyHarness()
 
-    actions = [harness.handle(StreamArrived(StreamId(f"s{n}"), 1), at_s=n / 10) for n in range(50)]
+    actions = [
+        harness.handle(ev.StreamArrived(StreamId(f"s{n}"), 1), at_s=n / 10) for n in range(50)
+    ]
 
-    assert [a for each in actions for a in each] == [WakeAt(30.0)]
-    assert of(harness.handle(TimerFired(), at_s=30.0), WakeAt) == [WakeAt(30.1)]
+    assert [a for each in actions for a in each] == [act.WakeAt(30.0)]
+    assert of(harness.handle(ev.TimerFired(), at_s=30.0), act.WakeAt) == [act.WakeAt(30.1)]
 
 
 def test_an_ended_stream_leaves_no_trace() -> None:
@@ -163,10 +159,10 @@ def test_an_ended_stream_leaves_no_trace() -> None:
     before = harness.policy.snapshot()
     harness.decoding("A")
 
-    harness.handle(StreamEnded(A, 1))
+    harness.handle(ev.StreamEnded(A, 1))
     late = [
-        harness.handle(PrefillDone(A, 1, 100)),
-        harness.handle(StreamEnded(A, 1)),
+        harness.handle(ev.PrefillDone(A, 1, 100)),
+        harness.handle(ev.StreamEnded(A, 1)),
         harness.lose("d9"),
     ]
 
@@ -177,7 +173,7 @@ def test_an_ended_stream_leaves_no_trace() -> None:
 def test_the_snapshot_is_plain_data() -> None:
     """It goes out as JSON on the admin port."""
     harness = PolicyHarness("p0", "d0")
-    harness.handle(StreamArrived(A, 100))
+    harness.handle(ev.StreamArrived(A, 100))
 
     snapshot = harness.policy.snapshot()
 
@@ -232,7 +228,7 @@ def test_an_instance_of_both_roles_needs_others_for_both() -> None:
     harness = PolicyHarness("b0", "d1")
 
     assert not could_take(harness, "b0", "b0")
-    harness.handle(InstanceUp(instance("p1")))
+    harness.handle(ev.InstanceUp(instance("p1")))
     assert could_take(harness, "b0", "b0")
 
 
@@ -240,14 +236,14 @@ def test_what_is_to_end_or_is_ejected_takes_nothing() -> None:
     """Nor does one that is lost."""
     harness = PolicyHarness("p0", "d0", "d1")
 
-    harness.handle(DrainOrdered(D0, False, {}))
+    harness.handle(ev.DrainOrdered(D0, False, {}))
     drained = could_take(harness, "d1", "d1")
-    harness.handle(DrainEnded(D0))
+    harness.handle(ev.DrainEnded(D0))
     again = could_take(harness, "d1", "d1")
     for name in [f"s{number}" for number in range(CONSECUTIVE_FAILURES)]:
         harness.decoding(name, resumed=False)
     for name in [f"s{number}" for number in range(CONSECUTIVE_FAILURES)]:
-        harness.handle(AttemptFailed(StreamId(name), 1, D0, "broken", 0))
+        harness.handle(ev.AttemptFailed(StreamId(name), 1, D0, "broken", 0))
     ejected = could_take(harness, "d1", "d1")
     harness.lose("d0")
 

@@ -3,9 +3,9 @@
 import pytest
 
 from kvrs.config.policy import PolicyName
-from kvrs.core.model.actions import Recovered, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import InstanceUp, SelfTested, StreamResumed
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import PolicyHarness, instance, only
@@ -16,12 +16,12 @@ NAMES = ("p0", "d0", "p1", "d1")
 
 def weighed(harness: PolicyHarness, lost: str) -> set[Option]:
     """The options that are weighed for the one victim of this loss."""
-    recovered = only(harness.lose(lost, s=7), Recovered)
+    recovered = only(harness.lose(lost, s=7), act.Recovered)
     return {estimate.option for estimate in recovered.estimates}
 
 
-def seen(name: str, *, moves_kv: bool, tokens: str = "", epoch: int = 1) -> SelfTested:
-    return SelfTested(InstanceId(name), epoch, moves_kv, tokens)
+def seen(name: str, *, moves_kv: bool, tokens: str = "", epoch: int = 1) -> ev.SelfTested:
+    return ev.SelfTested(InstanceId(name), epoch, moves_kv, tokens)
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))
@@ -33,7 +33,7 @@ def test_nothing_is_fetched_where_kv_was_not_seen_to_move(
     """Neither to a target, nor from a holder, whatever they declare."""
     harness = PolicyHarness(name=policy)
     for name in NAMES:
-        harness.handle(InstanceUp(instance(name, capabilities=capabilities)))
+        harness.handle(ev.InstanceUp(instance(name, capabilities=capabilities)))
     start = harness.decoding("s", 400).plan
     other = "d1" if start.decode == "d0" else "d0"
     assert start.prefill is not None
@@ -46,7 +46,7 @@ def test_an_instance_is_used_fully_once_kv_was_seen_to_move() -> None:
     """Where self-tests run, an instance comes up without."""
     harness = PolicyHarness()
     for name in NAMES:
-        harness.handle(InstanceUp(instance(name, moves_kv=False)))
+        harness.handle(ev.InstanceUp(instance(name, moves_kv=False)))
     start = harness.decoding("s", 400).plan
 
     for name in NAMES:
@@ -73,7 +73,7 @@ def test_a_history_is_not_computed_twice_where_the_hand_off_moves_nothing() -> N
     other = "d1" if start.decode == "d0" else "d0"
     harness.handle(seen(other, moves_kv=False))
 
-    plan = only(harness.lose(start.decode, s=7), Start).plan
+    plan = only(harness.lose(start.decode, s=7), act.Start).plan
 
     assert (plan.decode, plan.prefill, plan.runs) == (other, None, ())
 
@@ -84,13 +84,13 @@ def test_a_stream_goes_on_where_the_same_tokens_are_computed(alike: str) -> None
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")
     for name in ("d1", "d2"):
-        harness.handle(InstanceUp(instance(name)))
+        harness.handle(ev.InstanceUp(instance(name)))
         harness.handle(seen(name, moves_kv=True, tokens="1" if name == alike else "2"))
     harness.handle(seen("d0", moves_kv=True, tokens="1"))
 
-    first = only(harness.lose("d0", s=7), Start).plan.decode
-    harness.handle(StreamResumed(StreamId("s"), 2))
-    second = only(harness.lose(first, s=9), Start).plan.decode
+    first = only(harness.lose("d0", s=7), act.Start).plan.decode
+    harness.handle(ev.StreamResumed(StreamId("s"), 2))
+    second = only(harness.lose(first, s=9), act.Start).plan.decode
 
     assert first == alike
     assert second != alike

@@ -21,17 +21,8 @@ from kvrs.config.policy import (
 )
 from kvrs.config.settings import Settings
 from kvrs.core.event_log import LogEntry, event_line, read, rerun
-from kvrs.core.model.actions import Start
-from kvrs.core.model.events import (
-    InstanceLost,
-    InstanceUp,
-    PrefillDone,
-    SettingsReloaded,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
@@ -89,7 +80,7 @@ def test_every_part_of_the_policy_takes_over_all_settings() -> None:
     }
     reloaded = RecoveryPolicy(PolicySettings(), SloSettings())
 
-    reloaded.handle(SettingsReloaded(OTHER, OTHER_SLO), 0.0)
+    reloaded.handle(ev.SettingsReloaded(OTHER, OTHER_SLO), 0.0)
 
     made = RecoveryPolicy(OTHER, OTHER_SLO)
     assert dict(leaves(reloaded, "policy", set())) == dict(leaves(made, "policy", set()))
@@ -102,16 +93,16 @@ def test_what_was_learned_outlives_a_reload() -> None:
         policy.decoding(name)
         for lost in ("d0", "d1"):
             policy.lose(lost, epoch, **{name: 1})
-            policy.handle(InstanceUp(instance(lost, epoch + 1)))
-        attempt = of(policy.actions, Start)[-1].attempt
-        policy.handle(StreamResumed(StreamId(name), attempt), policy.now_s + 10.0)
-        policy.handle(StreamEnded(StreamId(name), attempt))
+            policy.handle(ev.InstanceUp(instance(lost, epoch + 1)))
+        attempt = of(policy.actions, act.Start)[-1].attempt
+        policy.handle(ev.StreamResumed(StreamId(name), attempt), policy.now_s + 10.0)
+        policy.handle(ev.StreamEnded(StreamId(name), attempt))
     learned = policy.policy.snapshot()["corrections"]
     assert max(learned.values()) > 1.5
 
-    policy.handle(SettingsReloaded(PolicySettings(slots_max=7), SloSettings()))
+    policy.handle(ev.SettingsReloaded(PolicySettings(slots_max=7), SloSettings()))
     after = policy.policy.snapshot()["corrections"]
-    policy.handle(SettingsReloaded(PolicySettings(correction_max=1.25), SloSettings()))
+    policy.handle(ev.SettingsReloaded(PolicySettings(correction_max=1.25), SloSettings()))
 
     assert after == learned
     assert max(policy.policy.snapshot()["corrections"].values()) == pytest.approx(1.25)
@@ -121,32 +112,32 @@ def test_a_log_runs_again_with_the_settings_of_each_time() -> None:
     """From the line of the reload on: without that line, the same events lead to other actions."""
     recorder = Recorder()
     for name in ("p0", "d0", "d1"):
-        recorder.handle(InstanceUp(instance(name)))
-    recorder.handle(SettingsReloaded(OTHER, OTHER_SLO))
+        recorder.handle(ev.InstanceUp(instance(name)))
+    recorder.handle(ev.SettingsReloaded(OTHER, OTHER_SLO))
     stream = StreamId("A")
-    recorder.handle(StreamArrived(stream, 1000))
-    recorder.handle(PrefillDone(stream, 1, 1000))
-    recorder.handle(StreamResumed(stream, 1))
-    recorder.handle(InstanceLost(InstanceId("d0"), 1, "killed", {stream: 1}))
-    recorder.handle(InstanceLost(InstanceId("d1"), 1, "killed", {stream: 1}))
+    recorder.handle(ev.StreamArrived(stream, 1000))
+    recorder.handle(ev.PrefillDone(stream, 1, 1000))
+    recorder.handle(ev.StreamResumed(stream, 1))
+    recorder.handle(ev.InstanceLost(InstanceId("d0"), 1, "killed", {stream: 1}))
+    recorder.handle(ev.InstanceLost(InstanceId("d1"), 1, "killed", {stream: 1}))
     for _ in range(10):
-        recorder.handle(TimerFired(), after_s=1.0)
+        recorder.handle(ev.TimerFired(), after_s=1.0)
 
     reloads = [
         entry.event
         for entry in read(recorder.lines)
-        if isinstance(entry, LogEntry) and isinstance(entry.event, SettingsReloaded)
+        if isinstance(entry, LogEntry) and isinstance(entry.event, ev.SettingsReloaded)
     ]
     without = [line for line in recorder.lines if "SettingsReloaded" not in line]
 
-    assert reloads == [SettingsReloaded(OTHER, OTHER_SLO)]
+    assert reloads == [ev.SettingsReloaded(OTHER, OTHER_SLO)]
     assert rerun(recorder.lines).difference is None
     assert rerun(without).difference is not None
 
 
 def test_a_log_with_settings_that_cannot_be_is_refused() -> None:
     """A log may come from anywhere; a value out of its range is named."""
-    line = event_line(1.0, SettingsReloaded(OTHER, SloSettings()), [])
+    line = event_line(1.0, ev.SettingsReloaded(OTHER, SloSettings()), [])
 
     with pytest.raises(LogError, match="slots_max"):
         rerun([*Recorder().lines, line.replace('"slots_max": 3', '"slots_max": 0')])

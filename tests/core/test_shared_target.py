@@ -1,9 +1,9 @@
 """Victims of one event share the compute time of the target that they go to."""
 
 from kvrs.config.policy import PolicyName
-from kvrs.core.model.actions import Recovered
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import InstanceUp, LinkMeasured
 from kvrs.ids import NodeId
 from tests.core.policy_harness import PolicyHarness, instance, of
 
@@ -14,16 +14,16 @@ BYTES_PER_S = 2e6
 
 def recoveries(
     victims: int, *targets: str, name: PolicyName = PolicyName.AUTO, gather_s: float = 0.0
-) -> list[Recovered]:
+) -> list[act.Recovered]:
     """`d0` is lost with so many streams, whose KV is at `p0` across a slow link."""
     harness = PolicyHarness("p0", "d0", name=name, gather_s=gather_s)
     for number in range(victims):
         harness.decoding(f"s{number}", PROMPT_TOKENS)
     for target in targets:
-        harness.handle(InstanceUp(instance(target)))
-        harness.handle(LinkMeasured(NodeId("n0"), instance(target).node, BYTES_PER_S))
+        harness.handle(ev.InstanceUp(instance(target)))
+        harness.handle(ev.LinkMeasured(NodeId("n0"), instance(target).node, BYTES_PER_S))
     harness.lose("d0")
-    return of(harness.actions, Recovered)
+    return of(harness.actions, act.Recovered)
 
 
 def test_one_victim_splits_and_the_first_of_many_does_not() -> None:

@@ -6,19 +6,9 @@ import pytest
 
 from kvrs.config.policy import PolicyName
 from kvrs.core.books.slots import SlotBook
-from kvrs.core.model.actions import Recovered, Start, WakeAt
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    InstanceUp,
-    LinkMeasured,
-    LoadReported,
-    PrefillDone,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
@@ -36,7 +26,7 @@ def migrating(
     harness = PolicyHarness("p0", "d0", name=name, slots_max=slots_max, **settings)
     for n in range(count):
         harness.decoding(f"s{n}")
-    harness.handle(InstanceUp(instance("d1")))
+    harness.handle(ev.InstanceUp(instance("d1")))
     harness.lose("d0")
     return harness
 
@@ -77,7 +67,7 @@ def test_transfers_into_one_target_never_exceed_the_cap() -> None:
 
     snapshot = harness.policy.snapshot()
 
-    assert [start.stream for start in of(harness.actions, Start) if start.attempt == 2] == [
+    assert [start.stream for start in of(harness.actions, act.Start) if start.attempt == 2] == [
         "s0",
         "s1",
     ]
@@ -89,13 +79,13 @@ def test_a_slot_is_free_again_when_the_stream_flows_fails_or_ends() -> None:
     """Each of the three lets the next one in."""
     harness = migrating(5, slots_max=1)
 
-    resumed = harness.handle(StreamResumed(StreamId("s0"), 2))
-    failed = harness.handle(AttemptFailed(StreamId("s1"), 2, D1, "reset", 0))
-    ended = harness.handle(StreamEnded(StreamId("s2"), 2))
+    resumed = harness.handle(ev.StreamResumed(StreamId("s0"), 2))
+    failed = harness.handle(ev.AttemptFailed(StreamId("s1"), 2, D1, "reset", 0))
+    ended = harness.handle(ev.StreamEnded(StreamId("s2"), 2))
 
-    assert [start.stream for start in of(resumed, Start)] == ["s1"]
-    assert [start.stream for start in of(failed, Start)] == ["s2"]
-    assert [start.stream for start in of(ended, Start)] == ["s3"]
+    assert [start.stream for start in of(resumed, act.Start)] == ["s1"]
+    assert [start.stream for start in of(failed, act.Start)] == ["s2"]
+    assert [start.stream for start in of(ended, act.Start)] == ["s3"]
 
 
 @pytest.mark.parametrize(("slots_max", "second"), [(1, Option.RECOMPUTE), (2, Option.MIGRATE)])
@@ -104,20 +94,20 @@ def test_auto_weighs_the_wait_for_a_slot(slots_max: int, second: Option) -> None
     recomputes.
     """
     harness = PolicyHarness("p0", "d0", "p2", slots_max=slots_max)
-    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 3e6))
-    harness.handle(LinkMeasured(NodeId("n2"), NodeId("n1"), 3e6))
-    harness.handle(StreamArrived(A, 400))
-    harness.handle(StreamArrived(B, 400))
-    harness.handle(PrefillDone(A, 1, 400))
-    harness.handle(PrefillDone(B, 1, 400))
-    harness.handle(StreamResumed(A, 1))
-    harness.handle(StreamResumed(B, 1))
-    harness.handle(InstanceUp(instance("p1")))
+    harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 3e6))
+    harness.handle(ev.LinkMeasured(NodeId("n2"), NodeId("n1"), 3e6))
+    harness.handle(ev.StreamArrived(A, 400))
+    harness.handle(ev.StreamArrived(B, 400))
+    harness.handle(ev.PrefillDone(A, 1, 400))
+    harness.handle(ev.PrefillDone(B, 1, 400))
+    harness.handle(ev.StreamResumed(A, 1))
+    harness.handle(ev.StreamResumed(B, 1))
+    harness.handle(ev.InstanceUp(instance("p1")))
     harness.handle(
-        InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
+        ev.InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
     )
 
-    records = of(harness.lose("d0"), Recovered)
+    records = of(harness.lose("d0"), act.Recovered)
 
     assert [record.option for record in records] == [Option.MIGRATE, second]
 
@@ -128,9 +118,9 @@ def test_an_expired_slot_ends_its_transfer_and_removes_the_option() -> None:
     """
     harness = migrating(2, slots_max=1, slot_lease_s=7.0)
 
-    actions = harness.handle(TimerFired(), at_s=7.0)
+    actions = harness.handle(ev.TimerFired(), at_s=7.0)
 
-    first, second = of(actions, Recovered)
+    first, second = of(actions, act.Recovered)
     assert (first.stream, first.attempt, first.option) == ("s0", 3, Option.RECOMPUTE)
     assert (second.stream, second.attempt, second.option) == ("s1", 2, Option.MIGRATE)
 
@@ -141,18 +131,18 @@ def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> N
     """
     harness = PolicyHarness(slots_max=1, slot_lease_s=7.0)
     for name in ("p0", "d0"):
-        harness.handle(InstanceUp(instance(name, prefill=SLOW)))
+        harness.handle(ev.InstanceUp(instance(name, prefill=SLOW)))
     for stream in (A, B):
         harness.decoding(stream, 321)
-    harness.handle(InstanceUp(instance("d1", prefill=SLOW)))
-    harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 2e5))
-    harness.handle(LoadReported(InstanceId("p0"), 100.0))
+    harness.handle(ev.InstanceUp(instance("d1", prefill=SLOW)))
+    harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 2e5))
+    harness.handle(ev.LoadReported(InstanceId("p0"), 100.0))
     harness.lose("d0")
     waiting = harness.policy.snapshot()["slots"]["d1"]["waiting"]
 
-    expired = of(harness.handle(TimerFired(), at_s=7.0), Recovered)
+    expired = of(harness.handle(ev.TimerFired(), at_s=7.0), act.Recovered)
 
-    assert (of(harness.actions, Recovered)[0].option, waiting) == (Option.SPLIT, 1)
+    assert (of(harness.actions, act.Recovered)[0].option, waiting) == (Option.SPLIT, 1)
     assert (expired[0].stream, expired[0].option) == (A, Option.RECOMPUTE)
 
 
@@ -164,12 +154,12 @@ def test_when_every_way_has_failed_only_the_last_stays_removed() -> None:
     options = []
 
     for attempt in (2, 3, 4):
-        options.append(of(harness.actions, Recovered)[-1].option)
-        harness.handle(AttemptFailed(StreamId("s0"), attempt, D1, "reset", 0))
-        harness.handle(TimerFired(), at_s=harness.now_s + 2.0)
+        options.append(of(harness.actions, act.Recovered)[-1].option)
+        harness.handle(ev.AttemptFailed(StreamId("s0"), attempt, D1, "reset", 0))
+        harness.handle(ev.TimerFired(), at_s=harness.now_s + 2.0)
 
     assert options == [Option.MIGRATE, Option.RECOMPUTE, Option.MIGRATE]
-    assert of(harness.actions, Recovered)[-1].option is Option.RECOMPUTE
+    assert of(harness.actions, act.Recovered)[-1].option is Option.RECOMPUTE
 
 
 def test_a_stream_in_the_queue_is_decided_again_when_its_wait_is_over() -> None:
@@ -178,22 +168,22 @@ def test_a_stream_in_the_queue_is_decided_again_when_its_wait_is_over() -> None:
     """
     harness = migrating(3, slots_max=1)
     wake = harness.actions[-1]
-    assert isinstance(wake, WakeAt)
+    assert isinstance(wake, act.WakeAt)
 
-    looked = harness.handle(TimerFired(), at_s=wake.at_s)
-    served = harness.handle(StreamResumed(StreamId("s0"), 2))
+    looked = harness.handle(ev.TimerFired(), at_s=wake.at_s)
+    served = harness.handle(ev.StreamResumed(StreamId("s0"), 2))
 
-    assert of(looked, Start) == []
-    assert only(served, Start).stream == "s1"
+    assert of(looked, act.Start) == []
+    assert only(served, act.Start).stream == "s1"
 
 
 def test_no_stream_queues_longer_than_streams_wait_for_instances() -> None:
     """After `recovery.wait_s` even a policy that always migrates takes the other way."""
     harness = migrating(2, slots_max=1, wait_s=3.0)
 
-    actions = harness.handle(TimerFired(), at_s=3.0)
+    actions = harness.handle(ev.TimerFired(), at_s=3.0)
 
-    assert (only(actions, Recovered).stream, only(actions, Recovered).option) == (
+    assert (only(actions, act.Recovered).stream, only(actions, act.Recovered).option) == (
         "s1",
         Option.RECOMPUTE,
     )
@@ -202,7 +192,7 @@ def test_no_stream_queues_longer_than_streams_wait_for_instances() -> None:
 def test_streams_that_queue_for_a_lost_target_are_decided_again() -> None:
     """The queue is lost with its target."""
     harness = migrating(3, slots_max=1)
-    harness.handle(InstanceUp(instance("d2")))
+    harness.handle(ev.InstanceUp(instance("d2")))
 
     harness.lose("d1")
 
@@ -214,6 +204,6 @@ def test_a_new_target_serves_the_queue_at_once() -> None:
     """Its slots are all free."""
     harness = migrating(3, slots_max=1)
 
-    actions = harness.handle(InstanceUp(instance("d2")))
+    actions = harness.handle(ev.InstanceUp(instance("d2")))
 
-    assert [(start.stream, start.plan.decode) for start in of(actions, Start)] == [("s1", "d2")]
+    assert [(start.stream, start.plan.decode) for start in of(actions, act.Start)] == [("s1", "d2")]

@@ -6,19 +6,9 @@ import pytest
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName
-from kvrs.core.model.actions import PageRange, Place, Plan, Recovered, Settled, Start
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    HolderLost,
-    InstanceUp,
-    LinkMeasured,
-    PrefillDone,
-    RetentionLost,
-    StreamArrived,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
 from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
@@ -40,7 +30,7 @@ def checkpointed(
     """
     harness = PolicyHarness(backup=backup, **settings)  # type: ignore[arg-type]
     for name in names:
-        harness.handle(InstanceUp(instance(name, capabilities=NO_SPLIT)))
+        harness.handle(ev.InstanceUp(instance(name, capabilities=NO_SPLIT)))
     harness.agents("n0", "n1")
     harness.decoding("A", prompt_tokens)
     return harness
@@ -53,8 +43,8 @@ def test_a_victim_is_restored_on_the_node_that_keeps_its_checkpoint() -> None:
 
     actions = harness.lose("d0", A=60)
 
-    assert only(actions, Start).plan.runs == (PageRange(AGENT_1, 0, 9, 1),)
-    record = only(actions, Recovered)
+    assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_1, 0, 9, 1),)
+    record = only(actions, act.Recovered)
     restore = next(estimate for estimate in record.estimates if estimate.option is Option.RESTORE)
     assert record.option is Option.RESTORE
     assert restore.transfer_s == pytest.approx(0.002 + 8 * PAGE_BYTES / 26e9)
@@ -65,10 +55,12 @@ def test_within_a_node_a_measured_link_replaces_the_setting() -> None:
     """`host_to_device_bytes_per_s` is what is assumed until something was fetched."""
     harness = checkpointed("p0", "d0", "p1", "d1")
     harness.kept("agent-n1", A=8)
-    harness.handle(LinkMeasured(N1, N1, 1e6))
+    harness.handle(ev.LinkMeasured(N1, N1, 1e6))
 
     restore = next(
-        e for e in only(harness.lose("d0", A=60), Recovered).estimates if e.option is Option.RESTORE
+        e
+        for e in only(harness.lose("d0", A=60), act.Recovered).estimates
+        if e.option is Option.RESTORE
     )
 
     assert restore.transfer_s == pytest.approx(0.002 + 8 * PAGE_BYTES / 1e6)
@@ -80,14 +72,14 @@ def test_memory_of_the_own_node_is_a_link_of_its_own() -> None:
     """
     harness = checkpointed("p0", "d0", "p1", "d1", "p2", "d2")
     harness.kept("agent-n1", A=8)
-    harness.handle(LinkMeasured(N1, N1, 1e6))
-    harness.handle(LinkMeasured(N1, NodeId("n2"), 1e9))
-    harness.handle(LinkMeasured(MEMORY, N0, 1e6))
-    harness.handle(LinkMeasured(MEMORY, N1, 8e9))
+    harness.handle(ev.LinkMeasured(N1, N1, 1e6))
+    harness.handle(ev.LinkMeasured(N1, NodeId("n2"), 1e9))
+    harness.handle(ev.LinkMeasured(MEMORY, N0, 1e6))
+    harness.handle(ev.LinkMeasured(MEMORY, N1, 8e9))
 
     restores = {
         e.target: e.transfer_s
-        for e in only(harness.lose("d0", A=60), Recovered).estimates
+        for e in only(harness.lose("d0", A=60), act.Recovered).estimates
         if e.option is Option.RESTORE
     }
 
@@ -103,13 +95,16 @@ def test_the_prompt_comes_from_prefill_and_what_was_generated_from_an_agent() ->
     harness = checkpointed("p0", "d0", "d1")
     harness.kept("agent-n1", A=5)
     harness.kept("agent-n1", A=11)
-    harness.handle(LinkMeasured(N1, N1, 4e6))
-    harness.handle(LinkMeasured(N0, N1, 1e9))
+    harness.handle(ev.LinkMeasured(N1, N1, 4e6))
+    harness.handle(ev.LinkMeasured(N0, N1, 1e9))
 
     actions = harness.lose("d0", A=90)
 
-    assert only(actions, Start).plan.runs == (PageRange(P0, 0, 6, 1), PageRange(AGENT_1, 6, 5, 1))
-    assert only(actions, Recovered).option is Option.MIGRATE
+    assert only(actions, act.Start).plan.runs == (
+        act.PageRange(P0, 0, 6, 1),
+        act.PageRange(AGENT_1, 6, 5, 1),
+    )
+    assert only(actions, act.Recovered).option is Option.MIGRATE
 
 
 def test_a_checkpoint_that_lags_is_extended_by_the_instance_that_has_more() -> None:
@@ -117,9 +112,9 @@ def test_a_checkpoint_that_lags_is_extended_by_the_instance_that_has_more() -> N
     harness = checkpointed("p0", "d0", "d1", name=PolicyName.ALWAYS_RESTORE)
     harness.kept("agent-n1", A=4)
 
-    assert only(harness.lose("d0", A=1), Start).plan.runs == (
-        PageRange(AGENT_1, 0, 4, 1),
-        PageRange(P0, 4, 2, 1),
+    assert only(harness.lose("d0", A=1), act.Start).plan.runs == (
+        act.PageRange(AGENT_1, 0, 4, 1),
+        act.PageRange(P0, 4, 2, 1),
     )
 
 
@@ -127,9 +122,9 @@ def test_an_extension_that_is_sooner_computed_is_not_fetched() -> None:
     """Every run has its hand-shake."""
     harness = checkpointed("p0", "d0", "d1", name=PolicyName.ALWAYS_RESTORE)
     harness.kept("agent-n1", A=4)
-    harness.handle(LinkMeasured(N0, N1, 1e5))
+    harness.handle(ev.LinkMeasured(N0, N1, 1e5))
 
-    assert only(harness.lose("d0", A=1), Start).plan.runs == (PageRange(AGENT_1, 0, 6, 1),)
+    assert only(harness.lose("d0", A=1), act.Start).plan.runs == (act.PageRange(AGENT_1, 0, 6, 1),)
 
 
 def test_generated_pages_are_requested_from_an_agent_that_has_the_prompt() -> None:
@@ -139,9 +134,9 @@ def test_generated_pages_are_requested_from_an_agent_that_has_the_prompt() -> No
     harness = checkpointed("p0", "d0", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.kept("agent-n1", A=6)
 
-    assert only(harness.lose("d0", A=60), Start).plan.runs == (
-        PageRange(P0, 0, 6, 1),
-        PageRange(AGENT_1, 6, 3, 1),
+    assert only(harness.lose("d0", A=60), act.Start).plan.runs == (
+        act.PageRange(P0, 0, 6, 1),
+        act.PageRange(AGENT_1, 6, 3, 1),
     )
 
 
@@ -155,15 +150,15 @@ def test_what_an_agent_no_longer_has_is_never_a_source(how: str) -> None:
         harness.kept("agent-n1", A=6)
     match how:
         case "agent lost":
-            harness.handle(HolderLost(AGENT_1, 1, "killed"))
+            harness.handle(ev.HolderLost(AGENT_1, 1, "killed"))
         case "agent replaced":
             harness.agents("n1", epoch=2)
         case "retention lost":
-            harness.handle(RetentionLost(AGENT_1, (A,)))
+            harness.handle(ev.RetentionLost(AGENT_1, (A,)))
         case _:
             pass
 
-    start = only(harness.lose("d0", A=1), Start)
+    start = only(harness.lose("d0", A=1), act.Start)
 
     assert AGENT_1 not in {run.holder for run in start.plan.runs}
 
@@ -171,16 +166,16 @@ def test_what_an_agent_no_longer_has_is_never_a_source(how: str) -> None:
 def test_a_restarted_agent_counts_again_by_its_own_reports() -> None:
     """It adopts its segments, and the instances find their way back to it."""
     harness = checkpointed("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_RESTORE)
-    harness.handle(HolderLost(AGENT_1, 1, "killed"))
+    harness.handle(ev.HolderLost(AGENT_1, 1, "killed"))
     unprotected = harness.policy.snapshot()["unprotected"]
     harness.agents("n1", epoch=2)
     harness.kept("agent-n1", epoch=1, A=99)
     harness.kept("agent-n1", epoch=2, A=6)
 
-    start = only(harness.lose("d0", A=1), Start)
+    start = only(harness.lose("d0", A=1), act.Start)
 
     assert unprotected == {"A": "agent-n1 was lost: killed"}
-    assert start.plan.runs == (PageRange(AGENT_1, 0, 6, 2),)
+    assert start.plan.runs == (act.PageRange(AGENT_1, 0, 6, 2),)
 
 
 def test_what_the_target_has_itself_is_reused_and_extended() -> None:
@@ -189,30 +184,30 @@ def test_what_the_target_has_itself_is_reused_and_extended() -> None:
     """
     harness = PolicyHarness("b0", backup=REMOTE)
     harness.agents("n0", "n1")
-    harness.handle(StreamArrived(A, 100))
-    harness.handle(PrefillDone(A, 1, 100))
-    harness.handle(StreamResumed(A, 1))
+    harness.handle(ev.StreamArrived(A, 100))
+    harness.handle(ev.PrefillDone(A, 1, 100))
+    harness.handle(ev.StreamResumed(A, 1))
     harness.kept("agent-n1", A=9)
-    harness.handle(LinkMeasured(N1, N0, 1e8))
-    harness.handle(AttemptFailed(A, 1, B0, "error event", 60), at_s=1.0)
+    harness.handle(ev.LinkMeasured(N1, N0, 1e8))
+    harness.handle(ev.AttemptFailed(A, 1, B0, "error event", 60), at_s=1.0)
 
-    actions = harness.handle(TimerFired(), at_s=1.05)
+    actions = harness.handle(ev.TimerFired(), at_s=1.05)
 
-    assert only(actions, Recovered).option is Option.REUSE
-    assert only(actions, Start).plan.runs == (PageRange(AGENT_1, 6, 3, 1),)
+    assert only(actions, act.Recovered).option is Option.REUSE
+    assert only(actions, act.Start).plan.runs == (act.PageRange(AGENT_1, 6, 3, 1),)
 
 
 def test_reuse_without_more_takes_no_slot() -> None:
     """There is no transfer."""
     harness = PolicyHarness("b0", slots_max=1)
-    harness.handle(StreamArrived(A, 100))
-    harness.handle(PrefillDone(A, 1, 100))
-    harness.handle(AttemptFailed(A, 1, B0, "error event", 60), at_s=1.0)
+    harness.handle(ev.StreamArrived(A, 100))
+    harness.handle(ev.PrefillDone(A, 1, 100))
+    harness.handle(ev.AttemptFailed(A, 1, B0, "error event", 60), at_s=1.0)
 
-    actions = harness.handle(TimerFired(), at_s=1.05)
+    actions = harness.handle(ev.TimerFired(), at_s=1.05)
 
-    assert only(actions, Start).plan == Plan(decode=B0)
-    assert only(actions, Recovered).option is Option.REUSE
+    assert only(actions, act.Start).plan == act.Plan(decode=B0)
+    assert only(actions, act.Recovered).option is Option.REUSE
     assert harness.policy.snapshot()["slots"] == {}
 
 
@@ -220,14 +215,14 @@ def test_a_split_fetches_the_back_while_the_front_is_computed() -> None:
     """Near the crossover neither way alone is good: half of each takes half the time."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.handle(
-        LinkMeasured(N0, N1, 2_048_000.0)
+        ev.LinkMeasured(N0, N1, 2_048_000.0)
     )  # 1 ms per token, as long as computing it takes.
     harness.decoding("A", 321)
 
     actions = harness.lose("d0")
 
-    (run,) = only(actions, Start).plan.runs
-    record = only(actions, Recovered)
+    (run,) = only(actions, act.Start).plan.runs
+    record = only(actions, act.Recovered)
     assert record.option is Option.SPLIT
     assert (run.holder, run.first_page, run.first_page + run.pages) == (P0, 10, 20)
     best_other = min(e.total_s for e in record.estimates if e.option is not Option.SPLIT)
@@ -237,12 +232,12 @@ def test_a_split_fetches_the_back_while_the_front_is_computed() -> None:
 def test_only_an_engine_with_the_capability_splits() -> None:
     """Capability `split`; and static policies do not split."""
     harness = PolicyHarness("p0", "d0", "p1")
-    harness.handle(InstanceUp(instance("d1", capabilities=NO_SPLIT)))
-    harness.handle(LinkMeasured(N0, N1, 2_048_000.0))
+    harness.handle(ev.InstanceUp(instance("d1", capabilities=NO_SPLIT)))
+    harness.handle(ev.LinkMeasured(N0, N1, 2_048_000.0))
     harness.decoding("A", 321)
 
     assert Option.SPLIT not in {
-        estimate.option for estimate in only(harness.lose("d0"), Recovered).estimates
+        estimate.option for estimate in only(harness.lose("d0"), act.Recovered).estimates
     }
 
 
@@ -252,17 +247,17 @@ def test_a_recovery_is_settled_and_corrects_the_next_prediction() -> None:
     """
     harness = PolicyHarness("p0", "d0", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
-    record = only(harness.lose("d0", at_s=10.0, A=1), Recovered)
+    record = only(harness.lose("d0", at_s=10.0, A=1), act.Recovered)
 
-    settled = only(harness.handle(StreamResumed(A, 2), at_s=11.0), Settled)
-    harness.handle(InstanceUp(instance("d0", epoch=2)))
-    again = only(harness.lose("d1", at_s=12.0, A=2), Recovered)
+    settled = only(harness.handle(ev.StreamResumed(A, 2), at_s=11.0), act.Settled)
+    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    again = only(harness.lose("d1", at_s=12.0, A=2), act.Recovered)
 
     migrate, other = (
         next(e for e in record.estimates if (e.option is Option.MIGRATE) is wanted)
         for wanted in (True, False)
     )
-    assert settled == Settled(
+    assert settled == act.Settled(
         A, 2, Option.MIGRATE, migrate.raw_s, migrate.total_s, 1.0, 1.0 - other.total_s
     )
     assert migrate.raw_s == migrate.total_s
@@ -279,7 +274,7 @@ def test_rom_predictions_are_never_corrected() -> None:
         harness = PolicyHarness("p0", "d0", "d1", **changes)
         harness.decoding("A")
         harness.lose("d0", at_s=10.0, A=1)
-        harness.handle(StreamResumed(A, 2), at_s=99.0)
+        harness.handle(ev.StreamResumed(A, 2), at_s=99.0)
 
         assert harness.policy.snapshot()["corrections"] == {}
 
@@ -289,7 +284,7 @@ def test_a_first_start_is_no_recovery_to_settle() -> None:
     harness = PolicyHarness("p0", "d0")
     harness.decoding("A")
 
-    assert of(harness.actions, Settled) == []
+    assert of(harness.actions, act.Settled) == []
 
 
 def test_the_old_checkpoint_is_a_source_until_the_stream_flows_elsewhere() -> None:
@@ -299,15 +294,15 @@ def test_the_old_checkpoint_is_a_source_until_the_stream_flows_elsewhere() -> No
     harness = checkpointed("p0", "d0", "d1", "d2", name=PolicyName.ALWAYS_RESTORE)
     harness.agents("n2")
     harness.kept("agent-n1", A=6)
-    first = only(harness.lose("d0", A=1), Start)
+    first = only(harness.lose("d0", A=1), act.Start)
 
-    second = only(harness.lose("d1", A=1), Start)
-    harness.handle(StreamResumed(A, 3))
+    second = only(harness.lose("d1", A=1), act.Start)
+    harness.handle(ev.StreamResumed(A, 3))
 
-    assert (first.plan.decode, first.plan.runs) == (D1, (PageRange(AGENT_1, 0, 6, 1),))
-    assert first.plan.places == (Place(AGENT_2, 6 * PAGE_BYTES),)
-    assert second.plan.runs == (PageRange(AGENT_1, 0, 6, 1),)
-    assert second.plan.places == (Place(AGENT_1, 6 * PAGE_BYTES),)
+    assert (first.plan.decode, first.plan.runs) == (D1, (act.PageRange(AGENT_1, 0, 6, 1),))
+    assert first.plan.places == (act.Place(AGENT_2, 6 * PAGE_BYTES),)
+    assert second.plan.runs == (act.PageRange(AGENT_1, 0, 6, 1),)
+    assert second.plan.places == (act.Place(AGENT_1, 6 * PAGE_BYTES),)
     assert harness.policy.snapshot()["checkpoints"] == {
         "A": {"pages": {"agent-n1": 6}, "unprotected": ""}
     }

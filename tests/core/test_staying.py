@@ -5,23 +5,9 @@ from typing import Any
 import pytest
 
 from kvrs.config.policy import PolicyName, RecoverySettings, SloSettings
-from kvrs.core.model.actions import Action, GiveUp, Halt, Recovered, Settled, Start, Stay, WakeAt
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import (
-    AttemptFailed,
-    Deadlines,
-    InstanceReformed,
-    InstanceReforming,
-    InstanceUp,
-    LinkMeasured,
-    LoadReported,
-    PrefillDone,
-    SettingsReloaded,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-    TimerFired,
-)
 from kvrs.core.options.base import case_of
 from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -32,7 +18,7 @@ NAMES = ("s", "t", *(f"s{n}" for n in range(12)))
 GRACE_S = 2.0  # The shortest silence that counts.
 
 
-def reforming(name: str, ready_in_s: float, **changes: Any) -> InstanceReforming:
+def reforming(name: str, ready_in_s: float, **changes: Any) -> ev.InstanceReforming:
     fields: dict[str, Any] = {
         "instance": InstanceId(name),
         "epoch": 1,
@@ -46,12 +32,12 @@ def reforming(name: str, ready_in_s: float, **changes: Any) -> InstanceReforming
         "token_s": 0.0,
         "produced_tokens": dict.fromkeys(map(StreamId, NAMES), 300),
     }
-    return InstanceReforming(**{**fields, **changes})
+    return ev.InstanceReforming(**{**fields, **changes})
 
 
-def reformed(name: str, **changes: Any) -> InstanceReformed:
+def reformed(name: str, **changes: Any) -> ev.InstanceReformed:
     fields: dict[str, Any] = {"decode_factor": 1.0, "prefill_factor": 1.0, "token_s": 0.05}
-    return InstanceReformed(InstanceId(name), 1, **{**fields, **changes})
+    return ev.InstanceReformed(InstanceId(name), 1, **{**fields, **changes})
 
 
 def two_pairs(*streams: str, prompt_tokens: int = 10, **settings: Any) -> PolicyHarness:
@@ -61,16 +47,16 @@ def two_pairs(*streams: str, prompt_tokens: int = 10, **settings: Any) -> Policy
     harness = PolicyHarness("p0", "d0", **settings)
     for name in streams:
         harness.decoding(name, prompt_tokens)
-    harness.handle(InstanceUp(instance("p1")))
-    harness.handle(InstanceUp(instance("d1")))
+    harness.handle(ev.InstanceUp(instance("p1")))
+    harness.handle(ev.InstanceUp(instance("d1")))
     return harness
 
 
-def ring(harness: PolicyHarness, at_s: float) -> list[Action]:
-    return harness.handle(TimerFired(), at_s)
+def ring(harness: PolicyHarness, at_s: float) -> list[act.Action]:
+    return harness.handle(ev.TimerFired(), at_s)
 
 
-def options_of(recovered: Recovered) -> dict[Option, float]:
+def options_of(recovered: act.Recovered) -> dict[Option, float]:
     return {each.option: each.next_token_s for each in recovered.estimates}
 
 
@@ -80,11 +66,11 @@ def test_a_stream_stays_where_that_is_sooner_and_keeps_its_attempt() -> None:
 
     actions = harness.handle(reforming("d0", 0.02), at_s=1.0)
 
-    stay, recovered = only(actions, Stay), only(actions, Recovered)
-    assert (of(actions, Start), of(actions, Halt)) == ([], [])
+    stay, recovered = only(actions, act.Stay), only(actions, act.Recovered)
+    assert (of(actions, act.Start), of(actions, act.Halt)) == ([], [])
     assert (stay.stream, stay.attempt) == (S, 1)
     assert 1.02 < stay.until_s <= 1.02 + GRACE_S
-    assert only(actions, WakeAt).at_s == stay.until_s
+    assert only(actions, act.WakeAt).at_s == stay.until_s
     assert (recovered.option, recovered.attempt, recovered.failed) == (Option.IN_PLACE, 1, "d0")
     assert recovered.predicted_s == pytest.approx(0.02)
     assert recovered.cause == "rank 1 of d0 lost: reshard"
@@ -97,7 +83,11 @@ def test_a_stream_leaves_where_that_is_sooner() -> None:
 
     actions = harness.handle(reforming("d0", 5.0, produced_tokens={S: 7}), at_s=1.0)
 
-    halt, start, recovered = only(actions, Halt), only(actions, Start), only(actions, Recovered)
+    halt, start, recovered = (
+        only(actions, act.Halt),
+        only(actions, act.Start),
+        only(actions, act.Recovered),
+    )
     assert (halt.stream, halt.attempt) == (S, 1)
     assert (start.attempt, start.plan.decode) == (2, "d1")
     assert recovered.option is not Option.IN_PLACE
@@ -110,40 +100,40 @@ def test_the_next_token_ends_the_recovery() -> None:
     harness.handle(reforming("d0", 0.02), at_s=1.0)
     harness.handle(reformed("d0"), at_s=1.03)
 
-    settled = only(harness.handle(StreamResumed(S, 1), at_s=1.04), Settled)
+    settled = only(harness.handle(ev.StreamResumed(S, 1), at_s=1.04), act.Settled)
 
     assert (settled.option, settled.attempt) == (Option.IN_PLACE, 1)
     assert [settled.predicted_s, settled.real_s] == pytest.approx([0.02, 0.04])
     assert harness.policy.snapshot()["corrections"]["in_place"] > 1
     assert ring(harness, 9.0) == []
     assert [
-        a for a in harness.handle(StreamEnded(S, 1), at_s=9.1) if not isinstance(a, WakeAt)
+        a for a in harness.handle(ev.StreamEnded(S, 1), at_s=9.1) if not isinstance(a, act.WakeAt)
     ] == []
 
 
 def test_a_token_from_before_the_re_forming_settles_nothing() -> None:
     """It was on its way when the rank was lost: the alarm stays."""
     harness = two_pairs("s")
-    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), Stay)
+    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), act.Stay)
 
-    early = harness.handle(StreamResumed(S, 1), at_s=1.001)
+    early = harness.handle(ev.StreamResumed(S, 1), at_s=1.001)
     late = ring(harness, stay.until_s)
 
-    assert of(early, Settled) == []
-    assert only(late, Start).plan.decode == "d1"
+    assert of(early, act.Settled) == []
+    assert only(late, act.Start).plan.decode == "d1"
 
 
 def test_a_token_from_before_the_re_forming_frees_the_slot_of_its_transfer() -> None:
     """It shows that the pages have come, while the stream goes on waiting for its instance."""
     harness = PolicyHarness("p0", "d0", name=PolicyName.AUTO)
     harness.decoding("s", 2000)
-    harness.handle(InstanceUp(instance("d1")))
-    start = only(harness.lose("d0", at_s=1.0, s=1), Start)
+    harness.handle(ev.InstanceUp(instance("d1")))
+    start = only(harness.lose("d0", at_s=1.0, s=1), act.Start)
     assert start.plan.runs
     assert harness.policy.snapshot()["slots"]["d1"]["held"] == 1
-    only(harness.handle(reforming("d1", 0.5, produced_tokens={S: 1}), at_s=1.01), Stay)
+    only(harness.handle(reforming("d1", 0.5, produced_tokens={S: 1}), at_s=1.01), act.Stay)
 
-    harness.handle(StreamResumed(S, 2), at_s=1.02)
+    harness.handle(ev.StreamResumed(S, 2), at_s=1.02)
 
     assert harness.policy.snapshot()["slots"] == {}
 
@@ -151,13 +141,17 @@ def test_a_token_from_before_the_re_forming_frees_the_slot_of_its_transfer() -> 
 def test_an_instance_that_breaks_its_word_is_left() -> None:
     """At the announced time and one silence limit at most; to stay there again is no option."""
     harness = two_pairs("s")
-    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), Stay)
+    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), act.Stay)
 
     before = ring(harness, stay.until_s - 0.01)
     actions = ring(harness, stay.until_s)
 
-    halt, start, recovered = only(actions, Halt), only(actions, Start), only(actions, Recovered)
-    assert of(before, Start) == []
+    halt, start, recovered = (
+        only(actions, act.Halt),
+        only(actions, act.Start),
+        only(actions, act.Recovered),
+    )
+    assert of(before, act.Start) == []
     assert (halt.attempt, start.attempt, start.plan.decode) == (1, 2, "d1")
     assert Option.IN_PLACE not in options_of(recovered)
     assert "was to go on" in recovered.cause
@@ -168,16 +162,18 @@ def test_streams_that_leave_at_their_alarms_are_one_event() -> None:
     """All have left the books before any is placed, and each is charged what the others wait."""
     names = [f"s{n}" for n in range(4)]
     harness = two_pairs(*names, gather_s=0.01)
-    promised = of(harness.handle(reforming("d0", 0.02), at_s=1.0), Stay)
+    promised = of(harness.handle(reforming("d0", 0.02), at_s=1.0), act.Stay)
     until_s = max(stay.until_s for stay in promised)
 
     left = ring(harness, until_s)
     placed = ring(harness, until_s + 0.01)
 
-    assert [halt.stream for halt in of(left, Halt)] == names == [stay.stream for stay in promised]
-    assert of(left, Start) == []
-    assert [start.stream for start in of(placed, Start)] == names
-    assert [recovered.others for recovered in of(placed, Recovered)] == [3.0] * 4
+    assert (
+        [halt.stream for halt in of(left, act.Halt)] == names == [stay.stream for stay in promised]
+    )
+    assert of(left, act.Start) == []
+    assert [start.stream for start in of(placed, act.Start)] == names
+    assert [recovered.others for recovered in of(placed, act.Recovered)] == [3.0] * 4
 
 
 @pytest.mark.parametrize("updates", [1, 40])
@@ -190,11 +186,11 @@ def test_later_predictions_extend_a_promise_only_so_far(updates: int) -> None:
     for update in range(updates):
         at_s = 1.0 + 0.1 * (update + 1)
         actions = harness.handle(reforming("d0", 0.2), at_s=at_s)
-        if left_s is None and of(actions, Start):
+        if left_s is None and of(actions, act.Start):
             left_s = at_s
     actions = ring(harness, 20.0)
 
-    assert left_s is not None or only(actions, Start).attempt == 2
+    assert left_s is not None or only(actions, act.Start).attempt == 2
     if updates == 40:
         assert left_s is not None
         assert left_s <= 1.1 + GRACE_S + 0.11
@@ -206,7 +202,7 @@ def test_a_prediction_that_has_become_far_later_makes_a_stream_leave() -> None:
 
     actions = harness.handle(reforming("d0", 30.0), at_s=1.01)
 
-    assert only(actions, Start).plan.decode == "d1"
+    assert only(actions, act.Start).plan.decode == "d1"
 
 
 def test_an_earlier_prediction_changes_nothing() -> None:
@@ -223,7 +219,7 @@ def test_a_second_loss_in_mid_move_is_decided_anew() -> None:
 
     actions = harness.handle(reforming("d0", 0.04, number=2), at_s=1.01)
 
-    stay, recovered = only(actions, Stay), only(actions, Recovered)
+    stay, recovered = only(actions, act.Stay), only(actions, act.Recovered)
     assert (stay.attempt, recovered.attempt) == (1, 1)
     assert recovered.predicted_s == pytest.approx(0.04)
     assert stay.until_s > 1.05
@@ -245,8 +241,8 @@ def test_streams_wait_for_those_before_them() -> None:
 
     actions = harness.handle(reforming("d0", 0.01, missing_pages=missing, page_s=0.004), at_s=1.0)
 
-    stayed = [each for each in of(actions, Recovered) if each.option is Option.IN_PLACE]
-    left = [each for each in of(actions, Recovered) if each.option is not Option.IN_PLACE]
+    stayed = [each for each in of(actions, act.Recovered) if each.option is Option.IN_PLACE]
+    left = [each for each in of(actions, act.Recovered) if each.option is not Option.IN_PLACE]
     assert [each.stream for each in stayed][:2] == ["s0", "s1"]
     assert [each.predicted_s for each in stayed] == pytest.approx(
         [0.01 + 0.04 * (n + 1) for n in range(len(stayed))]
@@ -267,7 +263,7 @@ def test_of_pages_that_an_agent_holds_only_the_lost_cells_cost() -> None:
         held_page_s=0.001,
     )
 
-    stays = only(harness.handle(event, at_s=1.0), Recovered)
+    stays = only(harness.handle(event, at_s=1.0), act.Recovered)
 
     assert stays.option is Option.IN_PLACE
     assert stays.predicted_s == pytest.approx(0.01 + 8 * 0.001 + 2 * 0.01)
@@ -281,10 +277,10 @@ def test_streams_that_leave_together_are_charged_what_they_cost_each_other() -> 
     for count in (1, 8):
         names = [f"s{n}" for n in range(count)]
         harness = two_pairs(*names, prompt_tokens=321, dispatch="least_loaded")
-        harness.handle(LinkMeasured(NodeId("n0"), NodeId("n1"), 2e6))
-        harness.handle(LoadReported(InstanceId("p1"), 60.0))
+        harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 2e6))
+        harness.handle(ev.LoadReported(InstanceId("p1"), 60.0))
         event = reforming("d0", 30.0, produced_tokens=dict.fromkeys(map(StreamId, names), 1))
-        first = of(harness.handle(event, at_s=1.0), Recovered)[0]
+        first = of(harness.handle(event, at_s=1.0), act.Recovered)[0]
         chosen[count] = first.option, first.others
 
     assert chosen == {1: (Option.SPLIT, 0.0), 8: (Option.MIGRATE, 3.5)}
@@ -298,10 +294,10 @@ def test_what_re_formings_took_is_learned_for_the_next_promise() -> None:
     promised_s = []
     for number in range(1, 6):
         at_s = 10.0 * number
-        stay = only(harness.handle(reforming("d0", 0.1, number=number), at_s=at_s), Stay)
+        stay = only(harness.handle(reforming("d0", 0.1, number=number), at_s=at_s), act.Stay)
         promised_s.append(stay.until_s - at_s)
         harness.handle(reformed("d0"), at_s=at_s + 0.19)
-        settled = only(harness.handle(StreamResumed(S, 1), at_s=at_s + 0.2), Settled)
+        settled = only(harness.handle(ev.StreamResumed(S, 1), at_s=at_s + 0.2), act.Settled)
 
     assert promised_s == sorted(promised_s)
     assert promised_s[0] == pytest.approx(0.1 + 0.1)
@@ -315,21 +311,21 @@ def test_lost_cells_are_no_source() -> None:
     """Pages that have lost a part cannot be fetched from the instance; the rest still can."""
     harness = PolicyHarness("b0")
     for name in ("s", "t"):
-        harness.handle(StreamArrived(StreamId(name), 400))
-        harness.handle(PrefillDone(StreamId(name), 1, 400))
-        harness.handle(StreamResumed(StreamId(name), 1))
-    harness.handle(InstanceUp(instance("b1")))
+        harness.handle(ev.StreamArrived(StreamId(name), 400))
+        harness.handle(ev.PrefillDone(StreamId(name), 1, 400))
+        harness.handle(ev.StreamResumed(StreamId(name), 1))
+    harness.handle(ev.InstanceUp(instance("b1")))
 
     actions = harness.handle(reforming("b0", 30.0, missing_pages={S: 25}, page_s=0.001), at_s=1.0)
 
-    runs = {start.stream: start.plan.runs for start in of(actions, Start)}
+    runs = {start.stream: start.plan.runs for start in of(actions, act.Start)}
     assert runs[S] == ()
     assert [run.holder for run in runs[StreamId("t")]] == ["b0"]
 
 
 def test_nothing_new_comes_to_it_while_others_are_up() -> None:
     harness = two_pairs()
-    harness.handle(InstanceUp(instance("b2")))
+    harness.handle(ev.InstanceUp(instance("b2")))
 
     harness.handle(reforming("d0", 1.0), at_s=1.0)
     during = {harness.decoding(f"n{n}").plan.decode for n in range(4)}
@@ -345,34 +341,34 @@ def test_where_nothing_else_is_up_new_streams_wait_for_it() -> None:
     harness = PolicyHarness("b0", slo=SloSettings(abort=True))
     harness.handle(reforming("b0", 5.0), at_s=1.0)
 
-    start = only(harness.handle(StreamArrived(S, 100)), Start)
-    tight = harness.handle(StreamArrived(StreamId("t"), 100, deadlines=Deadlines(ttft_s=1.0)))
+    start = only(harness.handle(ev.StreamArrived(S, 100)), act.Start)
+    tight = harness.handle(ev.StreamArrived(StreamId("t"), 100, deadlines=ev.Deadlines(ttft_s=1.0)))
 
     assert start.plan.decode == "b0"
-    assert only(tight, GiveUp).reason.value == "slo"
+    assert only(tight, act.GiveUp).reason.value == "slo"
 
 
 def test_without_any_other_instance_a_stream_stays_beyond_its_promise() -> None:
     """There is nowhere to go; another instance that comes up ends that."""
     harness = PolicyHarness("b0")
     harness.decoding("s")
-    stay = only(harness.handle(reforming("b0", 0.5), at_s=1.0), Stay)
+    stay = only(harness.handle(reforming("b0", 0.5), at_s=1.0), act.Stay)
 
     alone = ring(harness, stay.until_s)
-    harness.handle(InstanceUp(instance("b1")))
-    actions = ring(harness, only(alone, Stay).until_s)
+    harness.handle(ev.InstanceUp(instance("b1")))
+    actions = ring(harness, only(alone, act.Stay).until_s)
 
-    assert (of(alone, Start), of(alone, Halt)) == ([], [])
-    assert only(actions, Start).plan.decode == "b1"
+    assert (of(alone, act.Start), of(alone, act.Halt)) == ([], [])
+    assert only(actions, act.Start).plan.decode == "b1"
 
 
 def test_a_hand_off_avoids_an_instance_that_re_forms() -> None:
     """Prefill elsewhere was for it, and another one decodes at once."""
     harness = PolicyHarness("p0", "d0", "d1")
-    planned = only(harness.handle(StreamArrived(S, 100)), Start).plan.decode
+    planned = only(harness.handle(ev.StreamArrived(S, 100)), act.Start).plan.decode
     harness.handle(reforming(planned, 2.0))
 
-    harness.handle(PrefillDone(S, 1, 100))
+    harness.handle(ev.PrefillDone(S, 1, 100))
     seen = {each["id"]: each["decode_streams"] for each in harness.policy.snapshot()["instances"]}
 
     assert seen[planned] == 0
@@ -384,18 +380,18 @@ def test_a_prefill_that_re_forms_is_weighed_like_a_decode_instance(
 ) -> None:
     """The request has no token yet."""
     harness = PolicyHarness("p0", "d0")
-    harness.handle(StreamArrived(S, 300))
-    harness.handle(InstanceUp(instance("p1")))
-    harness.handle(InstanceUp(instance("d1")))
+    harness.handle(ev.StreamArrived(S, 300))
+    harness.handle(ev.InstanceUp(instance("p1")))
+    harness.handle(ev.InstanceUp(instance("d1")))
 
     actions = harness.handle(reforming("p0", ready_in_s, produced_tokens={}), at_s=0.25)
 
     if stays:
-        assert only(actions, Stay).attempt == 1
-        harness.handle(PrefillDone(S, 1, 300), at_s=0.4)
-        assert of(ring(harness, 9.0), Start) == []
+        assert only(actions, act.Stay).attempt == 1
+        harness.handle(ev.PrefillDone(S, 1, 300), at_s=0.4)
+        assert of(ring(harness, 9.0), act.Start) == []
     else:
-        assert only(actions, Start).plan.prefill == "p1"
+        assert only(actions, act.Start).plan.prefill == "p1"
 
 
 def test_an_attempt_that_fails_meanwhile_is_a_failure_like_any_other() -> None:
@@ -403,9 +399,9 @@ def test_an_attempt_that_fails_meanwhile_is_a_failure_like_any_other() -> None:
     harness = two_pairs("s")
     harness.handle(reforming("d0", 0.02), at_s=1.0)
 
-    actions = harness.handle(AttemptFailed(S, 1, InstanceId("d0"), "error event", 7), at_s=1.01)
+    actions = harness.handle(ev.AttemptFailed(S, 1, InstanceId("d0"), "error event", 7), at_s=1.01)
 
-    assert only(actions, Start).plan.decode == "d1"
+    assert only(actions, act.Start).plan.decode == "d1"
     assert ring(harness, 9.0) == []
 
 
@@ -415,8 +411,8 @@ def test_an_instance_that_ends_in_mid_move_is_lost_like_any_other() -> None:
 
     actions = harness.lose("d0", at_s=1.01, s=7, t=7)
 
-    assert {start.plan.decode for start in of(actions, Start)} == {"d1"}
-    assert len(of(actions, Start)) == 2
+    assert {start.plan.decode for start in of(actions, act.Start)} == {"d1"}
+    assert len(of(actions, act.Start)) == 2
 
 
 def test_look_ahead_counts_the_slower_tokens_of_fewer_ranks() -> None:
@@ -429,21 +425,21 @@ def test_look_ahead_counts_the_slower_tokens_of_fewer_ranks() -> None:
     leaves = far.handle(event, at_s=1.0)
     stays = near.handle(event, at_s=1.0)
 
-    assert only(leaves, Start).plan.decode == "d1"
-    assert only(stays, Stay).stream == S
+    assert only(leaves, act.Start).plan.decode == "d1"
+    assert only(stays, act.Stay).stream == S
 
 
 def test_look_ahead_ends_with_the_stream() -> None:
     """One token more is all that it may have."""
     harness = PolicyHarness("p0", "d0")
-    harness.handle(StreamArrived(S, 10, most_tokens=311))
-    harness.handle(PrefillDone(S, 1, 10))
-    harness.handle(StreamResumed(S, 1))
-    harness.handle(InstanceUp(instance("p1")))
-    harness.handle(InstanceUp(instance("d1")))
+    harness.handle(ev.StreamArrived(S, 10, most_tokens=311))
+    harness.handle(ev.PrefillDone(S, 1, 10))
+    harness.handle(ev.StreamResumed(S, 1))
+    harness.handle(ev.InstanceUp(instance("p1")))
+    harness.handle(ev.InstanceUp(instance("d1")))
     event = reforming("d0", 0.02, decode_factor=2.0, token_s=0.05)
 
-    assert only(harness.handle(event, at_s=1.0), Stay).stream == S
+    assert only(harness.handle(event, at_s=1.0), act.Stay).stream == S
 
 
 def test_predictions_do_not_contain_the_look_ahead() -> None:
@@ -452,7 +448,7 @@ def test_predictions_do_not_contain_the_look_ahead() -> None:
 
     actions = harness.handle(reforming("d0", 0.02, decode_factor=1.1, token_s=0.01), at_s=1.0)
 
-    recovered = only(actions, Recovered)
+    recovered = only(actions, act.Recovered)
     chosen = next(each for each in recovered.estimates if each.option is Option.IN_PLACE)
     assert recovered.predicted_s == pytest.approx(0.02 + 0.011)
     assert chosen.total_s == pytest.approx(0.02 + 0.011 + 32 * 0.001)
@@ -464,7 +460,7 @@ def test_the_next_token_takes_a_step_of_the_ranks_that_are_left() -> None:
 
     actions = harness.handle(reforming("d0", 0.02, decode_factor=1.5, token_s=0.01), at_s=1.0)
 
-    recovered = only(actions, Recovered)
+    recovered = only(actions, act.Recovered)
     assert recovered.predicted_s == pytest.approx(0.02 + 1.5 * 0.01)
 
 
@@ -476,13 +472,13 @@ def test_what_a_stream_had_lost_before_is_still_to_be_restored() -> None:
     lost = reforming("d0", 0.02, missing_pages={S: 10, StreamId("t"): 10}, page_s=0.01)
     harness.handle(lost, at_s=1.0)
     harness.handle(reformed("d0"), at_s=1.02)
-    harness.handle(StreamResumed(S, 1), at_s=1.12)
+    harness.handle(ev.StreamResumed(S, 1), at_s=1.12)
 
     actions = harness.handle(reforming("d0", 0.03, number=2), at_s=1.15)
 
-    predicted_s = {each.stream: each.predicted_s for each in of(actions, Recovered)}
+    predicted_s = {each.stream: each.predicted_s for each in of(actions, act.Recovered)}
     assert predicted_s == {S: pytest.approx(0.03), StreamId("t"): pytest.approx(0.03 + 0.07)}
-    assert of(actions, Start) == []
+    assert of(actions, act.Start) == []
 
 
 def test_a_stream_that_waits_still_is_not_promised_less_by_a_second_loss() -> None:
@@ -492,7 +488,7 @@ def test_a_stream_that_waits_still_is_not_promised_less_by_a_second_loss() -> No
 
     actions = harness.handle(reforming("d0", 0.05, number=2), at_s=1.02)
 
-    assert only(actions, Recovered).predicted_s == pytest.approx(0.05 + 0.1)
+    assert only(actions, act.Recovered).predicted_s == pytest.approx(0.05 + 0.1)
 
 
 def test_a_token_after_the_predicted_end_settles_though_the_report_is_late() -> None:
@@ -500,14 +496,14 @@ def test_a_token_after_the_predicted_end_settles_though_the_report_is_late() -> 
     each token is followed by a look at the next one.
     """
     harness = two_pairs("s")
-    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), Stay)
+    stay = only(harness.handle(reforming("d0", 0.02), at_s=1.0), act.Stay)
 
-    early = harness.handle(StreamResumed(S, 1), at_s=1.001)
-    late = harness.handle(StreamResumed(S, 1), at_s=1.03)
+    early = harness.handle(ev.StreamResumed(S, 1), at_s=1.001)
+    late = harness.handle(ev.StreamResumed(S, 1), at_s=1.03)
 
-    assert only(early, Stay) == stay
-    assert only(late, Settled).option is Option.IN_PLACE
-    assert of(ring(harness, stay.until_s), Halt) == []
+    assert only(early, act.Stay) == stay
+    assert only(late, act.Settled).option is Option.IN_PLACE
+    assert of(ring(harness, stay.until_s), act.Halt) == []
 
 
 def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
@@ -529,8 +525,8 @@ def test_the_static_policies_leave(name: PolicyName) -> None:
     harness, alone = two_pairs("s", name=name), PolicyHarness("p0", "d0", name=name)
     alone.decoding("s")
 
-    assert only(harness.handle(reforming("d0", 0.01), at_s=1.0), Start).plan.decode == "d1"
-    assert only(alone.handle(reforming("d0", 0.01), at_s=1.0), Stay).stream == S
+    assert only(harness.handle(reforming("d0", 0.01), at_s=1.0), act.Start).plan.decode == "d1"
+    assert only(alone.handle(reforming("d0", 0.01), at_s=1.0), act.Stay).stream == S
 
 
 def test_load_reports_meanwhile_do_not_hide_the_wait() -> None:
@@ -538,9 +534,9 @@ def test_load_reports_meanwhile_do_not_hide_the_wait() -> None:
     harness = PolicyHarness("b0")
     harness.handle(reforming("b0", 5.0), at_s=1.0)
 
-    harness.handle(LoadReported(InstanceId("b0"), 0.0), at_s=2.0)
+    harness.handle(ev.LoadReported(InstanceId("b0"), 0.0), at_s=2.0)
     (during,) = harness.policy.snapshot()["instances"]
-    harness.handle(LoadReported(InstanceId("b0"), 0.5), at_s=2.1)
+    harness.handle(ev.LoadReported(InstanceId("b0"), 0.5), at_s=2.1)
     harness.handle(reformed("b0"), at_s=2.2)
     (after,) = harness.policy.snapshot()["instances"]
 
@@ -552,12 +548,12 @@ def test_settings_that_are_reloaded_count() -> None:
     policy = harness.policy._settings.model_copy(
         update={"recovery": RecoverySettings(gather_s=0.0), "lookahead_tokens": 0}
     )
-    harness.handle(SettingsReloaded(policy, SloSettings()))
+    harness.handle(ev.SettingsReloaded(policy, SloSettings()))
 
     event = reforming("d0", 0.02, decode_factor=9.0, token_s=0.01)
     actions = harness.handle(event, at_s=1.0)
 
-    assert only(actions, Stay).stream == S
+    assert only(actions, act.Stay).stream == S
 
 
 def test_the_terms_of_a_stay_add_up() -> None:
@@ -567,7 +563,7 @@ def test_the_terms_of_a_stay_add_up() -> None:
     stream = policy._ledger.streams[S]
     home = policy._view.members[InstanceId("d0")]
     books = policy._decisions._books
-    estimate = only([*harness.actions], Recovered).estimates[-1]
+    estimate = only([*harness.actions], act.Recovered).estimates[-1]
     assert home.reforming is not None
     home.reforming.ahead_s = 0.0
 
@@ -586,7 +582,7 @@ def test_a_deadline_is_kept_late_by_half_of_its_length_within_bounds(
     harness = PolicyHarness("b0")
     harness.decoding("s")
 
-    stay = only(harness.handle(reforming("b0", ready_in_s), at_s=1.0), Stay)
+    stay = only(harness.handle(reforming("b0", ready_in_s), at_s=1.0), act.Stay)
 
     assert stay.until_s == pytest.approx(1.0 + ready_in_s + late_s, abs=0.02)
 
@@ -599,4 +595,4 @@ def test_a_prediction_that_is_20_ms_later_changes_nothing(later_s: float, *, is_
 
     actions = harness.handle(reforming("b0", 0.5 + later_s), at_s=1.0)
 
-    assert bool(of(actions, Stay)) is is_news
+    assert bool(of(actions, act.Stay)) is is_news

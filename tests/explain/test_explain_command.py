@@ -11,15 +11,8 @@ from typer.testing import CliRunner
 
 from kvrs.cli import app
 from kvrs.core.event_log import LogEntry, read
-from kvrs.core.model.actions import Recovered
-from kvrs.core.model.events import (
-    InstanceReformed,
-    InstanceReforming,
-    InstanceUp,
-    PrefillDone,
-    StreamArrived,
-    StreamResumed,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, LogError
 from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
 from kvrs.explain.questions import parse_bandwidth
@@ -218,7 +211,7 @@ def test_a_log_shows_what_a_choice_was_charged_for_other_victims(tmp_path: Path)
     _, text = shown_log(path)
 
     first, waited_s = decided[0], decided[0].others_wait_s
-    assert isinstance(first.action, Recovered)
+    assert isinstance(first.action, act.Recovered)
     assert first.chosen is not None
     assert waited_s is not None
     assert (first.action.others, waited_s) == (1.0, first.chosen.at_target_s)
@@ -231,14 +224,14 @@ def test_a_log_shows_streams_that_stay(tmp_path: Path) -> None:
     recorder = Recorder()
     table = catalog.prefill_table("opt-13b-a100-kvrs-seed")
     for name in ("p0", "d0"):
-        recorder.handle(InstanceUp(instance(name, prefill=table)))
-    for event in (StreamArrived(A, 1000), PrefillDone(A, 1, 1000), StreamResumed(A, 1)):
+        recorder.handle(ev.InstanceUp(instance(name, prefill=table)))
+    for event in (ev.StreamArrived(A, 1000), ev.PrefillDone(A, 1, 1000), ev.StreamResumed(A, 1)):
         recorder.handle(event)
     d0, produced = InstanceId("d0"), {A: 7}
-    lost = InstanceReforming(d0, 1, 1, "rank 1 lost", 0.02, {}, 0.0, 1.0, 1.0, 0.03, produced)
+    lost = ev.InstanceReforming(d0, 1, 1, "rank 1 lost", 0.02, {}, 0.0, 1.0, 1.0, 0.03, produced)
     recorder.handle(lost)
-    recorder.handle(InstanceReformed(d0, 1, 1.0, 1.0, 0.03))
-    recorder.handle(StreamResumed(A, 1))
+    recorder.handle(ev.InstanceReformed(d0, 1, 1.0, 1.0, 0.03))
+    recorder.handle(ev.StreamResumed(A, 1))
 
     _, text = shown_log(written(tmp_path / "events.jsonl", recorder.lines))
 

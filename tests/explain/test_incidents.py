@@ -4,9 +4,9 @@ import pytest
 
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.event_log import LogEntry, event_line, header_line, read
-from kvrs.core.model.actions import GiveUp, Reason, Recovered
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import AttemptFailed, FailureKind, StreamArrived, TimerFired
 from kvrs.explain.incidents import Loss, RecordedDecision, incidents
 from kvrs.ids import InstanceId, StreamId
 from tests.core.recorded_incident import BACKUP, A, B, incident
@@ -36,7 +36,7 @@ def test_losses_and_decisions_come_in_their_order() -> None:
 def test_a_decision_is_shown_with_its_way_and_the_others() -> None:
     """Source, pages and target; raw costs, and the other options, the cheapest first."""
     first = next(each for each in happened(incident()) if isinstance(each, RecordedDecision))
-    assert isinstance(first.action, Recovered)
+    assert isinstance(first.action, act.Recovered)
 
     chosen, options = first.chosen, first.options
 
@@ -50,11 +50,11 @@ def test_a_decision_is_shown_with_its_way_and_the_others() -> None:
 
 def test_a_stream_that_was_given_up_is_a_decision_too() -> None:
     """With its reason, and nothing to settle."""
-    gone = GiveUp(A, Reason.NO_INSTANCE, "no instance came up within 30 s", 30.0)
+    gone = act.GiveUp(A, act.Reason.NO_INSTANCE, "no instance came up within 30 s", 30.0)
     lines = [
         HEADER,
-        event_line(0.0, StreamArrived(A, 10), []),
-        event_line(30.0, TimerFired(), [gone]),
+        event_line(0.0, ev.StreamArrived(A, 10), []),
+        event_line(30.0, ev.TimerFired(), [gone]),
     ]
 
     (found,) = happened(lines)
@@ -69,43 +69,45 @@ def test_a_stream_that_was_given_up_is_a_decision_too() -> None:
     )
 
 
-def refused(stream: StreamId, attempt: int, at: str, kind: FailureKind) -> AttemptFailed:
-    return AttemptFailed(stream, attempt, InstanceId(at), "HTTP 400", 0, failure=kind)
+def refused(stream: StreamId, attempt: int, at: str, kind: ev.FailureKind) -> ev.AttemptFailed:
+    return ev.AttemptFailed(stream, attempt, InstanceId(at), "HTTP 400", 0, failure=kind)
 
 
-def recovered(stream: StreamId, attempt: int) -> Recovered:
-    return Recovered(stream, attempt, Option.START, 0.1, (), "HTTP 400", InstanceId("p0"))
+def recovered(stream: StreamId, attempt: int) -> act.Recovered:
+    return act.Recovered(stream, attempt, Option.START, 0.1, (), "HTTP 400", InstanceId("p0"))
 
 
 @pytest.mark.parametrize(
     ("first", "last", "found"),
     [
-        (FailureKind.REFUSED, Reason.REFUSED, []),
+        (ev.FailureKind.REFUSED, act.Reason.REFUSED, []),
         # Nobody knows whose fault the first one was.
-        (FailureKind.REFUSED, Reason.RETRIES, ["p0", "recovered", "p1", "given up"]),
+        (ev.FailureKind.REFUSED, act.Reason.RETRIES, ["p0", "recovered", "p1", "given up"]),
         # The instance failed, and the request was at fault as well.
-        (FailureKind.BROKEN, Reason.REFUSED, ["p0", "recovered"]),
+        (ev.FailureKind.BROKEN, act.Reason.REFUSED, ["p0", "recovered"]),
     ],
 )
 def test_requests_that_were_at_fault_are_no_incidents(
-    first: FailureKind, last: Reason, found: list[str]
+    first: ev.FailureKind, last: act.Reason, found: list[str]
 ) -> None:
     """Nor is what was done only to learn that they are; failures of other streams beside them
     are.
     """
     lines = [
         HEADER,
-        event_line(0.0, StreamArrived(A, 10), []),
+        event_line(0.0, ev.StreamArrived(A, 10), []),
         event_line(1.0, refused(A, 1, "p0", first), [recovered(A, 2)]),
-        event_line(1.1, refused(B, 1, "p2", FailureKind.BROKEN), []),
-        event_line(1.2, refused(A, 2, "p1", FailureKind.REFUSED), [GiveUp(A, last, "no", 1.0)]),
+        event_line(1.1, refused(B, 1, "p2", ev.FailureKind.BROKEN), []),
+        event_line(
+            1.2, refused(A, 2, "p1", ev.FailureKind.REFUSED), [act.GiveUp(A, last, "no", 1.0)]
+        ),
     ]
 
     names = [
         each.instance
         if isinstance(each, Loss)
         else "given up"
-        if isinstance(each.action, GiveUp)
+        if isinstance(each.action, act.GiveUp)
         else "recovered"
         for each in happened(lines)
     ]

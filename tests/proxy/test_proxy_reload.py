@@ -13,7 +13,7 @@ import pytest
 
 from kvrs.config.file import Config, config_digest, load_config, parse_config
 from kvrs.core.event_log import LogEntry, read, rerun
-from kvrs.core.model.events import SettingsReloaded
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.proxy import reload
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
@@ -92,7 +92,7 @@ async def test_a_reload_changes_decisions_and_loses_no_stream(
     reloads = [
         entry.event.policy.name.value
         for entry in read(lines)
-        if isinstance(entry, LogEntry) and isinstance(entry.event, SettingsReloaded)
+        if isinstance(entry, LogEntry) and isinstance(entry.event, ev.SettingsReloaded)
     ]
     assert reloads == ["always_recompute"]
     assert rerun(lines).difference is None

@@ -19,9 +19,9 @@ from kvrs.core.event_log import rerun
 from kvrs.core.fleet.silence import WatchLimits
 from kvrs.core.ledger import Ledger
 from kvrs.core.live import StreamStage
-from kvrs.core.model.actions import Action
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import Event, NamesListed, PagesKept
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot
@@ -95,10 +95,10 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
     events = sum((outcome.events for outcome in outcomes), Counter[str]())
     actions = sum((outcome.actions for outcome in outcomes), Counter[str]())
     # Not simulated: memory that outlives an engine, names of adapters.
-    absent = {PagesKept.__name__, NamesListed.__name__}
-    simulated = {kind.__name__ for kind in get_args(Event)} - absent
+    absent = {ev.PagesKept.__name__, ev.NamesListed.__name__}
+    simulated = {kind.__name__ for kind in get_args(ev.Event)} - absent
     assert set(events) == simulated
-    assert set(actions) == {kind.__name__ for kind in get_args(Action)}
+    assert set(actions) == {kind.__name__ for kind in get_args(act.Action)}
     assert ended["complete"] > sum(ended.values()) / 2
 
 

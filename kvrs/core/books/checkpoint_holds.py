@@ -13,7 +13,7 @@ from kvrs.config.file import Config
 from kvrs.core.books.leases import Leases
 from kvrs.core.fleet.known import Agents, Instances, KnownAgent
 from kvrs.core.live import Copy, LiveStream
-from kvrs.core.model.events import CheckpointsReported, Event, HolderLost, RetentionLost
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport
 
@@ -32,7 +32,7 @@ class CheckpointHolds:
         agents: Agents,
         instances: Instances,
         streams: Mapping[StreamId, LiveStream],
-        tell: Callable[[Event, float], None],
+        tell: Callable[[ev.Event, float], None],
     ) -> None:
         self.agents = agents
         # Reserved room is scarce, so it is given back as soon as anything is sent to agents.
@@ -62,7 +62,7 @@ class CheckpointHolds:
             # later attempt that has a place there again. If there is one, it runs out by itself.
             let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
             let_go(agent, live.id)
-            self._tell(RetentionLost(agent, (live.id,)), now_s)
+            self._tell(ev.RetentionLost(agent, (live.id,)), now_s)
 
     def adopt(self, live: LiveStream) -> None:
         """Hold what the proxy before this one had reserved for the stream."""
@@ -103,7 +103,7 @@ class CheckpointHolds:
             pages[stream] = copy.pages = count
         if pages or before is None or _totals(before) != _totals(report):
             self._tell(
-                CheckpointsReported(
+                ev.CheckpointsReported(
                     known.id, report.epoch, report.reserved_bytes, report.checkpoints, pages
                 ),
                 now_s,
@@ -117,7 +117,7 @@ class CheckpointHolds:
         for live in self._streams.values():
             if (copy := live.copies.get(known.id)) is not None:
                 copy.pages, copy.lost = 0, copy.lost or _DOWN
-        self._tell(HolderLost(known.id, known.info.epoch, cause), now_s)
+        self._tell(ev.HolderLost(known.id, known.info.epoch, cause), now_s)
 
     # For the state and metrics.
 
@@ -172,7 +172,7 @@ class CheckpointHolds:
                 self.leases.drop(agent, stream)
                 lost.append(stream)
         if lost:
-            self._tell(RetentionLost(agent, tuple(lost)), now_s)
+            self._tell(ev.RetentionLost(agent, tuple(lost)), now_s)
 
     def _copy(self, stream: StreamId, agent: InstanceId) -> Copy | None:
         live = self._streams.get(stream)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.core.books.placement import PlacementCandidate, place
-from kvrs.core.model.actions import Place
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Agent, ClusterView, Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
 from kvrs.ids import InstanceId, NodeId
@@ -20,7 +20,9 @@ class Checkpoints:
         self._view = view
         self._settings = settings
 
-    def place(self, stream: Stream, decode: Member, prefill: Member | None) -> tuple[Place, ...]:
+    def place(
+        self, stream: Stream, decode: Member, prefill: Member | None
+    ) -> tuple[act.Place, ...]:
         """Choose and book the agents for the pages of an attempt that decodes there. Present ones
         are kept where they still serve.
         """
@@ -52,7 +54,7 @@ class Checkpoints:
                 _rebook(checkpoint, 0)
         for agent in chosen:
             self._keep(stream, agent, decode, need_bytes)
-        return tuple(Place(agent.id, need_bytes) for agent in chosen)
+        return tuple(act.Place(agent.id, need_bytes) for agent in chosen)
 
     def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
         """The agent stores so many leading pages; counted only where the plan names the agent."""

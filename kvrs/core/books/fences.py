@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, StreamId
 
 Number = tuple[int, int]  # Owner epoch, attempt.
@@ -14,12 +14,12 @@ class FenceTable:
         # The same, the other way round; few each.
         self._instances: dict[StreamId, tuple[InstanceId, ...]] = {}
 
-    def started(self, plan: Plan, stream: StreamId, number: Number) -> None:
+    def started(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
         if plan.prefill is not None:
             self._note(plan.prefill, stream, number)
         self._note(plan.decode, stream, number)
 
-    def redirected(self, old: Plan, new: Plan, stream: StreamId, number: Number) -> None:
+    def redirected(self, old: act.Plan, new: act.Plan, stream: StreamId, number: Number) -> None:
         self.left(old.decode, stream)
         self._note(new.decode, stream, number)
 

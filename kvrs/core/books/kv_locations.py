@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, ClusterView, Member
-from kvrs.core.model.events import CheckpointsReported, HolderLost, HolderUp, Kept, PagesKept
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.ids import InstanceId, StreamId
 
@@ -18,9 +18,9 @@ class KvLocations:
         self._view = view
         self._checkpoints = checkpoints
         self._streams = streams
-        self._kept: dict[InstanceId, PagesKept] = {}  # Of instances that are about to come up.
+        self._kept: dict[InstanceId, ev.PagesKept] = {}  # Of instances that are about to come up.
 
-    def kept_pages(self, event: PagesKept) -> None:
+    def kept_pages(self, event: ev.PagesKept) -> None:
         self._kept[event.instance] = event
 
     def instance_up(self, member: Member) -> None:
@@ -32,7 +32,7 @@ class KvLocations:
             if (stream := self._streams.get(stream_id)) is not None:
                 self.retain(stream, member, pages)
 
-    def agent_up(self, event: HolderUp) -> None:
+    def agent_up(self, event: ev.HolderUp) -> None:
         agent = self._view.agents.get(event.holder)
         if agent is not None and event.epoch <= agent.epoch:
             return
@@ -46,12 +46,12 @@ class KvLocations:
             event.host_to_device_bytes_per_s,
         )
 
-    def agent_lost(self, event: HolderLost) -> None:
+    def agent_lost(self, event: ev.HolderLost) -> None:
         agent = self._view.agents.get(event.holder)
         if agent is not None and event.epoch >= agent.epoch:
             self._lose(agent, event.cause)
 
-    def reported(self, event: CheckpointsReported) -> None:
+    def reported(self, event: ev.CheckpointsReported) -> None:
         agent = self._view.agents.get(event.holder)
         if agent is None or event.epoch != agent.epoch:
             return
@@ -95,24 +95,24 @@ class KvLocations:
         if (found := stream.holders.pop(holder, None)) is not None:
             found.member.held.discard(stream_id)
 
-    def of(self, stream_id: StreamId) -> tuple[Kept, ...]:
+    def of(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
         """All locations, for the proxy that may have to go on with the stream."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return ()
         held = [
-            Kept(holder, found.member.instance.epoch, found.pages)
+            ev.Kept(holder, found.member.instance.epoch, found.pages)
             for holder, found in stream.holders.items()
         ]
         return (
             *held,
             *(
-                Kept(name, found.agent.epoch, found.pages)
+                ev.Kept(name, found.agent.epoch, found.pages)
                 for name, found in stream.checkpoints.items()
             ),
         )
 
-    def inherit(self, stream: Stream, kept: Iterable[Kept]) -> None:
+    def inherit(self, stream: Stream, kept: Iterable[ev.Kept]) -> None:
         """Take over locations from another proxy, as far as those epochs are still up."""
         for each in kept:
             member, agent = self._view.members.get(each.holder), self._view.agents.get(each.holder)

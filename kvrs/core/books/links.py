@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvrs.config.transfer import LinkSettings
-from kvrs.core.model.events import LinkMeasured
+from kvrs.core.model import events as ev
 from kvrs.ids import NodeId
 from kvrs.transfer.meter import Measurement, lower_bound
 
@@ -29,7 +29,7 @@ class LinkBounds:
 
     def measured(
         self, source: NodeId, target: NodeId, measured: Measurement, now_s: float
-    ) -> LinkMeasured | None:
+    ) -> ev.LinkMeasured | None:
         """Return the event for the policy; None: the bound has not changed enough."""
         measured_s = now_s - measured.age_s
         link = self._links.get((source, target))
@@ -42,4 +42,4 @@ class LinkBounds:
         if abs(bound - link.reported_bytes_per_s) <= _STEP * link.reported_bytes_per_s:
             return None
         link.reported_bytes_per_s = bound
-        return LinkMeasured(source, target, bound)
+        return ev.LinkMeasured(source, target, bound)

@@ -6,7 +6,7 @@ driver may keep one timer or many, and a superfluous wake-up does nothing.
 
 from heapq import heappop, heappush
 
-from kvrs.core.model.actions import WakeAt
+from kvrs.core.model import actions as act
 from kvrs.ids import StreamId
 
 # Event loops round to milliseconds; an alarm that is this near counts as due, or it would be
@@ -51,7 +51,7 @@ class Timers:
         del self._alarm_s[stream]
         return stream
 
-    def next_wake(self, now_s: float) -> WakeAt | None:
+    def next_wake(self, now_s: float) -> act.WakeAt | None:
         """The request to the driver without which the earliest alarm would be missed."""
         earliest_s = self._earliest_s()
         if earliest_s is None:
@@ -60,7 +60,7 @@ class Timers:
         if requested_s is not None and now_s <= requested_s + SLACK_S and requested_s <= earliest_s:
             return None
         self._requested_s = earliest_s
-        return WakeAt(earliest_s)
+        return act.WakeAt(earliest_s)
 
     def _earliest_s(self) -> float | None:
         while self._heap:

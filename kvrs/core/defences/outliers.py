@@ -10,9 +10,9 @@ instance pauses.
 from typing import assert_never
 
 from kvrs.config.policy import RecoverySettings
-from kvrs.core.model.actions import Action, Ejected, Plan, Readmitted
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView, Member
-from kvrs.core.model.events import AttemptFailed, FailureKind
 from kvrs.core.model.health import (
     BUSY_PAUSE_S,
     EJECTION_PAUSE_S,
@@ -34,7 +34,7 @@ _FORGIVEN_AFTER_S = 60.0
 
 class Outliers:
     def __init__(
-        self, view: ClusterView, settings: RecoverySettings, actions: list[Action]
+        self, view: ClusterView, settings: RecoverySettings, actions: list[act.Action]
     ) -> None:
         self._view = view
         self._actions = actions
@@ -43,7 +43,7 @@ class Outliers:
     def reload(self, settings: RecoverySettings) -> None:
         self._together_s = max(_TOGETHER_S, settings.gather_s)
 
-    def started(self, stream: Stream, plan: Plan) -> None:
+    def started(self, stream: Stream, plan: act.Plan) -> None:
         """An attempt begins; at a closed instance it is the probe."""
         for name in (plan.prefill, plan.decode):
             health = None if name is None else self._view.members[name].health
@@ -71,7 +71,7 @@ class Outliers:
         if is_news:
             if health.is_ejected:
                 health.readmitted_s = now_s
-                self._actions.append(Readmitted(member.instance.id, member.instance.epoch))
+                self._actions.append(act.Readmitted(member.instance.id, member.instance.epoch))
             health.consecutive, health.refuses_wrongly = 0, False
             health.open()
         if stream.refusals:
@@ -90,7 +90,7 @@ class Outliers:
             refuser.health.refuses_wrongly = True
             self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
 
-    def failed(self, stream: Stream, event: AttemptFailed) -> None:
+    def failed(self, stream: Stream, event: ev.AttemptFailed) -> None:
         """The attempt failed at an instance: broken, busy, or refused as far as is known."""
         member = self._view.members.get(event.instance)
         if member is None:
@@ -99,16 +99,16 @@ class Outliers:
         is_probe = health.probe == stream.id
         health.left(stream.id)
         match event.failure:
-            case FailureKind.REFUSED:
+            case ev.FailureKind.REFUSED:
                 stream.note_refusal(event.instance, RefusedBy(member.instance.epoch, is_probe))
                 if is_probe:  # The cause is known later: the next probe may come then.
                     health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
-            case FailureKind.BUSY:
+            case ev.FailureKind.BUSY:
                 wait_s = event.retry_after_s or 0.0
                 health.note_busy(event.instance, stream.id, wait_s, self._view.now_s)
                 if not health.is_ejected or is_probe:
                     self._pause(member, event.cause, BUSY_PAUSE_S)
-            case FailureKind.BROKEN:
+            case ev.FailureKind.BROKEN:
                 if event.abrupt:
                     if self._view.now_s - health.abrupt_s < self._together_s and not is_probe:
                         return
@@ -117,12 +117,12 @@ class Outliers:
             case _:
                 assert_never(event.failure)
 
-    def is_the_clients_fault(self, stream: Stream, event: AttemptFailed) -> bool:
+    def is_the_clients_fault(self, stream: Stream, event: ev.AttemptFailed) -> bool:
         """A refusal goes to the client: nothing was produced, and a second instance has refused
         too, or this one is not known to refuse what others accept and there is no other to ask, or
         the refusal is final.
         """
-        is_refusal = event.failure is FailureKind.REFUSED
+        is_refusal = event.failure is ev.FailureKind.REFUSED
         if not is_refusal or stream.first_token_sent or event.produced_tokens:
             return False
         if any(name != event.instance for name in stream.refusals):
@@ -186,7 +186,7 @@ class Outliers:
         health.is_ejected = True
         health.ejections += 1
         health.close(cause, self._view.now_s, pause)
-        self._actions.append(Ejected(member.instance.id, member.instance.epoch, cause, pause))
+        self._actions.append(act.Ejected(member.instance.id, member.instance.epoch, cause, pause))
 
     def _is_outlier(self, member: Member) -> bool:
         health = member.health

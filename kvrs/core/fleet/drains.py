@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrs.core.fleet.known import Health, Instances, KnownInstance
-from kvrs.core.model.events import DrainEnded, DrainOrdered, Event
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Role
 
@@ -20,7 +20,7 @@ class Drains:
         self,
         instances: Instances,
         produced_on: Callable[[InstanceId], dict[StreamId, int]],
-        tell: Callable[[Event, float], None],
+        tell: Callable[[ev.Event, float], None],
     ) -> None:
         self._instances = instances
         self._produced_on = produced_on
@@ -52,7 +52,7 @@ class Drains:
     def begin(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
         """Nothing new goes there; its streams may end within `drain_s`, and are moved then."""
         self._ordered[instance] = now_s + drain_s
-        self._tell(DrainOrdered(instance, drain_s <= 0, self._produced_on(instance)), now_s)
+        self._tell(ev.DrainOrdered(instance, drain_s <= 0, self._produced_on(instance)), now_s)
 
     def leave(self, instance: InstanceId, drain_s: float, now_s: float) -> None:
         """It is drained, if it was not yet, and is removed then."""
@@ -68,7 +68,7 @@ class Drains:
         if self.leaves(instance):
             return
         if self._ordered.pop(instance, None) is not None:
-            self._tell(DrainEnded(instance), now_s)
+            self._tell(ev.DrainEnded(instance), now_s)
 
     def forget(self, instance: InstanceId) -> None:
         """It is removed."""
@@ -81,7 +81,7 @@ class Drains:
         if moves_at_s is None or now_s < moves_at_s:
             return
         if produced := self._produced_on(instance):
-            self._tell(DrainOrdered(instance, True, produced), now_s)
+            self._tell(ev.DrainOrdered(instance, True, produced), now_s)
 
     def is_draining(self, instance: InstanceId) -> bool:
         """By an order, or since its process is about to end."""

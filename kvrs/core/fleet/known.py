@@ -10,9 +10,9 @@ from math import inf
 
 from kvrs.config.file import Config
 from kvrs.core.fleet.names import NameBook, names_of
-from kvrs.core.model.actions import Place, Plan
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Instance
-from kvrs.core.model.events import HolderUp
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
@@ -175,7 +175,7 @@ class Instances:
     def sends_checkpoints(self, instance: InstanceId) -> bool:
         return self._can(instance, Capability.CHECKPOINT)
 
-    def places(self, instance: InstanceId, plan: Plan) -> tuple[Place, ...]:
+    def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
         """Where the instance is to send checkpoints; nowhere if it cannot."""
         return plan.places if self.sends_checkpoints(instance) else ()
 
@@ -183,7 +183,7 @@ class Instances:
         """The instance keeps pages under a lease, which is to be renewed and given back."""
         return self._can(instance, Capability.RETAIN)
 
-    def is_one_call(self, plan: Plan) -> bool:
+    def is_one_call(self, plan: act.Plan) -> bool:
         """The decode instance has the history computed by the plan's prefill instance, which is of
         the same server.
         """
@@ -353,13 +353,13 @@ class Agents:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
         return None
 
-    def accept(self, known: KnownAgent, info: AgentInfo) -> HolderUp:
+    def accept(self, known: KnownAgent, info: AgentInfo) -> ev.HolderUp:
         """Note that the agent is used from now on; what the policy needs of it."""
         known.info = info
         known.report = None
         known.health = Health.UP
         known.reason = None
-        return HolderUp(
+        return ev.HolderUp(
             known.id, known.node, info.epoch, info.capacity_bytes, info.host_to_device_bytes_per_s
         )
 

@@ -14,7 +14,7 @@ from itertools import permutations
 from typing import Any, assert_never
 
 from kvrs.core.fleet.known import Health, KnownInstance
-from kvrs.core.model.events import SelfTested
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
 
@@ -204,10 +204,10 @@ class SelfTests:
                 least = known.id, found
         return least
 
-    def news(self, instances: Iterable[InstanceId]) -> list[SelfTested]:
+    def news(self, instances: Iterable[InstanceId]) -> list[ev.SelfTested]:
         """Events for the policy about those of these instances that have been tested."""
         return [
-            SelfTested(name, life.info.epoch, self.seen(name).moves_kv, self.seen(name).tokens)
+            ev.SelfTested(name, life.info.epoch, self.seen(name).moves_kv, self.seen(name).tokens)
             for name in instances
             if (life := self._lives.get(name)) is not None and self._known[name].health is Health.UP
         ]

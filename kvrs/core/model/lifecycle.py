@@ -20,15 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from itertools import chain
 
-from kvrs.core.model.events import (
-    AttemptFailed,
-    PrefillDone,
-    SlotDenied,
-    StreamAdopted,
-    StreamArrived,
-    StreamEnded,
-    StreamResumed,
-)
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 
 
@@ -65,13 +57,13 @@ class SlotFree:
 
 
 StreamEvent = (
-    StreamArrived
-    | StreamAdopted
-    | PrefillDone
-    | StreamResumed
-    | AttemptFailed
-    | SlotDenied
-    | StreamEnded
+    ev.StreamArrived
+    | ev.StreamAdopted
+    | ev.PrefillDone
+    | ev.StreamResumed
+    | ev.AttemptFailed
+    | ev.SlotDenied
+    | ev.StreamEnded
     | InstanceLeft
     | AlarmDue
     | SlotFree
@@ -115,17 +107,17 @@ _STAGES: tuple[Stage | None, ...] = (None, *Stage)  # None: the stream is not kn
 
 # fmt: off
 _ROWS: dict[type[StreamEvent], tuple[Cell, ...]] = {
-    #               not known    WAITING      QUEUED            PREFILL        DECODE
-    StreamArrived: (Step.ADMIT,  _REPEATED,   _REPEATED,        _REPEATED,     _REPEATED),
-    StreamAdopted: (Step.ADOPT,  _REPEATED,   _REPEATED,        _REPEATED,     _REPEATED),
-    PrefillDone:   (_LATE,       _LATE,       _LATE,            Step.HAND_OFF, Step.NOTE_PREFILL),
-    StreamResumed: (_LATE,       _LATE,       _LATE,            _EARLY,        Step.RESUME),
-    AttemptFailed: (_LATE,       Step.NOTE,   Step.NOTE,        Step.FAIL,     Step.FAIL),
-    SlotDenied:    (_LATE,       _LATE,       _LATE,            _EARLY,        Step.DENY),
-    StreamEnded:   (_LATE,       Step.END,    Step.END,         Step.END,      Step.END),
-    InstanceLeft:  (_NEVER,      _NEVER,      Step.TARGET_LOST, Step.LOSE,     Step.LOSE),
-    AlarmDue:      (_NEVER,      Step.PLACE,  Step.PLACE,       Step.EXPIRE,   Step.EXPIRE),
-    SlotFree:      (_NEVER,      _NEVER,      Step.PLACE,       _NEVER,        _NEVER),
+    #                  not known   WAITING     QUEUED            PREFILL        DECODE
+    ev.StreamArrived: (Step.ADMIT, _REPEATED,  _REPEATED,        _REPEATED,     _REPEATED),
+    ev.StreamAdopted: (Step.ADOPT, _REPEATED,  _REPEATED,        _REPEATED,     _REPEATED),
+    ev.PrefillDone:   (_LATE,      _LATE,      _LATE,            Step.HAND_OFF, Step.NOTE_PREFILL),
+    ev.StreamResumed: (_LATE,      _LATE,      _LATE,            _EARLY,        Step.RESUME),
+    ev.AttemptFailed: (_LATE,      Step.NOTE,  Step.NOTE,        Step.FAIL,     Step.FAIL),
+    ev.SlotDenied:    (_LATE,      _LATE,      _LATE,            _EARLY,        Step.DENY),
+    ev.StreamEnded:   (_LATE,      Step.END,   Step.END,         Step.END,      Step.END),
+    InstanceLeft:     (_NEVER,     _NEVER,     Step.TARGET_LOST, Step.LOSE,     Step.LOSE),
+    AlarmDue:         (_NEVER,     Step.PLACE, Step.PLACE,       Step.EXPIRE,   Step.EXPIRE),
+    SlotFree:         (_NEVER,     _NEVER,     Step.PLACE,       _NEVER,        _NEVER),
 }
 
 _W, _Q, _P, _D = Stage.WAITING, Stage.QUEUED, Stage.PREFILL, Stage.DECODE

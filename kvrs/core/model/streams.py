@@ -11,10 +11,10 @@ from math import inf
 
 import msgspec
 
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Agent, Link, Member
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.events import NO_DEADLINES, Deadlines
 from kvrs.core.model.lifecycle import Stage
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     chosen: Estimate
     estimates: tuple[Estimate, ...]
-    plan: Plan | None  # None: give up, no option meets the budget.
+    plan: act.Plan | None  # None: give up, no option meets the budget.
     others: float = 0.0  # Other victims, per target, for which each estimate was charged.
 
 
@@ -80,7 +80,7 @@ class AttemptState:
     """The stream's latest attempt, and what it takes up in the cluster view until it is over."""
 
     number: int = 0  # 0: there was none.
-    plan: Plan | None = None
+    plan: act.Plan | None = None
     option: Option = Option.START
     started_s: float = 0.0
     decision: Decision | None = None  # That led to it, until its first token settles it.
@@ -189,8 +189,8 @@ class Stream:
     prompt_tokens: int
     waiting_since_s: float
     most_tokens: int | None = None
-    deadlines: Deadlines = NO_DEADLINES
-    common_deadlines: Deadlines = NO_DEADLINES  # Of all tenants: section `slo`.
+    deadlines: ev.Deadlines = ev.NO_DEADLINES
+    common_deadlines: ev.Deadlines = ev.NO_DEADLINES  # Of all tenants: section `slo`.
     tenant: str = ""
     arrived_s: float = 0.0
     client: str = ""

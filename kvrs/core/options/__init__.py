@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, RecoveryOption
@@ -25,6 +25,6 @@ def takes_slot(estimate: Estimate) -> bool:
     return BY_NAME[estimate.option].fetches and has_source and not estimate.by_prefill
 
 
-def plan_of(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+def plan_of(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
     """How to carry out an estimate that was just made for the stream."""
     return BY_NAME[estimate.option].plan(books, stream, estimate)

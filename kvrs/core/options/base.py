@@ -15,7 +15,7 @@ import msgspec
 
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.slots import SlotBook
-from kvrs.core.model.actions import PageRange, Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView, Instance, Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
@@ -92,7 +92,7 @@ class RecoveryOption:
 
     option: Option
     estimate: Callable[[Case, list[Estimate]], None]  # Appends as many estimates as there are ways.
-    plan: Callable[[Books, Stream, Estimate], Plan]  # Of an estimate that was just made.
+    plan: Callable[[Books, Stream, Estimate], act.Plan]  # Of an estimate that was just made.
     terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
     # Its plan fetches pages, if an estimate names a source; such a transfer takes a slot.
     fetches: bool = True
@@ -314,12 +314,12 @@ def extension(
     return best.id, best.pages, wait_s + (best.pages - pages) * best.page_s
 
 
-def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
     """The target fetches from the estimate's source (None: it has the front itself), then from its
     second one.
     """
     wanted = usable_pages(stream, books.view.members[estimate.target])
-    runs: list[PageRange] = []
+    runs: list[act.PageRange] = []
     begins = estimate.first_page
     if estimate.source is None:
         begins = min(stream.holders[estimate.target].pages, wanted)
@@ -327,9 +327,9 @@ def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
         if holder is not None:
             is_last = holder == estimate.second or estimate.second is None
             ends = _run_end(stream, holder, wanted, is_last=is_last)
-            runs.append(PageRange(holder, begins, ends - begins, _epoch(books.view, holder)))
+            runs.append(act.PageRange(holder, begins, ends - begins, _epoch(books.view, holder)))
             begins = ends
-    return Plan(estimate.target, None, tuple(runs))
+    return act.Plan(estimate.target, None, tuple(runs))
 
 
 def _epoch(view: ClusterView, holder: InstanceId) -> int:

@@ -6,7 +6,7 @@ ready + one step of decoding; of a stream that lacks something also: what the st
 
 from collections.abc import Iterable
 
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.reforming import PredictedReforming
@@ -59,7 +59,7 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
     return min(left_s, chosen.transfer_s + chosen.compute_s)
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
     assert stream.attempt.plan is not None, stream
     return stream.attempt.plan
 

@@ -8,7 +8,7 @@ pages: queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / ba
 
 from collections.abc import Iterable
 
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Instance
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
@@ -39,9 +39,9 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         estimates += [_cached(case, holder) for holder in cached_at(case.stream, case.target)]
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
+def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
     if estimate.by_prefill:
-        return Plan(estimate.target, estimate.source)
+        return act.Plan(estimate.target, estimate.source)
     return fetch_plan(books, stream, estimate)
 
 

@@ -8,7 +8,7 @@ without the t tokens produced.
 from collections.abc import Iterable
 from math import inf
 
-from kvrs.core.model.actions import Plan
+from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Instance
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
@@ -68,8 +68,8 @@ def _here(case: Case, factor: float) -> Estimate:
     return estimate_recompute(target, target, history, case.history_s, factor, case.queue_s)
 
 
-def plan(books: Books, stream: Stream, estimate: Estimate) -> Plan:
-    return Plan(estimate.target, estimate.source)
+def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+    return act.Plan(estimate.target, estimate.source)
 
 
 def terms(case: Case, estimate: Estimate) -> Iterable[Term]:

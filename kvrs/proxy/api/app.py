@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvrs.config.proxy import Inexact, ProxySettings
 from kvrs.core.live import Complete
-from kvrs.core.model.events import Deadlines
+from kvrs.core.model import events as ev
 from kvrs.direct import DirectRequest, DirectServer, Serve
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
@@ -364,7 +364,7 @@ class ClientApi:
         self,
         parsed: ParsedRequest,
         inexact: tuple[str, ...],
-        deadlines: Deadlines,
+        deadlines: ev.Deadlines,
         client_id: str,
     ) -> list[Journal]:
         """A journal per choice of a prompt, each with a seed that all its attempts sample with."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvrs.core.model.actions import PageRange, Place
+from kvrs.core.model import actions as act
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, KvTransferParams, SourceRange
 from kvrs.protocol.openai.fields import (
     NOT_AFTER_SEAM,
@@ -45,7 +45,7 @@ class Call:
 def prefill_call(
     journal: Journal,
     attempt: int,
-    places: Sequence[Place],
+    places: Sequence[act.Place],
     *,
     exact: bool,
     traceparent: str | None = None,
@@ -65,8 +65,8 @@ def prefill_call(
 def decode_call(
     journal: Journal,
     attempt: int,
-    runs: Sequence[PageRange],
-    places: Sequence[Place],
+    runs: Sequence[act.PageRange],
+    places: Sequence[act.Place],
     transfer: msgspec.Raw | None,
     *,
     exact: bool,
@@ -99,11 +99,11 @@ def decode_call(
 def _call(
     journal: Journal,
     attempt: int,
-    places: Sequence[Place],
+    places: Sequence[act.Place],
     *,
     exact: bool,
     is_prefill: bool = False,
-    runs: Sequence[PageRange] = (),
+    runs: Sequence[act.PageRange] = (),
     slot_token: int = 0,
     traceparent: str | None,
 ) -> Call:

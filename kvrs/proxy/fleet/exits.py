@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from kvrs.core.control import Control
-from kvrs.core.model.events import InstanceExited
+from kvrs.core.model import events as ev
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport
@@ -43,5 +43,5 @@ def note_exit(control: Control[Any], exited: Exited, now_s: float) -> None:
     if report.start not in epochs:
         seen = ", ".join(map(str, epochs)) or "none, it was not up here"
         raise RequestError(f"start: got {report.start}; allowed: {seen}", param="start", status=409)
-    event = InstanceExited(name, epochs[report.start], report.cause, report.is_external)
+    event = ev.InstanceExited(name, epochs[report.start], report.cause, report.is_external)
     control.tell(event, now_s)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from multidict import CIMultiDictProxy
 
-from kvrs.core.model.events import Deadlines, Kept
+from kvrs.core.model import events as ev
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import unpack_ids
@@ -95,8 +95,8 @@ def reopened(record: Record, parsed: ParsedRequest, now_s: float) -> Journal:
         stop_reason=state.stop_reason,
         usage_sent=state.usage_sent,
         text_sent=state.text_sent,
-        deadlines=Deadlines(*header.deadlines),
+        deadlines=ev.Deadlines(*header.deadlines),
         inexact=state.inexact,
-        kept=tuple(Kept(each.holder, each.epoch, each.pages) for each in state.kv_locations),
+        kept=tuple(ev.Kept(each.holder, each.epoch, each.pages) for each in state.kv_locations),
         marks=[],
     )

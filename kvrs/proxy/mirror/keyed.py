@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from tokenizers import Tokenizer
 
-from kvrs.core.model.events import Kept
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
 from kvrs.proxy.mirror.book import RecordBook
@@ -52,7 +52,7 @@ class KeyedStream:
         clock: Callable[[], float],
         texts: LazyTokenizer,
         changed: Callable[["KeyedStream"], None],
-        kept: Callable[[], tuple[Kept, ...]],
+        kept: Callable[[], tuple[ev.Kept, ...]],
         stop: Callable[[Failed], None],
     ) -> None:
         self.journal = journal

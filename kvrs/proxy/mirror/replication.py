@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
-from kvrs.core.model.events import Kept
+from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import (
@@ -75,7 +75,7 @@ class Mirror:
         clock: Callable[[], float],
         *,
         texts: LazyTokenizer,
-        kept: Callable[[StreamId], tuple[Kept, ...]],
+        kept: Callable[[StreamId], tuple[ev.Kept, ...]],
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
         orders: Orders,

@@ -12,8 +12,8 @@ import msgspec
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.live import CannotContinue, StreamStage
-from kvrs.core.model.actions import Plan
-from kvrs.core.model.events import FailureKind
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
@@ -60,7 +60,7 @@ class AttemptDriver(Protocol):
         cause: str,
         *,
         abrupt: bool,
-        failure: FailureKind,
+        failure: ev.FailureKind,
         retry_after_s: float | None,
         final: bool,
     ) -> None: ...
@@ -80,7 +80,9 @@ class Attempt:
         *("_relay", "_span"),
     )
 
-    def __init__(self, live: OpenStream, attempt: int, plan: Plan, driver: AttemptDriver) -> None:
+    def __init__(
+        self, live: OpenStream, attempt: int, plan: act.Plan, driver: AttemptDriver
+    ) -> None:
         self._live = live
         self._attempt = attempt
         self._plan = plan
@@ -116,12 +118,12 @@ class Attempt:
                 work = await work
         except RefusedError as error:
             live.refusal = Failed(error.status, error.body, rejected=True)
-            self._failed(error, FailureKind.REFUSED)
+            self._failed(error, ev.FailureKind.REFUSED)
         except DeniedError as error:
             # Another instance may take the key. If none does, the client is told at once.
             body = error_body(f"{self._instance}: {error}", kind="server_error", code="denied")
             live.refusal = Failed(502, body)
-            self._failed(error, FailureKind.REFUSED)
+            self._failed(error, ev.FailureKind.REFUSED)
         except SlotDeniedError as error:
             driver.slot_denied(live, self._attempt, error.target, error.wait_s)
         except ClientGoneError:
@@ -139,11 +141,11 @@ class Attempt:
             if isinstance(error, BusyError):
                 driver.busy_status = error.status
             is_busy = isinstance(error, BusyError | NotConnectedError)
-            self._failed(error, FailureKind.BUSY if is_busy else FailureKind.BROKEN)
+            self._failed(error, ev.FailureKind.BUSY if is_busy else ev.FailureKind.BROKEN)
         finally:
             self._release_slot()
 
-    def _failed(self, error: KvrsError, failure: FailureKind) -> None:
+    def _failed(self, error: KvrsError, failure: ev.FailureKind) -> None:
         self._driver.attempt_failed(
             self._live,
             self._attempt,

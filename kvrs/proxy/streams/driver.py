@@ -21,25 +21,8 @@ from kvrs.core.effects import (
 from kvrs.core.fleet.known import KnownAgent, KnownInstance, all_refused
 from kvrs.core.live import CannotContinue, Complete, LiveStream
 from kvrs.core.live import Outcome as ControlOutcome
-from kvrs.core.model.actions import (
-    Action,
-    Ejected,
-    GiveUp,
-    Readmitted,
-    Reason,
-    Recovered,
-    Redirect,
-    Settled,
-    WakeAt,
-)
-from kvrs.core.model.events import (
-    Event,
-    FailureKind,
-    GpuJudged,
-    InstanceLost,
-    InstanceUp,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
@@ -62,18 +45,18 @@ from kvrs.proxy.wire.request_context import CURRENT
 log = logging.getLogger(__name__)
 
 _STATUS = {
-    Reason.NO_INSTANCE: 503,
-    Reason.OVERLOADED: 503,
-    Reason.OVER_SHARE: 429,
-    Reason.SLO: 503,
-    Reason.RETRIES: 502,
+    act.Reason.NO_INSTANCE: 503,
+    act.Reason.OVERLOADED: 503,
+    act.Reason.OVER_SHARE: 429,
+    act.Reason.SLO: 503,
+    act.Reason.RETRIES: 502,
     # A client repeats a request that got 5xx, and must not repeat one that ends instances.
-    Reason.POISON: 422,
+    act.Reason.POISON: 422,
 }
 _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 _REFUSED_RETRY_S = 10.0  # Somebody has to mend the instances first.
 # Refusals of new requests, which are counted and not logged one by one.
-_SHED = (Reason.OVERLOADED, Reason.OVER_SHARE)
+_SHED = (act.Reason.OVERLOADED, act.Reason.OVER_SHARE)
 
 
 class Driver:
@@ -133,7 +116,7 @@ class Driver:
         """See one stream through; a caller that is cancelled takes the stream with it."""
         if not journal.output_ids and (cause := all_refused(self.control.instances)) is not None:
             message = f"no instance can be used: {cause}"
-            body = error_body(message, kind="server_error", code=Reason.NO_INSTANCE)
+            body = error_body(message, kind="server_error", code=act.Reason.NO_INSTANCE)
             return Failed(503, body, retry_after_s=_REFUSED_RETRY_S)
         outcome: EagerFuture[Outcome] = EagerFuture(asyncio.get_running_loop())
         journal.request = request = CURRENT.get()
@@ -171,16 +154,16 @@ class Driver:
             case StreamClosed():
                 self._metrics.streams.ended(_open(effect.live), self.clock())
                 self.recoveries.ended(effect.live.id)
-            case Recovered():
+            case act.Recovered():
                 if (recovering := self.streams.get(effect.stream)) is not None:
                     self.recoveries.decided(effect, recovering)
-            case Redirect():
+            case act.Redirect():
                 self.recoveries.redirected(self.streams[effect.stream])
-            case Settled():
+            case act.Settled():
                 self.recoveries.predicted(effect)
-            case Ejected() | Readmitted():
+            case act.Ejected() | act.Readmitted():
                 _note_ejection(self._metrics, effect)
-            case WakeAt():
+            case act.WakeAt():
                 self._wake_at(effect.at_s)
             case _:
                 assert_never(effect)
@@ -230,20 +213,20 @@ class Driver:
                 live.outcome.set_exception(error)
 
     def _end(self, live: OpenStream, outcome: ControlOutcome) -> None:
-        is_refused = isinstance(outcome, GiveUp) and outcome.reason is Reason.REFUSED
+        is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
         if not is_refused:
             _blame_refusers(self._metrics, live)
         match outcome:
             case Complete():
                 live.resolve(outcome)
-            case GiveUp(reason=Reason.REFUSED):
+            case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
-                self._metrics.admission.given_up.labels(Reason.REFUSED).inc()
+                self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
                 self.recoveries.rejected(live.id)
                 extra = {"stream": live.id, "cause": outcome.message}
                 log.info("request rejected", extra=extra)
                 live.resolve(live.refusal)
-            case GiveUp():
+            case act.GiveUp():
                 self._metrics.admission.given_up.labels(outcome.reason).inc()
                 if outcome.reason not in _SHED:
                     extra = {
@@ -269,24 +252,24 @@ class Driver:
     def _wake_at(self, at_s: float) -> None:
         def wake() -> None:
             self._wakes.discard(handle)
-            self.control.tell(TimerFired(), self.clock())
+            self.control.tell(ev.TimerFired(), self.clock())
 
         handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self.clock()), wake)
         self._wakes.add(handle)
 
-    def _trace(self, now_s: float, event: Event, actions: list[Action]) -> None:
+    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         if self._event_log is not None:
             self._event_log.note(now_s, event, actions)
         match event:
-            case InstanceUp(instance=instance):
+            case ev.InstanceUp(instance=instance):
                 log.info("instance up", extra={"instance": instance.id, "epoch": instance.epoch})
                 self._metrics.up.labels(instance.id).set(1)
                 # A new process begins without a record; one that lives on keeps its own.
                 if not event.lives_on:
                     self._metrics.ejected.labels(instance.id).set(0)
-            case InstanceLost(instance=name, cause=cause):
+            case ev.InstanceLost(instance=name, cause=cause):
                 log.warning("instance lost", extra={"instance": name, "cause": cause})
-            case GpuJudged(instance=name, state=state, reason=reason):
+            case ev.GpuJudged(instance=name, state=state, reason=reason):
                 extra = {"instance": name, "state": state, "reason": reason}
                 log.warning("gpu judged", extra=extra)
             case _:
@@ -318,14 +301,14 @@ class Driver:
         cause: str,
         *,
         abrupt: bool,
-        failure: FailureKind,
+        failure: ev.FailureKind,
         retry_after_s: float | None,
         final: bool,
     ) -> None:
         if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
             return
         extra = {"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause}
-        if failure is FailureKind.REFUSED and not live.journal.output_ids:
+        if failure is ev.FailureKind.REFUSED and not live.journal.output_ids:
             log.info("attempt refused", extra=extra)
             live.refused_by = (*live.refused_by, instance)
         else:
@@ -418,10 +401,10 @@ def _blame_refusers(metrics: Metrics, live: OpenStream) -> None:
     live.refused_by = ()
 
 
-def _note_ejection(metrics: Metrics, effect: Ejected | Readmitted) -> None:
-    is_ejected = isinstance(effect, Ejected)
+def _note_ejection(metrics: Metrics, effect: act.Ejected | act.Readmitted) -> None:
+    is_ejected = isinstance(effect, act.Ejected)
     metrics.ejected.labels(effect.instance).set(is_ejected)
-    if isinstance(effect, Ejected):
+    if isinstance(effect, act.Ejected):
         extra = {"instance": effect.instance, "cause": effect.cause, "pause_s": effect.pause_s}
         log.warning("instance ejected", extra=extra)
     else:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TextIO
 
 from kvrs.core.event_log import event_line
-from kvrs.core.model.actions import Action
-from kvrs.core.model.events import Event
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.logs import old_parts
 
@@ -29,7 +29,7 @@ _PARTS = 16  # At least so many fit into the log.
 _MOST_PART_BYTES = 32 << 20  # Compressed in about half a second.
 COMPRESS_LEVEL = 1
 
-_Record = tuple[float, float, Event, Sequence[Action]]
+_Record = tuple[float, float, ev.Event, Sequence[act.Action]]
 
 
 def part_bytes(max_bytes: int) -> int:
@@ -91,7 +91,7 @@ class EventLog:
                 ]
             ) from None
 
-    def note(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
+    def note(self, now_s: float, event: ev.Event, actions: Sequence[act.Action]) -> None:
         if self._given_up:
             return
         self._pending.append((now_s, self._wall_clock(), event, actions))

@@ -24,7 +24,7 @@ from prometheus_client import (
 from kvrs import __version__
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.fleet.known import KnownInstance
-from kvrs.core.model.actions import Reason
+from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
@@ -379,7 +379,7 @@ class AdmissionMetrics:
         self.given_up = Counter(
             "kvrs_streams_given_up", "Streams given up, by reason.", ["reason"], registry=registry
         )
-        for reason in Reason:
+        for reason in act.Reason:
             self.given_up.labels(reason)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from kvrs.core.model.actions import Recovered, Settled
+from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option, best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.streams.live import OpenStream
@@ -97,7 +97,7 @@ class RecoveryLog:
         self._running: dict[StreamId, Recovery] = {}
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
 
-    def decided(self, action: Recovered, live: OpenStream) -> None:
+    def decided(self, action: act.Recovered, live: OpenStream) -> None:
         """Note a recovery whose attempt has just been started."""
         self._settle(action.stream, "failed")
         recovery = Recovery(
@@ -126,7 +126,7 @@ class RecoveryLog:
         if (recovery := self._running.get(live.id)) is not None and live.plan is not None:
             recovery.target = live.plan.decode
 
-    def predicted(self, action: Settled) -> None:
+    def predicted(self, action: act.Settled) -> None:
         """Note the policy's prediction of a recovery that is about to be `resumed`."""
         recovery = self._running.get(action.stream)
         if recovery is not None and recovery.attempt == action.attempt:

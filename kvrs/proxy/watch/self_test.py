@@ -21,7 +21,7 @@ from kvrs.core.fleet.self_tests import (
     TransferTest,
     names_of,
 )
-from kvrs.core.model.actions import PageRange
+from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate
@@ -177,7 +177,7 @@ class SelfTester:
         journal.output_ids.extend(list(_PROMPT_IDS)[:CUT])
         info = self._info(holder)
         pages = journal.prompt_tokens // info.geometry.page_size_tokens
-        await self._stream(target, journal, [PageRange(holder, 0, pages, info.epoch)])
+        await self._stream(target, journal, [act.PageRange(holder, 0, pages, info.epoch)])
 
     async def _hand_off(self, holder: InstanceId, target: InstanceId, journal: Journal) -> None:
         """Bring back a stream as an engine that fetches no pages does: the history goes to prefill
@@ -258,7 +258,7 @@ class SelfTester:
         self,
         instance: InstanceId,
         journal: Journal,
-        runs: Sequence[PageRange] = (),
+        runs: Sequence[act.PageRange] = (),
         transfer: msgspec.Raw | None = None,
     ) -> None:
         """Have the rest of a stream computed, whose ids are added to the journal."""

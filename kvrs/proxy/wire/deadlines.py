@@ -4,7 +4,7 @@ import re
 
 from multidict import CIMultiDictProxy
 
-from kvrs.core.model.events import NO_DEADLINES, Deadlines
+from kvrs.core.model import events as ev
 from kvrs.errors import RequestError
 
 # The highest value of each header, in seconds. The configuration has the same bounds.
@@ -12,7 +12,7 @@ _LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-dea
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
 
 
-def deadlines_of(headers: CIMultiDictProxy[str]) -> Deadlines:
+def deadlines_of(headers: CIMultiDictProxy[str]) -> ev.Deadlines:
     """The deadlines in the headers, which take the place of section `slo` of the configuration.
 
     Raises:
@@ -20,8 +20,10 @@ def deadlines_of(headers: CIMultiDictProxy[str]) -> Deadlines:
     """
     given = [name for name in _LONGEST_S if name in headers]
     if not given:  # As nearly always.
-        return NO_DEADLINES
-    return Deadlines(*(_seconds(headers, name) if name in given else None for name in _LONGEST_S))
+        return ev.NO_DEADLINES
+    return ev.Deadlines(
+        *(_seconds(headers, name) if name in given else None for name in _LONGEST_S)
+    )
 
 
 def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrs.core.fleet.silence import mean_interval_s
-from kvrs.core.model.events import NO_DEADLINES, Deadlines, Kept
+from kvrs.core.model import events as ev
 from kvrs.ids import StreamId
 from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.token_ids import packed
@@ -47,7 +47,7 @@ class Journal:
     # known what such an engine holds back. None: exactly the text of `kvrs.text` for the output
     # ids.
     text_sent: int | None = None
-    deadlines: Deadlines = NO_DEADLINES
+    deadlines: ev.Deadlines = ev.NO_DEADLINES
     client: str = ""
     request: RequestContext | None = None
     tenant: str = ""  # Its mark; without API keys empty.
@@ -55,7 +55,7 @@ class Journal:
     # For a stream that can be resumed elsewhere: where the client stands after each event that it
     # has not been given yet.
     marks: list[int] | None = None
-    kept: tuple[Kept, ...] = ()  # Its holders, as the former owner knew them.
+    kept: tuple[ev.Kept, ...] = ()  # Its holders, as the former owner knew them.
     inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
     first_write_s: float | None = None
     last_write_s: float | None = None

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrs.core.model.actions import Recovered
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.events import InstanceUp, LoadReported
 from kvrs.core.options.recompute import estimate_recompute
 from tests.core.policy_harness import PolicyHarness, instance, of
 
@@ -55,10 +55,10 @@ def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")
     for name in ("p1", "d1"):
-        harness.handle(InstanceUp(instance(name)))
-    harness.handle(LoadReported(instance("d1").id, queue_s))
+        harness.handle(ev.InstanceUp(instance(name)))
+    harness.handle(ev.LoadReported(instance("d1").id, queue_s))
 
-    (recovered,) = of(harness.lose("d0"), Recovered)
+    (recovered,) = of(harness.lose("d0"), act.Recovered)
 
     found = [each for each in recovered.estimates if each.option is Option.RECOMPUTE]
     assert {each.source for each in found} == sources

@@ -17,17 +17,8 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.core.event_log import LogEntry, header_line, read, rerun
-from kvrs.core.model.actions import Recovered, Settled, Start
-from kvrs.core.model.events import (
-    AttemptFailed,
-    CheckpointsReported,
-    HolderLost,
-    InstanceLost,
-    InstanceUp,
-    LoadReported,
-    StreamArrived,
-    TimerFired,
-)
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.explain.incidents import explain_log
 from kvrs.ids import InstanceId
@@ -49,12 +40,12 @@ def header(part: int) -> str:
     return header_line(CONFIG.policy, CONFIG.slo, CONFIG.backup, part)
 
 
-def arrivals(path: Path) -> list[StreamArrived]:
+def arrivals(path: Path) -> list[ev.StreamArrived]:
     records = read(path.read_text().splitlines())
     return [
         each.event
         for each in records
-        if isinstance(each, LogEntry) and isinstance(each.event, StreamArrived)
+        if isinstance(each, LogEntry) and isinstance(each.event, ev.StreamArrived)
     ]
 
 
@@ -104,7 +95,7 @@ async def test_deadlines_and_lengths_reach_the_policy(
     assert (second.deadlines.ttft_s, second.deadlines.end_to_end_s) == (None, None)
     assert second.most_tokens == 4130
     ups = [each.event for each in read(path.read_text().splitlines()) if isinstance(each, LogEntry)]
-    assert {event.instance.max_model_len for event in ups if isinstance(event, InstanceUp)} == {
+    assert {event.instance.max_model_len for event in ups if isinstance(event, ev.InstanceUp)} == {
         4096
     }
     assert third.most_tokens == third.prompt_tokens + 5
@@ -223,13 +214,13 @@ async def test_an_incident_runs_again_to_the_same_actions(
     kinds = {
         kind.__name__
         for kind in (
-            Start,
-            Recovered,
-            Settled,
-            InstanceLost,
-            HolderLost,
-            CheckpointsReported,
-            AttemptFailed,
+            act.Start,
+            act.Recovered,
+            act.Settled,
+            ev.InstanceLost,
+            ev.HolderLost,
+            ev.CheckpointsReported,
+            ev.AttemptFailed,
         )
     }
     assert kinds - again.counts.keys() == set()
@@ -274,7 +265,7 @@ async def test_the_oldest_parts_are_removed(tmp_path: Path) -> None:
         opened = EventLog(path, 65536, header, time.time)
         opened.open()
         for number in range(2500):
-            opened.note(float(number), LoadReported(InstanceId(secrets.token_hex(60)), 0.5), ())
+            opened.note(float(number), ev.LoadReported(InstanceId(secrets.token_hex(60)), 0.5), ())
         await opened.close()
 
     old = old_parts(path)
@@ -291,7 +282,7 @@ async def test_each_line_has_the_time_of_the_wall_clock(tmp_path: Path) -> None:
     path = tmp_path / "events"
     opened = EventLog(path, 1 << 20, header, lambda: 1_795_237_595.1234)
     opened.open()
-    opened.note(1.0, TimerFired(), ())
+    opened.note(1.0, ev.TimerFired(), ())
     await opened.close()
 
     (entry,) = (each for each in read(path.read_text().splitlines()) if isinstance(each, LogEntry))
@@ -306,7 +297,7 @@ async def test_a_new_proxy_begins_a_new_log(tmp_path: Path) -> None:
     for _ in range(2):
         opened = EventLog(path, 1 << 20, header, time.time)
         opened.open()
-        opened.note(1.0, TimerFired(), ())
+        opened.note(1.0, ev.TimerFired(), ())
         await opened.close()
 
     assert gzip.decompress((tmp_path / "events.1.gz").read_bytes()) == b"before\n"
@@ -335,7 +326,7 @@ async def test_entries_of_a_cancelled_writer_are_written(tmp_path: Path) -> None
     busy = threading.Event()
     opened._writer.submit(busy.wait)
 
-    opened.note(1.0, TimerFired(), ())
+    opened.note(1.0, ev.TimerFired(), ())
     flushing = asyncio.create_task(opened.flush())
     await asyncio.sleep(0)
     flushing.cancel()
@@ -380,7 +371,7 @@ async def test_a_full_disk_ends_the_log_and_nothing_else(
     os.close(descriptor)
 
     for _ in range(3):
-        opened.note(1.0, TimerFired(), ())
+        opened.note(1.0, ev.TimerFired(), ())
         await opened.flush()
 
     assert [record.message for record in caplog.records] == ["the event log ends here"]
@@ -397,7 +388,7 @@ async def test_a_broken_disk_ends_the_log_and_nothing_else(
     _replace(opened, "/proc/self/mem")
 
     for _ in range(3):
-        opened.note(1.0, TimerFired(), ())
+        opened.note(1.0, ev.TimerFired(), ())
         await opened.flush()
 
     (record,) = caplog.records
@@ -417,11 +408,11 @@ async def test_a_disk_that_hangs_stops_no_stream(tmp_path: Path) -> None:
     _replace(opened, str(tmp_path / "pipe"))
     fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
     for _ in range(1000):  # More than the pipe and the file's buffer hold.
-        opened.note(1.0, TimerFired(), ())
+        opened.note(1.0, ev.TimerFired(), ())
 
     flushing = asyncio.create_task(opened.flush())
     for _ in range(100):
-        opened.note(2.0, TimerFired(), ())
+        opened.note(2.0, ev.TimerFired(), ())
         await asyncio.sleep(0)
 
     assert not flushing.done()

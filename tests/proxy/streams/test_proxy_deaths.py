@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvrs.core.fleet import silence
-from kvrs.core.model.events import Event, InstanceLost
+from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.metrics import DeathCause
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -279,10 +279,10 @@ async def test_an_instance_that_only_fell_silent_may_live(
     system = await build()
     driver = system.proxy._driver
     assert driver is not None
-    told: list[InstanceLost] = []
+    told: list[ev.InstanceLost] = []
 
-    def tell(event: Event, now_s: float) -> None:
-        assert isinstance(event, InstanceLost)
+    def tell(event: ev.Event, now_s: float) -> None:
+        assert isinstance(event, ev.InstanceLost)
         told.append(event)
 
     known = driver.control.instances.known[InstanceId("d0")]
