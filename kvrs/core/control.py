@@ -1,16 +1,16 @@
 """The state of one proxy between its policy and its connections.
 
-Pure: no clock, no socket, no randomness. A driver reports what happened to attempts and processes,
-with `now_s`; `Control` keeps the books, asks the policy, and hands effects to the driver in the
-order in which they are to be performed. The proxy's driver performs them with sockets and tasks,
-the simulator's in virtual time.
+Pure: no clock, no socket, no randomness. A shell reports what happened to attempts and processes,
+with `now_s`; `Control` keeps the books, asks the policy, and has the shell perform what the policy
+answers, in its order. The proxy's shell performs it with sockets and tasks, the simulator's in
+virtual time. Where a stream runs, and in which stage, only the policy's record says.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from typing import Generic, TypeVar, assert_never
+from typing import Generic, Protocol, TypeVar, assert_never
 
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
@@ -20,22 +20,13 @@ from kvrs.core.books.checkpoint_holds import CheckpointHolds
 from kvrs.core.books.fences import FenceTable
 from kvrs.core.books.leases import Leases
 from kvrs.core.books.links import LinkBounds
-from kvrs.core.effects import (
-    BeginAttempt,
-    Effect,
-    EndAttempt,
-    EndStream,
-    ExpectToken,
-    GiveEnd,
-    StreamClosed,
-)
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, KnownInstance
 from kvrs.core.fleet.orders import DrainOrders
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome, StreamStage
+from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.loads import LoadSteps
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -48,6 +39,42 @@ from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.transfer.meter import Measurement
 
 S = TypeVar("S", bound=LiveStream)
+_S = TypeVar("_S", bound=LiveStream, contravariant=True)
+
+
+class Shell(Protocol[_S]):
+    """Performs, in the order of the calls, what `Control` decides. It decides nothing."""
+
+    def begin_attempt(self, live: _S, plan: act.Plan) -> None:
+        """Run attempt `live.journal.attempt` by this plan. The one before it has been ended."""
+
+    def end_attempt(self, live: _S) -> None:
+        """Close the connection of the stream's current attempt, if any; it writes no more."""
+
+    def expect_token(self, live: _S) -> None:
+        """The attempt stays at an instance that re-forms: report its next token as that with which
+        it resumes.
+        """
+
+    def give_end(self, live: _S, plan: act.Plan) -> None:
+        """Send the end of a stream that has all its ids: no engine is needed for it."""
+
+    def end_stream(self, live: _S, outcome: Outcome) -> None:
+        """Tell the client how its stream ended."""
+
+    def stream_closed(self, live: _S) -> None:
+        """The stream is out of all books, however it ended. Once per stream."""
+
+    def note(self, action: act.Record) -> None:
+        """Show a record of the policy to people."""
+
+    def wake_at(self, at_s: float) -> None:
+        """Report `TimerFired` at this time."""
+
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+        """Every event with the policy's answer, before any of it is performed."""
+
+    def count_slot(self, outcome: SlotOutcome) -> None: ...
 
 
 class Control(Generic[S]):
@@ -58,15 +85,12 @@ class Control(Generic[S]):
         config: Config,
         *,
         run_id: str,
-        perform: Callable[[Effect], None],
-        trace: Callable[[float, ev.Event, list[act.Action]], None],
-        count_slot: Callable[[SlotOutcome], None],
+        shell: Shell[S],
         can_give_end: bool,
         runs_self_tests: bool = False,
     ) -> None:
-        """`run_id` names this run of this proxy. `trace` sees every event with the policy's
-        answer, before any of it is applied. With `can_give_end` the driver can send the end of a
-        stream that has all its ids by itself; with `runs_self_tests` it carries those out.
+        """`run_id` names this run of this proxy. With `can_give_end` the shell can send the end of
+        a stream that has all its ids by itself; with `runs_self_tests` it carries those out.
         """
         self.policy = RecoveryPolicy(config.policy, config.slo, config.backup)
         self.instances = Instances(config)
@@ -87,7 +111,7 @@ class Control(Generic[S]):
             self.instances,
             config.transfer.lease_s,
             slot_share(config),
-            count_slot,
+            shell.count_slot,
         )
         self.progress = InstanceProgress(
             self.instances, config.proxy.token_gap_s, self.policy.has_others
@@ -101,8 +125,7 @@ class Control(Generic[S]):
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
-        self._perform = perform
-        self._trace = trace
+        self._shell = shell
         self._events: deque[tuple[ev.Event, float]] = deque()
         self._telling = False
 
@@ -120,16 +143,16 @@ class Control(Generic[S]):
         self.tell(_arrival(live, now_s), now_s)
 
     def end(self, live: S, outcome: Outcome, now_s: float) -> None:
-        self._perform(EndStream(live, outcome))
+        self._shell.end_stream(live, outcome)
         self.close(live, now_s)
 
     def close(self, live: S, now_s: float) -> None:
         """Take the stream out of all books, however it ended; safe to call again."""
-        self._end_attempt(live)
+        self._shell.end_attempt(live)
         if self.streams.get(live.id) is not live:
             return  # Closed before; its client may have resumed it as another one.
         del self.streams[live.id]
-        self._perform(StreamClosed(live))
+        self._shell.stream_closed(live)
         # A stream that is resumed elsewhere needs what is kept of it; unrenewed leases run out.
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for instance in live.prefilled_at:
@@ -154,7 +177,7 @@ class Control(Generic[S]):
             while self._events:
                 event, now_s = self._events.popleft()
                 actions = self.policy.handle(event, now_s)
-                self._trace(now_s, event, actions)
+                self._shell.trace(now_s, event, actions)
                 for action in actions:
                     self._carry_out(action, now_s)
         finally:
@@ -168,21 +191,23 @@ class Control(Generic[S]):
                 self._redirect(action)
             case act.Halt():
                 if (live := self._current(action.stream, action.attempt)) is not None:
-                    self._end_attempt(live)
+                    self._shell.end_attempt(live)
                     self._goes_on(live, now_s)
             case act.Stay():
                 if (live := self._current(action.stream, action.attempt)) is not None:
                     live.stays_until_s = action.until_s
-                    self._perform(ExpectToken(live))
+                    self._shell.expect_token(live)
             case act.GiveUp():
                 if (given_up := self.streams.get(action.stream)) is not None:
                     self.end(given_up, action, now_s)
             case act.Settled():
                 if action.option is Option.IN_PLACE and action.stream in self.streams:
                     self.streams[action.stream].stays_until_s = -inf
-                self._perform(action)
-            case act.Recovered() | act.Ejected() | act.Readmitted() | act.WakeAt():
-                self._perform(action)
+                self._shell.note(action)
+            case act.Recovered() | act.Ejected() | act.Readmitted():
+                self._shell.note(action)
+            case act.WakeAt():
+                self._shell.wake_at(action.at_s)
             case _:
                 assert_never(action)
 
@@ -198,34 +223,23 @@ class Control(Generic[S]):
             self.tell(ev.StreamEnded(action.stream, action.attempt), now_s)
             return
         if live.journal.attempt:
-            self._end_attempt(live)
+            self._shell.end_attempt(live)
         live.journal.attempt = action.attempt
-        live.plan, live.stays_until_s = action.plan, -inf
+        live.state, live.stays_until_s = self.policy.streams[live.id], -inf
         number = (live.journal.owner_epoch, action.attempt)
         self.fences.started(action.plan, live.id, number)
-        # Before the attempt's first step, because an instance can be lost before it.
-        prefill = action.plan.prefill
-        live.enter(
-            StreamStage.PREFILL if prefill else StreamStage.DECODE, prefill or action.plan.decode
-        )
-        self.checkpoints.planned(live)
-        self._perform(BeginAttempt(live, action.plan))
+        self.checkpoints.planned(live, action.plan)
+        self._shell.begin_attempt(live, action.plan)
 
     def _redirect(self, action: act.Redirect) -> None:
         """The attempt, whose prefill has just reported, finds the new plan in place of the old."""
         live = self._current(action.stream, action.attempt)
         if live is None:
             return
-        assert live.plan is not None
         number = (live.journal.owner_epoch, action.attempt)
-        self.fences.redirected(live.plan, action.plan, live.id, number)
-        live.plan = action.plan
-        self.checkpoints.planned(live)
-        self._perform(action)
-
-    def _end_attempt(self, live: S) -> None:
-        live.enter(StreamStage.WAITING, None)
-        self._perform(EndAttempt(live))
+        self.fences.redirected(action.plan, live.id, number)
+        self.checkpoints.planned(live, action.plan)
+        self._shell.note(action)
 
     def _goes_on(self, live: S, now_s: float) -> bool:
         """The stream, whose attempt is over, needs another one and may have it; otherwise it is
@@ -237,7 +251,7 @@ class Control(Generic[S]):
             return False
         if live.remaining_tokens == 0 and self._can_give_end:
             assert live.plan is not None
-            self._perform(GiveEnd(live, live.plan))
+            self._shell.give_end(live, live.plan)
             return False
         # Found out too late for a status: the engine turned out to parse its output, which another
         # cannot take up.
@@ -251,7 +265,6 @@ class Control(Generic[S]):
 
     def calls_prefill(self, live: S, instance: InstanceId) -> None:
         """An attempt is about to have the history computed there, and its pages retained."""
-        live.enter(StreamStage.PREFILL, instance)
         if self.instances.retains(instance):
             live.note_prefilled(instance)
 
@@ -265,7 +278,7 @@ class Control(Generic[S]):
         assert live.plan is not None
         if not self.instances.is_up(live.plan.decode):
             # The policy knows as well; the stream waits for its next attempt.
-            self._end_attempt(live)
+            self._shell.end_attempt(live)
             return False
         return True
 
@@ -282,8 +295,6 @@ class Control(Generic[S]):
         if self.instances.retains(instance):
             self.leases.hold(instance, live.id)
         self.tell(ev.PrefillDone(live.id, attempt, history_tokens), now_s)
-        if attempt == live.journal.attempt and live.stage is not StreamStage.WAITING:
-            live.enter(StreamStage.DECODE, live.plan.decode)
 
     def resumed(self, live: S, attempt: int, now_s: float) -> None:
         """The attempt's first token is with the client."""
@@ -305,7 +316,7 @@ class Control(Generic[S]):
     ) -> None:
         if self._current(live.id, attempt) is not live:
             return
-        self._end_attempt(live)
+        self._shell.end_attempt(live)
         if self._goes_on(live, now_s):
             produced = live.produced_tokens
             failed = ev.AttemptFailed(
@@ -317,7 +328,7 @@ class Control(Generic[S]):
         self, live: S, attempt: int, target: InstanceId, wait_s: float, now_s: float
     ) -> None:
         if self._current(live.id, attempt) is live:
-            self._end_attempt(live)
+            self._shell.end_attempt(live)
             self.tell(ev.SlotDenied(live.id, attempt, target, wait_s), now_s)
 
     def retention_lost(
@@ -363,15 +374,15 @@ class Control(Generic[S]):
         self.drains.reported(known.id, now_s)
         known.load = report
         known.reported_s = now_s
-        running = list(self._running_on(known.id)) if report.full_degree else []
+        running = self._running_on(known.id) if report.full_degree else []
         re_forms = self._reformings.event(known.id, report, running, now_s)
         if re_forms is not None:
             self.tell(re_forms, now_s)
         if isinstance(re_forms, ev.InstanceReformed):
             # Tokens that came before were perhaps of the layout before.
             for live in running:
-                if live.stays_until_s > -inf and live.instance == known.id:
-                    self._perform(ExpectToken(live))
+                if live.stays_until_s > -inf:
+                    self._shell.expect_token(live)
         if self._loads.changes_decision(known.id, report, waiting=self.policy.has_waiting):
             streams = self._loads.streams_of(report)
             self.tell(ev.LoadReported(known.id, report.queue_delay_s, streams), now_s)
@@ -402,8 +413,8 @@ class Control(Generic[S]):
         self.self_tests.lost(known.id)
         self.leases.forget(known.id)
         produced = {}
-        for live in list(self._running_on(known.id)):
-            self._end_attempt(live)
+        for live in self._running_on(known.id):
+            self._shell.end_attempt(live)
             if self._goes_on(live, now_s):
                 produced[live.id] = live.produced_tokens
         self.tell(ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
@@ -411,15 +422,9 @@ class Control(Generic[S]):
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
         return {live.id: live.produced_tokens for live in self._running_on(instance)}
 
-    def _running_on(self, instance: InstanceId) -> Iterator[S]:
+    def _running_on(self, instance: InstanceId) -> list[S]:
         """The streams whose current attempt is lost with the instance."""
-        for live in self.streams.values():
-            plan = live.plan if live.stage is StreamStage.PREFILL else None
-            is_one_call = (
-                plan is not None and plan.decode == instance and self.instances.is_one_call(plan)
-            )
-            if live.instance == instance or is_one_call:
-                yield live
+        return [self.streams[each] for each in self.policy.running_on(instance)]
 
 
 def _arrival(live: LiveStream, now_s: float) -> ev.StreamArrived | ev.StreamAdopted:

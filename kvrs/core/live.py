@@ -1,20 +1,14 @@
-"""An open stream: its journal, its plan, and where its current attempt runs."""
+"""An open stream: its journal, the policy's record of it, and what processes keep of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf
 from typing import Protocol
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, StreamId
-
-
-class StreamStage(StrEnum):
-    WAITING = "waiting"  # No attempt is running: the policy has not found it a place yet.
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +86,7 @@ class LiveStream:
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
     journal: StreamJournal
-    plan: act.Plan | None = None
-    stage: StreamStage = StreamStage.WAITING
-    instance: InstanceId | None = None  # Where the current stage runs.
+    state: Stream | None = None  # The policy's record, from its first attempt on.
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     # Its attempt stays at an instance that re-forms, and may be silent until then.
     stays_until_s: float = -inf
@@ -103,6 +95,11 @@ class LiveStream:
     @property
     def id(self) -> StreamId:
         return self.journal.stream
+
+    @property
+    def plan(self) -> act.Plan | None:
+        """Of the latest attempt; None: there was none."""
+        return None if self.state is None else self.state.attempt.plan
 
     @property
     def produced_tokens(self) -> int:
@@ -133,7 +130,3 @@ class LiveStream:
     def note_prefilled(self, instance: InstanceId) -> None:
         if instance not in self.prefilled_at:
             self.prefilled_at = (*self.prefilled_at, instance)
-
-    def enter(self, stage: StreamStage, instance: InstanceId | None) -> None:
-        self.stage = stage
-        self.instance = instance

@@ -10,7 +10,7 @@ that is neither started nor given up on has an alarm set; a stream is moved only
 on was lost or failed it, or is about to end or runs on a GPU that is, or an operator drains it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from kvrs.config.backup import BackupMode, BackupSettings
@@ -27,6 +27,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
+from kvrs.core.model.streams import Stream
 from kvrs.core.routing import has_others
 from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
@@ -96,6 +97,15 @@ class RecoveryPolicy:
         """Instances that are heard could take the streams of this one."""
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
+
+    @property
+    def streams(self) -> Mapping[StreamId, Stream]:
+        return self._ledger.streams
+
+    def running_on(self, instance: InstanceId) -> list[StreamId]:
+        """The streams whose attempt is lost with the instance."""
+        member = self._view.members.get(instance)
+        return [] if member is None else sorted(member.running)
 
     @property
     def has_waiting(self) -> bool:

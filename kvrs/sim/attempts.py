@@ -4,7 +4,7 @@ from typing import Protocol
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import LOST_TOGETHER_S, SilenceTimer
-from kvrs.core.live import Complete, StreamStage
+from kvrs.core.live import Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
@@ -111,6 +111,7 @@ class SimAttempt:
         self._connection: Connection | None = None
         self._slot: SlotRequest | None = None
         self._is_open = True
+        self._is_decoding = False
         self._has_resumed = False
         self._is_expected = False
         self._silence = SilenceTimer(host.now_s)
@@ -138,7 +139,7 @@ class SimAttempt:
 
     def _decode(self, handed_over: tuple[PullSource, ...]) -> None:
         plan, live = self._plan, self.live
-        live.enter(StreamStage.DECODE, plan.decode)
+        self._is_decoding = True
         if not plan.runs:
             self._call(plan.decode, handed_over)
             return
@@ -199,7 +200,7 @@ class SimAttempt:
         progress, now_s = self._control.progress, self.host.now_s
         limit_s = first_timeout_s
         if self._has_resumed:
-            limit_s = progress.token_gap_s(self.live, self._silence.heard_s, now_s)
+            limit_s = progress.token_gap_s(self.live, name, self._silence.heard_s, now_s)
         next_s = self._silence.look(
             now_s,
             limit_s,
@@ -234,7 +235,7 @@ class SimAttempt:
     def token(self, name: InstanceId, position: int, token: int, *, is_last: bool) -> None:
         """Every position comes once, in order, and only from the current attempt."""
         live, now_s = self.live, self.host.now_s
-        if not self._is_open or live.stage is not StreamStage.DECODE:
+        if not self._is_open or not self._is_decoding:
             self.host.dropped_tokens += 1
             if self._attempt < live.journal.attempt and not live.outcome:
                 late = ev.StreamEnded if is_last else ev.StreamResumed

@@ -1,32 +1,22 @@
 """A simulated proxy: `kvrs.core` in virtual time.
 
-It performs effects by messages that take time, and passes late news of former attempts on to the
-policy, on purpose. Its invariants are checked with every event.
+It performs what the core decides by messages that take time, and passes late news of former
+attempts on to the policy, on purpose. Its invariants are checked with every event.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import assert_never
 
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
-from kvrs.core.effects import (
-    BeginAttempt,
-    Effect,
-    EndAttempt,
-    EndStream,
-    ExpectToken,
-    GiveEnd,
-    StreamClosed,
-)
 from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.known import KnownInstance
 from kvrs.core.fleet.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
 from kvrs.core.fleet.silence import WatchLimits
-from kvrs.core.live import Complete, LiveStream
+from kvrs.core.live import Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
@@ -69,9 +59,7 @@ class SimProxy:
         self.control = Control[SimStream](
             config,
             run_id=name,
-            perform=self._perform,
-            trace=self._trace,
-            count_slot=self._count_slot,
+            shell=self,
             can_give_end=False,
             runs_self_tests=config.proxy.self_test,
         )
@@ -208,39 +196,13 @@ class SimProxy:
         self._grants.proxy_died(self.name)
         return open_
 
-    # Effects.
+    # What the core has performed (`kvrs.core.control.Shell`).
 
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case BeginAttempt():
-                live = _sim(effect.live)
-                live.run = attempt = SimAttempt(self, live, effect.plan)
-                attempt.begin()
-            case EndAttempt():
-                self._end_attempt(_sim(effect.live))
-            case ExpectToken():
-                if (run := _sim(effect.live).run) is not None:
-                    run.expect_token()
-            case EndStream():
-                self._end(_sim(effect.live), effect)
-            case act.Recovered():
-                live = self.streams[effect.stream]
-                live.option = effect.option
-                live.recoveries += 1
-                self.recoveries[effect.option.value] += 1
-            case act.WakeAt():
-                self.after(effect.at_s - self.now_s, self._wake)
-            case StreamClosed() | act.Redirect() | act.Settled() | act.Ejected() | act.Readmitted():
-                pass
-            case GiveEnd():
-                raise AssertionError("a simulated proxy has no tokenizer")
-            case _:
-                assert_never(effect)
+    def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
+        live.run = attempt = SimAttempt(self, live, plan)
+        attempt.begin()
 
-    def _wake(self) -> None:
-        self.control.tell(ev.TimerFired(), self.now_s)
-
-    def _end_attempt(self, live: SimStream) -> None:
+    def end_attempt(self, live: SimStream) -> None:
         if live.run is None:
             return
         run, live.run = live.run, None
@@ -248,8 +210,33 @@ class SimProxy:
         if live.failed_at_s is None and not live.outcome:
             live.failed_at_s = self.now_s
 
-    def _end(self, live: SimStream, effect: EndStream) -> None:
-        outcome = effect.outcome
+    def expect_token(self, live: SimStream) -> None:
+        if live.run is not None:
+            live.run.expect_token()
+
+    def give_end(self, live: SimStream, plan: act.Plan) -> None:
+        raise AssertionError("a simulated proxy has no tokenizer")
+
+    def stream_closed(self, live: SimStream) -> None:
+        pass
+
+    def note(self, action: act.Record) -> None:
+        if isinstance(action, act.Recovered):
+            live = self.streams[action.stream]
+            live.option = action.option
+            live.recoveries += 1
+            self.recoveries[action.option.value] += 1
+
+    def wake_at(self, at_s: float) -> None:
+        self.after(at_s - self.now_s, self._wake)
+
+    def count_slot(self, outcome: SlotOutcome) -> None:
+        self.slot_outcomes[outcome] += 1
+
+    def _wake(self) -> None:
+        self.control.tell(ev.TimerFired(), self.now_s)
+
+    def end_stream(self, live: SimStream, outcome: Outcome) -> None:
         assert isinstance(outcome, Complete | act.GiveUp), "greedy streams continue exactly"
         how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
         require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
@@ -257,7 +244,7 @@ class SimProxy:
         if isinstance(outcome, act.GiveUp):
             self.given_up[f"{how}: {outcome.message}"] += 1
 
-    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         if self.log is not None:
             self.log.append(event_line(now_s, event, actions))
         self.invariants.observe(now_s, event, actions)
@@ -265,9 +252,6 @@ class SimProxy:
         self.actions.update(type(action).__name__ for action in actions)
         if self.events.total() % BOOK_EVERY == 0:
             self.after(0.0, lambda: self.invariants.check_slot_book(self.control.policy))
-
-    def _count_slot(self, outcome: SlotOutcome) -> None:
-        self.slot_outcomes[outcome] += 1
 
     # Leases.
 
@@ -296,8 +280,3 @@ class SimProxy:
                 self.after(delay_s, lambda: unknown(name, lost, self.now_s))
 
         holder.call(delay_s, apply)
-
-
-def _sim(live: LiveStream) -> SimStream:
-    assert isinstance(live, SimStream)
-    return live

@@ -8,7 +8,8 @@ from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.live import LiveStream
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.ids import StreamId
+from kvrs.core.model.lifecycle import Stage
+from kvrs.ids import InstanceId, StreamId
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,16 @@ class SimStream(LiveStream):
     @property
     def arrival(self) -> Arrival:
         return self.journal.arrival
+
+    @property
+    def stage(self) -> Stage:
+        return Stage.WAITING if self.state is None else self.state.stage
+
+    @property
+    def instance(self) -> InstanceId | None:
+        """Where its attempt runs."""
+        there = None if self.state is None else self.state.attempt.runs_on
+        return None if there is None else there.instance.id
 
     @property
     def output(self) -> Sequence[int]:

@@ -12,25 +12,16 @@ from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
-from typing import assert_never
 
 import msgspec
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.control import Control
-from kvrs.core.effects import (
-    BeginAttempt,
-    Effect,
-    EndAttempt,
-    EndStream,
-    ExpectToken,
-    GiveEnd,
-    StreamClosed,
-)
 from kvrs.core.fleet.known import Health
-from kvrs.core.live import CannotContinue, Complete, StreamStage
+from kvrs.core.live import CannotContinue, Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -131,9 +122,7 @@ class World:
         self.control = Control[SimStream](
             self.config,
             run_id="test",
-            perform=self._perform,
-            trace=self._trace,
-            count_slot=lambda outcome: None,
+            shell=self,
             can_give_end=False,
         )
         agents = self.control.agents.known
@@ -141,6 +130,7 @@ class World:
         self.epochs |= dict.fromkeys(agents, 0)
         self.invariants = Invariants(self.config, self.nodes, self.streams)
         self._running: dict[StreamId, int] = {}  # The attempt whose calls are answered.
+        self._prefilling: set[StreamId] = set()  # Of which that is the prefill call.
         self._produced: set[tuple[StreamId, int]] = set()  # Attempts that brought tokens.
         self._stored: dict[tuple[InstanceId, StreamId], int] = {}  # Pages, of agents that are up.
         self._agenda: list[tuple[float, int, tuple[str, object]]] = []
@@ -179,7 +169,7 @@ class World:
 
     # The driver.
 
-    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         self.log.append((event, now_s))
         self.answers.append(actions)
         self.invariants.observe(now_s, event, actions)
@@ -194,41 +184,40 @@ class World:
         if self.engines is Engines.SHARDED and own is not None:
             assert plan.prefill in (None, own), "it takes no other server's hand-off"
 
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case BeginAttempt():
-                self._begin(self.streams[effect.live.id], effect.plan)
-            case EndAttempt():
-                self._running.pop(effect.live.id, None)
-            case ExpectToken():
-                self.stays += 1
-            case EndStream():
-                live = self.streams[effect.live.id]
-                assert not live.outcome, f"{live.id} ends twice"
-                live.outcome = _name_of(effect.outcome)
-                self.soon(("end_again", live.id))
-            case act.WakeAt():
-                self._timer += 1
-                rounding_s = self.random.choice([0.0, 0.001, -0.001])
-                self.at(effect.at_s + rounding_s, ("wake", self._timer))
-            case (
-                StreamClosed()
-                | act.Redirect()
-                | act.Recovered()
-                | act.Settled()
-                | act.Ejected()
-                | act.Readmitted()
-            ):
-                pass
-            case GiveEnd():
-                raise AssertionError("no stream has all its tokens")
-            case _:
-                assert_never(effect)
+    def end_attempt(self, live: SimStream) -> None:
+        self._running.pop(live.id, None)
 
-    def _begin(self, live: SimStream, plan: act.Plan) -> None:
+    def expect_token(self, live: SimStream) -> None:
+        self.stays += 1
+
+    def give_end(self, live: SimStream, plan: act.Plan) -> None:
+        raise AssertionError("no stream has all its tokens")
+
+    def end_stream(self, live: SimStream, outcome: Outcome) -> None:
+        assert not live.outcome, f"{live.id} ends twice"
+        live.outcome = _name_of(outcome)
+        self.soon(("end_again", live.id))
+
+    def stream_closed(self, live: SimStream) -> None:
+        self._prefilling.discard(live.id)
+
+    def note(self, action: act.Record) -> None:
+        pass
+
+    def wake_at(self, at_s: float) -> None:
+        self._timer += 1
+        rounding_s = self.random.choice([0.0, 0.001, -0.001])
+        self.at(at_s + rounding_s, ("wake", self._timer))
+
+    def count_slot(self, outcome: SlotOutcome) -> None:
+        pass
+
+    def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
         self._running[live.id] = live.journal.attempt
         self.one_calls += self.control.instances.is_one_call(plan)
+        self._prefilling.discard(live.id)
         if (prefill := live.prefills_at(plan)) is not None:
+            self._prefilling.add(live.id)
             self.control.calls_prefill(live, prefill)
         self.soon(("advance", (live.id, live.journal.attempt)))
 
@@ -250,7 +239,7 @@ class World:
             self._kill(live.instance)
             return
         assert live.plan is not None
-        plan, is_first_call = live.plan, live.stage is StreamStage.PREFILL
+        plan, is_first_call = live.plan, stream in self._prefilling
         asks_slot = bool(plan.runs) and (stream, attempt) not in self._produced
         if not is_first_call and asks_slot and self.random.random() < 0.2:
             self._deny(live, attempt, plan)
@@ -259,12 +248,14 @@ class World:
         elif is_first_call and self.control.instances.is_one_call(plan):
             assert plan.prefill is not None
             self._know_prompt(live)
+            self._prefilling.discard(stream)
             history_tokens = live.true_history_tokens
             self.control.prefilled(live, attempt, plan.prefill, history_tokens, self.now_s)
             if self._running.get(stream) == attempt:
                 self._produce(live, attempt)
         elif is_first_call:
             self._know_prompt(live)
+            self._prefilling.discard(stream)
             self._store(live)
             if self.control.prefill_done(live, attempt, live.instance, self.now_s):
                 self.soon(("advance", whom))

@@ -1,5 +1,6 @@
 """`Control` turns the reports of a driver into events of the policy and actions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,11 +11,11 @@ from kvrs.config.file import ProfileSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.config.proxy import Inexact
 from kvrs.core.control import Control
-from kvrs.core.effects import BeginAttempt, Effect, EndAttempt, EndStream, GiveEnd, StreamClosed
 from kvrs.core.fleet.known import Instances
-from kvrs.core.live import CannotContinue, Complete, StreamStage
+from kvrs.core.live import CannotContinue, Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.lifecycle import Stage
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
@@ -27,7 +28,7 @@ S = StreamId("s")
 
 
 class Driver:
-    """Notes effects and events, and performs nothing."""
+    """Notes what it is to perform, and events, and performs nothing."""
 
     def __init__(
         self, *, can_give_end: bool = False, inexact: Inexact = Inexact.MARK, **info: Any
@@ -36,21 +37,22 @@ class Driver:
         config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
         proxy = config.proxy.model_copy(update={"inexact": inexact})
         config = config.model_copy(update={"proxy": proxy})
-        self.effects: list[Effect] = []
+        self.performed: list[tuple[str, Any]] = []  # Names of the shell's methods, and arguments.
         self.events: list[ev.Event] = []
         self.control = Control[SimStream](
             config,
             run_id="test",
-            perform=self.effects.append,
-            trace=self._trace,
-            count_slot=lambda outcome: None,
+            shell=self,
             can_give_end=can_give_end,
         )
         for name in (P0, D0, P1, D1):
             self.up(name, **info)
 
-    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         self.events.append(event)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: self.performed.append((name, arguments))
 
     def up(self, name: InstanceId, epoch: int = 1, pid: int = 1, **changes: Any) -> None:
         known = self.control.instances.known[name]
@@ -93,8 +95,8 @@ class Driver:
         self.control.resumed(live, 1, 0.2)
         return live
 
-    def effects_of(self, kind: type[Effect]) -> list[Effect]:
-        return [effect for effect in self.effects if isinstance(effect, kind)]
+    def calls_of(self, name: str) -> list[Any]:
+        return [arguments for called, arguments in self.performed if called == name]
 
 
 def test_a_report_of_a_superseded_attempt_does_nothing() -> None:
@@ -116,12 +118,12 @@ def test_an_attempt_that_fails_is_ended_before_the_next_begins() -> None:
     driver = Driver()
     live = driver.decoding()
     assert live.instance is not None
-    driver.effects.clear()
+    driver.performed.clear()
 
     driver.control.attempt_failed(live, 1, live.instance, "reset", abrupt=True, now_s=1.0)
 
-    kinds = [type(effect) for effect in driver.effects]
-    assert EndAttempt in kinds[: kinds.index(BeginAttempt)]
+    calls = [name for name, _ in driver.performed]
+    assert "end_attempt" in calls[: calls.index("begin_attempt")]
     assert [type(event) for event in driver.events][-1] is ev.AttemptFailed
 
 
@@ -153,7 +155,7 @@ def test_a_stream_that_has_all_its_text_is_no_victim() -> None:
 
     driver.lose(live.instance)
 
-    assert driver.effects_of(EndStream) == [EndStream(live, Complete())]
+    assert driver.calls_of("end_stream") == [(live, Complete())]
     assert not driver.control.streams
 
 
@@ -165,12 +167,12 @@ def test_a_driver_with_a_tokenizer_gives_the_end_itself(monkeypatch: pytest.Monk
     live = driver.decoding()
     live.journal.output_ids += [7] * 9
     assert live.instance is not None
-    begun = len(driver.effects_of(BeginAttempt))
+    begun = len(driver.calls_of("begin_attempt"))
 
     driver.control.attempt_failed(live, 1, live.instance, "reset", abrupt=True, now_s=1.0)
 
-    assert len(driver.effects_of(GiveEnd)) == 1
-    assert len(driver.effects_of(BeginAttempt)) == begun
+    assert len(driver.calls_of("give_end")) == 1
+    assert len(driver.calls_of("begin_attempt")) == begun
 
 
 def test_what_cannot_be_continued_exactly_ends_with_its_cause() -> None:
@@ -182,9 +184,8 @@ def test_what_cannot_be_continued_exactly_ends_with_its_cause() -> None:
 
     driver.lose(live.instance)
 
-    (ended,) = driver.effects_of(EndStream)
-    assert isinstance(ended, EndStream)
-    assert ended.outcome == CannotContinue("cannot be continued exactly: tools")
+    ((_, outcome),) = driver.calls_of("end_stream")
+    assert outcome == CannotContinue("cannot be continued exactly: tools")
 
 
 def test_one_call_is_lost_with_either_of_its_instances() -> None:
@@ -193,7 +194,7 @@ def test_one_call_is_lost_with_either_of_its_instances() -> None:
     live = driver.stream()
     assert live.plan is not None
     assert driver.control.instances.is_one_call(live.plan)
-    assert live.stage is StreamStage.PREFILL
+    assert live.stage is Stage.PREFILL
 
     driver.lose(live.plan.decode)
 
@@ -224,7 +225,7 @@ def test_attempts_at_a_process_that_another_proxy_fenced_run_on() -> None:
 
     driver.up(live.instance, epoch=2, pid=1)
 
-    assert (live.stage, live.journal.attempt) == (StreamStage.DECODE, 1)
+    assert (live.stage, live.journal.attempt) == (Stage.DECODE, 1)
 
 
 def test_what_a_resumable_stream_keeps_is_not_released() -> None:
@@ -248,7 +249,7 @@ def test_a_stream_is_closed_once() -> None:
     for _ in range(2):
         driver.control.close(live, 1.0)
 
-    assert driver.effects_of(StreamClosed) == [StreamClosed(live)]
+    assert driver.calls_of("stream_closed") == [(live,)]
 
 
 def test_an_adopted_stream_holds_what_is_still_there() -> None:

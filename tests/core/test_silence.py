@@ -152,13 +152,13 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
     config = make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings())
     progress = InstanceProgress(Instances(config), 10.0, lambda instance, is_heard: has_others[0])
     arrival = Arrival(0.0, (1, 2), 9, is_text=False, is_keyed=False)
-    live = LiveStream(Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]), instance=D0)
+    live = LiveStream(Paced(StreamId("s"), arrival, 0.0, 2, [1, 2]))
 
-    gaps_s = [progress.token_gap_s(live, 1.0, 1.5)]
+    gaps_s = [progress.token_gap_s(live, D0, 1.0, 1.5)]
     has_others[0] = False
-    gaps_s.append(progress.token_gap_s(live, 1.0, 4.0))
+    gaps_s.append(progress.token_gap_s(live, D0, 1.0, 4.0))
     has_others[0] = True
-    gaps_s += [progress.token_gap_s(live, 1.0, now_s) for now_s in (6.0, 7.0)]
-    gaps_s.append(progress.token_gap_s(live, 6.5, 8.0))
+    gaps_s += [progress.token_gap_s(live, D0, 1.0, now_s) for now_s in (6.0, 7.0)]
+    gaps_s.append(progress.token_gap_s(live, D0, 6.5, 8.0))
 
     assert gaps_s == [SHORTEST_SILENCE_S, 10.0, 7.0, 7.0, SHORTEST_SILENCE_S]

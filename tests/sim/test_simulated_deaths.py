@@ -14,11 +14,9 @@ from kvrs.agent.slots import SlotTable
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.kv_locations import KvLocations
 from kvrs.core.books.slots import SlotBook
-from kvrs.core.control import Control
 from kvrs.core.event_log import rerun
 from kvrs.core.fleet.silence import WatchLimits
 from kvrs.core.ledger import Ledger
-from kvrs.core.live import StreamStage
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
@@ -30,6 +28,7 @@ from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
+from kvrs.sim.proxy import SimProxy
 from kvrs.sim.scenarios import contended, in_turn, poisoned, scenario, sick
 from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
@@ -161,9 +160,9 @@ BREAKS = {
         "reports, and was lost",
     ),
     "a draining instance halts nothing": (
-        Control,
-        "_end_attempt",
-        lambda self, live: live.enter(StreamStage.WAITING, None),
+        SimProxy,
+        "end_attempt",
+        lambda self, live: None,
         "",
     ),
     "reservations never end": (CheckpointBook, "_end", lambda self, stream: None, "reserves"),

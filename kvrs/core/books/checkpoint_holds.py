@@ -13,6 +13,7 @@ from kvrs.config.file import Config
 from kvrs.core.books.leases import Leases
 from kvrs.core.fleet.known import Agents, Instances, KnownAgent
 from kvrs.core.live import Copy, LiveStream
+from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport
@@ -44,18 +45,17 @@ class CheckpointHolds:
 
     # Streams.
 
-    def planned(self, live: LiveStream) -> None:
+    def planned(self, live: LiveStream, plan: act.Plan) -> None:
         """Hold the reservations at the agents that the plan names."""
-        assert live.plan is not None
-        for place in live.plan.places:
+        for place in plan.places:
             live.copies.setdefault(place.holder, Copy()).lost = None
             self.leases.hold(place.holder, live.id)
 
     def resumed(self, live: LiveStream, now_s: float) -> None:
         """The plan has worked: release the agents that it does not name."""
-        assert live.plan is not None
         if not live.copies:
             return
+        assert live.plan is not None
         places = {place.holder for place in live.plan.places}
         for agent in [name for name in live.copies if name not in places]:
             # Without a page seen there may be no reservation, and its release would shut out every

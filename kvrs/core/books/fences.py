@@ -19,9 +19,12 @@ class FenceTable:
             self._note(plan.prefill, stream, number)
         self._note(plan.decode, stream, number)
 
-    def redirected(self, old: act.Plan, new: act.Plan, stream: StreamId, number: Number) -> None:
-        self.left(old.decode, stream)
-        self._note(new.decode, stream, number)
+    def redirected(self, plan: act.Plan, stream: StreamId, number: Number) -> None:
+        """The attempt, which no call for decoding has been made for, decodes elsewhere."""
+        for instance in self.instances(stream):
+            if instance != plan.prefill and self._writers[instance][stream] == number:
+                self.left(instance, stream)
+        self._note(plan.decode, stream, number)
 
     def left(self, instance: InstanceId, stream: StreamId) -> None:
         """The stream's attempts have certainly ended there."""

@@ -168,12 +168,14 @@ class InstanceProgress:
             since_s = self._others_since_s[instance] = now_s
         return since_s
 
-    def token_gap_s(self, live: LiveStream, heard_s: float, now_s: float) -> float:
-        """Return how long after its last token an attempt may be silent. Where nothing else could
-        go on with the stream, it waits for its instance as long as a stream may wait.
+    def token_gap_s(
+        self, live: LiveStream, instance: InstanceId, heard_s: float, now_s: float
+    ) -> float:
+        """Return how long after its last token an attempt there may be silent. Where nothing else
+        could go on with the stream, it waits for its instance as long as a stream may wait.
         """
-        usual_s, instance = live.journal.token_interval_s, live.instance
-        if usual_s is None or instance is None or self._instances.is_stalled(instance, now_s):
+        usual_s = live.journal.token_interval_s
+        if usual_s is None or self._instances.is_stalled(instance, now_s):
             return self._token_gap_s
         alone_for_s = max(0.0, self.others_since_s(instance, now_s) - heard_s)
         silence_s = silent_after_s(usual_s, self._token_gap_s)

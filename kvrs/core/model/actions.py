@@ -167,3 +167,6 @@ class WakeAt(msgspec.Struct, frozen=True, gc=False):
 Action = (
     Start | Stay | Redirect | Halt | Recovered | Settled | GiveUp | Ejected | Readmitted | WakeAt
 )
+
+# What people are shown, beside what is done.
+Record = Redirect | Recovered | Settled | Ejected | Readmitted

@@ -151,7 +151,7 @@ def _stream(
     return {
         "id": live.id,
         "attempt": live.journal.attempt,
-        "stage": live.stage,
+        "stage": live.phase,
         "prefill": None if live.plan is None else live.plan.prefill,
         "decode": None if live.plan is None else live.plan.decode,
         "prompt_tokens": live.journal.prompt_tokens,

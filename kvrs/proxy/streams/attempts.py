@@ -11,7 +11,7 @@ import msgspec
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
-from kvrs.core.live import CannotContinue, StreamStage
+from kvrs.core.live import CannotContinue
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
@@ -22,7 +22,7 @@ from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
-from kvrs.proxy.streams.live import Failed, OpenStream
+from kvrs.proxy.streams.live import Failed, OpenStream, Phase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.peer import (
@@ -168,12 +168,12 @@ class Attempt:
             return None
         if plan.prefill is not None and self._instances.is_one_call(plan):
             self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
-            self._control.calls_prefill(live, plan.prefill)
+            self._calls_prefill(plan.prefill)
             return self._decode(None, continuation)
         computes_prompt = plan.prefill is None and self._instances.computes_prompts(plan.decode)
         if computes_prompt and not live.journal.output_ids:
             self._prefilling = plan.decode
-            self._control.calls_prefill(live, plan.decode)
+            self._calls_prefill(plan.decode)
             return self._decode(None, None)
         transfer: msgspec.Raw | None = None
         if (prefill := live.prefills_at(plan)) is not None:
@@ -218,8 +218,8 @@ class Attempt:
         return Continuation(journal, await tokenizer.load())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
-        live, journal = self._live, self._live.journal
-        self._control.calls_prefill(live, instance)
+        journal = self._live.journal
+        self._calls_prefill(instance)
         timeout_s = self._control.progress.first_token_timeout_s(instance)
         places = self._instances.places(instance, self._plan)
 
@@ -243,6 +243,10 @@ class Attempt:
         journal.note_cached(answer.cached_tokens)
         return answer
 
+    def _calls_prefill(self, instance: InstanceId) -> None:
+        self._live.enter(Phase.PREFILL, instance)
+        self._control.calls_prefill(self._live, instance)
+
     def _stays(self) -> bool:
         """The instance re-forms, and the stream waits there for that."""
         return self._live.stays_until_s > self._driver.clock()
@@ -257,7 +261,7 @@ class Attempt:
         self._instance = plan.decode
         self._check_exactness(plan.decode)
         if self._prefilling is None:
-            live.enter(StreamStage.DECODE, plan.decode)
+            live.enter(Phase.DECODE, plan.decode)
         # An attempt that fetches no history needs none: the hand-off of a prefill is not counted.
         slot = (
             await self._driver.slots.acquire(
@@ -328,7 +332,9 @@ class Attempt:
         relay, now_s = self._relay, self._driver.clock()
         if not self._has_resumed or relay is None:
             return self._first_token_timeout_s
-        return self._control.progress.token_gap_s(self._live, relay.silence.heard_s, now_s)
+        return self._control.progress.token_gap_s(
+            self._live, self._plan.decode, relay.silence.heard_s, now_s
+        )
 
     def _is_excused(self) -> bool:
         relay = self._relay
@@ -378,6 +384,9 @@ class Attempt:
                 self._live.prompt_tokens + self._produced_before,
                 self._driver.clock(),
             )
+            is_current = self._attempt == self._live.journal.attempt
+            if is_current and self._live.phase is Phase.PREFILL:
+                self._live.enter(Phase.DECODE, self._plan.decode)
         self._driver.resumed(self._live, self._attempt)
 
     def _completed(self) -> None:

@@ -1,4 +1,4 @@
-"""The asyncio shell of `kvrs.core`: performs its effects with tasks, timers and clients."""
+"""The asyncio shell of `kvrs.core`: performs what it decides with tasks, timers and clients."""
 
 import asyncio
 import logging
@@ -8,18 +8,10 @@ from typing import Any, assert_never
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
+from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.control import Control
-from kvrs.core.effects import (
-    BeginAttempt,
-    Effect,
-    EndAttempt,
-    EndStream,
-    ExpectToken,
-    GiveEnd,
-    StreamClosed,
-)
 from kvrs.core.fleet.known import KnownAgent, KnownInstance, all_refused
-from kvrs.core.live import CannotContinue, Complete, LiveStream
+from kvrs.core.live import CannotContinue, Complete
 from kvrs.core.live import Outcome as ControlOutcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -35,7 +27,7 @@ from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import Attempt
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
+from kvrs.proxy.streams.live import Failed, OpenStream, Outcome, Phase
 from kvrs.proxy.streams.metrics import DeathCause, Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
@@ -79,9 +71,7 @@ class Driver:
         self.control = control = Control[OpenStream](
             config,
             run_id=self.run_id,
-            perform=self._perform,
-            trace=self._trace,
-            count_slot=lambda outcome: metrics.slot_asked(outcome.value),
+            shell=self,
             can_give_end=self.tokenizer.available,
             runs_self_tests=config.proxy.self_test,
         )
@@ -143,50 +133,47 @@ class Driver:
         live.resolve(failure)
         self.control.close(live, self.clock())
 
-    # Effects.
+    # What the core has performed (`kvrs.core.control.Shell`).
 
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case BeginAttempt() | EndAttempt() | ExpectToken() | GiveEnd():
-                self._perform_attempt(_open(effect.live), effect)
-            case EndStream():
-                self._end(_open(effect.live), effect.outcome)
-            case StreamClosed():
-                self._metrics.streams.ended(_open(effect.live), self.clock())
-                self.recoveries.ended(effect.live.id)
+    def begin_attempt(self, live: OpenStream, plan: act.Plan) -> None:
+        live.enter(
+            Phase.DECODE if plan.prefill is None else Phase.PREFILL, plan.prefill or plan.decode
+        )
+        # A client that has just left ends its stream when its own task runs.
+        if not live.outcome.done():
+            self._start(live, Attempt(live, live.journal.attempt, plan, self).run())
+
+    def end_attempt(self, live: OpenStream) -> None:
+        live.enter(Phase.WAITING, None)
+        live.end_task()
+
+    def expect_token(self, live: OpenStream) -> None:
+        if live.expect_token is not None:
+            live.expect_token()
+
+    def give_end(self, live: OpenStream, plan: act.Plan) -> None:
+        self._start(live, Attempt(live, live.journal.attempt, plan, self).end_alone())
+
+    def stream_closed(self, live: OpenStream) -> None:
+        self._metrics.streams.ended(live, self.clock())
+        self.recoveries.ended(live.id)
+
+    def note(self, action: act.Record) -> None:
+        match action:
             case act.Recovered():
-                if (recovering := self.streams.get(effect.stream)) is not None:
-                    self.recoveries.decided(effect, recovering)
+                if (recovering := self.streams.get(action.stream)) is not None:
+                    self.recoveries.decided(action, recovering)
             case act.Redirect():
-                self.recoveries.redirected(self.streams[effect.stream])
+                self.recoveries.redirected(self.streams[action.stream])
             case act.Settled():
-                self.recoveries.predicted(effect)
+                self.recoveries.predicted(action)
             case act.Ejected() | act.Readmitted():
-                _note_ejection(self._metrics, effect)
-            case act.WakeAt():
-                self._wake_at(effect.at_s)
+                _note_ejection(self._metrics, action)
             case _:
-                assert_never(effect)
+                assert_never(action)
 
-    def _perform_attempt(
-        self, live: OpenStream, effect: BeginAttempt | EndAttempt | ExpectToken | GiveEnd
-    ) -> None:
-        match effect:
-            case BeginAttempt():
-                # A client that has just left ends its stream when its own task runs.
-                if not live.outcome.done():
-                    attempt = Attempt(live, live.journal.attempt, effect.plan, self)
-                    self._start(live, attempt.run())
-            case EndAttempt():
-                live.end_task()
-            case ExpectToken():
-                if live.expect_token is not None:
-                    live.expect_token()
-            case GiveEnd():
-                attempt = Attempt(live, live.journal.attempt, effect.plan, self)
-                self._start(live, attempt.end_alone())
-            case _:
-                assert_never(effect)
+    def count_slot(self, outcome: SlotOutcome) -> None:
+        self._metrics.slot_asked(outcome.value)
 
     def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
         live.task = task = EagerTask(work, self._ended)
@@ -212,7 +199,7 @@ class Driver:
             if not live.outcome.done():
                 live.outcome.set_exception(error)
 
-    def _end(self, live: OpenStream, outcome: ControlOutcome) -> None:
+    def end_stream(self, live: OpenStream, outcome: ControlOutcome) -> None:
         is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
         if not is_refused:
             _blame_refusers(self._metrics, live)
@@ -249,7 +236,7 @@ class Driver:
             case _:
                 assert_never(outcome)
 
-    def _wake_at(self, at_s: float) -> None:
+    def wake_at(self, at_s: float) -> None:
         def wake() -> None:
             self._wakes.discard(handle)
             self.control.tell(ev.TimerFired(), self.clock())
@@ -257,7 +244,7 @@ class Driver:
         handle = asyncio.get_running_loop().call_later(max(0.0, at_s - self.clock()), wake)
         self._wakes.add(handle)
 
-    def _trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
         if self._event_log is not None:
             self._event_log.note(now_s, event, actions)
         match event:
@@ -385,11 +372,6 @@ class Driver:
             await self._quiet
             self._quiet = None
         await self.slots.close()
-
-
-def _open(live: LiveStream) -> OpenStream:
-    assert isinstance(live, OpenStream)
-    return live
 
 
 def _blame_refusers(metrics: Metrics, live: OpenStream) -> None:

@@ -3,9 +3,10 @@
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvrs.core.fleet.self_tests import TestedProcess
-from kvrs.core.live import Complete, LiveStream, StreamStage
+from kvrs.core.live import Complete, LiveStream
 from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client
@@ -25,7 +26,15 @@ class Failed:
 Outcome = Complete | Failed
 
 
-_PLACES = {stage: place for place, stage in enumerate(StreamStage)}
+class Phase(StrEnum):
+    """What a stream spends its time in, as people are shown it."""
+
+    WAITING = "waiting"  # No attempt is running: it has no place yet.
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+_PLACES = {phase: place for place, phase in enumerate(Phase)}
 _NOTHING = [0.0] * len(_PLACES)
 
 
@@ -35,8 +44,10 @@ class OpenStream(LiveStream):
     client: Client
     outcome: EagerFuture[Outcome]
     clock: Callable[[], float]
-    entered_s: float = 0.0  # When the current stage began.
-    # In each stage before, in all attempts together, in the order of the stages.
+    phase: Phase = Phase.WAITING
+    instance: InstanceId | None = None  # Where it runs.
+    entered_s: float = 0.0  # When the current phase began.
+    # In each phase before, in all attempts together, in the order of the phases.
     spent_s: "array[float]" = field(default_factory=lambda: array("d", _NOTHING))
     task: EagerTask | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
@@ -49,18 +60,17 @@ class OpenStream(LiveStream):
     def __post_init__(self) -> None:
         self.entered_s = self.clock()
 
-    def enter(self, stage: StreamStage, instance: InstanceId | None) -> None:
-        if stage is self.stage and instance == self.instance:
-            return
-        now_s = self.clock()
-        self.spent_s[_PLACES[self.stage]] += now_s - self.entered_s
-        self.entered_s = now_s
-        self.stage, self.instance = stage, instance
+    def enter(self, phase: Phase, instance: InstanceId | None) -> None:
+        if phase is not self.phase:
+            now_s = self.clock()
+            self.spent_s[_PLACES[self.phase]] += now_s - self.entered_s
+            self.entered_s = now_s
+        self.phase, self.instance = phase, instance
 
-    def stage_seconds(self, now_s: float) -> dict[StreamStage, float]:
-        """The time spent in each stage, in all attempts together."""
+    def phase_seconds(self, now_s: float) -> dict[Phase, float]:
+        """The time spent in each phase, in all attempts together."""
         spent = dict(zip(_PLACES, self.spent_s, strict=True))
-        spent[self.stage] += now_s - self.entered_s
+        spent[self.phase] += now_s - self.entered_s
         return spent
 
     def end_task(self) -> None:

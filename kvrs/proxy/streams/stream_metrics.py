@@ -13,8 +13,7 @@ from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvrs.core.live import StreamStage
-from kvrs.proxy.streams.live import OpenStream
+from kvrs.proxy.streams.live import OpenStream, Phase
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -162,7 +161,7 @@ class StreamMetrics:
             buckets=LONG_SECONDS,
             registry=registry,
             label="stage",
-            values=[*StreamStage],
+            values=[*Phase],
         )
         self._stages = stages.by_value
         self._prompt_tokens = counter(
@@ -183,7 +182,7 @@ class StreamMetrics:
         self.active.inc(-1)
         reason = journal.finish_reason if journal.finish_reason in FINISH_REASONS else "none"
         self._ended[reason or "none", "no" if journal.inexact else "yes"].inc()
-        for stage, seconds in live.stage_seconds(now_s).items():
+        for stage, seconds in live.phase_seconds(now_s).items():
             self._stages[stage].observe(seconds)
         if journal.first_write_s is not None:
             self._gap.observe(journal.longest_gap_s)
