@@ -23,13 +23,12 @@ from unittest.mock import patch
 from experiments.cost_ladder.run import HOME, LONGEST_S, STEP_S, Cell, grid, loaded
 from experiments.record import Record
 from experiments.virtual_time import run_until, token_times
-from kvrs.core.effects import Effect
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
 from kvrs.ids import StreamId
 from kvrs.report.metrics import percentile
 from kvrs.sim.calls import token_at
-from kvrs.sim.proxy import SimProxy
+from kvrs.sim.proxy import SimShell
 from kvrs.sim.streams import SimStream
 
 STREAMS = 24
@@ -71,14 +70,14 @@ class Played:
 @contextmanager
 def _noting(recovered: list[tuple[float, act.Recovered]]) -> Iterator[None]:
     """Note the decisions and their times."""
-    perform = SimProxy._perform
+    note = SimShell.note
 
-    def performed(proxy: SimProxy, effect: Effect) -> None:
-        if isinstance(effect, act.Recovered):
-            recovered.append((proxy.now_s, effect))
-        perform(proxy, effect)
+    def noted(shell: SimShell, record: act.Record) -> None:
+        if isinstance(record, act.Recovered):
+            recovered.append((shell.proxy.now_s, record))
+        note(shell, record)
 
-    with patch.object(SimProxy, "_perform", performed):
+    with patch.object(SimShell, "note", noted):
         yield
 
 
@@ -92,7 +91,7 @@ def play(cell: Cell, factor: float, seed: int) -> Played:
         clock.run(clock.now_s + draw.uniform(0.0, STEP_S))
         lost_s = clock.now_s
         hit = {
-            name: proxy.control.progress.token_gap_s(proxy.streams[name], lost_s, lost_s)
+            name: proxy.control.progress.token_gap_s(proxy.streams[name], HOME, lost_s, lost_s)
             for name in names
             if proxy.streams[name].instance == HOME and not proxy.streams[name].outcome
         }

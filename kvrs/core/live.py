@@ -98,7 +98,7 @@ class LiveStream:
 
     @property
     def plan(self) -> act.Plan | None:
-        """Of the latest attempt; None: there was none."""
+        """The plan of the latest attempt; None: there was none."""
         return None if self.state is None else self.state.attempt.plan
 
     @property

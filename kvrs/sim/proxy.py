@@ -59,7 +59,7 @@ class SimProxy:
         self.control = Control[SimStream](
             config,
             run_id=name,
-            shell=self,
+            shell=SimShell(self),
             can_give_end=False,
             runs_self_tests=config.proxy.self_test,
         )
@@ -196,63 +196,6 @@ class SimProxy:
         self._grants.proxy_died(self.name)
         return open_
 
-    # What the core has performed (`kvrs.core.control.Shell`).
-
-    def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
-        live.run = attempt = SimAttempt(self, live, plan)
-        attempt.begin()
-
-    def end_attempt(self, live: SimStream) -> None:
-        if live.run is None:
-            return
-        run, live.run = live.run, None
-        run.close()
-        if live.failed_at_s is None and not live.outcome:
-            live.failed_at_s = self.now_s
-
-    def expect_token(self, live: SimStream) -> None:
-        if live.run is not None:
-            live.run.expect_token()
-
-    def give_end(self, live: SimStream, plan: act.Plan) -> None:
-        raise AssertionError("a simulated proxy has no tokenizer")
-
-    def stream_closed(self, live: SimStream) -> None:
-        pass
-
-    def note(self, action: act.Record) -> None:
-        if isinstance(action, act.Recovered):
-            live = self.streams[action.stream]
-            live.option = action.option
-            live.recoveries += 1
-            self.recoveries[action.option.value] += 1
-
-    def wake_at(self, at_s: float) -> None:
-        self.after(at_s - self.now_s, self._wake)
-
-    def count_slot(self, outcome: SlotOutcome) -> None:
-        self.slot_outcomes[outcome] += 1
-
-    def _wake(self) -> None:
-        self.control.tell(ev.TimerFired(), self.now_s)
-
-    def end_stream(self, live: SimStream, outcome: Outcome) -> None:
-        assert isinstance(outcome, Complete | act.GiveUp), "greedy streams continue exactly"
-        how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
-        require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
-        live.outcome = how
-        if isinstance(outcome, act.GiveUp):
-            self.given_up[f"{how}: {outcome.message}"] += 1
-
-    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
-        if self.log is not None:
-            self.log.append(event_line(now_s, event, actions))
-        self.invariants.observe(now_s, event, actions)
-        self.events[type(event).__name__] += 1
-        self.actions.update(type(action).__name__ for action in actions)
-        if self.events.total() % BOOK_EVERY == 0:
-            self.after(0.0, lambda: self.invariants.check_slot_book(self.control.policy))
-
     # Leases.
 
     def _renew_leases(
@@ -280,3 +223,67 @@ class SimProxy:
                 self.after(delay_s, lambda: unknown(name, lost, self.now_s))
 
         holder.call(delay_s, apply)
+
+
+class SimShell:
+    """The `Shell` of a simulated proxy, which counts what comes of it."""
+
+    def __init__(self, proxy: SimProxy) -> None:
+        self.proxy = proxy
+
+    def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
+        live.run = attempt = SimAttempt(self.proxy, live, plan)
+        attempt.begin()
+
+    def end_attempt(self, live: SimStream) -> None:
+        if live.run is None:
+            return
+        run, live.run = live.run, None
+        run.close()
+        if live.failed_at_s is None and not live.outcome:
+            live.failed_at_s = self.proxy.now_s
+
+    def expect_token(self, live: SimStream) -> None:
+        if live.run is not None:
+            live.run.expect_token()
+
+    def give_end(self, live: SimStream, plan: act.Plan) -> None:
+        raise AssertionError("a simulated proxy has no tokenizer")
+
+    def stream_closed(self, live: SimStream) -> None:
+        pass
+
+    def note(self, action: act.Record) -> None:
+        if isinstance(action, act.Recovered):
+            live = self.proxy.streams[action.stream]
+            live.option = action.option
+            live.recoveries += 1
+            self.proxy.recoveries[action.option.value] += 1
+
+    def wake_at(self, at_s: float) -> None:
+        self.proxy.after(at_s - self.proxy.now_s, self._wake)
+
+    def count_slot(self, outcome: SlotOutcome) -> None:
+        self.proxy.slot_outcomes[outcome] += 1
+
+    def end_stream(self, live: SimStream, outcome: Outcome) -> None:
+        assert isinstance(outcome, Complete | act.GiveUp), "greedy streams continue exactly"
+        how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
+        require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
+        live.outcome = how
+        if isinstance(outcome, act.GiveUp):
+            self.proxy.given_up[f"{how}: {outcome.message}"] += 1
+
+    def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
+        if self.proxy.log is not None:
+            self.proxy.log.append(event_line(now_s, event, actions))
+        self.proxy.invariants.observe(now_s, event, actions)
+        self.proxy.events[type(event).__name__] += 1
+        self.proxy.actions.update(type(action).__name__ for action in actions)
+        if self.proxy.events.total() % BOOK_EVERY == 0:
+            self.proxy.after(
+                0.0, lambda: self.proxy.invariants.check_slot_book(self.proxy.control.policy)
+            )
+
+    def _wake(self) -> None:
+        self.proxy.control.tell(ev.TimerFired(), self.proxy.now_s)

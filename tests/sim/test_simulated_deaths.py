@@ -28,7 +28,7 @@ from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
-from kvrs.sim.proxy import SimProxy
+from kvrs.sim.proxy import SimShell
 from kvrs.sim.scenarios import contended, in_turn, poisoned, scenario, sick
 from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
@@ -160,7 +160,7 @@ BREAKS = {
         "reports, and was lost",
     ),
     "a draining instance halts nothing": (
-        SimProxy,
+        SimShell,
         "end_attempt",
         lambda self, live: None,
         "",

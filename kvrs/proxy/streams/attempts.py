@@ -22,7 +22,7 @@ from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
-from kvrs.proxy.streams.live import Failed, OpenStream, Phase
+from kvrs.proxy.streams.live import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.peer import (
@@ -244,7 +244,7 @@ class Attempt:
         return answer
 
     def _calls_prefill(self, instance: InstanceId) -> None:
-        self._live.enter(Phase.PREFILL, instance)
+        self._live.enter(StreamPhase.PREFILL, instance)
         self._control.calls_prefill(self._live, instance)
 
     def _stays(self) -> bool:
@@ -261,7 +261,7 @@ class Attempt:
         self._instance = plan.decode
         self._check_exactness(plan.decode)
         if self._prefilling is None:
-            live.enter(Phase.DECODE, plan.decode)
+            live.enter(StreamPhase.DECODE, plan.decode)
         # An attempt that fetches no history needs none: the hand-off of a prefill is not counted.
         slot = (
             await self._driver.slots.acquire(
@@ -385,8 +385,8 @@ class Attempt:
                 self._driver.clock(),
             )
             is_current = self._attempt == self._live.journal.attempt
-            if is_current and self._live.phase is Phase.PREFILL:
-                self._live.enter(Phase.DECODE, self._plan.decode)
+            if is_current and self._live.phase is StreamPhase.PREFILL:
+                self._live.enter(StreamPhase.DECODE, self._plan.decode)
         self._driver.resumed(self._live, self._attempt)
 
     def _completed(self) -> None:

@@ -26,15 +26,15 @@ class Failed:
 Outcome = Complete | Failed
 
 
-class Phase(StrEnum):
-    """What a stream spends its time in, as people are shown it."""
+class StreamPhase(StrEnum):
+    """A stream spends its time in one of these, as people are shown it."""
 
     WAITING = "waiting"  # No attempt is running: it has no place yet.
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-_PLACES = {phase: place for place, phase in enumerate(Phase)}
+_PLACES = {phase: place for place, phase in enumerate(StreamPhase)}
 _NOTHING = [0.0] * len(_PLACES)
 
 
@@ -44,7 +44,7 @@ class OpenStream(LiveStream):
     client: Client
     outcome: EagerFuture[Outcome]
     clock: Callable[[], float]
-    phase: Phase = Phase.WAITING
+    phase: StreamPhase = StreamPhase.WAITING
     instance: InstanceId | None = None  # Where it runs.
     entered_s: float = 0.0  # When the current phase began.
     # In each phase before, in all attempts together, in the order of the phases.
@@ -60,14 +60,14 @@ class OpenStream(LiveStream):
     def __post_init__(self) -> None:
         self.entered_s = self.clock()
 
-    def enter(self, phase: Phase, instance: InstanceId | None) -> None:
+    def enter(self, phase: StreamPhase, instance: InstanceId | None) -> None:
         if phase is not self.phase:
             now_s = self.clock()
             self.spent_s[_PLACES[self.phase]] += now_s - self.entered_s
             self.entered_s = now_s
         self.phase, self.instance = phase, instance
 
-    def phase_seconds(self, now_s: float) -> dict[Phase, float]:
+    def phase_seconds(self, now_s: float) -> dict[StreamPhase, float]:
         """The time spent in each phase, in all attempts together."""
         spent = dict(zip(_PLACES, self.spent_s, strict=True))
         spent[self.phase] += now_s - self.entered_s
