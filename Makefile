@@ -96,7 +96,7 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The example and docs/configuration.md, from the settings classes.
+# The example and docs/guide/configuration.md, from the settings classes.
 reference: install
 	$(BIN)/python -m kvrs.config.reference
 

@@ -53,7 +53,7 @@ _BY_INTENTION = (
     "([0059](decisions/0059-victims-of-one-event-spare-their-target.md)); `rom` and the fixed "
     "policies do not.",
     "KVRS, gossiped queue lengths: shown, not decided on. Decisions take what instances report to "
-    "the proxy every 0.25 s, which is newer than gossip by seconds ([gossip.md](gossip.md)).",
+    "the proxy every 0.25 s, which is newer than gossip by seconds ([gossip.md](guide/gossip.md)).",
     "LUMEN, queueing delay: the predicted wait of work that comes now, not the mean of past waits. "
     "For a decode instance with free places it is 0, so that pressure alone decides there.",
     "LUMEN, restore pressure: a footprint is what the request may come to, not the longest context "
@@ -177,7 +177,8 @@ def distserve() -> str:
             "## KVRS on DistServe",
             _wrapped(
                 "These runs need a checkout of DistServe, which is not part of the project "
-                "([distserve](distserve.md) says which and how): `export DISTSERVE_HOME=DIR`, then"
+                "([distserve](guide/distserve.md) says which and how): `export "
+                "DISTSERVE_HOME=DIR`, then"
             ),
             _list(
                 "Are streams exact under every death? `distserve_kill_series.run`, 4 minutes; yes, "

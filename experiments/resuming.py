@@ -1,5 +1,5 @@
-"""A client that loses its proxy and resumes at another one (docs/proxies.md), and the comparison of
-its stream with a quiet run.
+"""A client that loses its proxy and resumes at another one (docs/guide/proxies.md), and the
+comparison of its stream with a quiet run.
 
 Every event of a keyed stream holds the count of tokens so far, so each client checks by itself that
 none is missing and none comes twice; only the quiet run shows that they are the right ones.

@@ -1,4 +1,4 @@
-"""Markdown and code agree: the folder map, the decisions' index, links, and the width of lines."""
+"""Markdown and code agree: folder map, indices of pages and decisions, links, width of lines."""
 
 import ast
 import re
@@ -18,6 +18,7 @@ PAGES = sorted(
     and not any(part.startswith(".venv") for part in path.parts)
 )
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+TESTED = (ROOT / "docs" / "research" / "tested-faults.md").read_text()
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 # Modules that any package may import; the map does not repeat them in every row.
 FOUNDATION = {"ids", "errors", "logs", "config"}
@@ -59,9 +60,24 @@ def test_links_and_paths_in_markdown_exist(path: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_headings_that_links_name_exist(path: Path) -> None:
+    """A section that was renamed or moved is moved in links too."""
+    links = re.findall(r"\]\((?![a-z]+:)([^)#\s]*\.md)?#([^)\s]+)\)", path.read_text())
+    targets = [(path.parent / page if page else path, anchor) for page, anchor in links]
+
+    assert [anchor for target, anchor in targets if anchor not in anchors(target)] == []
+
+
 def test_the_installation_page_pins_what_make_install_pins() -> None:
     """A CPU build of another version would be replaced by `make demo`."""
-    pins = re.findall(r"\b([a-z]+==[\d.]+)", (ROOT / "docs/install.md").read_text())
+    pins = re.findall(r"\b([a-z]+==[\d.]+)", (ROOT / "docs/guide/install.md").read_text())
 
     assert pins
     assert set(pins) <= set((ROOT / "constraints.txt").read_text().split())
@@ -153,6 +169,17 @@ def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
         assert len(lines) <= 40, path.name
 
 
+def test_the_index_of_the_docs_names_every_page_once() -> None:
+    """A new page gets a line, a removed one loses it."""
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.glob("**/*.md")}
+    others = {path for path in pages if path.startswith("decisions/")} | {"README.md"}
+
+    named = re.findall(r"^\| \[[^]]+\]\(([^)]+)\) \|", (docs / "README.md").read_text(), re.M)
+
+    assert sorted(named) == sorted(pages - others)
+
+
 def test_the_architecture_is_a_page() -> None:
     """Reasons are in the decisions."""
     beside_the_index = [line for line in ARCHITECTURE.splitlines() if not line.startswith("| [0")]
@@ -168,7 +195,7 @@ def defined_tests() -> set[str]:
 
 
 def test_every_test_that_the_threat_model_names_exists() -> None:
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = TESTED.partition("\n## Security\n")[2]
     rows = re.findall(r"^\| ([0-9]+) \|", text, re.MULTILINE)
 
     assert rows == [str(number) for number in range(1, 14)]
@@ -179,7 +206,7 @@ def test_every_test_that_the_list_of_faults_names_exists() -> None:
     """And no fault of the list is left out."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs" / "tested-faults.md").read_text().splitlines()
+        for line in TESTED.partition("\n## Security\n")[0].splitlines()
         if re.match(r"\| [0-9]+ ", line)
     ]
     assert [row[0] for row in rows] == [str(number) for number in range(1, 71)]

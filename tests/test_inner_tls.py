@@ -186,8 +186,8 @@ async def test_faults_and_emptied_caches_reach_instances_over_tls(tmp_path: Path
 async def test_a_ca_is_replaced_in_a_running_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps are those of docs/security.md: trust both, renew the certificates, remove the old
-    one. The cluster serves at every step, and in the end the old CA opens no port.
+    """The steps are those of docs/guide/security.md: trust both, renew the certificates, remove the
+    old one. The cluster serves at every step, and in the end the old CA opens no port.
     """
     monkeypatch.setattr(tls, "LOOK_INTERVAL_S", 0.02)
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")

@@ -1,4 +1,4 @@
-"""docs/quickstart.md: its commands work as they stand there."""
+"""docs/guide/quickstart.md: its commands work as they stand there."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import parse_config
 
-PAGE = Path(__file__).parents[1] / "docs" / "quickstart.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "quickstart.md"
 BOUND_S = 420
 
 pytestmark = [

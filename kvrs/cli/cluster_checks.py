@@ -177,7 +177,7 @@ def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
     if not test["done"]:
         return doubtful(check, f"not done{cause}", "done", "wait, then run this again")
     if test["continues"] == Continues.NONE:
-        remedy = "streams that it loses end; see its version in docs/backends.md"
+        remedy = "streams that it loses end; see its version in docs/guide/backends.md"
         return bad(check, value, "it continues streams", remedy)
     if test["moves_kv"] is False:
         remedy = "check its connector and its page port: what is not fetched is computed again"

@@ -70,7 +70,7 @@ DemoConfig = Annotated[
 ]
 Preset = Annotated[
     presets.SystemPreset | None,
-    typer.Option(help="Settings in place of defaults (docs/policies.md#presets)"),
+    typer.Option(help="Settings in place of defaults (docs/research/presets.md)"),
 ]
 Model = Annotated[
     Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")

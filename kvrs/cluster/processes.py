@@ -69,7 +69,7 @@ def _processes(config: Config) -> Iterator[Process]:
             raise ConfigError(
                 [
                     "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
-                    "'distserve' (see docs/vllm.md)"
+                    "'distserve' (see docs/guide/vllm.md)"
                 ]
             )
         case _:

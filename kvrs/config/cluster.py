@@ -191,7 +191,8 @@ def demo_nodes(count: int) -> list[NodeSettings]:
 
 class ClusterSettings(Settings):
     backend: Backend = Field(default=Backend.EMBEDDED, strict=False)
-    """The engine of the instances: embedded, distserve (docs/distserve.md) or vllm (docs/vllm.md).
+    """The engine of the instances: embedded, distserve (docs/guide/distserve.md) or vllm
+    (docs/guide/vllm.md).
     """
     distserve: DistServeSettings = DistServeSettings()
     """Settings of the distserve backend."""
@@ -212,7 +213,7 @@ class ClusterSettings(Settings):
     """The machines, each with its instances and its agent."""
     services: list[ServiceSettings] = Field(default=[], max_length=64)
     """With backend vllm, host names that are looked up every 5 s: each address is an instance, on
-    a node of its own, beside those of `nodes` (docs/operating.md).
+    a node of its own, beside those of `nodes` (docs/guide/fleet.md).
     """
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:

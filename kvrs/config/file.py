@@ -38,9 +38,9 @@ ADMIN_ENV_NAME = "KVRS_ADMIN_TOKEN"
 
 class ProfileSettings(Settings):
     prefill: str | None = None
-    """A table that comes with kvrs, by name, or a file, by path (docs/profiles.md), for all
-    instances; not for DistServe's decoding stages, which read known tokens one a step. null: each
-    instance measures its own.
+    """A table that comes with kvrs, by name, or a file, by path (docs/research/profiles.md), for
+    all instances; not for DistServe's decoding stages, which read known tokens one a step. null:
+    each instance measures its own.
     """
 
 
@@ -59,7 +59,7 @@ class SecuritySettings(Settings):
     """
     key_file: str | None = None
     """Mode 0600, a line for each tenant, with hashes of its API keys and its limits
-    (docs/security.md). null: KVRS_KEYS; where that is not set either, clients need no key.
+    (docs/guide/security.md). null: KVRS_KEYS; where that is not set either, clients need no key.
     """
     tls: PeerTlsSettings | None = None
     """TLS for HTTP between processes of the cluster; both ends have a certificate of `client_ca`.
@@ -73,7 +73,7 @@ class Config(Settings):
     cluster: ClusterSettings = ClusterSettings()
     """Nodes with their instances and agents, and the engine."""
     policy: PolicySettings = PolicySettings()
-    """Admission, hand-off and recovery (docs/policies.md)."""
+    """Admission, hand-off and recovery (docs/guide/policies.md)."""
     slo: SloSettings = SloSettings()
     """Latency that clients expect, for the order of recoveries and for giving up."""
     transfer: TransferSettings = TransferSettings()
@@ -85,16 +85,18 @@ class Config(Settings):
     elastic: ElasticSettings = ElasticSettings()
     """Reaction of an instance of several ranks to the loss of some."""
     gossip: GossipSettings = GossipSettings()
-    """Membership and facts, among agents and proxies (docs/gossip.md); seconds are of a node's own
-    time, without the time it was stopped.
+    """Membership and facts, among agents and proxies (docs/guide/gossip.md); seconds are of a
+    node's own time, without the time it was stopped.
     """
     profiles: ProfileSettings = ProfileSettings()
     """Measured tables that predictions rest on."""
     security: SecuritySettings = SecuritySettings()
-    """Secrets, keys and certificates; files only, no secret stands here (docs/security.md)."""
+    """Secrets, keys and certificates; files only, no secret stands here
+    (docs/guide/security.md).
+    """
     logs: LogSettings = LogSettings()
     """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
-    (docs/monitoring.md#logs).
+    (docs/guide/monitoring.md#logs).
     """
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
@@ -135,7 +137,7 @@ def load_config(
     """Read and check a YAML file; without one, the defaults. What it does not set is the preset's.
 
     With an environment, its variables replace `${NAME}` and override settings
-    (docs/configuration.md). Files that kvrs has written are read without.
+    (docs/guide/configuration.md). Files that kvrs has written are read without.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds faults.

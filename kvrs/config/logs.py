@@ -31,7 +31,7 @@ class LogSettings(Settings):
     level: LogLevel = Field(default=LogLevel.INFO, strict=False)
     """The least that is logged; `kvrs --log-level` and KVRS_LOG_LEVEL come first."""
     access: bool = False
-    """A line for each request of a client (docs/monitoring.md#logs)."""
+    """A line for each request of a client (docs/guide/monitoring.md#logs)."""
 
     @property
     def options(self) -> LogOptions:

@@ -93,13 +93,13 @@ class ProxySettings(Settings):
     id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID, pattern=NAME)
     """Its name among proxies, nodes and agents: letters, digits and `._-`."""
     host: Host = "127.0.0.1"
-    """Address the client port listens on. For addresses beyond loopback see docs/security.md. Each
-    other port has a host of its own.
+    """Address the client port listens on. For addresses beyond loopback see docs/guide/security.md.
+    Each other port has a host of its own.
     """
     port: int = Field(default=8000, ge=0, le=65535)
     """Client port, for /v1/completions, /v1/models, /health, /readyz. 0: any free port."""
     workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
-    """Proxies that share the clients' port (docs/proxies.md#workers)."""
+    """Proxies that share the clients' port (docs/guide/proxies.md#workers)."""
     allow_anonymous: bool = False
     """Clients beyond loopback need no key: for a gateway in front that authenticates them."""
     allowed_origins: list[Annotated[str, AfterValidator(_origin)]] = Field(
@@ -109,7 +109,7 @@ class ProxySettings(Settings):
     requests need keys as others do.
     """
     tls: TlsSettings | None = None
-    """TLS of the client port (docs/security.md#tls). null: plain HTTP."""
+    """TLS of the client port (docs/guide/security.md#tls). null: plain HTTP."""
     admin_host: Host = "127.0.0.1"
     """Address the admin port listens on."""
     admin_port: int = Field(default=8001, ge=0, le=65535)
@@ -164,7 +164,7 @@ class ProxySettings(Settings):
     peer_host: Host = "127.0.0.1"
     """Address the port for the other proxies listens on."""
     peer_port: int = Field(default=0, ge=0, le=65535)
-    """Port for the other proxies (docs/proxies.md). 0: none."""
+    """Port for the other proxies (docs/guide/proxies.md). 0: none."""
     peers: list[PeerSettings] = Field(default=[], max_length=MOST_PEERS)
     """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}."""
     mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)
@@ -183,12 +183,14 @@ class ProxySettings(Settings):
     process ends when none is left, or at another signal.
     """
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
-    """Requests that a plain engine could not continue exactly (docs/openai.md): mark or refuse."""
+    """Requests that a plain engine could not continue exactly (docs/guide/openai.md): mark or
+    refuse.
+    """
     reload_on_change: bool = False
     """Reload when the file of the configuration has changed, as by SIGHUP."""
     self_test: bool = True
     """Each process of an instance computes a few tokens once, to test that KV moves and streams are
-    continued exactly (docs/backends.md). false: capabilities are taken as declared.
+    continued exactly (docs/guide/backends.md). false: capabilities are taken as declared.
     """
 
     @property

@@ -1,7 +1,7 @@
 """The reference of all settings, made of the settings classes: JSON schema, commented example and
-`docs/configuration.md`.
+`docs/guide/configuration.md`.
 
-`python -m kvrs.config.reference` writes the last two into `docs/`.
+`python -m kvrs.config.reference` writes the last two into `docs/guide/`.
 """
 
 import ast
@@ -23,8 +23,8 @@ _HEADER = (
     "Every key of the configuration with its default. A file needs only what differs. "
     "`kvrs config check FILE` reports all mistakes at once, `kvrs config init` writes a first file."
 )
-_DOCS_PAGE = re.compile(r"docs/([a-z]+\.md(?:#[a-z]+)?)")
-_DOCS = Path(__file__).parents[2] / "docs"
+_DOCS_PAGE = re.compile(r"docs/(guide|research)/([a-z]+\.md(?:#[a-z]+)?)")
+_GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
 def json_schema() -> dict[str, Any]:
@@ -62,12 +62,12 @@ def example() -> str:
 
 
 def markdown() -> str:
-    """`docs/configuration.md`: a table for each section."""
+    """`docs/guide/configuration.md`: a table for each section."""
     schema = json_schema()
     defaults = Config().model_dump(mode="json")
     parts = [_INTRODUCTION]
     for section, given in schema["properties"].items():
-        meaning = _DOCS_PAGE.sub(r"[\1](\1)", given["description"])
+        meaning = _with_links(given["description"])
         parts += [f"\n## {section}\n", *textwrap.wrap(meaning, WIDTH), ""]
         parts += ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
         parts += _rows(schema, resolved(schema, given), "", defaults[section])
@@ -132,13 +132,20 @@ def _rows(
         is_section = "properties" in node
         if not is_section or default is None:
             shown = "-" if key in section.get("required", ()) else _default(default)
-            meaning = _DOCS_PAGE.sub(r"[\1](\1)", given["description"])
+            meaning = _with_links(given["description"])
             allowed = _allowed(schema, given)
             yield f"| `{above}{key}` | {shown} | {allowed} | {meaning} |"
         if is_section:
             yield from _rows(schema, node, f"{above}{key}.", default or {})
         elif "properties" in (item := resolved(schema, node.get("items", {}))):
             yield from _rows(schema, item, f"{above}{key}[].", {})
+
+
+def _with_links(text: str) -> str:
+    """Names of pages as links that work in the guide."""
+    return _DOCS_PAGE.sub(
+        lambda page: f"[{page[2]}]({'' if page[1] == 'guide' else '../research/'}{page[2]})", text
+    )
 
 
 def _default(value: Any) -> str:
@@ -243,10 +250,10 @@ and `KVRS_VLLM_API_KEY` are read where they are used, never shown, and refused i
 
 
 def main() -> None:
-    """Write the example and the page into `docs/` of the checkout."""
+    """Write the example and the page into the guide of the checkout."""
     for name, text in (("kvrs.example.yaml", example()), ("configuration.md", markdown())):
-        (_DOCS / name).write_text(text, encoding="utf-8")
-        print(_DOCS / name)
+        (_GUIDE / name).write_text(text, encoding="utf-8")
+        print(_GUIDE / name)
 
 
 if __name__ == "__main__":

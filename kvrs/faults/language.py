@@ -19,7 +19,7 @@
       whom: {id: d0, rank: 1}
 
 Pure: `FaultSchedule` computes from a given state which faults are due and what they hit. A cluster
-or the simulator carries them out; both read the same list. See `docs/faults.md`.
+or the simulator carries them out; both read the same list. See `docs/guide/faults.md`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

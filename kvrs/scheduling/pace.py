@@ -1,4 +1,4 @@
-"""Batch times of another GPU, by a named profile (docs/profiles.md)."""
+"""Batch times of another GPU, by a named profile (docs/research/profiles.md)."""
 
 from collections.abc import Sequence
 

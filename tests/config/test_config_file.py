@@ -21,7 +21,7 @@ from kvrs.config.file import (
 from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "kvrs.example.yaml"
+EXAMPLE = Path(__file__).parents[2] / "docs" / "guide" / "kvrs.example.yaml"
 
 
 def faults_of(document: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Schema, example and docs/configuration.md: made of the settings classes, and never stale."""
+"""Schema, example and the page of the settings: made of their classes, and never stale."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from kvrs.config.first_file import first_file
 from kvrs.config.reference import description, example, json_schema, markdown
 from kvrs.config.source import leaves
 
-DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 )
 def test_the_docs_are_made_of_the_settings_classes(name: str, made: Any) -> None:
     """`make reference` writes them again."""
-    assert (DOCS / name).read_text() == made()
+    assert (GUIDE / name).read_text() == made()
 
 
 def test_every_key_has_a_description() -> None:

@@ -259,7 +259,7 @@ def test_a_choice_of_tools_is_served_where_output_is_guided() -> None:
 
 
 def documented() -> str:
-    """The table of docs/openai.md."""
+    """The table of docs/guide/openai.md."""
     grouped: dict[tuple[str, ...], list[str]] = {}
     for row in FIELDS:
         where = "both" if row.api is None else row.api.value
@@ -277,6 +277,6 @@ def documented() -> str:
 
 def test_the_guide_has_the_table() -> None:
     """It is generated from the code by the function above."""
-    guide = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "openai.md").read_text()
 
     assert documented() in guide

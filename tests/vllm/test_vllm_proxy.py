@@ -28,14 +28,14 @@ pytestmark = [
 ]
 
 SECRET = b"only for tests, thirty-two bytes!"
-DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guide" / "vllm.md"
 PROMPT = " ".join(["ka lo mi ren sta", "vor ti el an dra", "shi pu ne go bri"] * 8)
 MESSAGES = [{"role": "user", "content": "ka lo mi ren sta"}]
 DEADLINE_S = 180.0
 
 
 def documented_config() -> dict[str, Any]:
-    """The only YAML in docs/vllm.md."""
+    """The only YAML in docs/guide/vllm.md."""
     (text,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     document: dict[str, Any] = parse_yaml(text)
     return document

@@ -165,7 +165,7 @@ class InstanceRemoved:
 
 @dataclass(frozen=True, slots=True)
 class SelfTested:
-    """Results of a resume self-test of the instance (docs/backends.md)."""
+    """Results of a resume self-test of the instance (docs/guide/backends.md)."""
 
     instance: InstanceId
     epoch: int

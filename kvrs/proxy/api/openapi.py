@@ -356,7 +356,7 @@ def _streamed(
 
 
 def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The body as a struct reads it; further fields may be taken, by backend (docs/openai.md). A
+    """The body as a struct reads it; backends may take further fields (docs/guide/openai.md). A
     null is as good as no field; a completion takes several prompts, each with `n` choices, which
     are `MAX_STREAMS` in all.
     """

@@ -5,7 +5,7 @@ Abilities beyond the two calls of a stream are the capabilities of an `InstanceI
 needs a capability is not sent to an engine without it. A failure of the instance is an
 `UpstreamError`; an instance that answers and must not be used, an `UnusableError` (`peer.py`); a
 request that the instance rejects, a `RefusedError`; one that it has no room for, a `BusyError`.
-docs/backends.md describes how to add a backend, tests/backends/ what each has to prove.
+docs/guide/backends.md describes how to add a backend, tests/backends/ what each has to prove.
 """
 
 from array import array

@@ -33,7 +33,7 @@ TRANSFER: dict[str, Any] = {
 
 def test_a_hand_off_ages_while_the_proxy_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer may have lain in the socket all that time. And it ends before the shortest lease
-    that docs/vllm.md names.
+    that docs/guide/vllm.md names.
     """
 
     async def prefill(_: OpenAiPeer, call: Call) -> Prefilled:

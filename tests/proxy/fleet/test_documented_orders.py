@@ -1,4 +1,4 @@
-"""docs/operating.md: the orders to a proxy work as they stand there."""
+"""The orders to a proxy work as they stand in the pages."""
 
 import asyncio
 import re
@@ -10,7 +10,8 @@ import pytest
 from tests.free_ports import free_ports
 from tests.proxy.proxy_cluster import open_proxy_cluster
 
-PAGE = Path(__file__).parents[3] / "docs" / "operating.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = [DOCS / page for page in ("guide/fleet.md", "guide/operating.md", "research/ranks.md")]
 # An order and its continued lines.
 _ORDER = re.compile(r"^    (curl (?:.*\\\n)*.*)$", re.MULTILINE)
 
@@ -35,16 +36,17 @@ async def status_of(order: str, admin_port: int) -> int:
     return int(shown)
 
 
-async def test_the_orders_of_the_page_are_obeyed() -> None:
-    """In their order, at a cluster with the instances that they name. Those about ranks come first:
-    none has several, which the answer says.
+async def test_the_orders_of_the_pages_are_obeyed() -> None:
+    """At a cluster with the instances that they name. Those about ranks come first: none has
+    several, which the answer says. Those that add and remove instances come last.
     """
-    orders = sorted(_ORDER.findall(PAGE.read_text()), key=lambda order: "/leave/" not in order)
+    text = "".join(page.read_text() for page in PAGES)
+    orders = sorted(_ORDER.findall(text), key=lambda each: ("/leave/" not in each, "/inst" in each))
 
     async with open_proxy_cluster(pairs=2) as system:
         statuses = [await status_of(each, system.proxy.admin_port) for each in orders]
 
-    # The start that the page reports the end of was not up here.
+    # The start that a page reports the end of was not up here.
     are_refused = ["/leave/" in each or "/exits/" in each for each in orders]
     assert statuses == [409 if is_refused else 200 for is_refused in are_refused]
     assert len(statuses) >= 6

@@ -52,8 +52,8 @@ def text_in(reader: Reader) -> str:
 
 
 async def test_no_stream_is_lost_while_the_secret_is_rotated() -> None:
-    """At each step of docs/operating.md every process accepts what any other one uses; the old
-    secret is removed when the streams that began under it have ended.
+    """At each step of docs/guide/operating.md every process accepts what any other one uses; the
+    old secret is removed when the streams that began under it have ended.
     """
     async with open_proxy_group(2) as group, asyncio.timeout(300):
         group.system.script.pause_s = 0.02
