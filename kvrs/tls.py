@@ -1,5 +1,8 @@
 """TLS of the ports for HTTP: certificate files that are loaded again when they change, connections
 that are accepted, and connections to other processes of the cluster.
+
+A port accepts its sockets itself, so that a hand-shake counts as a connection. A reload makes new
+contexts: one that is changed in place still trusts a CA that was removed, and resumes its sessions.
 """
 
 import asyncio

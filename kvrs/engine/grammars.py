@@ -1,7 +1,8 @@
 """JSON mode: which tokens may come next, by the grammar of `response_format`.
 
 A grammar's state depends on the schema and the output tokens alone, so an attempt that continues a
-stream elsewhere builds it from the history.
+stream elsewhere builds it from the history. The mask is applied last and wins over what else
+forbids tokens.
 """
 
 import json

@@ -1,5 +1,5 @@
 """The prefill table of an instance: measured at its start, and remembered beside the model for the
-machine that measured it.
+machine that measured it. Only a measurement that had the processor for itself is remembered.
 """
 
 import hashlib

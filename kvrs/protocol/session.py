@@ -5,6 +5,9 @@ A mac is keyed BLAKE3 over the number of a message in its direction, the start o
 page (with its length), and the message, under a key of this connection and direction. It stands
 behind a question, behind each page of a STORE, and between the start of an answer and its payload.
 The data of a probe has none.
+
+BLAKE3 does 5 to 7 GB/s on one core, HMAC-SHA-256 1.6. AES-GCM would be faster, but its package
+takes 16 MB of a proxy's install, and a nonce that is used twice gives its key away.
 """
 
 import hmac

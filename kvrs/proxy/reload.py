@@ -1,7 +1,8 @@
 """Reloading of a running proxy's configuration without a restart.
 
 Each part that reloads is registered once. A reload reads the file, has every part check what it
-would take over, and only then has all of them do so: a fault anywhere changes nothing.
+would take over, and only then has all of them do so: a fault anywhere changes nothing. The policy
+gets its settings as an event, so that an event log runs again with the settings of each time.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""Sending pages to the agents that keep checkpoints, behind all other traffic."""
+"""Sending pages to the agents that keep checkpoints, behind all other traffic.
+
+What is pushed are whole pages, and a restore is an ordinary pull, since an agent is a peer like an
+instance. Ranks do not push their cells: the agent would keep pages with parts missing.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence

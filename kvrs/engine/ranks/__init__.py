@@ -1,5 +1,8 @@
 """Processes among which an instance is divided.
 
+Ranks share memory, sleep on futexes and die alone. Collective libraries add in their own order,
+take milliseconds for small sums on few cores, and cannot go on with fewer members.
+
 Those of a stage are on one node, and share memory which its head maps: tensor parallelism over a
 network would not pay, two sums in each layer. Stages can be on several nodes. `stages.py` is what
 both cases share: the ranks of some stages, in a formation which rows enter and leave as they do

@@ -1,6 +1,9 @@
 """OpenAI's Responses API in terms of chat: a request becomes that of a chat, and its output items
 and events are a function of the chat's events alone, so that any proxy with those makes the same.
 Pure.
+
+A response runs as a chat's stream with a key that is made of its id, and the request, which a
+client does not send again, lies in the head of its record.
 """
 
 import re

@@ -2,7 +2,8 @@
 a decode instance.
 
 vLLM does not check them: with too few blocks its engine dies, and with a required field missing the
-request hangs for ever.
+request hangs for ever. Parameters serve one attempt, and never after two thirds of their lease:
+later vLLM reads blocks that hold other KV, without noticing.
 """
 
 from typing import Annotated, Any

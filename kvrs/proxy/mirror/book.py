@@ -3,6 +3,10 @@ Pure.
 
 An owner epoch is granted once, by a proxy whose role grants claims, and only rises. Updates of an
 owner with a lower epoch are refused. `roles.py` has the tables.
+
+Finished records make room for any other. That of an interrupted stream makes room only for one of
+its own tenant, whose unfinished records take at most half of the book: throw-away keys evict no
+stream of another tenant.
 """
 
 from collections.abc import Collection

@@ -1,6 +1,7 @@
 """The record of one stream that can be resumed, and the comparison of two versions of it. Pure.
 
-A record holds a prefix of the events of its stream, in order and each once. The owner epoch rises
+A record holds a prefix of the events of its stream, in order and each once: from ids alone a proxy
+would need a tokenizer, and could not repeat log probabilities or tool calls. The owner epoch rises
 by one with each grant, the mirror number whenever the owner takes another mirror.
 """
 

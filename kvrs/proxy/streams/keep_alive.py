@@ -1,5 +1,6 @@
 """Comments for streams that wait or recover: a proxy in front of this one cuts what is silent for
-too long.
+too long. Where nothing was sent yet the head goes before the first comment, so an error before that
+has a status of its own.
 """
 
 import asyncio

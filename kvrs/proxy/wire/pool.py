@@ -1,4 +1,9 @@
-"""The connections to one instance for the calls of streams, kept from one call to the next."""
+"""The connections to one instance for the calls of streams, kept from one call to the next.
+
+Each call has a connection of its own. A multiplexer for the embedded engine was removed: in five
+rounds of 2026-11-25 the CPU without it was 0.90, 1.03 and 1.08 times that with it (one stream, 200
+at 20/s, 256 at 200/s; ranges 0.80 to 1.31).
+"""
 
 import asyncio
 import os

@@ -1,5 +1,6 @@
 """One connection to an instance: a request in one write, and a response whose bytes are passed on
-in the very callback that brings them.
+in the very callback that brings them: no task, future, lock or timer per token, so what runs for a
+token must neither block nor await.
 """
 
 import asyncio
