@@ -83,13 +83,21 @@ def test_the_installation_page_pins_what_make_install_pins() -> None:
     assert set(pins) <= set((ROOT / "constraints.txt").read_text().split())
 
 
-def rows_of_the_map() -> list[tuple[list[str], str]]:
-    """Paths and "stands on" of every row."""
+def tables_of_the_map() -> list[list[tuple[list[str], str]]]:
+    """Paths and "stands on" of every row: foundations, the proxy, the research rig, the top."""
     section = ARCHITECTURE.partition("## Folder map")[2].partition("\n## ")[0]
-    rows = [
-        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
+    tables = [
+        [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+        for table in section.split("\n### ")[1:]
     ]
-    return [(re.findall(r"`([^`]+)`", row[0]), (row[2:] or [""])[0].strip("| ")) for row in rows]
+    return [
+        [(re.findall(r"`([^`]+)`", row[0]), (row[2:] or [""])[0].strip("| ")) for row in rows]
+        for rows in tables
+    ]
+
+
+def rows_of_the_map() -> list[tuple[list[str], str]]:
+    return [row for table in tables_of_the_map() for row in table]
 
 
 def name_of(path: str) -> str:
@@ -148,10 +156,27 @@ def test_the_folder_map_is_true_about_what_a_package_stands_on() -> None:
 
 def test_the_folder_map_is_in_the_order_of_the_layers() -> None:
     """A row stands below all that it imports; the ranks of tests/test_tidy.py are the order."""
-    names = [name_of(path) for paths, _ in rows_of_the_map() for path in paths]
-    ranks = [RANK[name] for name in names if name in RANK]
+    seen: set[str] = set(FOUNDATION)
+    for table in tables_of_the_map():
+        names = [name_of(path) for paths, _ in table for path in paths]
+        ranks = [RANK[name] for name in names if name in RANK]
+        assert ranks == sorted(ranks)
 
-    assert ranks == sorted(ranks)
+        for paths, _ in table:
+            seen |= {name_of(path) for path in paths}
+            missing = {path: imported_by(ROOT / path) - seen for path in paths}
+            assert not any(missing.values()), missing
+
+
+def test_the_proxy_of_an_operator_needs_nothing_of_the_research_rig() -> None:
+    """Neither do the foundations of both."""
+    foundations, proxy, rig, _ = tables_of_the_map()
+    rig_names = {name_of(path) for paths, _ in rig for path in paths}
+
+    paths = {path for paths, _ in (*foundations, *proxy) for path in paths}
+
+    assert [path for path in sorted(paths) if imported_by(ROOT / path) & rig_names] == []
+    assert {"kvrs/core/", "kvrs/proxy/", "kvrs/agent/"} <= paths
 
 
 def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
