@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,21 @@ def test_headings_that_links_name_exist(path: Path) -> None:
     assert [anchor for target, anchor in targets if anchor not in anchors(target)] == []
 
 
+def test_pages_that_code_names_exist() -> None:
+    """Messages and docstrings that refer to the docs."""
+    named = {
+        (match[1], match[2] or "")
+        for folder in ("kvrs", "tests", "deploy")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".yaml", ".service", ".html") and "results" not in path.parts
+        for match in re.finditer(r"\bdocs/([\w/-]+\.(?:md|yaml))(?:#([\w-]+))?", path.read_text())
+    }
+
+    assert [page for page, _ in named if not (ROOT / "docs" / page).exists()] == []
+    stale = [anchor for page, anchor in named if anchor not in ("", *anchors(ROOT / "docs" / page))]
+    assert stale == []
+
+
 def test_the_installation_page_pins_what_make_install_pins() -> None:
     """A CPU build of another version would be replaced by `make demo`."""
     pins = re.findall(r"\b([a-z]+==[\d.]+)", (ROOT / "docs/guide/install.md").read_text())
@@ -104,6 +120,7 @@ def name_of(path: str) -> str:
     return Path(path).stem
 
 
+@cache
 def imported_by(path: Path) -> set[str]:
     """The other top-level packages of kvrs that a package or module imports."""
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
