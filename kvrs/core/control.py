@@ -24,15 +24,14 @@ from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, KnownInstance
 from kvrs.core.fleet.orders import DrainOrders
+from kvrs.core.fleet.reports import LoadSteps, Reformings
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome
-from kvrs.core.loads import LoadSteps
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.recovery import RecoveryPolicy
-from kvrs.core.reformings import Reformings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import InstanceInfo, LoadReport
@@ -418,6 +417,17 @@ class Control(Generic[S]):
             if self._goes_on(live, now_s):
                 produced[live.id] = live.produced_tokens
         self.tell(ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
+
+    def reload(self, before: Config, after: Config, now_s: float) -> None:
+        """Go on with sections `policy` and `slo` of `after`; what is open and what has been learned
+        stays.
+        """
+        self.slots.reload(slot_share(after))
+        self.tell(ev.SettingsReloaded(after.policy, after.slo), now_s)
+        if after.policy.gpu == before.policy.gpu:
+            return
+        for instance, state, reason in self.gpus.judgements():
+            self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
         return {live.id: live.produced_tokens for live in self._running_on(instance)}

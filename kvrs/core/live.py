@@ -91,10 +91,10 @@ class LiveStream:
     # Its attempt stays at an instance that re-forms, and may be silent until then.
     stays_until_s: float = -inf
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
+    id: StreamId = field(init=False)
 
-    @property
-    def id(self) -> StreamId:
-        return self.journal.stream
+    def __post_init__(self) -> None:
+        self.id = self.journal.stream
 
     @property
     def plan(self) -> act.Plan | None:

@@ -72,14 +72,15 @@ class RecoveryPolicy:
         """
         self._view.now_s = now_s
         self._apply(event, now_s)
-        if self._timers.any_set:
+        if self._timers.heap:
             while (due := self._timers.next_due(now_s)) is not None:
                 self._steps.apply(due, AlarmDue(), now_s)
-        if self._slots.any_waiting:
+        if self._slots.awaited:
             while (served := self._slots.next_served(now_s)) is not None:
                 self._steps.apply(served, SlotFree(), now_s)
-        self._starter.place_held_back(now_s)
-        if self._timers.any_set and (wake := self._timers.next_wake(now_s)) is not None:
+        if self._starter.held_back:
+            self._starter.place_held_back(now_s)
+        if self._timers.heap and (wake := self._timers.next_wake(now_s)) is not None:
             self._actions.append(wake)
         actions = self._actions.copy()
         self._actions.clear()
@@ -110,7 +111,7 @@ class RecoveryPolicy:
     @property
     def has_waiting(self) -> bool:
         """Streams wait for a place or a slot."""
-        return bool(self._ledger.idle) or self._slots.any_waiting
+        return bool(self._ledger.idle or self._slots.awaited)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for people: the view of the cluster, slots, and the streams that run or

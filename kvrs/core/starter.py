@@ -59,7 +59,7 @@ class Starter:
         # Waiting streams: victims of losses that are decided together in a moment.
         self._gathered: dict[StreamId, Stream] = {}
         # New streams that wait for room at decode instances that compute their prompts.
-        self._held_back: dict[StreamId, Stream] = {}
+        self.held_back: dict[StreamId, Stream] = {}
         self._waits = Waits(ledger.view)
         self.retries = RetryBudget()
 
@@ -112,12 +112,10 @@ class Starter:
         """Place as many new streams as decode instances have room for prompts, in the order in
         which they came.
         """
-        if not self._held_back:
-            return
         computing = computing_prompts(self._view)
         room = sum(max(0, PROMPTS_MAX - len(member.health.awaited)) for member in computing)
-        for stream in list(islice(self._held_back.values(), room)):
-            del self._held_back[stream.id]
+        for stream in list(islice(self.held_back.values(), room)):
+            del self.held_back[stream.id]
             if stream.id in self._ledger.idle:
                 self.place_all([stream], now_s)
 
@@ -232,7 +230,7 @@ class Starter:
 
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
-        self._held_back.pop(stream.id, None)
+        self.held_back.pop(stream.id, None)
         self._incidents.left(stream.id, is_refused=False)
         self._ledger.forget(stream)
 
@@ -340,7 +338,7 @@ class Starter:
         decode = self._view.members[plan.decode]
         if places := self._ledger.checkpoints.place(stream, decode, prefill):
             plan = msgspec.structs.replace(plan, places=places)
-        self._held_back.pop(stream.id, None)
+        self.held_back.pop(stream.id, None)
         self._ledger.begin(stream, plan, decision, now_s)
         if stream.recovery.slot_expired:
             stream.recovery.note_start()
@@ -379,7 +377,7 @@ class Starter:
         if next_try_s is not None:
             recovery.note_busy(now_s)
         if stream.is_fresh and computing_prompts(self._view):
-            self._held_back[stream.id] = stream
+            self.held_back[stream.id] = stream
         wait_s, since_s = self._waits.longest(stream, self._settings.recovery, now_s)
         wait_ends_s = since_s + wait_s
         budget_s = self._decisions.budget_s(stream, now_s)
@@ -389,7 +387,7 @@ class Starter:
         )
         if is_past(wait_ends_s, now_s) or is_hopeless:
             next_try_in_s = None if next_try_s is None else next_try_s - now_s
-            is_held_back = stream.id in self._held_back
+            is_held_back = stream.id in self.held_back
             found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
             self.give_up(stream, found.reason, found.message, found.retry_after_s)
         elif is_past(budget_ends_s, now_s):

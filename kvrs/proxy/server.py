@@ -23,7 +23,6 @@ from kvrs.config.proxy import PeerSettings, are_workers_of_one
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.core.books.agent_slots import slot_share
 from kvrs.core.event_log import header_line
-from kvrs.core.reload import reload_settings
 from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
@@ -305,7 +304,7 @@ class Proxy:
 
         def apply() -> None:
             assert self._driver is not None
-            reload_settings(self._driver.control, used, config, self._driver.clock())
+            self._driver.control.reload(used, config, self._driver.clock())
 
         return apply
 

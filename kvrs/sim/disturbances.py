@@ -8,7 +8,6 @@ from functools import partial
 from kvrs.config.file import Config
 from kvrs.config.policy import Degraded, Dispatch, Failing, PolicyName
 from kvrs.core.fleet.known import Health
-from kvrs.core.reload import reload_settings
 from kvrs.core.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.sim import fault_scenarios
@@ -341,7 +340,7 @@ class Disturbances:
     def _reload_at(self, proxy: SimProxy, after: Config) -> None:
         before = self._loaded.get(proxy.name, self._cluster.config)
         self._loaded[proxy.name] = after
-        reload_settings(proxy.control, before, after, self._cluster.clock.now_s)
+        proxy.control.reload(before, after, self._cluster.clock.now_s)
 
 
 def _with_time(call: Callable[[float], None], clock: Clock) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.loads import LoadSteps
+from kvrs.core.fleet.reports import LoadSteps
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 

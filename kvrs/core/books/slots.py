@@ -66,7 +66,7 @@ class SlotBook:
         self._slots_max = slots_max
         self._targets: dict[InstanceId, _Target] = {}
         self._target_held: dict[StreamId, InstanceId] = {}
-        self._target_awaited: dict[StreamId, InstanceId] = {}
+        self.awaited: dict[StreamId, InstanceId] = {}
 
     def reload(self, slots_max: int) -> None:
         """Allow another number of transfers. Where more are held, they run to their end."""
@@ -132,26 +132,22 @@ class SlotBook:
         book.waiting = dict(
             sorted([*book.waiting.items(), (stream, ticket)], key=lambda waiting: waiting[1])
         )
-        self._target_awaited[stream] = target
+        self.awaited[stream] = target
 
     def enqueue(self, target: InstanceId, stream: StreamId) -> None:
         """Wait for a slot at the target. A stream that waits there already keeps its place."""
-        if self._target_awaited.get(stream) == target:
+        if self.awaited.get(stream) == target:
             return
         self.leave(stream)
         book = self._targets.setdefault(target, _Target())
         book.waiting[stream] = book.ticket_of(stream)
-        self._target_awaited[stream] = target
+        self.awaited[stream] = target
 
     def leave(self, stream: StreamId) -> None:
         """Stop waiting, if the stream does."""
-        target = self._target_awaited.pop(stream, None)
+        target = self.awaited.pop(stream, None)
         if target is not None:
             del self._targets[target].waiting[stream]
-
-    @property
-    def any_waiting(self) -> bool:
-        return bool(self._target_awaited)
 
     def next_served(self, now_s: float) -> StreamId | None:
         """A stream that waits while a slot is free for it."""
@@ -166,7 +162,7 @@ class SlotBook:
 
     def awaited_by(self, stream: StreamId) -> InstanceId | None:
         """The target for a slot of which the stream waits."""
-        return self._target_awaited.get(stream)
+        return self.awaited.get(stream)
 
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
         return list(self._targets[target].waiting) if target in self._targets else []

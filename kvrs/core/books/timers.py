@@ -18,19 +18,14 @@ class Timers:
     def __init__(self) -> None:
         self._alarm_s: dict[StreamId, float] = {}
         # May hold alarms that were moved or cleared since.
-        self._heap: list[tuple[float, int, StreamId]] = []
+        self.heap: list[tuple[float, int, StreamId]] = []
         self._count = 0  # Equal times are due in the order in which they were set.
         self._requested_s: float | None = None
-
-    @property
-    def any_set(self) -> bool:
-        """There may be an alarm."""
-        return bool(self._heap)
 
     def set(self, stream: StreamId, at_s: float) -> None:
         self._alarm_s[stream] = at_s
         self._count += 1
-        heappush(self._heap, (at_s, self._count, stream))
+        heappush(self.heap, (at_s, self._count, stream))
 
     def clear(self, stream: StreamId) -> None:
         self._alarm_s.pop(stream, None)
@@ -47,7 +42,7 @@ class Timers:
         earliest_s = self._earliest_s()
         if earliest_s is None or earliest_s > now_s + SLACK_S:
             return None
-        stream = heappop(self._heap)[2]
+        stream = heappop(self.heap)[2]
         del self._alarm_s[stream]
         return stream
 
@@ -63,11 +58,11 @@ class Timers:
         return act.WakeAt(earliest_s)
 
     def _earliest_s(self) -> float | None:
-        while self._heap:
-            at_s, _, stream = self._heap[0]
+        while self.heap:
+            at_s, _, stream = self.heap[0]
             if self._alarm_s.get(stream) == at_s:
                 return at_s
-            heappop(self._heap)
+            heappop(self.heap)
         return None
 
 

@@ -58,6 +58,7 @@ class OpenStream(LiveStream):
     refused_by: tuple[InstanceId, ...] = ()
 
     def __post_init__(self) -> None:
+        self.id = self.journal.stream
         self.entered_s = self.clock()
 
     def enter(self, phase: StreamPhase, instance: InstanceId | None) -> None:

@@ -1,4 +1,6 @@
-"""Which load reports say that an instance re-forms, has re-formed, or will later than it said."""
+"""The news in the load reports of instances: which can change a decision, and which say that an
+instance re-forms, has re-formed, or will later than it said.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +10,44 @@ from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 
+# Smaller changes of a queue change no decision.
+_QUEUE_STEP = 0.1
+_QUEUE_STEP_S = 0.005
 # A prediction that moves by less is no news.
-_STEP_S = 0.02
+_READY_STEP_S = 0.02
+
+
+class LoadSteps:
+    """Reports come several times a second; most say what the policy knows."""
+
+    def __init__(self, *, has_peers: bool) -> None:
+        """With peers the policy has to know what an instance runs for them."""
+        self._has_peers = has_peers
+        # Epoch, delay and streams.
+        self._told: dict[InstanceId, tuple[int, float, int]] = {}
+
+    def forget(self, instance: InstanceId) -> None:
+        """The policy knows the instance anew."""
+        self._told.pop(instance, None)
+
+    def streams_of(self, report: LoadReport) -> int:
+        """Streams that the instance runs or queues, of all proxies; 0: this one is alone."""
+        return report.queued + report.running if self._has_peers else 0
+
+    def changes_decision(self, instance: InstanceId, report: LoadReport, *, waiting: bool) -> bool:
+        """The report has to be passed to the policy. While streams wait for a place every report is
+        a sign of life, after which they may find one.
+        """
+        delay_s, streams = report.queue_delay_s, self.streams_of(report)
+        epoch, told_s, told_streams = self._told.get(instance, (-1, 0.0, 0))
+        is_same = (epoch, told_streams) == (report.epoch, streams) and (
+            delay_s == told_s
+            or (delay_s > 0 and abs(delay_s - told_s) <= max(_QUEUE_STEP_S, _QUEUE_STEP * told_s))
+        )
+        if is_same and not waiting:
+            return False
+        self._told[instance] = report.epoch, delay_s, streams
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +97,7 @@ class Reformings:
             before is not None
             and last is not None
             and before.number == report.number
-            and abs(ready_s - last.ready_s) <= _STEP_S
+            and abs(ready_s - last.ready_s) <= _READY_STEP_S
             and before.missing_pages == report.missing_pages
         )
         if is_known:
