@@ -8,6 +8,7 @@ from aiohttp import web
 
 from kvrs import http
 from kvrs.connections import ConnectionLimits
+from kvrs.http_connection import retry_after
 from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import client_of
 
@@ -44,3 +45,9 @@ async def test_a_face_that_shuts_down_waits_for_no_watcher() -> None:
             await face.close()
 
     assert first == b'{"epoch":1}\n'
+
+
+@pytest.mark.parametrize(("wait_s", "values"), [(0.0, "123"), (1.0, "123"), (1.1, "234")])
+def test_a_refusal_names_whole_seconds_up_to_2_beyond_the_wait(wait_s: float, values: str) -> None:
+    """Clients that were refused together do not come back together, and none before its time."""
+    assert {retry_after(wait_s) for _ in range(300)} == set(values)

@@ -125,7 +125,7 @@ async def test_streams_are_limited_while_they_are_open(
     system.script.gate.set()
 
     assert refused.status == 429
-    assert refused.headers["Retry-After"] == "1"
+    assert refused.headers["Retry-After"] in {"1", "2", "3"}  # `retry_after` spreads clients.
     assert (error["type"], error["code"]) == ("streams", "rate_limit_exceeded")
     assert [await each for each in opened] == [200, 200]
     assert await ask("a", n=2) == 200
