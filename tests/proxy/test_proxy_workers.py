@@ -6,23 +6,36 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+import pytest_asyncio
 
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
+from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
 from tests.proxy.scripted import SECRET
 from tests.proxy.workers_of_proxy import WorkersOfProxy, document_of, open_workers
 from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
+SHARED = pytest.mark.asyncio(loop_scope="module")
 REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 STREAM = REQUEST | {"stream": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[tuple[ProxyCluster, WorkersOfProxy]]:
+    """Three workers for tests that leave all of them up."""
+    directory = tmp_path_factory.mktemp("workers")
+    async with open_proxy_cluster() as system, open_workers(system, directory, workers=3) as proxy:
+        yield system, proxy
 
 
 async def begin(
@@ -118,96 +131,63 @@ async def refusal(config: Path) -> tuple[int, bytes]:
     return process.returncode, output
 
 
+@SHARED
 async def test_a_keyed_stream_goes_on_at_another_worker_when_its_own_is_killed(
-    build: ProxyClusterBuilder, tmp_path: Path
+    shared: tuple[ProxyCluster, WorkersOfProxy],
 ) -> None:
     """No token is missing or comes twice."""
-    system = await build()
-    async with open_workers(system, tmp_path) as proxy:
-        whole = await begin(proxy, {"Idempotency-Key": "quiet"})
-        expected = [data for _, data in numbered(await whole.read())]
-        for turn in range(3):
-            system.script.gate, system.script.gate_at = asyncio.Event(), 4
-            named = {"Idempotency-Key": f"k{turn}"}
-            response = await begin(proxy, named)
-            had = b"".join([await response.content.readuntil(b"\n\n") for _ in range(3)])
-            last = numbered(had)[-1][0].decode()
-            worker = await until_holds(proxy, last.partition(":")[0], 4)
-            pid = (await proxy.rows())[worker]["pid"]
+    system, proxy = shared
+    whole = await begin(proxy, {"Idempotency-Key": "quiet"})
+    expected = [data for _, data in numbered(await whole.read())]
+    for turn in range(3):
+        system.script.gate, system.script.gate_at = asyncio.Event(), 4
+        named = {"Idempotency-Key": f"k{turn}"}
+        response = await begin(proxy, named)
+        had = b"".join([await response.content.readuntil(b"\n\n") for _ in range(3)])
+        last = numbered(had)[-1][0].decode()
+        worker = await until_holds(proxy, last.partition(":")[0], 4)
+        pid = (await proxy.rows())[worker]["pid"]
 
-            os.kill(pid, signal.SIGKILL)
-            go_on(system)
-            resumed = await resume(proxy, named | {"Last-Event-ID": last})
-            rest = await resumed.read()
+        os.kill(pid, signal.SIGKILL)
+        go_on(system)
+        resumed = await resume(proxy, named | {"Last-Event-ID": last})
+        rest = await resumed.read()
 
-            assert resumed.status == 200, rest
-            ids = [name.partition(b":")[0] for name, _ in numbered(had + rest) if name]
-            assert len({*ids}) == 1
-            found = [data for _, data in numbered(had + rest)]
-            assert list(map(without_ids, found)) == list(map(without_ids, expected))
-            await proxy.until_up(pid)
+        assert resumed.status == 200, rest
+        ids = [name.partition(b":")[0] for name, _ in numbered(had + rest) if name]
+        assert len({*ids}) == 1
+        found = [data for _, data in numbered(had + rest)]
+        assert list(map(without_ids, found)) == list(map(without_ids, expected))
+        await proxy.until_up(pid)
 
 
+@SHARED
 async def test_a_killed_worker_comes_back_and_the_others_go_on(
-    build: ProxyClusterBuilder, tmp_path: Path
+    shared: tuple[ProxyCluster, WorkersOfProxy],
 ) -> None:
     """Requests spread over all; clients of the others notice nothing, and new ones find another."""
-    system = await build()
+    system, proxy = shared
     _, expected = await system.ask(REQUEST)
-    async with open_workers(system, tmp_path, workers=3) as proxy:
-        begun = await until_each_has_a_stream(system, proxy)
-        of_others = sum((await proxy.streams())[1:])
-        lost, *others = [row["pid"] for row in await proxy.rows()]
+    begun = await until_each_has_a_stream(system, proxy)
+    of_others = sum((await proxy.streams())[1:])
+    lost, *others = [row["pid"] for row in await proxy.rows()]
 
-        os.kill(lost, signal.SIGKILL)
-        await until_gone(lost)
-        go_on(system)
-        reading = [asyncio.create_task(each.read()) for each in begun]
-        answers = [await proxy.ask(REQUEST) for _ in range(10)]
-        ended = await asyncio.gather(*reading, return_exceptions=True)
-        await proxy.until_up(lost)
+    os.kill(lost, signal.SIGKILL)
+    await until_gone(lost)
+    go_on(system)
+    reading = [asyncio.create_task(each.read()) for each in begun]
+    answers = [await proxy.ask(REQUEST) for _ in range(10)]
+    ended = await asyncio.gather(*reading, return_exceptions=True)
+    await proxy.until_up(lost)
 
-        assert {status for status, _ in answers} == {200}
-        assert {body.partition(b'"choices"')[2] for _, body in answers} == {
-            expected.partition(b'"choices"')[2]
-        }
-        whole = [body for body in ended if isinstance(body, bytes)]
-        assert len(whole) == of_others
-        assert all(body.endswith(b"data: [DONE]\n\n") for body in whole)
-        assert [row["pid"] for row in await proxy.rows()][1:] == others
-
-
-async def test_every_worker_obeys_an_order_to_drain_also_one_that_comes_back(
-    build: ProxyClusterBuilder, tmp_path: Path
-) -> None:
-    """It is given to any of them, as to one of several proxies."""
-    system = await build()
-
-    async def until_drained(*wanted: str) -> None:
-        async with asyncio.timeout(WITHIN_S):
-            while any(
-                {row["id"] for row in state["instances"] if row["drain"]} != {*wanted}
-                for state in await proxy.states()
-            ):
-                await asyncio.sleep(0.01)
-
-    async with open_workers(system, tmp_path) as proxy:
-        first = (await proxy.rows())[0]["pid"]
-        given, _ = await proxy.admin("/kvrs/v1/drain/d0", "POST", worker=1)
-        await until_drained("d0")
-        os.kill(first, signal.SIGKILL)
-        await proxy.until_up(first)
-        await until_drained("d0")
-        d0 = system.instances["d0"]
-        before = len(d0.calls)
-        answers = [await proxy.ask(REQUEST) for _ in range(10)]
-        reached = "POST /v1/completions" in d0.calls[before:]
-        ended, _ = await proxy.admin("/kvrs/v1/drain/d0", "DELETE")
-        await until_drained()
-
-    assert (given, ended) == (200, 200)
     assert {status for status, _ in answers} == {200}
-    assert not reached
+    assert {body.partition(b'"choices"')[2] for _, body in answers} == {
+        expected.partition(b'"choices"')[2]
+    }
+    whole = [body for body in ended if isinstance(body, bytes)]
+    assert len(whole) == of_others
+    assert all(body.endswith(b"data: [DONE]\n\n") for body in whole)
+    assert [row["pid"] for row in await proxy.rows()][1:] == others
 
 
 async def test_workers_end_with_their_supervisor(
@@ -263,67 +243,69 @@ async def test_a_second_signal_ends_all_workers_at_once(
     assert all(b"shutting_down" in body for body in ended)
 
 
+@SHARED
 async def test_a_worker_that_is_signalled_alone_leaves_its_clients_to_the_others(
-    build: ProxyClusterBuilder, tmp_path: Path
+    shared: tuple[ProxyCluster, WorkersOfProxy],
 ) -> None:
     """It lets its streams end, takes no new clients, and another process takes its place."""
-    system = await build()
-    async with open_workers(system, tmp_path) as proxy:
-        begun = await until_each_has_a_stream(system, proxy)
-        first = (await proxy.rows())[0]["pid"]
+    system, proxy = shared
+    begun = await until_each_has_a_stream(system, proxy)
+    first = (await proxy.rows())[0]["pid"]
 
-        os.kill(first, signal.SIGTERM)
-        await proxy.until_logged(b"draining")
-        answers = [await proxy.ask(REQUEST | {"max_tokens": 1}) for _ in range(20)]
-        go_on(system)
-        ended = [await each.read() for each in begun]
-        await proxy.until_up(first)
+    os.kill(first, signal.SIGTERM)
+    await proxy.until_logged(b"draining")
+    answers = [await proxy.ask(REQUEST | {"max_tokens": 1}) for _ in range(20)]
+    go_on(system)
+    ended = [await each.read() for each in begun]
+    await proxy.until_up(first)
 
-        assert {status for status, _ in answers} == {200}
-        assert all(body.endswith(b"data: [DONE]\n\n") for body in ended)
+    assert {status for status, _ in answers} == {200}
+    assert all(body.endswith(b"data: [DONE]\n\n") for body in ended)
 
 
-@pytest.mark.parametrize("by_signal", [False, True])
+@SHARED
+@pytest.mark.parametrize(
+    ("by_signal", "policy"), [(False, "always_recompute"), (True, "always_migrate")]
+)
 async def test_a_reload_reaches_all_workers(
-    build: ProxyClusterBuilder, tmp_path: Path, by_signal: bool
+    shared: tuple[ProxyCluster, WorkersOfProxy], by_signal: bool, policy: str
 ) -> None:
     """A signal to their supervisor does it, and a request at any of their admin ports."""
-    system = await build()
-    async with open_workers(system, tmp_path) as proxy:
-        document = document_of(system, policy={"name": "always_recompute"}, proxy={"workers": 2})
-        proxy.config.write_bytes(msgspec.json.encode(document))
+    system, proxy = shared
+    document = document_of(system, policy={"name": policy}, proxy={"workers": 3})
+    proxy.config.write_bytes(msgspec.json.encode(document))
 
-        if by_signal:
-            proxy.process.send_signal(signal.SIGHUP)
-        else:
-            status, answer = await proxy.admin("/kvrs/v1/reload", "POST")
-            assert status == 200
-            assert msgspec.json.decode(answer) == {
-                "applied": ["policy.name"],
-                "restart_needed": [],
-                "file": str(proxy.config),
-            }
+    if by_signal:
+        proxy.process.send_signal(signal.SIGHUP)
+    else:
+        status, answer = await proxy.admin("/kvrs/v1/reload", "POST")
+        assert status == 200
+        assert msgspec.json.decode(answer) == {
+            "applied": ["policy.name"],
+            "restart_needed": [],
+            "file": str(proxy.config),
+        }
 
-        async with asyncio.timeout(WITHIN_S):
-            while {row["policy"] for row in await proxy.rows()} != {"always_recompute"}:
-                await asyncio.sleep(0.01)
+    async with asyncio.timeout(WITHIN_S):
+        while {row["policy"] for row in await proxy.rows()} != {policy}:
+            await asyncio.sleep(0.01)
 
 
+@SHARED
 async def test_a_second_proxy_at_the_port_is_refused(
-    build: ProxyClusterBuilder, tmp_path: Path
+    shared: tuple[ProxyCluster, WorkersOfProxy], tmp_path: Path
 ) -> None:
     """The workers of one proxy share a port; another proxy would take requests of it unnoticed."""
-    system = await build()
-    async with open_workers(system, tmp_path) as proxy:
-        document = document_of(system, proxy={"port": proxy.port, "workers": 2})
-        config = tmp_path / "second.yaml"
-        config.write_bytes(msgspec.json.encode(document))
+    system, proxy = shared
+    document = document_of(system, proxy={"port": proxy.port, "workers": 2})
+    config = tmp_path / "second.yaml"
+    config.write_bytes(msgspec.json.encode(document))
 
-        status, output = await refusal(config)
+    status, output = await refusal(config)
 
-        assert status == 2
-        assert f"proxy.port: port 127.0.0.1:{proxy.port} is already in use".encode() in output
-        assert (await proxy.ask(REQUEST))[0] == 200
+    assert status == 2
+    assert f"proxy.port: port 127.0.0.1:{proxy.port} is already in use".encode() in output
+    assert (await proxy.ask(REQUEST))[0] == 200
 
 
 async def test_a_worker_that_cannot_start_ends_the_proxy(
@@ -341,81 +323,3 @@ async def test_a_worker_that_cannot_start_ends_the_proxy(
 
     assert status == 2
     assert b"absent/events.0.jsonl" in output or b"absent/events.1.jsonl" in output
-
-
-async def test_each_worker_has_an_event_log_of_its_own(
-    build: ProxyClusterBuilder, tmp_path: Path
-) -> None:
-    """The events of two policies in one file could not be replayed."""
-    system = await build()
-    events = tmp_path / "events.jsonl"
-    async with open_workers(system, tmp_path, proxy={"event_log": str(events)}) as proxy:
-        await asyncio.gather(*(proxy.ask(REQUEST) for _ in range(10)))
-        proxy.process.send_signal(signal.SIGTERM)
-        assert await proxy.process.wait() == 0
-
-    lines = [
-        line
-        for worker in (0, 1)
-        for line in (tmp_path / f"events.{worker}.jsonl").read_text().splitlines()
-    ]
-    assert sum('"StreamArrived"' in line for line in lines) == 10
-    assert not events.exists()
-
-
-async def test_targets_have_no_more_transfers_than_slots_over_all_workers(
-    build: ProxyClusterBuilder, tmp_path: Path
-) -> None:
-    """Each worker has its share of them where no agent arbitrates."""
-    system = await build()
-    target = system.instances["d1"]
-    # A stream of this pace may be silent for long, while it waits at a gate.
-    pace = {"token_gap_s": 60.0}
-    policy = {"name": "always_migrate", "slots_max": 4}
-
-    async def until_health(health: str) -> None:
-        async with asyncio.timeout(WITHIN_S):
-            while {
-                row["health"]
-                for state in await proxy.states()
-                for row in state["instances"]
-                if row["id"] == "d1"
-            } != {health}:
-                await asyncio.sleep(0.01)
-
-    async with open_workers(system, tmp_path, policy=policy, proxy=pace) as proxy:
-        await target.kill()
-        await until_health("down")
-        system.script.gate, system.script.gate_at = asyncio.Event(), 3
-        system.script.pause_s = 3.0
-        fields = REQUEST | {"prompt": list(range(40))}
-        asked = [asyncio.create_task(proxy.ask(fields)) for _ in range(16)]
-        async with asyncio.timeout(WITHIN_S):
-            while (
-                sum(
-                    row["output_tokens"] >= 3
-                    for state in await proxy.states()
-                    for row in state["streams"]
-                )
-                < 16
-            ):
-                await asyncio.sleep(0.01)
-        system.script.pause_s = 0.0
-        await target.restart()
-        await until_health("up")
-
-        await system.instances["d0"].kill()
-        most = 0
-        async with asyncio.timeout(WITHIN_S):
-            while not target.running:
-                await asyncio.sleep(0.01)
-        for _ in range(50):
-            most = max(most, target.running)
-            await asyncio.sleep(0.02)
-        go_on(system)
-        answers = await asyncio.gather(*asked)
-
-        assert 0 < most <= 4
-        assert {status for status, _ in answers} == {200}
-        recoveries = [row for state in await proxy.states() for row in state["recoveries"]]
-        assert [row["option"] for row in recoveries] == ["migrate"] * 16

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,6 @@ from tests.proxy.scripted import SECRET, Script
 from tests.proxy.scripted_model import expected_ids
 from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
 from tests.proxy.vllm_cluster import PROMPT, TOKENS, Vllms, document
-from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
 
 pytestmark = pytest.mark.network
 
@@ -185,38 +183,6 @@ async def test_a_proxy_that_starts_knows_its_instances(named: _Named) -> None:
     await proxy.close()
 
     assert known == {P2, D2}
-
-
-@pytest.mark.process
-async def test_all_workers_look_names_up(named: _Named, vllm_model: str, tmp_path: Path) -> None:
-    """The resolver of the machine is used; an instance that is to go is known, and the last one is
-    kept.
-    """
-    rows = []
-    async with AsyncExitStack() as stack:
-        for role in ("prefill", "decode"):
-            server = ScriptedVllm(role, role, role=role, script=named.shared)
-            await server.start()
-            stack.push_async_callback(server.close)
-            rows.append({"id": role, "host": "localhost", "port": server.port, "role": role})
-        cluster = {"backend": "vllm", "model": vllm_model, "nodes": [], "services": rows}
-        profiles = {"prefill": "opt-13b-a100-distserve-tp1"}
-        workers = await stack.enter_async_context(
-            open_workers(named, tmp_path, cluster=cluster, profiles=profiles)
-        )
-        async with asyncio.timeout(60):
-            for worker in (0, 1):
-                while not {"prefill-127.0.0.1", "decode-127.0.0.1"} <= await _up(workers, worker):
-                    await asyncio.sleep(0.02)
-        status, answer = await workers.admin("/kvrs/v1/instances/decode-127.0.0.1", "DELETE")
-
-    assert status == 400
-    assert b"no instance that is up can do decode" in answer
-
-
-async def _up(workers: WorkersOfProxy, worker: int) -> set[str]:
-    rows = (await workers.states())[worker]["instances"]
-    return {row["id"] for row in rows if row["health"] == "up"}
 
 
 async def test_a_name_is_looked_up_by_the_machine() -> None:

@@ -1,8 +1,6 @@
 """Instances and agents that come and go while a proxy serves."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,11 +13,10 @@ from kvrs.config.file import Config, load_config
 from kvrs.protocol.instance import Role
 from tests.free_ports import free_ports
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
+from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.scripted import Scripted
 from tests.proxy.scripted_agent import ScriptedAgent
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
-from tests.proxy.workers_of_proxy import WorkersOfProxy, open_workers
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 
@@ -261,47 +258,3 @@ async def test_what_is_down_comes_back_at_another_address(
             assert "POST /v1/completions" in system.instances["d1"].calls
     finally:
         await agent.close()
-
-
-async def test_every_worker_has_the_instances_of_its_proxy(
-    build: ProxyClusterBuilder, tmp_path: Path
-) -> None:
-    """A worker that is started again has them too; all read a file that changes."""
-    system = await build(pairs=1)
-    changes: dict[str, Any] = {"proxy": {"reload_on_change": True}}
-    async with (
-        open_workers(system, tmp_path, workers=2, **changes) as proxy,
-        further(system, "p1", "d1") as rows,
-    ):
-        for row in rows:
-            url = f"http://127.0.0.1:{proxy.admin_ports[1]}/kvrs/v1/instances"
-            async with proxy.http.post(url, json=row) as answer:
-                assert answer.status == 200, await answer.text()
-        await _until_all(proxy, {"p0", "d0", "p1", "d1"})
-        pid = (await proxy.rows())[0]["pid"]
-        os.kill(pid, signal.SIGKILL)
-        await proxy.until_up(pid)
-        await _until_all(proxy, {"p0", "d0", "p1", "d1"})
-        refused, text = await proxy.admin("/kvrs/v1/instances/d9", "DELETE")
-        document = msgspec.json.decode(proxy.config.read_bytes())
-        document["policy"] = {"slots_max": 7}
-        proxy.config.write_bytes(msgspec.json.encode(document))
-        await proxy.until_logged(b"policy.slots_max")
-        await _until_all(proxy, {"p0", "d0", "p1", "d1"})  # The file has never had p1 and d1.
-        removed, _ = await proxy.admin("/kvrs/v1/instances/p1", "DELETE")
-        await _until_all(proxy, {"p0", "d0", "d1"})
-
-        assert removed == 200
-        assert (refused, b"no instance" in text) == (404, True)
-        assert {(await proxy.ask(REQUEST))[0] for _ in range(6)} == {200}
-
-
-async def _until_all(proxy: WorkersOfProxy, wanted: set[str]) -> None:
-    """Wait until all workers have these instances."""
-    async with asyncio.timeout(WITHIN_S):
-        while True:
-            states = await proxy.states()
-            names = [{row["id"] for row in each["instances"]} for each in states]
-            if names == [wanted] * 2:
-                return
-            await asyncio.sleep(0.05)
