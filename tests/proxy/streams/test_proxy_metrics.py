@@ -84,21 +84,21 @@ def test_names_and_help_follow_the_conventions() -> None:
 async def test_a_death_is_counted_with_its_cause(build: ProxyClusterBuilder) -> None:
     """A worker that is back before the next scrape has died all the same."""
     system = await build()
-    killed, frozen = system.instances["d0"], system.instances["d1"]
+    killed, frozen = system.instances["d0"], system.instances["p1"]
 
     await killed.kill()
     frozen.freeze()
-    await system.until_health(d0="down", d1="down")
+    await system.until_health(d0="down", p1="down")
 
     deaths = "kvrs_worker_deaths_total"
     assert await system.count(deaths, worker="d0", cause=DeathCause.CONNECTION_LOST) == 1
-    assert await system.count(deaths, worker="d1", cause=DeathCause.SILENT) == 1
+    assert await system.count(deaths, worker="p1", cause=DeathCause.SILENT) == 1
     assert await system.count(deaths) == 2
     assert await system.count("kvrs_worker_death_notice_seconds_count") == 2
     assert await system.count("kvrs_worker_up", worker="d0") == 0
     frozen.thaw()
-    await system.until_health(d1="up")
-    assert await system.count("kvrs_worker_up", worker="d1") == 1
+    await system.until_health(p1="up")
+    assert await system.count("kvrs_worker_up", worker="p1") == 1
     assert await system.count(deaths) == 2
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrs.core.fleet import self_tests as book
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -69,8 +70,11 @@ async def test_self_tests_are_no_streams_of_clients(build: ProxyClusterBuilder) 
     assert len(released) >= 2
 
 
-async def test_self_tests_cost_a_few_tokens(build: ProxyClusterBuilder) -> None:
+async def test_self_tests_cost_a_few_tokens(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once per process of an instance."""
+    monkeypatch.setattr(book, "_LATER_S", 0.1)
     system = await build(proxy=ON)
     await self_tests(system)
     calls = {name: len(each.completions) for name, each in system.instances.items()}
