@@ -1,11 +1,13 @@
-"""The engines that the contract suite runs over; those that are not at hand are skipped, with the
-reason.
+"""The engines that the contract suite runs over, of which those that are not at hand are skipped
+with the reason; and embedded ones behind a proxy.
 """
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from experiments.processes import Processes
+from kvrs.config.file import parse_config
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded
 from tests.backends.conversations import BackendCluster
@@ -38,3 +40,49 @@ async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
         system = BackendCluster(cluster, open_backends(cluster.config, links))
         await system.meet()
         yield system
+
+
+# The process computes in its main thread for 6 s when it is told to: its event loop stalls.
+STALLABLE = """
+import runpy, signal, sys, time
+
+def stall(*_):
+    until_s = time.monotonic() + 6.0
+    while time.monotonic() < until_s:
+        pass
+
+signal.signal(signal.SIGUSR2, stall)
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+class _Stallable(Processes):
+    def _placed(self, name: str, command: list[str]) -> list[str]:
+        python, _, *rest = command
+        return command if name.startswith("proxy") else [python, "-c", STALLABLE, *rest]
+
+
+@pytest.fixture(scope="package")
+def processes() -> Iterator[Processes]:
+    """Real engines p0, d0 and d1 and their agent behind a proxy; a test that ends one brings it
+    back.
+    """
+    instances = [
+        {"id": "p0", "role": "prefill"},
+        {"id": "d0", "role": "decode"},
+        {"id": "d1", "role": "decode"},
+    ]
+    config = parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {"nodes": [{"id": "n0", "instances": instances}]},
+            "backup": {"mode": "local", "capacity_bytes": 64 << 20},
+        }
+    )
+    names = ("p0", "d0", "d1", "agent-n0")
+    with _Stallable(config) as running:
+        running.start(*names)
+        running.wait_ready(*names)
+        running.start_proxy()
+        yield running

@@ -10,9 +10,10 @@ import aiohttp
 import pytest
 
 from experiments.processes import Processes
-from kvrs.config.file import parse_config
+from kvrs.config.proxy import ProxySettings
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.secrets import Scope, scoped_key
+from tests.free_ports import free_ports
 from tests.ports import client_of
 from tests.sse import events_of
 
@@ -50,17 +51,22 @@ BODIES = {
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    instances = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]
-    cluster = {"nodes": [{"id": "n0", "instances": instances}]}
-    config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster})
-    with Processes(config) as running:
-        running.start("p0", "d0")
-        running.wait_ready("p0", "d0")
-        # Without a tokenizer it cannot tell how many bytes the model takes, and works on them all.
-        cluster_there = running.config.cluster.model_copy(update={"model": None})
-        running.start_proxy(running.config.model_copy(update={"cluster": cluster_there}))
-        yield running
+def proxy(processes: Processes) -> Iterator[ProxySettings]:
+    """A second proxy without a tokenizer: it cannot tell how many bytes the model takes, and works
+    on them all.
+    """
+    config = processes.config
+    port, admin_port = free_ports(2)
+    ports = {"port": port, "admin_port": admin_port}
+    alone = config.model_copy(
+        update={
+            "proxy": config.proxy.model_copy(update=ports),
+            "cluster": config.cluster.model_copy(update={"model": None}),
+        }
+    )
+    processes.start_proxy(alone, "proxy-without-tokenizer")
+    yield alone.proxy
+    processes.kill("proxy-without-tokenizer")
 
 
 async def deaths(http: aiohttp.ClientSession, admin: str) -> float:
@@ -89,12 +95,11 @@ async def streamed(http: aiohttp.ClientSession, url: str) -> str:
     ],
 )
 async def test_large_bodies_cost_no_instance_and_no_other_stream(
-    processes: Processes, name: str, at_proxy: int, at_engine: int
+    processes: Processes, proxy: ProxySettings, name: str, at_proxy: int, at_engine: int
 ) -> None:
     """They are parsed and rendered beside the event loop, of the proxy and of the engine, so that
     streams and load reports go on.
     """
-    proxy = processes.config.proxy
     url = f"http://{proxy.host}:{proxy.port}"
     admin = f"http://{proxy.admin_host}:{proxy.admin_port}"
     (engine,) = (each.url for _, each in processes.config.cluster.instances() if each.id == "p0")

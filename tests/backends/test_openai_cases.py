@@ -3,14 +3,13 @@ proxy.
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import aiohttp
 import jsonschema  # type: ignore[import-untyped]  # Its stubs are a package of their own.
 import pytest
 
 from experiments.processes import Processes
-from kvrs.config.file import parse_config
 from kvrs.protocol.secrets import Scope, scoped_key
 from tests.openai_cases import (
     CASES,
@@ -36,18 +35,6 @@ BY_PROXY = dict.fromkeys(
     ),
     200,
 ) | {"text-no-model": 404, "chat-no-model": 404}
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    instances = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]
-    cluster = {"nodes": [{"id": "n0", "instances": instances}]}
-    config = parse_config({"proxy": {"port": 0, "admin_port": 0}, "cluster": cluster})
-    with Processes(config) as running:
-        running.start("p0", "d0")
-        running.wait_ready("p0", "d0")
-        running.start_proxy()
-        yield running
 
 
 @pytest.fixture

@@ -2,38 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from experiments.processes import Processes
-from kvrs.config.file import parse_config
 from kvrs.protocol.secrets import Scope, scoped_key
 from tests.ports import client_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 SAMPLED = {"prompt": "ka lo mi " * 20, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    nodes = [
-        {
-            "id": f"n{n}",
-            "instances": [{"id": f"p{n}", "role": "prefill"}, {"id": f"d{n}", "role": "decode"}],
-        }
-        for n in range(2)
-    ]
-    names = ("p0", "d0", "p1", "d1")
-    proxy = {"port": 0, "admin_port": 0, "inexact": "refuse"}
-    with Processes(parse_config({"proxy": proxy, "cluster": {"nodes": nodes}})) as running:
-        running.start(*names)
-        running.wait_ready(*names)
-        running.start_proxy()
-        yield running
 
 
 async def state(http: aiohttp.ClientSession, processes: Processes) -> Any:
@@ -71,6 +51,8 @@ async def test_what_the_embedded_engine_declares_is_seen(processes: Processes) -
                     processes.kill(stream["decode"])
                     events += 1000
         (recovery,) = (await state(http, processes))["recoveries"]
+        processes.start(stream["decode"])
+        processes.wait_ready(stream["decode"])
         async with http.post(url, json=SAMPLED) as response:
             other = (await response.json())["choices"][0]["text"]
 
