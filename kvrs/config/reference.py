@@ -27,6 +27,7 @@ _DOCS_PAGE = re.compile(r"docs/(guide|research)/([a-z]+\.md(?:#[a-z]+)?)")
 _GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
+@cache
 def json_schema() -> dict[str, Any]:
     """The JSON schema (2020-12) of the YAML file, with what each key means."""
     schema = Config.model_json_schema()

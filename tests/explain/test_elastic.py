@@ -1,6 +1,7 @@
 """`kvrs explain --elastic`: bytes and seconds of the loss of a rank."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ RAIDSERVE = ("--elastic", "llama-3.1-70b-h100-vllm-tp8", "--backup", "host")
 BARE = (*RAIDSERVE[:2], "--backup", "off")
 
 
+@cache
 def explained(*options: str) -> str:
     """The output of `kvrs explain` with these options."""
     result = CliRunner(env={"COLUMNS": None}).invoke(app, ["explain", *options])
