@@ -278,7 +278,7 @@ async def answers(port: int, *pieces: bytes, count: int = 1, pause_s: float = 0.
 async def bodies(reader: asyncio.StreamReader, count: int) -> list[bytes]:
     """Those of the next so many responses."""
     found = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for _ in range(count):
             head = await reader.readuntil(b"\r\n\r\n")
             (length,) = (
@@ -360,7 +360,7 @@ async def test_what_has_come_of_a_body_is_counted_until_it_is_whole(
     async with opened() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(request[:-1])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while port.unfinished.held_bytes < len(request) - 1:
                 await asyncio.sleep(0.01)
         assert (port.unfinished.small_bytes, port.served) == (len(request) - 1, [])
@@ -402,7 +402,7 @@ async def test_a_client_that_does_not_read_is_not_answered_on() -> None:
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", port.port))
         await loop.sock_sendall(client, b"".join(map(post, asked)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not port.served:
                 await asyncio.sleep(0.01)
         for _ in range(1000):  # Turns of the event loop, in each of which one could be served.
@@ -423,7 +423,7 @@ async def test_a_connection_that_goes_to_the_full_server_is_read_on() -> None:
         port.then = empty
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(post(b"first, wait"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not port.served:
                 await asyncio.sleep(0.01)
             writer.write(20 * empty)
@@ -443,7 +443,7 @@ async def test_a_client_that_leaves_cancels_its_request() -> None:
     async with opened() as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(post(b"wait"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not port.served:
                 await asyncio.sleep(0.01)
             writer.close()
@@ -500,7 +500,7 @@ async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requ
     server.waits_no_more(a)
     server.wait(a, now_s + 0.05)
     server.forget(c)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await all_closed.wait()
 
     assert closed == ["b", "a"]
@@ -511,7 +511,7 @@ async def test_a_port_that_closes_waits_for_requests_and_not_for_idle_connection
     async with opened() as port:
         _, idle = await asyncio.open_connection("127.0.0.1", port.port)
         asking = asyncio.create_task(answers(port.port, post(b"wait")))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not port.served:
                 await asyncio.sleep(0.01)
             assert port.http is not None
@@ -529,7 +529,7 @@ async def test_connections_beyond_the_limit_are_refused_while_all_are_busy() -> 
     async with opened(ConnectionLimits(1, 1)) as port:
         _, idle = await asyncio.open_connection("127.0.0.1", port.port)
         asking = asyncio.create_task(answers(port.port, post(b"wait")))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not port.served:
                 await asyncio.sleep(0.01)
             reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
