@@ -7,7 +7,7 @@ import pytest
 from kvrs.core.books.incident_book import IncidentBook, Ruling, Verdict
 from kvrs.sim.scenarios import outage, poisons_at_once
 
-SEEDS = 20
+SEEDS = 12
 BLOCKS = 2  # Of the seeds: a few seconds each.
 HALVES = [range(block, SEEDS, BLOCKS) for block in range(BLOCKS)]
 IDS = [f"half{block}" for block in range(BLOCKS)]
@@ -30,7 +30,7 @@ def test_an_outage_refuses_no_stream(seeds: range, spread_s: float, allowed: int
             refused[seed] = outcome.given_up
 
     assert refused == {}
-    assert victims > 100
+    assert victims > 10 * len(seeds)
 
 
 @pytest.mark.parametrize("seeds", HALVES, ids=IDS)
