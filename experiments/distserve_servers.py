@@ -9,11 +9,11 @@ import os
 import secrets
 from functools import partial
 
-from experiments.processes import Processes, says_ready
 from kvrs.cluster.loopback_ray import ENVIRONMENT
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
+from kvrs_testkit.processes import Processes, says_ready
 
 # Each loads torch in the server and in its workers, next to those of the others; then it measures
 # its stages.

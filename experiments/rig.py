@@ -17,12 +17,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from experiments.processes import Processes
 from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import CheckpointTarget, InstanceInfo, LoadReport, SourceRange
 from kvrs.protocol.secrets import Scope
 from kvrs.proving import ProvingConnector, agent_keys, instance_keys
+from kvrs_testkit.processes import Processes
 
 VOCAB_SIZE = 512
 FIRST_ORDINARY_TOKEN = 4

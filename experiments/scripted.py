@@ -2,8 +2,8 @@
 
 import json
 
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted_model import expected_ids, text_of
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted_model import expected_ids, text_of
 
 
 def expected_text(prompt: list[int], tokens: int) -> str:

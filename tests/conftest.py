@@ -12,7 +12,7 @@ from hypothesis import settings
 from kvrs.cluster.loopback_ray import ENVIRONMENT, ray_token
 
 if TYPE_CHECKING:
-    from experiments.vllm_servers import VllmServers
+    from kvrs_testkit.vllm_servers import VllmServers
 
 # Ray reads these when it is imported, which a test module may do when it is collected; and one
 # token serves a whole process.
@@ -99,7 +99,7 @@ def vllm_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServ
             "`make test-vllm` makes one"
         )
     # Imported late: it loads torch, which skipped tests do not need.
-    from experiments.vllm_servers import VllmServers, vllm_config
+    from kvrs_testkit.vllm_servers import VllmServers, vllm_config
 
     with VllmServers(vllm_config(tmp_path_factory.mktemp("vllm")), python) as servers:
         servers.start(*servers.names)

@@ -16,7 +16,7 @@ from kvrs.cli import app, config_app
 from kvrs.errors import ConfigError
 from kvrs.load.command import ReplayOptions
 from kvrs.logs import LEVEL_ENV_NAME, log_to
-from tests import certificates
+from kvrs_testkit import certificates
 
 
 def test_version_is_the_package_s_own() -> None:

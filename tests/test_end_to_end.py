@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from kvrs.cluster.guard import members
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

@@ -191,7 +191,7 @@ def test_the_method_is_the_folder_and_what_it_imports_of_experiments_and_tests()
     assert {"experiments/kill_series", "experiments/kills.py"} <= kills
     assert not {"experiments/record.py", "experiments/results.py"} & kills
     assert not any(path.startswith("kvrs") for path in kills)
-    assert "tests/proxy/proxy_cluster.py" in method_of("poison")
+    assert "kvrs_testkit/proxy_cluster.py" in method_of("poison")
     assert "experiments/kill_series/run.py" in method_of("distserve_kill_series")
 
 

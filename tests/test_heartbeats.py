@@ -23,8 +23,8 @@ from kvrs.protocol.instance import Heartbeat
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proving import ProvingConnector
 from kvrs.tls import Certificates
-from tests import certificates
-from tests.certificates import Authority
+from kvrs_testkit import certificates
+from kvrs_testkit.certificates import Authority
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 

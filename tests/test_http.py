@@ -10,7 +10,7 @@ from kvrs import http
 from kvrs.connections import ConnectionLimits
 from kvrs.http_connection import retry_after
 from kvrs.protocol.secrets import Scope, scoped_key
-from tests.ports import client_of
+from kvrs_testkit.ports import client_of
 
 SECRET = b"only for the tests"
 

@@ -19,9 +19,9 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import proven
 from tests.agent.agents import SECRET, document, running
-from tests.free_ports import free_ports
-from tests.ports import proven
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 

@@ -24,9 +24,9 @@ from kvrs.faults.orders import NoFault
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.certificates import MISSING, Authority
+from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import SECRET, running
-from tests.certificates import MISSING, Authority
-from tests.free_ports import free_ports
 
 pytestmark = [
     pytest.mark.network,

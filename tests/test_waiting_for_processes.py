@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import processes
-from experiments.processes import Processes, ProcessFailedError, Spent, below, own_s, threads_of
 from kvrs.config.file import parse_config
+from kvrs_testkit import processes
+from kvrs_testkit.processes import Processes, ProcessFailedError, Spent, below, own_s, threads_of
 
 BEFORE = {1: Spent(5.0, 3.0), 2: Spent(0.0, 0.0)}
 

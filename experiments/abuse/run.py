@@ -19,11 +19,11 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import Processes
 from experiments.record import Record
 from kvrs.config.file import parse_config
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.test_proxy_process import process
+from kvrs_testkit.processes import Processes
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.proxy_process import process
 
 MIB = 1 << 20
 BUDGET_BYTES = 256 * MIB

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.cli.monitoring import alert_rules
 from kvrs.config.file import parse_config
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.processes import Processes, nodes_with_pairs
 
 SCRAPE_S = 5
 MOST_SCRAPES = 2

@@ -21,7 +21,7 @@ from typing import Any
 from experiments.bench_proxy.engines import SECRET, BenchError, Engines, pinned
 from kvrs.config.file import ENV_NAME
 from kvrs.config.proxy import ADMIN_PORT_STEP
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
 
 HERE = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0

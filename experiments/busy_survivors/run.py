@@ -13,7 +13,7 @@ from typing import Any
 from experiments.record import Record
 from experiments.scripted import is_whole
 from kvrs.protocol.openai.chunks import error_body
-from tests.proxy.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
 
 TOKENS = 20
 NEW = 50  # Requests that come while all are busy.

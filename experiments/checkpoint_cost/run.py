@@ -24,12 +24,12 @@ import aiohttp
 import msgspec
 from rich.progress import Progress
 
-from experiments.processes import Processes
 from experiments.record import Record
 from experiments.rig import HandOff, Rig, draw, interval, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import AgentReport, CheckpointTarget
+from kvrs_testkit.processes import Processes
 
 STREAMS = 8
 PROMPT_TOKENS = 256

@@ -24,7 +24,6 @@ from typing import Any
 from rich.progress import Progress
 
 from experiments.distserve_servers import add_option, check_option, processes_for
-from experiments.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
@@ -39,6 +38,7 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability, Role, SourceRange
+from kvrs_testkit.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 
 # Slow enough that the tiny model's real work fits into its steps several times over, and its clock
 # is a measured one.

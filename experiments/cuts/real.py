@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 
 from experiments.cuts.relay import Cuts, Relay, Tried
-from experiments.processes import Processes
 from kvrs.config.file import Config, parse_config
 from kvrs.protocol.instance import Role
+from kvrs_testkit.processes import Processes
 from tests.proxy.cuts import Case, CutOffError, ask, difference
 
 AT_ONCE = 4

@@ -23,10 +23,10 @@ import uvloop
 
 from experiments.cuts.relay import Tried
 from experiments.record import Record
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import save_tokenizer
 from tests.proxy.cuts import Point, cases, points, try_point
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import save_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 # Instances whose connections are cut again and again get nothing new for up to a minute.

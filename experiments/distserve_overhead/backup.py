@@ -22,7 +22,6 @@ from rich.progress import Progress
 
 from experiments.distserve_overhead.run import drift
 from experiments.distserve_servers import DistServeServers, check_option
-from experiments.processes import nodes_with_pairs, threads_of
 from experiments.record import Record
 from experiments.rig import draw, interval, session_for
 from kvrs.cluster.ports import resolve_ports
@@ -32,6 +31,7 @@ from kvrs.load.passes import Target, run_pass
 from kvrs.protocol.instance import InstanceInfo
 from kvrs.report.metrics import tpot_s
 from kvrs.traces.records import ReplayRequest
+from kvrs_testkit.processes import nodes_with_pairs, threads_of
 
 STREAMS = 8
 PROMPT_TOKENS = 128

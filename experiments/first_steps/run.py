@@ -28,7 +28,7 @@ import yaml
 from experiments.bench_proxy.engines import VLLM_PAIR, Engines, compile_programs
 from experiments.record import ROOT, Record
 from kvrs.config.file import ENV_NAME
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
 
 OUT = Path(__file__).parent / "results"
 BAR_RECOVERED_S = 180.0

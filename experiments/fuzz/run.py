@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.fuzz.targets import TARGETS, Target
 from experiments.record import Record
-from tests.proxy.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
 
 HERE = Path(__file__).parent
 # Slow parsers get fewer inputs; HTTP has sockets in between.

@@ -26,7 +26,7 @@ from experiments.record import COMMIT_ENV, ROOT, commit_of
 from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.events import Event
 from kvrs.sim.gossip import SimNode
-from tests.gossip.gossip_chaos import ChaosNetwork
+from kvrs_testkit.gossip_chaos import ChaosNetwork
 
 NEEDED = ("kvrs", "experiments/gossip_detection", "tests/gossip")
 _GOSSIP = ("detector", "exchange", "members", "node", "piggyback", "prober", "probes", "records")

@@ -1,4 +1,4 @@
-"""Thousands of short runs of small clusters under chaos (`tests/gossip/gossip_chaos.py`); the tests
+"""Thousands of short runs of small clusters under chaos (`kvrs_testkit/gossip_chaos.py`); the tests
 run dozens.
 
 Every seed: 2 to 10 nodes with clocks that run wrong, 12 random faults (deaths, restarts, stops with
@@ -11,7 +11,7 @@ records.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.gossip.gossip_chaos import ChaosNetwork
+from kvrs_testkit.gossip_chaos import ChaosNetwork
 
 BLOWS = 12
 CALM_S = 40.0

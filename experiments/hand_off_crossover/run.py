@@ -24,11 +24,11 @@ import numpy
 from rich.progress import Progress
 
 from experiments.distserve_servers import add_option, check_option, processes_for
-from experiments.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.profiles import catalog
+from kvrs_testkit.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

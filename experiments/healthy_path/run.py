@@ -25,11 +25,11 @@ from typing import Any
 import aiohttp
 
 from experiments.healthy_path.tap import Piece, Tap, token_events
-from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.proving import ProvingConnector, instance_keys
 from kvrs.report.metrics import percentile
+from kvrs_testkit.processes import Processes, cpu_ticks, share_used
 
 LIMIT_MS = 0.3
 PACE = "opt-13b-a100-distserve-tp1"

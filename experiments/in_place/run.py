@@ -35,8 +35,8 @@ from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import RankRequest
 from kvrs.report.metrics import percentile
-from tests.free_ports import free_ports
-from tests.ports import instance_client
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import instance_client
 
 SECRET = b"a secret of the experiment, long enough"
 LEAST_RANKS = 2

@@ -24,10 +24,10 @@ from kvrs.demo import PACE
 from kvrs.load.admin import AdminPort
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.proxy.server import Proxy
-from tests.proxy.scripted import SECRET, Fault
-from tests.proxy.scripted_model import expected_ids, save_tokenizer
-from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
-from tests.proxy.vllm_cluster import CONFIG
+from kvrs_testkit.scripted import SECRET, Fault
+from kvrs_testkit.scripted_model import expected_ids, save_tokenizer
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.vllm_cluster import CONFIG
 
 UP_S = 60.0
 # Of scripted servers, which compute nothing.

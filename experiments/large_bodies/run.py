@@ -19,9 +19,9 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import Processes
 from experiments.record import Record
 from kvrs.config.file import parse_config
+from kvrs_testkit.processes import Processes
 
 BODY_BYTES = 8 << 20
 MOST_GAP_S = 0.1

@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 
 from experiments.record import Record
-from tests.proxy.proxy_cluster import open_proxy_cluster
-from tests.proxy.test_proxy_process import process
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.proxy_process import process
 
 MB = 10**6
 MOST_GROWTH_BYTES = 150 * MB

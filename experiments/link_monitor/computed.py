@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.processes import Processes
 from experiments.random_model import write_random_llama
 from experiments.record import Record
 from experiments.recovery_grid.run import N0, PRODUCED_TOKENS, Decider, crossover_bytes_per_s
@@ -40,6 +39,7 @@ from kvrs.profiles.catalog import prefill_table
 from kvrs.protocol.instance import SourceRange
 from kvrs.report.student import interval
 from kvrs.transfer.meter import Measurement, lower_bound
+from kvrs_testkit.processes import Processes
 from tests.networks.network_cluster import Network, missing
 
 MODEL = "random-llama-110m"

@@ -25,11 +25,11 @@ from rich.progress import Progress
 
 from experiments.distserve_servers import add_option, check_option, processes_for
 from experiments.load_skew.run import MOST_CPU, figures, load, requests, settings, start
-from experiments.processes import cpu_ticks, share_used
 from experiments.record import Record
 from experiments.results import is_of_this_code
 from kvrs.config.policy import Handoff
 from kvrs.report.student import Interval, interval
+from kvrs_testkit.processes import cpu_ticks, share_used
 
 SHARE = 0.9
 PUBLISHED = 0.086

@@ -23,7 +23,6 @@ import uvloop
 from rich.progress import Progress
 
 from experiments.distserve_servers import add_option, check_option, processes_for
-from experiments.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 from experiments.record import Record
 from experiments.rig import draw
 from kvrs.cluster.ports import resolve_ports
@@ -33,6 +32,7 @@ from kvrs.load.passes import Target, run_pass
 from kvrs.profiles import catalog
 from kvrs.report.metrics import Slo, meets, percentile, ttft_s
 from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_testkit.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

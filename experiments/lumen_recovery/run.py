@@ -20,7 +20,6 @@ import matplotlib
 from rich.console import Console
 
 from experiments.cells import Cells
-from experiments.processes import cpu_ticks, share_used
 from experiments.record import Record
 from experiments.rig import stretched
 from experiments.schemes import PACE, Scheme
@@ -33,6 +32,7 @@ from kvrs.report.report import Report, build_report
 from kvrs.report.student import interval
 from kvrs.traces.generator import GeneratorSettings, generate
 from kvrs.traces.records import ReplayRequest
+from kvrs_testkit.processes import cpu_ticks, share_used
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

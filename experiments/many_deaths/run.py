@@ -14,7 +14,7 @@ import msgspec
 
 from experiments.record import Record
 from experiments.scripted import expected_text
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 MORE_TOKENS = 20  # After the last death.
 

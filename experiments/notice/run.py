@@ -33,7 +33,6 @@ from unittest import mock
 import aiohttp
 import uvloop
 
-from experiments.processes import Processes, cpu_ticks, share_used, spinning
 from experiments.record import Record
 from experiments.rig import stretched
 from kvrs.config.file import Config, parse_config
@@ -44,6 +43,7 @@ from kvrs.load.open_loop import replay
 from kvrs.proxy.server import Proxy
 from kvrs.report.metrics import percentile
 from kvrs.traces.records import ReplayRequest
+from kvrs_testkit.processes import Processes, cpu_ticks, share_used, spinning
 
 LIMIT_MS = 50.0
 STARVED_LIMIT_MS = 1000.0  # Beside processes that want all processors.

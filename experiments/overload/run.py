@@ -17,8 +17,8 @@ from aiohttp import web
 
 from experiments.record import Record
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from tests.proxy.proxy_cluster import open_proxy_cluster
-from tests.proxy.scripted import Scripted
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.scripted import Scripted
 
 PREFILL_S = 0.05  # Of each prompt, one at a time at each of two instances.
 PAIRS = 2

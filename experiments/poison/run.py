@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.record import Record
 from experiments.scripted import is_whole
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 # Name, pairs, the poisons' output position (-1: they end prefill instances), poisons, seconds until
 # a dead instance is back (None: never), the most deaths that one request may cause.

@@ -23,7 +23,6 @@ from typing import Any
 import matplotlib
 from rich.progress import Progress
 
-from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for, stretched
 from kvrs.config.file import Config, parse_config
@@ -36,6 +35,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import SourceRange
+from kvrs_testkit.processes import Processes, cpu_ticks, share_used
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -15,14 +15,14 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from experiments.processes import nodes_with_pairs
 from experiments.record import Record
-from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.rolling import RollingRestart
 from kvrs.config.file import Config, parse_config
 from kvrs.demo import BACKUP_BYTES, PACE
+from kvrs_testkit.processes import nodes_with_pairs
+from kvrs_testkit.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 
 RESULTS = Path(__file__).parent / "results"
 REQUESTS = 48

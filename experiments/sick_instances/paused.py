@@ -28,7 +28,7 @@ from experiments.bench_proxy.engines import (
     compile_programs,
 )
 from experiments.bench_proxy.proxies import Bench, Running
-from experiments.processes import spinning
+from kvrs_testkit.processes import spinning
 
 Row = dict[str, Any]
 TOKEN_GAP_S = 10.0  # The default of proxy.token_gap_s.

@@ -19,7 +19,7 @@ from typing import Any
 from experiments.record import Record
 from experiments.sick_instances import paused
 from kvrs.protocol.openai.chunks import error_body
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 ANSWERS: tuple[int | str, ...] = (404, 413, 422, 429, 500, 503, "hang")
 SPAN_S = 15.0

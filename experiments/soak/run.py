@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 
-from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.report.student import t975
+from kvrs_testkit.processes import Processes, nodes_with_pairs
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLE_S = 5.0

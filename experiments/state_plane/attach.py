@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from experiments.processes import Processes
 from experiments.state_plane.gaps import ENGINE, config_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.elastic import grain
@@ -34,6 +33,7 @@ from kvrs.ids import NodeId
 from kvrs.transfer.anchors.client import AnchorClient
 from kvrs.transfer.anchors.messages import kind_of
 from kvrs.transfer.store.directory import store_directory
+from kvrs_testkit.processes import Processes
 
 NODE = NodeId("n0")
 BAR_S, FAULTS_S_PER_GB = 0.005, 0.08

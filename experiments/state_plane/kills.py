@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import torch
 
-from experiments.processes import Processes
 from kvrs.cluster.keeper import forked, nursery_of
 from kvrs.config.file import ENV_NAME, Config, parse_config
 from kvrs.engine.kv_pool import KvPool
@@ -27,6 +26,7 @@ from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger
 from kvrs.transfer.anchors.regions import HEADER_BYTES, MemoryName, read_header
 from kvrs.transfer.store.directory import store_directory
+from kvrs_testkit.processes import Processes
 
 ENGINE = InstanceId("e0")
 # Fewer pages than the prompts need, so that pages are written again all the time.

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from experiments.processes import Processes, nodes_with_pairs
 from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.config.transfer import TransferSettings
@@ -30,6 +29,7 @@ from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.proving import ProvingConnector, address_of, instance_keys
 from kvrs.transfer.peers import Peer
 from kvrs.transfer.puller import PagePuller
+from kvrs_testkit.processes import Processes, nodes_with_pairs
 
 PROMPT = [333, 444, 222]
 REQUESTS = 20

@@ -27,10 +27,10 @@ from experiments.record import Record
 from kvrs.config.tenants import key_hash
 from kvrs.protocol.instance import InstanceInfo, Role
 from kvrs.protocol.openai.chunks import error_body
-from tests.free_ports import free_ports
-from tests.proxy.proxy_cluster import open_proxy_cluster
-from tests.proxy.scripted import Scripted
-from tests.proxy.test_proxy_process import process_of
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.proxy_process import process_of
+from kvrs_testkit.scripted import Scripted
 
 TOKENS = 60
 HALF = 20

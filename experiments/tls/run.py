@@ -24,9 +24,9 @@ from typing import Any
 import aiohttp
 
 from experiments.record import Record
-from tests.certificates import Authority, Pair
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted import SECRET
+from kvrs_testkit.certificates import Authority, Pair
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.scripted import SECRET
 
 STREAMS = 16
 TOKENS = 400

@@ -24,13 +24,13 @@ import aiohttp
 import msgspec
 import uvloop
 
-from experiments.processes import Processes, cpu_ticks, share_used
 from experiments.record import Record
 from experiments.rig import draw, session_for
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentReport, SlotCounts
+from kvrs_testkit.processes import Processes, cpu_ticks, share_used
 
 PROXIES = ("proxy-0", "proxy-1")
 PROMPT_TOKENS = 128

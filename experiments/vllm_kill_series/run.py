@@ -29,12 +29,12 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from experiments.record import Record
-from experiments.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
 from kvrs.config.policy import PolicyName
 from kvrs.load.admin import AdminClient, AdminPort
 from kvrs.load.open_loop import Progress, replay
 from kvrs.report import oracle
 from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_testkit.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
 
 RESULTS = Path(__file__).parent / "results"
 OPTIONS = {"recompute": PolicyName.ALWAYS_RECOMPUTE, "migrate": PolicyName.ALWAYS_MIGRATE}

@@ -30,8 +30,8 @@ from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.store.directory import store_directory
-from tests.free_ports import free_ports
-from tests.ports import client_of
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import client_of
 
 Answer = TypeVar("Answer")
 

@@ -18,6 +18,7 @@ from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.secrets import Scope
 from kvrs.proving import UnprovenError
 from kvrs.transfer.store.directory import StoreDirectory, StoreState, store_directory
+from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import (
     N0,
     PAGE_BYTES,
@@ -29,7 +30,6 @@ from tests.agent.agents import (
     session,
     tags,
 )
-from tests.free_ports import free_ports
 from tests.gossip.gatherings import QUICK, until
 
 pytestmark = pytest.mark.network

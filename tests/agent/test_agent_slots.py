@@ -23,9 +23,9 @@ from kvrs.protocol.instance import (
     SlotUpdate,
 )
 from kvrs.protocol.secrets import Scope, scoped_keys
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import serving
 from tests.agent.agents import SECRET, ask, document, running, session
-from tests.free_ports import free_ports
-from tests.ports import serving
 
 pytestmark = pytest.mark.network
 

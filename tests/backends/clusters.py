@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from experiments.processes import Processes
 from kvrs.config.file import Config, parse_config
+from kvrs_testkit.processes import Processes
 
 _NODES = [
     {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},

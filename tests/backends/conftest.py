@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from experiments.processes import Processes
 from kvrs.config.file import parse_config
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
+from kvrs_testkit.processes import Processes
 from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded
 from tests.backends.conversations import BackendCluster
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from experiments.processes import Processes
 from kvrs.config.proxy import ProxySettings
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.protocol.secrets import Scope, scoped_key
-from tests.free_ports import free_ports
-from tests.ports import client_of
-from tests.sse import events_of
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import client_of
+from kvrs_testkit.processes import Processes
+from kvrs_testkit.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

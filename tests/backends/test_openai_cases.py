@@ -9,8 +9,9 @@ import aiohttp
 import jsonschema  # type: ignore[import-untyped]  # Its stubs are a package of their own.
 import pytest
 
-from experiments.processes import Processes
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_testkit.ports import client_of
+from kvrs_testkit.processes import Processes
 from tests.openai_cases import (
     CASES,
     CHAT,
@@ -21,7 +22,6 @@ from tests.openai_cases import (
     missing,
     refused_otherwise,
 )
-from tests.ports import client_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

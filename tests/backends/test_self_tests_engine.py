@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from experiments.processes import Processes
 from kvrs.protocol.secrets import Scope, scoped_key
-from tests.ports import client_of
+from kvrs_testkit.ports import client_of
+from kvrs_testkit.processes import Processes
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from experiments.processes import Processes
-from tests.sse import events_of
+from kvrs_testkit.processes import Processes
+from kvrs_testkit.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

@@ -19,9 +19,9 @@ from kvrs.cli.feasibility import faults_of
 from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import Config, parse_config
-from tests.certificates import MISSING, Authority
-from tests.free_ports import free_ports
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.certificates import MISSING, Authority
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 needs_openssl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 

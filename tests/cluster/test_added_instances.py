@@ -15,9 +15,9 @@ import yaml
 
 from kvrs.cluster.fleet import with_added
 from kvrs.config.file import ENV_NAME, parse_config
+from kvrs_testkit.free_ports import free_ports
 from tests.cluster import launches
 from tests.cluster.launches import Launch, ask
-from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

@@ -32,7 +32,7 @@ from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.load.passes import Injection
 from kvrs.protocol.secrets import Scope, scoped_key
-from tests.ports import serving
+from kvrs_testkit.ports import serving
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

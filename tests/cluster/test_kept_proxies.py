@@ -20,8 +20,8 @@ from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
 from kvrs.load.admin import AdminError
+from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import until
-from tests.free_ports import free_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 

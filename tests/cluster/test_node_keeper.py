@@ -11,8 +11,8 @@ from kvrs.cluster.exits import Exit
 from kvrs.cluster.node_keeper import NodeKeeper, mark_of
 from kvrs.config.file import ENV_NAME, dump_config, parse_config
 from kvrs.ids import InstanceId, NodeId
+from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import until
-from tests.free_ports import free_ports
 
 pytestmark = pytest.mark.process
 

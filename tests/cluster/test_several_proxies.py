@@ -19,9 +19,9 @@ import aiohttp
 import pytest
 import yaml
 
-from experiments.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.guard import members
 from kvrs.demo import PACE
+from kvrs_testkit.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
 from tests.cluster.launches import END_S, Launch, ask, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]

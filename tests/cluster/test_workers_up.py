@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from experiments.resuming import Clients, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.config.proxy import ADMIN_PORT_STEP
+from kvrs_testkit.resuming import Clients, Way, bodies, is_exact, quiet_run, verdict
 from tests.cluster.launches import END_S, Launch
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]

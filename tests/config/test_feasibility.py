@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from kvrs.cli import app
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
-from tests.certificates import MISSING, Authority
+from kvrs_testkit.certificates import MISSING, Authority
 
 
 def check(folder: Path, document: dict[str, Any], *options: str) -> Result:

@@ -16,7 +16,7 @@ from typing import Any
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, dump_config, parse_config
 from kvrs.protocol.secrets import Scope, scoped_key
-from tests.ports import ProvenConnection
+from kvrs_testkit.ports import ProvenConnection
 
 ROOT = Path(__file__).parents[2]
 # Generous: they only end what hangs.

@@ -31,9 +31,9 @@ from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import instance_client
 from tests.distserve_patches.scripted_engine import GEOMETRY, PAGES, ScriptedEngine, next_token
-from tests.free_ports import free_ports
-from tests.ports import instance_client
 
 pytestmark = pytest.mark.network
 

@@ -19,9 +19,9 @@ from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import client_of, instance_client
 from tests.agent.agents import SECRET, AgentProcess
-from tests.free_ports import free_ports
-from tests.ports import client_of, instance_client
 
 ENGINE = InstanceId("e0")
 

@@ -12,7 +12,7 @@ from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
-from tests.ports import instance_client
+from kvrs_testkit.ports import instance_client
 
 SECRET = b"a secret of the tests, long enough"
 

@@ -28,9 +28,9 @@ from kvrs.transfer.server import PageServer
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.unix_sockets import listen_in
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import instance_client
 from tests.engine.serving import SECRET
-from tests.free_ports import free_ports
-from tests.ports import instance_client
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

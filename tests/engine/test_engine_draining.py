@@ -15,9 +15,9 @@ from kvrs.engine.server import serve
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.ports import client_of
 from tests.engine.serving import SECRET
-from tests.free_ports import free_ports
-from tests.ports import client_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

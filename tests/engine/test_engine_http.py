@@ -15,8 +15,8 @@ from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.protocol import frames
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_testkit.ports import tunnel
 from tests.engine.serving import SECRET, serving
-from tests.ports import tunnel
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
 

@@ -9,7 +9,7 @@ from kvrs.gossip.events import Event, MemberChanged
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.sim.gossip import GossipNet, SimNode
-from tests.gossip.gossip_chaos import ChaosNetwork
+from kvrs_testkit.gossip_chaos import ChaosNetwork
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))

@@ -15,11 +15,11 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from experiments.processes import Processes
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentReport, LoadReport
 from kvrs.proving import ProvingConnector, agent_keys, instance_keys
+from kvrs_testkit.processes import Processes
 from tests.networks.network_cluster import Network
 
 HTTP, PAGES, GOSSIP, ADMIN, PEERS = 8000, 9000, 7946, 8001, 8002

@@ -5,7 +5,7 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 from kvrs.protocol.secrets import ScopedKey
-from tests.ports import ProvenConnection
+from kvrs_testkit.ports import ProvenConnection
 
 
 def get(url: str, key: ScopedKey) -> bytes:

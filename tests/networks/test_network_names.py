@@ -13,14 +13,14 @@ from typing import Any, Self
 import aiohttp
 import pytest
 
-from experiments.processes import Processes
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
+from kvrs_testkit.processes import Processes
+from kvrs_testkit.scripted_model import expected_ids, save_tokenizer
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.sse import events_of
+from kvrs_testkit.vllm_cluster import CONFIG
 from tests.networks.name_server import NameServer
 from tests.networks.network_cluster import DESK, Network
-from tests.proxy.scripted_model import expected_ids, save_tokenizer
-from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
-from tests.proxy.vllm_cluster import CONFIG
-from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import aiohttp
 import pytest
 
-from experiments.processes import Processes
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
+from kvrs_testkit.processes import Processes
 from tests.networks.network_cluster import Network
 
 pytestmark = [pytest.mark.network, pytest.mark.process, pytest.mark.usefixtures("possible")]

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from kvrs.core.fleet import silence
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted_model import save_tokenizer
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.scripted_model import save_tokenizer
 
 # The openai client asks for it with its first request; the first call runs `uname -p`, which is no
 # process of the test's.

@@ -15,8 +15,8 @@ import msgspec
 
 from kvrs.ids import StreamId
 from kvrs.text.chat import ChatSplitter
-from tests.proxy.scripted import Cut, Fault, Script
-from tests.sse import events_of
+from kvrs_testkit.scripted import Cut, Fault, Script
+from kvrs_testkit.sse import events_of
 
 KINDS = (Fault.RESET, Fault.EOF, Fault.ERROR, Fault.CUT, Fault.DONE_ONLY, Fault.HANG)
 

@@ -9,9 +9,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from kvrs_testkit.proxy_process import REQUEST, process
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
-from tests.proxy.test_proxy_process import REQUEST, process
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from kvrs.config.tenants import key_hash
+from kvrs_testkit.proxy_process import config_of, process_of
+from kvrs_testkit.scripted import Fault
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.scripted import Fault
-from tests.proxy.test_proxy_process import config_of, process_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

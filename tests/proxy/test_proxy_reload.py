@@ -17,10 +17,10 @@ from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.proxy import reload
 from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.proxy_process import REQUEST, config_of, process_of, until_logged
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
-from tests.proxy.test_proxy_process import REQUEST, config_of, process_of, until_logged
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

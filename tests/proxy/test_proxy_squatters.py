@@ -10,10 +10,10 @@ import pytest
 from kvrs.protocol.instance import Role
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_testkit.multi_proxy_cluster import open_proxy_group
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import SECRET, Scripted
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.multi_proxy_cluster import open_proxy_group
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import SECRET, Scripted
 
 pytestmark = pytest.mark.network
 

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
+from kvrs_testkit.scripted import SECRET
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted import SECRET
 from tests.proxy.workers_of_proxy import WorkersOfProxy, document_of, open_workers
-from tests.sse import events_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

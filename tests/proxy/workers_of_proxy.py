@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
-from tests.proxy.scripted import SECRET
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from kvrs_testkit.scripted import SECRET
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.vllm_servers import VllmServers
+from kvrs_testkit.vllm_servers import VllmServers
 from tests.openai_cases import (
     CASES,
     CHAT,

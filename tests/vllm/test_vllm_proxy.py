@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from experiments.vllm_servers import VllmServers
 from kvrs.config.file import Config, parse_config
 from kvrs.config.settings import parse_yaml
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.vllm_servers import VllmServers
 
 pytestmark = [
     pytest.mark.vllm,

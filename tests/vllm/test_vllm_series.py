@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from experiments.vllm_kill_series.run import faults_of, kill_series
-from experiments.vllm_servers import VllmServers
+from kvrs_testkit.vllm_servers import VllmServers
 
 pytestmark = [
     pytest.mark.vllm,

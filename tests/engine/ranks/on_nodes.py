@@ -14,7 +14,7 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.ids import InstanceId
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
 
 SECRET = b"a secret of the tests, long enough"
 D0 = InstanceId("d0")

@@ -35,9 +35,9 @@ from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 from tests.engine.serving import SECRET
-from tests.ports import instance_client
 
 pytestmark = [
     pytest.mark.engine,

@@ -26,10 +26,10 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import PullResult
+from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.in_threads import ThreadRanks
 from tests.engine.serving import SECRET
 from tests.engine.test_checkpoints_engine import agent, ask, cluster, eventually, prompt_of
-from tests.ports import instance_client
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.scripted import SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.scripted import SECRET
 
 pytestmark = pytest.mark.network
 

@@ -12,7 +12,7 @@ import pytest
 from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
-from tests.certificates import MISSING, Authority
+from kvrs_testkit.certificates import MISSING, Authority
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = [

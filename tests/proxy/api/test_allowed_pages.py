@@ -8,8 +8,8 @@ from multidict import CIMultiDictProxy
 
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvrs.proxy.api.openapi import admin_document, clients_document
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

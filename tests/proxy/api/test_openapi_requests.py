@@ -22,9 +22,9 @@ from kvrs.engine.server import serve_http
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import WITHIN_S
 from tests.agent.agents import SECRET
-from tests.free_ports import free_ports
-from tests.proxy.proxy_cluster import WITHIN_S
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 

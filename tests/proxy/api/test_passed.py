@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvrs.proxy.api.passed import FIELDS
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

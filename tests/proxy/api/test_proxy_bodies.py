@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from kvrs.proxy.wire.requests import ParsedRequest
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from kvrs_testkit.proxy_process import process
+from kvrs_testkit.scripted import Fault
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
-from tests.proxy.scripted import Fault
-from tests.proxy.test_proxy_process import process
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

@@ -16,11 +16,11 @@ from kvrs.errors import ConfigError
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.protocol.openai.structure import bytes_within
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import SECRET, Fault
+from kvrs_testkit.scripted_model import expected_ids, text_of, vocabulary
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import SECRET, Fault
-from tests.proxy.scripted_model import expected_ids, text_of, vocabulary
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

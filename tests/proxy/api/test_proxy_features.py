@@ -17,12 +17,12 @@ from kvrs.proxy.wire.exactness import inexact_features
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import CHAT as CHAT_ENDPOINT
 from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs_testkit.plays import SCENARIOS
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Cut, Fault, Scripted
+from kvrs_testkit.scripted_model import vocabulary
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scenarios import SCENARIOS
-from tests.proxy.scripted import Cut, Fault, Scripted
-from tests.proxy.scripted_model import vocabulary
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import expected_ids, ids_of, text_of
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import expected_ids, ids_of, text_of
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

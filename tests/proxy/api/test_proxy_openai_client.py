@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scenarios import SCENARIOS
-from tests.proxy.scripted import Cut, Fault
+from kvrs_testkit.plays import SCENARIOS
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Cut, Fault
 
 pytestmark = pytest.mark.network
 

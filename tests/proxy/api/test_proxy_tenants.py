@@ -12,8 +12,8 @@ import pytest
 from kvrs.config.tenants import key_hash
 from kvrs.errors import ConfigError
 from kvrs.proxy.api.tenants import Tenants
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

@@ -7,9 +7,9 @@ import time
 import pytest
 from multidict import CIMultiDict
 
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from kvrs_testkit.scripted import Fault
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
-from tests.proxy.scripted import Fault
 
 pytestmark = pytest.mark.network
 

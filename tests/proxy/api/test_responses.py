@@ -6,9 +6,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
-from tests.proxy.scenarios import SCENARIOS
-from tests.proxy.scripted import Fault
+from kvrs_testkit.plays import SCENARIOS
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from kvrs_testkit.scripted import Fault
 
 pytestmark = pytest.mark.network
 

@@ -17,9 +17,9 @@ from kvrs.cluster.proxies import ProxyProcess
 from kvrs.config.proxy import ProxySettings
 from kvrs.connections import ConnectionLimits
 from kvrs.errors import ConfigError
-from tests.certificates import MISSING, Authority, Pair
+from kvrs_testkit.certificates import MISSING, Authority, Pair
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = [
     pytest.mark.network,

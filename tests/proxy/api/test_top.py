@@ -11,8 +11,8 @@ import termios
 
 import pytest
 
+from kvrs_testkit.proxy_cluster import WITHIN_S
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import WITHIN_S
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvrs import __version__
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

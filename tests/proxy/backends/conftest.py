@@ -11,10 +11,10 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.proxy.server import Proxy
-from tests.proxy.scripted import SECRET, Script
-from tests.proxy.scripted_server import ScriptedServer
-from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
-from tests.proxy.vllm_cluster import ADDRESSES, CONFIG, Builder, Servers, Vllms, document
+from kvrs_testkit.scripted import SECRET, Script
+from kvrs_testkit.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.vllm_cluster import ADDRESSES, CONFIG, Builder, Servers, Vllms, document
 
 
 @pytest.fixture

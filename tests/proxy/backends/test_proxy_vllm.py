@@ -24,11 +24,11 @@ from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.requests import CHAT, read
 from kvrs.proxy.wire.upstream import EventReader
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import expected_ids
-from tests.proxy.scripted_server import ScriptedServer
-from tests.proxy.scripted_vllm import REFUSED
-from tests.proxy.vllm_cluster import ADDRESSES, LONG, PROMPT, TOKENS, Builder, Servers, document
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_vllm import REFUSED
+from kvrs_testkit.vllm_cluster import ADDRESSES, LONG, PROMPT, TOKENS, Builder, Servers, document
 
 pytestmark = pytest.mark.network
 

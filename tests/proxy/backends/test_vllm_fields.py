@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import expected_ids
-from tests.proxy.vllm_cluster import PROMPT, TOKENS, Builder
-from tests.sse import events_of
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.sse import events_of
+from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder
 
 pytestmark = pytest.mark.network
 

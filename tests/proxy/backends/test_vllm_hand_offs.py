@@ -16,7 +16,7 @@ from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm import _HAND_OFF_S, ConfiguredIdentity, VllmBackend
 from kvrs.proxy.wire.pool import Access, EngineLinks
-from tests.virtual_time import run_virtually, virtual_loop
+from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 IDENTITY = ConfiguredIdentity(InstanceId("p0"), NodeId("n0"), Role.PREFILL, "x")
 TRANSFER: dict[str, Any] = {

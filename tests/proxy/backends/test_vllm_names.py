@@ -10,11 +10,11 @@ import pytest
 
 from kvrs.config.tenants import key_hash
 from kvrs.protocol.tags import salt_of
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import expected_ids
-from tests.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.vllm_cluster import PROMPT, TOKENS, Builder, Servers, Vllms
-from tests.sse import events_of
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.scripted_vllm import ScriptedVllm
+from kvrs_testkit.sse import events_of
+from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Builder, Servers, Vllms
 
 pytestmark = pytest.mark.network
 

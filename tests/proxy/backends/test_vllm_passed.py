@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from kvrs.proxy.api.passed import FIELDS
-from tests.proxy.vllm_cluster import Builder, Servers, Vllms
+from kvrs_testkit.vllm_cluster import Builder, Servers, Vllms
 
 pytestmark = pytest.mark.network
 

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import Arithmetic, Sampler
-from tests.proxy.vllm_cluster import LONG, PROMPT, Builder, Servers, Vllms
-from tests.sse import events_of
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import Arithmetic, Sampler
+from kvrs_testkit.sse import events_of
+from kvrs_testkit.vllm_cluster import LONG, PROMPT, Builder, Servers, Vllms
 
 pytestmark = pytest.mark.network
 

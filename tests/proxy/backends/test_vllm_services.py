@@ -12,10 +12,10 @@ from kvrs.config.file import Config, parse_config
 from kvrs.names import all_addresses
 from kvrs.proxy.fleet import services
 from kvrs.proxy.server import Proxy
-from tests.proxy.scripted import SECRET, Script
-from tests.proxy.scripted_model import expected_ids
-from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
-from tests.proxy.vllm_cluster import PROMPT, TOKENS, Vllms, document
+from kvrs_testkit.scripted import SECRET, Script
+from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Vllms, document
 
 pytestmark = pytest.mark.network
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.free_ports import free_ports
-from tests.proxy.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = [DOCS / page for page in ("guide/fleet.md", "guide/operating.md", "research/ranks.md")]

@@ -14,11 +14,11 @@ from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, CheckpointTarget, LeaseUpdate
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import GEOMETRY, SECRET, Fault, Scripted
+from kvrs_testkit.scripted_agent import CAPACITY_BYTES, ScriptedAgent
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import GEOMETRY, SECRET, Fault, Scripted
-from tests.proxy.scripted_agent import CAPACITY_BYTES, ScriptedAgent
-from tests.proxy.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

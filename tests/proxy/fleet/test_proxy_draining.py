@@ -11,9 +11,9 @@ from kvrs.config.file import Config
 from kvrs.proxy import server
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.records import Record
+from kvrs_testkit.multi_proxy_cluster import open_proxy_group
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.multi_proxy_cluster import open_proxy_group
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 
 pytestmark = pytest.mark.network

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from kvrs.protocol.instance import EPOCHS_PER_START
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Scripted
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Scripted
 
 pytestmark = pytest.mark.network
 

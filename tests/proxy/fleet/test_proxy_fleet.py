@@ -11,11 +11,11 @@ import pytest
 
 from kvrs.config.file import Config, load_config
 from kvrs.protocol.instance import Role
-from tests.free_ports import free_ports
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Scripted
+from kvrs_testkit.scripted_agent import ScriptedAgent
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Scripted
-from tests.proxy.scripted_agent import ScriptedAgent
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 
 pytestmark = [pytest.mark.network, pytest.mark.process]

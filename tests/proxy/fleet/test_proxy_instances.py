@@ -12,11 +12,11 @@ from kvrs.ids import StreamId
 from kvrs.protocol.instance import Capability, SourceRange
 from kvrs.proxy.streams import attempts
 from kvrs.proxy.wire import pool
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Fault, Scripted
+from kvrs_testkit.scripted_model import expected_ids, text_of
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault, Scripted
-from tests.proxy.scripted_model import expected_ids, text_of
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

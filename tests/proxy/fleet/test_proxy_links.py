@@ -14,11 +14,11 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.proxy_process import config_of
+from kvrs_testkit.scripted import SECRET, Scripted
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import SECRET, Scripted
 from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release, start
-from tests.proxy.test_proxy_process import config_of
 
 pytestmark = pytest.mark.network
 

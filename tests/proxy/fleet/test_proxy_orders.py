@@ -8,10 +8,10 @@ import pytest
 from kvrs.core.fleet.known import Health
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from kvrs_testkit.proxy_cluster import WITHIN_S
+from kvrs_testkit.scripted import SECRET
 from tests.proxy.fleet.test_proxy_fleet import further
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
-from tests.proxy.proxy_cluster import WITHIN_S
-from tests.proxy.scripted import SECRET
 
 pytestmark = pytest.mark.network
 

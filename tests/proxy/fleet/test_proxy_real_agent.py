@@ -21,9 +21,9 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import CheckpointClaim, Identity, Peer, StoredPages
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import GEOMETRY, SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import GEOMETRY, SECRET
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

@@ -16,12 +16,12 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.proxy.fleet import slots as sender
 from kvrs.proxy.fleet.slots import SlotSender
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Scripted
+from kvrs_testkit.scripted_agent import ScriptedAgent
+from kvrs_testkit.scripted_model import expected_ids, text_of
+from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Scripted
-from tests.proxy.scripted_agent import ScriptedAgent
-from tests.proxy.scripted_model import expected_ids, text_of
-from tests.virtual_time import run_virtually, virtual_loop
 
 pytestmark = pytest.mark.network
 

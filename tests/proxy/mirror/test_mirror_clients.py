@@ -28,7 +28,7 @@ from kvrs.proxy.streams.responses import WholeClient
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.requests import COMPLETIONS, read
-from tests.proxy.proxy_cluster import WITHIN_S
+from kvrs_testkit.proxy_cluster import WITHIN_S
 
 S = StreamId("ab")
 

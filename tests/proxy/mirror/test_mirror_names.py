@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from kvrs.protocol.instance import Adapter, ModelNames
-from tests.proxy.multi_proxy_cluster import open_proxy_group, record_key
-from tests.proxy.proxy_cluster import WITHIN_S
-from tests.proxy.scripted import Scripted
-from tests.proxy.scripted_model import expected_ids, text_of
+from kvrs_testkit.multi_proxy_cluster import open_proxy_group, record_key
+from kvrs_testkit.proxy_cluster import WITHIN_S
+from kvrs_testkit.scripted import Scripted
+from kvrs_testkit.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

@@ -23,8 +23,8 @@ from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.proxy.mirror import peers
 from kvrs.proxy.mirror.peers import PATH, ProxyPeer
 from kvrs.proxy.wire.pool import Access, EngineLinks
-from tests.ports import client_of, serving
-from tests.proxy.scripted import SECRET
+from kvrs_testkit.ports import client_of, serving
+from kvrs_testkit.scripted import SECRET
 
 pytestmark = pytest.mark.network
 

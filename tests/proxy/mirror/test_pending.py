@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrs.proxy.mirror.pending import Pending
-from tests.virtual_time import run_virtually
+from kvrs_testkit.virtual_time import run_virtually
 
 
 def virtually(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

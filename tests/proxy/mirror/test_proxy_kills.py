@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from kvrs.proxy.server import Proxy
-from tests.proxy.multi_proxy_cluster import (
+from kvrs_testkit.multi_proxy_cluster import (
     MultiProxyCluster,
     Reader,
     open_proxy_group,
     record_key,
 )
-from tests.proxy.proxy_cluster import WITHIN_S
-from tests.proxy.scripted_model import expected_ids, text_of
-from tests.proxy.test_proxy_process import process_of
+from kvrs_testkit.proxy_cluster import WITHIN_S
+from kvrs_testkit.proxy_process import process_of
+from kvrs_testkit.scripted_model import expected_ids, text_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

@@ -10,10 +10,10 @@ import pytest
 from kvrs.protocol.mirror import BatchAnswer, Update
 from kvrs.proxy.mirror import replication
 from kvrs.proxy.mirror.peers import ProxyPeer
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group, record_key
+from kvrs_testkit.proxy_cluster import WITHIN_S
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.mirror.test_proxy_kills import text_in
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group, record_key
-from tests.proxy.proxy_cluster import WITHIN_S
-from tests.proxy.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

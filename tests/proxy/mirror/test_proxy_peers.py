@@ -8,8 +8,8 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
-from tests.proxy.proxy_cluster import WITHIN_S
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 

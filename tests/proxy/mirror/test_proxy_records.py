@@ -26,9 +26,9 @@ from kvrs.logs import old_parts
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams import event_log
 from kvrs.proxy.streams.event_log import EventLog
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import SECRET, Fault
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import SECRET, Fault
 
 pytestmark = pytest.mark.network
 

@@ -13,15 +13,15 @@ import pytest
 from kvrs.protocol.instance import Capability
 from kvrs.proxy.mirror import outbox, replication
 from kvrs.proxy.mirror.headers import ResumeRequest
-from tests.proxy.multi_proxy_cluster import (
+from kvrs_testkit.multi_proxy_cluster import (
     MultiProxyCluster,
     Reader,
     open_proxy_group,
     record_key,
 )
-from tests.proxy.proxy_cluster import WITHIN_S
-from tests.proxy.scripted import Scripted
-from tests.proxy.scripted_model import expected_ids, text_of
+from kvrs_testkit.proxy_cluster import WITHIN_S
+from kvrs_testkit.scripted import Scripted
+from kvrs_testkit.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

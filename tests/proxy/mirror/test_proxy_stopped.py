@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from kvrs_testkit.proxy_process import process_of
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.mirror.test_proxy_kills import text_in
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
-from tests.proxy.scripted_model import expected_ids, text_of
-from tests.proxy.test_proxy_process import process_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 

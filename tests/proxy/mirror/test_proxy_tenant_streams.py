@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvrs.config.tenants import key_hash
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, Reader, open_proxy_group
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, Reader, open_proxy_group
 
 pytestmark = pytest.mark.network
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvrs.protocol.mirror import BatchAnswer, Update
 from kvrs.proxy.mirror.peers import ProxyPeer
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
-from tests.proxy.proxy_cluster import WITHIN_S
-from tests.proxy.scenarios import SCENARIOS
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
+from kvrs_testkit.plays import SCENARIOS
+from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from kvrs.ids import InstanceId
-from tests.proxy.multi_proxy_cluster import MultiProxyCluster, Reader, open_proxy_group
-from tests.proxy.scripted import SECRET
-from tests.proxy.scripted_model import expected_ids, text_of
+from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, Reader, open_proxy_group
+from kvrs_testkit.scripted import SECRET
+from kvrs_testkit.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

@@ -15,8 +15,8 @@ from kvrs.explain.incidents import grouped
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.streams.metrics import OUTCOMES_OF_REQUESTS
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

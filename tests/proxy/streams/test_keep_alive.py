@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from kvrs.proxy.streams.keep_alive import KeepAlives
+from kvrs_testkit.plays import SCENARIOS
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Cut, Fault
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scenarios import SCENARIOS
-from tests.proxy.scripted import Cut, Fault
 
 pytestmark = pytest.mark.network
 

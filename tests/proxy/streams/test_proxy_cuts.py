@@ -9,10 +9,10 @@ import pytest
 
 from kvrs.proxy.wire.exactness import inexact_features
 from kvrs.proxy.wire.requests import CHAT, COMPLETIONS, read
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Scripted
 from tests.proxy.conftest import ProxyClusterBuilder
 from tests.proxy.cuts import Case, Point, cases, comparable, encoded, points, try_point
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Scripted
 
 pytestmark = pytest.mark.network
 

@@ -13,11 +13,11 @@ from kvrs.core.fleet import silence
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.metrics import DeathCause
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Fault, Scripted
+from kvrs_testkit.scripted_model import expected_ids, text_of
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault, Scripted
-from tests.proxy.scripted_model import expected_ids, text_of
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

@@ -10,8 +10,8 @@ from aiohttp import web
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
 from kvrs.proxy.server import Proxy
+from kvrs_testkit.scripted import SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.scripted import SECRET
 
 pytestmark = pytest.mark.network
 

@@ -17,7 +17,7 @@ import pytest
 from kvrs.core.control import Control
 from kvrs.gossip.facts import LinkFact
 from kvrs.proxy.wire.upstream import Reader, Upstream
-from tests.proxy.scripted_model import expected_ids, text_of
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.watch.test_proxy_gossip import cluster
 
 pytestmark = pytest.mark.network

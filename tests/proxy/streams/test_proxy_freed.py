@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvrs.proxy.wire.journal import Journal
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
 
 pytestmark = pytest.mark.network
 

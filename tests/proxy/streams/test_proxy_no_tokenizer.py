@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from kvrs.errors import ConfigError
+from kvrs_testkit.scripted import Cut, Fault, Scripted
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.scripted import Cut, Fault, Scripted
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from kvrs.protocol.instance import Capability
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import BREAKS, Fault, Scripted
+from kvrs_testkit.scripted_model import expected_ids, ids_of, rendered
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import BREAKS, Fault, Scripted
-from tests.proxy.scripted_model import expected_ids, ids_of, rendered
 from tests.proxy.streams.test_proxy_streams import normal
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

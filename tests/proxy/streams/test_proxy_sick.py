@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from kvrs.protocol.openai.chunks import error_body
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

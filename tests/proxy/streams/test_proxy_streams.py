@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from kvrs.protocol.openai.requests import CompletionRequest
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import BREAKS, Fault, Script
+from kvrs_testkit.scripted_model import expected_ids, text_of
+from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import BREAKS, Fault, Script
-from tests.proxy.scripted_model import expected_ids, text_of
-from tests.sse import events_of
 
 pytestmark = pytest.mark.network
 

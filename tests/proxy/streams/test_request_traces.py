@@ -26,11 +26,11 @@ from kvrs.proxy.streams.spans import RequestTracer
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import context_of
 from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Fault
 from tests.agent.agents import SECRET
-from tests.free_ports import free_ports
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault
 from tests.tracing.collector import Collector, collecting, facts_of
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]

@@ -18,14 +18,14 @@ from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import AgentInfo, Role
+from kvrs_testkit import scripted
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import open_proxy_cluster
+from kvrs_testkit.scripted import Script, Scripted
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.agent.agents import SECRET, ask, document, running, session
 from tests.agent.fake_nvml import FakeGpu, FakeNvml
-from tests.free_ports import free_ports
 from tests.gossip.gatherings import QUICK, gathering, until
-from tests.proxy import scripted
-from tests.proxy.proxy_cluster import open_proxy_cluster
-from tests.proxy.scripted import Script, Scripted
-from tests.proxy.scripted_model import expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

@@ -17,9 +17,9 @@ from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement, lower_bound
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.scripted import SECRET
 from tests.gossip.gatherings import QUICK, Gathering, gathering, until
-from tests.proxy.proxy_cluster import ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted import SECRET
 
 pytestmark = pytest.mark.network
 

@@ -9,10 +9,10 @@ import pytest
 from kvrs.core.fleet import self_tests as book
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.protocol.instance import Capability
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted import Fault, Scripted
+from kvrs_testkit.scripted_model import Arithmetic, Sampler, expected_ids, text_of
 from tests.proxy.conftest import ProxyClusterBuilder
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted import Fault, Scripted
-from tests.proxy.scripted_model import Arithmetic, Sampler, expected_ids, text_of
 
 pytestmark = pytest.mark.network
 

@@ -13,7 +13,7 @@ from kvrs.core.fleet.known import Health
 from kvrs.errors import UpstreamError
 from kvrs.proxy.streams.metrics import DeathCause
 from kvrs.proxy.watch.watcher import Watcher
-from tests.virtual_time import run_virtually, virtual_loop
+from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 
 class Refused(Watcher):

@@ -25,7 +25,7 @@ from kvrs.proxy.wire.peer import (
 )
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.proxy.wire.upstream import Flow, Need, Shortcut
-from tests.proxy.proxy_cluster import WITHIN_S
+from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 

@@ -11,7 +11,7 @@ from kvrs.protocol.instance import LeaseUpdate
 from kvrs.proxy.wire import peer, watchdog
 from kvrs.proxy.wire.peer import Peer, new_unproven_session
 from kvrs.proxy.wire.watchdog import SilentError, reset_timeout, silence_limit
-from tests.virtual_time import run_virtually, virtual_loop
+from kvrs_testkit.virtual_time import run_virtually, virtual_loop
 
 
 async def silent_for(limit_s: float) -> float:

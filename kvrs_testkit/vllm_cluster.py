@@ -4,9 +4,9 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tests.proxy.proxy_cluster import ProxyCluster
-from tests.proxy.scripted_vllm import ScriptedVllm, VllmScript
-from tests.sse import events_of
+from kvrs_testkit.proxy_cluster import ProxyCluster
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.sse import events_of
 
 PROMPT = [5, 6, 7]
 TOKENS = 6

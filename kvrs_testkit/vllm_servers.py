@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.processes import Processes, below
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
+from kvrs_testkit.processes import Processes, below
 
 # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
 PYTHON_ENV = "KVRS_VLLM_PYTHON"

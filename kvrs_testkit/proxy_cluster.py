@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrs.config.file import Config, parse_config
 from kvrs.protocol.instance import Role
 from kvrs.proxy.server import Proxy
-from tests.proxy.scripted import SECRET, Script, Scripted
-from tests.proxy.scripted_agent import ScriptedAgent
+from kvrs_testkit.scripted import SECRET, Script, Scripted
+from kvrs_testkit.scripted_agent import ScriptedAgent
 
 WITHIN_S = 60.0  # Something becomes true, also on a busy machine.
 

@@ -50,7 +50,7 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
-from tests.proxy.scripted_model import (
+from kvrs_testkit.scripted_model import (
     Arithmetic,
     Step,
     Writer,
@@ -59,8 +59,8 @@ from tests.proxy.scripted_model import (
     ids_of,
     rendered,
 )
-from tests.proxy.scripted_server import SECRET as SECRET
-from tests.proxy.scripted_server import ScriptedServer, abort
+from kvrs_testkit.scripted_server import SECRET as SECRET
+from kvrs_testkit.scripted_server import ScriptedServer, abort
 
 GEOMETRY = KvGeometry(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4, page_size_tokens=16)
 

@@ -24,8 +24,8 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
-from tests.proxy.scripted import Fault
-from tests.proxy.scripted_model import (
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import (
     Arithmetic,
     Step,
     Writer,
@@ -34,7 +34,7 @@ from tests.proxy.scripted_model import (
     rendered,
     token_after,
 )
-from tests.proxy.scripted_server import ScriptedServer, abort
+from kvrs_testkit.scripted_server import ScriptedServer, abort
 
 PAGE = 16
 _ENGINES = itertools.count(1)

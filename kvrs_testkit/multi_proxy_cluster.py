@@ -17,9 +17,9 @@ from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.server import Proxy
-from tests.free_ports import free_ports
-from tests.proxy.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
-from tests.proxy.scripted import SECRET
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
+from kvrs_testkit.scripted import SECRET
 
 _EVENT = re.compile(rb"(?:id: ([0-9a-f]+:[0-9]+)\n)?data: (.*)\n\n", re.DOTALL)
 

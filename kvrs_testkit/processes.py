@@ -1,5 +1,5 @@
-"""Real engine, agent and proxy processes for experiments: started from one configuration, killed on
-purpose, ended at the end.
+"""Real engine, agent and proxy processes for tests and experiments: started from one configuration,
+killed on purpose, ended at the end.
 
     with Processes(config) as processes:
         processes.start("p0", "d0", "agent-n0")

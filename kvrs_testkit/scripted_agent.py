@@ -19,7 +19,7 @@ from kvrs.protocol.instance import (
     SlotRequest,
     SlotUpdate,
 )
-from tests.proxy.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_server import ScriptedServer
 
 CAPACITY_BYTES = 1 << 20
 

@@ -31,7 +31,7 @@ from kvrs.protocol.openai.chunks import (
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
-from tests.proxy.scenarios import SCENARIOS
+from kvrs_testkit.plays import SCENARIOS
 
 RANDOM_TOKENS = 500
 _TEXTS = ("a", " b", "é", '"', ',"token_ids":[7],', "\n", " data: x\n\n", "]}", "\\", "[DONE]")

@@ -1,0 +1,93 @@
+"""Proxies as processes of their own, as `kvrs proxy` runs them, before scripted instances."""
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
+from kvrs_testkit.scripted import SECRET
+
+REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
+
+
+@asynccontextmanager
+async def process(
+    system: ProxyCluster,
+    directory: Path,
+    python: Sequence[str] = (sys.executable,),
+    **proxy: float,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A second proxy before the same instances, and where it listens; one that does not end is
+    killed.
+    """
+    async with process_of(config_of(system, directory, **proxy), python) as started:
+        yield started
+
+
+def config_of(system: ProxyCluster, directory: Path, **proxy: float) -> Path:
+    """The file of a proxy before the instances of `system`."""
+    nodes: dict[str, list[dict[str, str | int]]] = {}
+    for page_port, one in enumerate(system.instances.values(), 1):
+        instance: dict[str, str | int] = {
+            "id": one.id,
+            "role": one.role.value,
+            "port": one.port,
+            "page_port": page_port,
+        }
+        nodes.setdefault(one.node, []).append(instance)
+    cluster = {"nodes": [{"id": node, "instances": instances} for node, instances in nodes.items()]}
+    config = directory / "kvrs.yaml"
+    config.write_bytes(
+        msgspec.json.encode({"proxy": {"port": 0, "admin_port": 0, **proxy}, "cluster": cluster})
+    )
+    return config
+
+
+@asynccontextmanager
+async def process_of(
+    config: Path, python: Sequence[str] = (sys.executable,)
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    async with started_process(config, python) as started:
+        async with asyncio.timeout(WITHIN_S):
+            assert started.stderr is not None
+            while (
+                port := re.search(rb"proxy ready port=(\d+)", await started.stderr.readline())
+            ) is None:
+                assert started.returncode is None
+        yield started, f"http://127.0.0.1:{int(port[1])}/v1/completions"
+
+
+@asynccontextmanager
+async def started_process(
+    config: Path, python: Sequence[str] = (sys.executable,)
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A proxy that may not be ready yet; one that does not end is killed."""
+    started = await asyncio.create_subprocess_exec(
+        *(*python, "-m", "kvrs", "proxy", "--config", str(config)),
+        env=os.environ | {"KVRS_SECRET": SECRET.decode()},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+async def until_logged(proxy: asyncio.subprocess.Process, words: bytes) -> bytes:
+    """The log up to the line with these words."""
+    assert proxy.stderr is not None
+    logged = b""
+    async with asyncio.timeout(WITHIN_S):
+        while words not in logged:
+            line = await proxy.stderr.readline()
+            assert line, f"the proxy ended with {await proxy.wait()}"
+            logged += line
+    return logged
