@@ -386,9 +386,11 @@ class Reformer:
         self._processes.settle(action.layout)
         for rank in action.layout.ranks:
             self._missing.drop(rank)
+        # In this order: a reader of `done` finds the layout that serves, and one that finds no
+        # re-forming under way finds both.
+        self._group.serve(self._formation)
         self._note_cost(action)
         self._begun, self.now = None, None
-        self._group.serve(self._formation)
         # The end of a process takes its time, in which the others compute again.
         for rank in [rank for rank in seats if rank not in action.layout.ranks]:
             seats.pop(rank).close()

@@ -341,7 +341,7 @@ def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
         assert left.moved == {"peer": left.peer_bytes}
         assert left.peer_bytes > 0
         assert True not in group.freezes
-        assert leaving.is_closed
+        group.until(lambda: leaving.is_closed)  # While the others serve.
         group.lose(2)
         group.until(lambda: len(group.done) >= 3)
         assert group.layout.ranks == (0, 1, 2)
@@ -349,6 +349,24 @@ def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
         assert group.order(2, leaves=False) == "rank: got 2; allowed: 3"
         assert group.order(3, leaves=False) is None
         group.until_serving(*ALL)
+
+
+def test_a_re_forming_is_recorded_while_its_layout_serves_and_before_it_has_ended() -> None:
+    """A reader that finds the record finds the layout; one that finds no re-forming finds both."""
+    with scripted() as group:
+        seen: list[tuple[int, bool]] = []
+        serve = group.serve
+
+        def watched(formation: Any) -> None:
+            seen.append((len(group.done), group.reformer.now is not None))
+            serve(formation)
+
+        group.serve = watched  # type: ignore[method-assign]
+        group.lose(3)
+        group.until(lambda: len(group.done) >= 2)
+
+        assert group.layout.ranks == ALL
+        assert seen == [(0, True), (1, True)]
 
 
 def test_a_rank_that_is_to_leave_does_so_after_a_loss() -> None:
