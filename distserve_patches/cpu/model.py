@@ -230,7 +230,7 @@ class Model:
                     f"a request reaches position {first + len(tokens)}; the model has "
                     f"{self._positions}"
                 )
-            chunks.append(Chunk(tokens, first, blocks, wants_logits=True))
+            chunks.append(Chunk(tokens, first, blocks, logits=1))
         with torch.inference_mode():
             logits = self._decoder.forward(build_step(chunks, self._pool), self._pool)
         sampled = [sample(row, _GREEDY, 0) for row in logits]

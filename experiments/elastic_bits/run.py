@@ -57,7 +57,7 @@ class Bench:
     def _alone(self, sequence: int) -> Tensor:
         """Logits of every position."""
         pages = range(sequence * self.each, (sequence + 1) * self.each)
-        chunk = Chunk(self.token_ids[sequence], 0, pages, wants_logits=True)
+        chunk = Chunk(self.token_ids[sequence], 0, pages, logits=1)
         with torch.inference_mode():
             step = all_rows(build_step([chunk], self.worker.pool))
             return self.worker.model.forward(step, self.worker.pool)

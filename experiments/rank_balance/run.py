@@ -128,13 +128,13 @@ def prompt_of(sequence: int, base: int, first: int, sizes: Sizes) -> Chunk:
     """A piece of a prompt."""
     last = min(first + TILE, sizes.context_tokens)
     ids = [(17 * at * at + 31 * sequence) % VOCAB for at in range(first, last)]
-    return Chunk(ids, first, _pages(sequence, sizes), wants_logits=False, base=base)
+    return Chunk(ids, first, _pages(sequence, sizes), logits=0, base=base)
 
 
 def token_of(sequence: int, base: int, step: int, sizes: Sizes) -> Chunk:
     at = sizes.context_tokens + step
     ids = [(7 * at + sequence) % VOCAB]
-    return Chunk(ids, at, _pages(sequence, sizes), wants_logits=True, base=base)
+    return Chunk(ids, at, _pages(sequence, sizes), logits=1, base=base)
 
 
 def by_layer_s(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], float]:

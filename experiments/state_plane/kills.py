@@ -63,7 +63,7 @@ class Reference:
         for prompt in self.prompts:
             history = self._greedy(prompt)
             pages, size = range(-(-len(history) // 16)), engine.page_size_tokens
-            self.worker.execute([Chunk(history, 0, pages, wants_logits=False)])
+            self.worker.execute([Chunk(history, 0, pages, logits=0)])
             tags = page_tags(root_tag(self.worker.fingerprint), history, size)
             views = map(self.worker.pool.view, pages)
             self.pages |= {tag: bytes(view) for tag, view in zip(tags, views, strict=False)}
@@ -71,7 +71,7 @@ class Reference:
     def _greedy(self, prompt: list[int]) -> list[int]:
         history, first = list(prompt), 0
         while len(history) < len(prompt) + TOKENS:
-            chunk = Chunk(history[first:], first, range(64), wants_logits=True)
+            chunk = Chunk(history[first:], first, range(64), logits=1)
             first = len(history)
             history.append(int(torch.argmax(self.worker.execute([chunk])[0])))
         return history

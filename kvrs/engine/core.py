@@ -261,13 +261,15 @@ class EngineCore(RunCore):
         one.
         """
         logits = self.worker.execute([chunk for _, chunk in batch])
-        wanted = [sequence for sequence, chunk in batch if chunk.wants_logits]
-        runs = [self._runs.get(sequence) for sequence in wanted]
-        return {
-            # A run aborted meanwhile: the scheduler ignores the token.
-            sequence: Sampled(0) if run is None else run.choose(row)
-            for sequence, run, row in zip(wanted, runs, logits, strict=True)
-        }
+        sampled: dict[Sequence, Sampled] = {}
+        end = 0
+        for sequence, chunk in batch:
+            if chunk.logits:
+                end += chunk.logits
+                run = self._runs.get(sequence)
+                # A run aborted meanwhile: the scheduler ignores the token.
+                sampled[sequence] = Sampled(0) if run is None else run.choose(logits[end - 1])
+        return sampled
 
     def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
         """Apply a computed batch to the scheduler, and emit its tokens."""

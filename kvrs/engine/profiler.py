@@ -309,7 +309,7 @@ class _Rig:
                 token_ids=self._ids(min(limit, end - first)),
                 first_position=first,
                 pages=pages,
-                wants_logits=first + limit >= end,
+                logits=int(first + limit >= end),
             )
             for first in range(cached, end, limit)
         ]
@@ -325,7 +325,7 @@ class _Rig:
                 token_ids=self._ids(1),
                 first_position=context - 1,
                 pages=range(i * held, (i + 1) * held),
-                wants_logits=True,
+                logits=1,
             )
             for i in range(batch)
         ]

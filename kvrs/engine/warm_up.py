@@ -107,7 +107,7 @@ def _prefill_s(worker: ModelWorker, tokens: int) -> float:
                     token_ids=ids,
                     first_position=first,
                     pages=pages,
-                    wants_logits=first + step >= tokens,
+                    logits=int(first + step >= tokens),
                 )
             ]
         )

@@ -123,8 +123,8 @@ class Worker:
         """Compute one batch: its KV goes into the chunks' pages.
 
         Returns:
-            Logits `[number of chunks that want them, vocab]`, float32, on the CPU, in the order of
-            the chunks.
+            Logits `[sum of the chunks' logits, vocab]`, float32, on the CPU, in the order of the
+            chunks and of their tokens.
         """
         assert chunks, "a batch has at least one chunk"
         for chunk in chunks:

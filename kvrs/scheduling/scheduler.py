@@ -341,7 +341,7 @@ class BatchScheduler:
             self._settle(sequence)
             if end >= sequence.history_tokens:
                 self._queue.advance(sequence)
-            if chunk.wants_logits:
+            if chunk.logits:
                 sequence.token_ids.append(sampled[sequence])
                 sequence.extend_tags(self._page_size)
                 self._queued_tokens += 1

@@ -176,7 +176,7 @@ class Chunk:
     token_ids: collections.abc.Sequence[int]
     first_position: int
     pages: collections.abc.Sequence[int]
-    wants_logits: bool  # Of the chunk's last token.
+    logits: int  # The logits of so many last tokens are wanted.
     base: int = 0  # Of the sequence.
 
 
@@ -222,7 +222,7 @@ def next_chunk(sequence: Sequence, tokens: int, page_size: int) -> Chunk:
         token_ids=sequence.token_ids[sequence.computed_tokens : end],
         first_position=sequence.computed_tokens,
         pages=sequence.pages[: pages_for(end, page_size)],
-        wants_logits=end == len(sequence.token_ids) and not sequence.prefill_only,
+        logits=int(end == len(sequence.token_ids) and not sequence.prefill_only),
         base=sequence.base,
     )
 

@@ -275,7 +275,7 @@ class SimEngine(SimPagePool, RankedEngine):
                 self.received(chunk.pages[index], sequence.tags[index])
             if end % self._size:
                 self.contents.pop(chunk.pages[-1], None)
-            if chunk.wants_logits:
+            if chunk.logits:
                 sampled[sequence] = token_at(sequence.stream, len(sequence.token_ids))
         prefilled = self.scheduler.complete(batch, sampled)
         for sequence, _ in batch:

@@ -73,7 +73,7 @@ def greedy(model: Path) -> list[int]:
     worker, token_ids = Worker(model, EngineSettings(pages=32)), list(PROMPT)
     done = 0
     while len(token_ids) < len(PROMPT) + TOKENS:
-        chunk = Chunk(token_ids[done:], done, range(32), wants_logits=True)
+        chunk = Chunk(token_ids[done:], done, range(32), logits=1)
         done = len(token_ids)
         token_ids.append(int(worker.execute([chunk])[0].argmax()))
     return token_ids[len(PROMPT) :]

@@ -96,7 +96,7 @@ def embedded(tiny_model: Path) -> list[list[int]]:
 def continuation(worker: Worker, prompt: list[int]) -> list[int]:
     tokens, first = list(prompt), 0
     while len(tokens) < len(prompt) + OUTPUT_TOKENS:
-        logits = worker.execute([Chunk(tokens[first:], first, list(range(16)), wants_logits=True)])
+        logits = worker.execute([Chunk(tokens[first:], first, list(range(16)), logits=1)])
         first = len(tokens)
         tokens.append(int(logits[0].argmax()))
     return tokens[len(prompt) :]

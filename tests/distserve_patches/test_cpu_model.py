@@ -103,7 +103,7 @@ def embedded(directory: Path) -> tuple[list[int], Tensor]:
     tokens, pages = list(PROMPT), [3, 0, 7, 9]
     first = 0
     for _ in range(OUTPUT_TOKENS):
-        logits = worker.execute([Chunk(tokens[first:], first, pages, wants_logits=True)])
+        logits = worker.execute([Chunk(tokens[first:], first, pages, logits=1)])
         first = len(tokens)
         tokens.append(int(logits[0].argmax()))
     return tokens[len(PROMPT) :], worker.pool.tensor[pages]

@@ -97,7 +97,7 @@ def embedded(model: Path) -> tuple[list[bytes], list[int]]:
     tokens, first, pages = list(HISTORY), 0, list(range(8))
     before: list[bytes] = []
     while len(tokens) < len(HISTORY) + NEW:
-        logits = worker.execute([Chunk(tokens[first:], first, pages, wants_logits=True)])
+        logits = worker.execute([Chunk(tokens[first:], first, pages, logits=1)])
         before = before or [bytes(worker.pool.view(page)) for page in range(PAGES)]
         first = len(tokens)
         tokens.append(int(logits[0].argmax()))

@@ -43,12 +43,10 @@ def embedded(tiny_model: Path) -> list[int]:
     """The output of the embedded engine, token by token."""
     worker = Worker(tiny_model, parse_config({"cluster": {"engine": {"pages": 64}}}).cluster.engine)
     ids, pages = list(PROMPT), range(16)
-    chunk = Chunk(token_ids=ids, first_position=0, pages=pages, wants_logits=True)
+    chunk = Chunk(token_ids=ids, first_position=0, pages=pages, logits=1)
     for _ in range(TOKENS):
         ids = [*ids, int(worker.execute([chunk])[0].argmax())]
-        chunk = Chunk(
-            token_ids=ids[-1:], first_position=len(ids) - 1, pages=pages, wants_logits=True
-        )
+        chunk = Chunk(token_ids=ids[-1:], first_position=len(ids) - 1, pages=pages, logits=1)
     return ids[len(PROMPT) :]
 
 

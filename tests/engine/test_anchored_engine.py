@@ -52,7 +52,7 @@ class Reference:
         pages = range(-(-(len(prompt) + MAX_TOKENS) // 16))
         first = 0
         while len(history) < len(prompt) + MAX_TOKENS:
-            (row,) = self.worker.execute([Chunk(history[first:], first, pages, wants_logits=True)])
+            (row,) = self.worker.execute([Chunk(history[first:], first, pages, logits=1)])
             first = len(history)
             history.append(int(torch.argmax(row)))
         return history
@@ -62,7 +62,7 @@ class Reference:
         found: dict[Tag, bytes] = {}
         for history in self.histories.values():
             pages = range(-(-len(history) // 16))
-            self.worker.execute([Chunk(history, 0, pages, wants_logits=False)])
+            self.worker.execute([Chunk(history, 0, pages, logits=0)])
             tags = page_tags(root_tag(self.worker.fingerprint), history, 16)
             found |= {
                 tag: bytes(self.worker.pool.view(page))

@@ -239,14 +239,14 @@ def answered(
     run = run_of(request, tokenizer, prompt, output)
     token_ids, pages = run.sequence.token_ids, range(worker.pool.pages)
     half = len(token_ids) // 2
-    worker.execute([Chunk(token_ids[:half], 0, pages, wants_logits=False)])
+    worker.execute([Chunk(token_ids[:half], 0, pages, logits=0)])
     steps: list[StepOutput] = []
     computed = half
     while not steps or steps[-1].finish_reason is None:
         # Another sequence in the batch, so that a row does not always stand in the same place.
-        neighbour = Chunk([7], 0, [worker.pool.pages - 1], wants_logits=True)
+        neighbour = Chunk([7], 0, [worker.pool.pages - 1], logits=1)
         logits = worker.execute(
-            [neighbour, Chunk(token_ids[computed:], computed, pages, wants_logits=True)]
+            [neighbour, Chunk(token_ids[computed:], computed, pages, logits=1)]
         )[1]
         computed = len(token_ids)
         sampled = run.choose(logits)

@@ -107,7 +107,7 @@ def bench_of(directory: Path, page_size_tokens: int) -> Bench:
     expected = [
         torch.cat(
             [
-                workers[0].execute([Chunk(ids[at : at + 1], at, pages, wants_logits=True)])
+                workers[0].execute([Chunk(ids[at : at + 1], at, pages, logits=1)])
                 for at in range(LENGTH)
             ]
         )
@@ -167,26 +167,26 @@ class Run:
             self.bench.workers[old.worker].pool.tensor[source] = torch.nan
         self.places[sequence] = new
 
-    def execute(self, sizes: list[tuple[int, int]]) -> None:
-        """One batch on each engine: that many next tokens of those sequences."""
+    def execute(self, sizes: list[tuple[int, int, int]]) -> None:
+        """One batch on each engine: that many next tokens of those sequences, with the logits of so
+        many last ones.
+        """
         for index, worker in enumerate(self.bench.workers):
-            members = [
-                (sequence, size)
-                for sequence, size in sizes
-                if self.places[sequence].worker == index
-            ]
+            members = [member for member in sizes if self.places[member[0]].worker == index]
             chunks = [chunk for member in members for chunk in self._chunk(*member)]
             if not chunks:
                 continue
-            logits = worker.execute(chunks)
-            done = [sequence for sequence, _ in members if self.places[sequence].computed < LENGTH]
-            for sequence, chunk, row in zip(done, chunks, logits, strict=True):
-                self.places[sequence].computed += len(chunk.token_ids)
-                assert torch.equal(
-                    row, self.bench.expected[sequence][self.places[sequence].computed - 1]
-                )
+            logits, row = worker.execute(chunks), 0
+            done = [sequence for sequence, *_ in members if self.places[sequence].computed < LENGTH]
+            for sequence, chunk in zip(done, chunks, strict=True):
+                computed = self.places[sequence].computed + len(chunk.token_ids)
+                self.places[sequence].computed = computed
+                expected = self.bench.expected[sequence][computed - chunk.logits : computed]
+                assert torch.equal(logits[row : row + chunk.logits], expected)
+                row += chunk.logits
+            assert row == len(logits)
 
-    def _chunk(self, sequence: int, size: int) -> Iterator[Chunk]:
+    def _chunk(self, sequence: int, size: int, logits: int) -> Iterator[Chunk]:
         place = self.places[sequence]
         token_ids = self.bench.token_ids[sequence][place.computed : place.computed + size]
         if not token_ids:
@@ -194,12 +194,13 @@ class Run:
         page_size = self.bench.workers[0].geometry.page_size_tokens
         while len(place.pages) * page_size < place.computed + len(token_ids):
             place.pages.append(next(self.free[place.worker]))
-        yield Chunk(token_ids, place.computed, place.pages, wants_logits=True)
+        yield Chunk(token_ids, place.computed, place.pages, logits=min(logits, len(token_ids)))
 
 
 moves = st.tuples(
     st.integers(0, SEQUENCES - 1),
     st.sampled_from([1, 1, 1, 2, 5, 15, 16, 17, 33, 64, 100, 230]),
+    st.sampled_from([0, 1, 1, 2, 5, 16, 17, 230]),  # Last tokens whose logits are wanted.
     st.booleans(),
 )
 schedules = st.lists(
@@ -212,7 +213,7 @@ schedules = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules, seed=st.integers(0, 1000))
 def test_logits_do_not_depend_on_batch_chunking_or_where_pages_came_from(
-    bench: Bench, schedule: list[list[tuple[int, int, bool]]], seed: int
+    bench: Bench, schedule: list[list[tuple[int, int, int, bool]]], seed: int
 ) -> None:
     """A resumed stream equals the uninterrupted one only if arithmetic sees the sequence and
     nothing else.
@@ -220,11 +221,22 @@ def test_logits_do_not_depend_on_batch_chunking_or_where_pages_came_from(
     run = Run.on(bench, seed)
 
     for batch in schedule:
-        for sequence, _, recovered in batch:
+        for sequence, *_, recovered in batch:
             if recovered:
                 run.recover(sequence)
 
-        run.execute([(sequence, size) for sequence, size, _ in batch])  # Compares bit for bit.
+        run.execute([(sequence, size, logits) for sequence, size, logits, _ in batch])
+
+
+def test_each_row_of_a_chunk_has_the_logits_of_a_step_alone(bench: Bench) -> None:
+    """Speculation compares several guessed tokens at once with what each step would have given."""
+    worker, ids, expected = bench.workers[0], bench.token_ids[0], bench.expected[0]
+    pages = range(PAGES)
+    worker.execute([Chunk(ids[:100], 0, pages, logits=0)])
+
+    for rows in (1, 2, 3, 8, 15, 16, 17, 40):
+        found = worker.execute([Chunk(ids[100:140], 100, pages, logits=rows)])
+        assert torch.equal(found, expected[140 - rows : 140])
 
 
 def test_a_full_batch_of_decode_steps_equals_single_steps(bench: Bench) -> None:
@@ -238,14 +250,13 @@ def test_a_full_batch_of_decode_steps_equals_single_steps(bench: Bench) -> None:
         list(range(index * per_sequence, (index + 1) * per_sequence)) for index in range(SEQUENCES)
     ]
     for ids, held in zip(bench.token_ids, pages, strict=True):
-        worker.execute([Chunk(ids[:200], 0, held, wants_logits=False)])
+        worker.execute([Chunk(ids[:200], 0, held, logits=0)])
 
     for shift in range(17):
         members = [(shift + index) % SEQUENCES for index in range(SEQUENCES)]
-        filler = [Chunk([0], 0, [PAGES - 1 - index], wants_logits=True) for index in range(shift)]
+        filler = [Chunk([0], 0, [PAGES - 1 - index], logits=1) for index in range(shift)]
         steps = [
-            Chunk(bench.token_ids[index][200:201], 200, pages[index], wants_logits=True)
-            for index in members
+            Chunk(bench.token_ids[index][200:201], 200, pages[index], logits=1) for index in members
         ]
         logits = worker.execute(filler + steps)[shift:]
 
@@ -259,14 +270,15 @@ def test_logits_come_for_the_chunks_that_ask_in_their_order(tiny_model: Path) ->
     """Most chunks of a long prompt want none."""
     worker = Worker(tiny_model, EngineSettings(pages=64))
     chunks = [
-        Chunk([5, 6, 7], 0, [0], wants_logits=True),
-        Chunk([8, 9], 0, [1], wants_logits=False),
-        Chunk([9, 8], 0, [2], wants_logits=True),
+        Chunk([5, 6, 7], 0, [0], logits=1),
+        Chunk([8, 9], 0, [1], logits=0),
+        Chunk([9, 8], 0, [2], logits=2),
     ]
 
     logits = worker.execute(chunks)
     first, last = (worker.execute([chunks[index]]) for index in (0, 2))
     none = worker.execute([chunks[1]])
 
+    assert (len(first), len(last)) == (1, 2)
     assert torch.equal(logits, torch.cat((first, last)))
     assert none.shape == (0, worker.vocab_size)

@@ -272,11 +272,11 @@ def ours(directory: Path, prompt: list[int]) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits that chose them."""
     worker = Worker(directory, EngineSettings(pages=64))
     pages = range(64)
-    logits = [worker.execute([Chunk(prompt, 0, pages, wants_logits=True)])]
+    logits = [worker.execute([Chunk(prompt, 0, pages, logits=1)])]
     token_ids: list[int] = []
     for position in range(len(prompt), len(prompt) + STEPS - 1):
         token_ids.append(int(logits[-1].argmax()))
-        logits.append(worker.execute([Chunk(token_ids[-1:], position, pages, wants_logits=True)]))
+        logits.append(worker.execute([Chunk(token_ids[-1:], position, pages, logits=1)]))
     return [*token_ids, int(logits[-1].argmax())], torch.cat(logits)
 
 

@@ -29,7 +29,7 @@ def greedy(worker: Worker, prompt: list[int], tokens: int) -> list[int]:
     token_ids = list(prompt)
     computed = 0
     for _ in range(tokens):
-        logits = worker.execute([Chunk(token_ids[computed:], computed, pages, wants_logits=True)])
+        logits = worker.execute([Chunk(token_ids[computed:], computed, pages, logits=1)])
         computed = len(token_ids)
         token_ids.append(int(logits[0].argmax()))
     return token_ids[len(prompt) :]
@@ -116,7 +116,7 @@ def test_worker_describes_the_model(tiny_model: Path) -> None:
 def test_a_page_is_one_run_of_writable_bytes(tiny_model: Path) -> None:
     """Pages are sent from and received into the pool without a copy."""
     worker = Worker(tiny_model, EngineSettings(pages=4))
-    worker.execute([Chunk([5, 6, 7], 0, [2], wants_logits=False)])
+    worker.execute([Chunk([5, 6, 7], 0, [2], logits=0)])
 
     view = worker.pool.view(2)
     worker.pool.view(1)[:] = view

@@ -132,7 +132,7 @@ def test_an_instance_declares_what_its_chunks_take(
         scheduler.add(
             Sequence(StreamId(f"s{first}"), (0, 1), ids, 1024, root_tag(""), prefill_only=True)
         )
-    chunks = [Chunk([0] * 256, first, [], wants_logits=False) for first in range(0, 1024, 256)]
+    chunks = [Chunk([0] * 256, first, [], logits=0) for first in range(0, 1024, 256)]
     if pace is None:
         real_s = taken_s(instance.worker, 1024)
     else:

@@ -63,13 +63,10 @@ def submit(batches: BatchScheduler, *sequences: Sequence) -> list[Pull]:
 def step(batches: BatchScheduler) -> Batch:
     """One batch from decision to completion; everyone samples token 7."""
     batch = batches.next_batch()
-    batches.complete(batch, {one: 7 for one, chunk in batch if chunk.wants_logits})
+    batches.complete(batch, {one: 7 for one, chunk in batch if chunk.logits})
     batches.check()
     return batch
 
 
-def shape(batch: Batch) -> list[tuple[Sequence, int, int, bool]]:
-    return [
-        (one, chunk.first_position, len(chunk.token_ids), chunk.wants_logits)
-        for one, chunk in batch
-    ]
+def shape(batch: Batch) -> list[tuple[Sequence, int, int, int]]:
+    return [(one, chunk.first_position, len(chunk.token_ids), chunk.logits) for one, chunk in batch]

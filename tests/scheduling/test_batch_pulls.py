@@ -30,7 +30,7 @@ def test_the_tail_is_pulled_up_to_the_position_before_the_last() -> None:
     batches.pulled(one, range(2), tail=True)
 
     assert (pull.tail_index, pull.tail_tokens) == (2, 2)
-    assert shape(step(batches)) == [(one, 10, 1, True)]
+    assert shape(step(batches)) == [(one, 10, 1, 1)]
 
 
 def test_a_last_page_that_is_just_full_is_pulled_as_a_tail() -> None:
@@ -45,7 +45,7 @@ def test_a_last_page_that_is_just_full_is_pulled_as_a_tail() -> None:
 
     assert (pull.spans, pull.tail_index, pull.tail_tokens) == ((range(1),), 1, 3)
     assert len(pages.match(one.tags)) == 1
-    assert shape(step(batches)) == [(one, 7, 1, True)]
+    assert shape(step(batches)) == [(one, 7, 1, 1)]
 
 
 def test_a_tail_is_not_pulled_behind_a_gap() -> None:
@@ -69,7 +69,7 @@ def test_what_did_not_arrive_is_computed() -> None:
     batches.pulled(one, range(1))
 
     assert len(pages.match(one.tags)) == 1
-    assert shape(step(batches)) == [(one, 4, 11, True)]
+    assert shape(step(batches)) == [(one, 4, 11, 1)]
 
 
 def test_abort_while_waiting_leaves_the_queue() -> None:

@@ -17,8 +17,8 @@ def test_a_recovery_is_computed_before_the_prompts_of_new_ones() -> None:
     steps = [shape(step(batches)) for _ in range(2)]
 
     assert steps == [
-        [(streaming, 3, 1, True), (recovery, 0, 7, False)],
-        [(streaming, 4, 1, True), (recovery, 7, 3, True), (half, 5, 4, False)],
+        [(streaming, 3, 1, 1), (recovery, 0, 7, 0)],
+        [(streaming, 4, 1, 1), (recovery, 7, 3, 1), (half, 5, 4, 0)],
     ]
     assert waiting.phase is SequencePhase.WAITING
 
@@ -86,7 +86,7 @@ def test_recoveries_without_end_do_not_starve_a_new_one() -> None:
         batches.admit()
         batch = batches.next_batch()
         passed_by += sum(len(chunk.token_ids) for one, chunk in batch if one is not new)
-        for done in batches.complete(batch, {one: 7 for one, chunk in batch if chunk.wants_logits}):
+        for done in batches.complete(batch, {one: 7 for one, chunk in batch if chunk.logits}):
             batches.finish(done)
         if len(new.token_ids) > new.history_tokens:
             break

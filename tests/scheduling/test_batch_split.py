@@ -17,13 +17,13 @@ def test_the_front_is_computed_while_the_back_is_fetched() -> None:
 
     assert (pull.spans, one.phase, one.queue) == ((range(2, 4),), SequencePhase.SPLIT, Queue.REUSE)
     assert batches.queued_tokens == 9
-    assert shape(step(batches)) == [(one, 0, 8, False)]
+    assert shape(step(batches)) == [(one, 0, 8, 0)]
     assert one.phase is SequencePhase.PULLING
     assert batches.next_batch() == []
     batches.pulled(one, range(2, 4))
     assert (one.phase, one.computed_tokens) == (SequencePhase.RUNNING, 16)
     assert len(pages.match(one.tags)) == 4
-    assert shape(step(batches)) == [(one, 16, 1, True)]
+    assert shape(step(batches)) == [(one, 16, 1, 1)]
 
 
 def test_a_back_that_comes_first_waits_for_the_front() -> None:
@@ -38,9 +38,9 @@ def test_a_back_that_comes_first_waits_for_the_front() -> None:
 
     assert (one.phase, one.computed_tokens, batches.queued_tokens) == (SequencePhase.RUNNING, 0, 6)
     assert pages.match(one.tags[1:3]) == one.pages[1:3]
-    assert shape(step(batches)) == [(one, 0, 3, False)]
-    assert shape(step(batches)) == [(one, 3, 1, False)]
-    assert shape(step(batches)) == [(one, 12, 2, True)]
+    assert shape(step(batches)) == [(one, 0, 3, 0)]
+    assert shape(step(batches)) == [(one, 3, 1, 0)]
+    assert shape(step(batches)) == [(one, 12, 2, 1)]
 
 
 def test_the_back_may_come_while_the_front_is_in_flight() -> None:
@@ -56,7 +56,7 @@ def test_the_back_may_come_while_the_front_is_in_flight() -> None:
     batches.complete(batch, {})
     batches.check()
     assert one.computed_tokens == 12
-    assert shape(step(batches)) == [(one, 12, 1, True)]
+    assert shape(step(batches)) == [(one, 12, 1, 1)]
 
 
 def test_what_did_not_come_is_computed_and_what_came_is_not() -> None:
@@ -67,8 +67,8 @@ def test_what_did_not_come_is_computed_and_what_came_is_not() -> None:
 
     batches.pulled(one, range(2, 3))
 
-    assert shape(step(batches)) == [(one, 0, 8, False)]
-    assert shape(step(batches)) == [(one, 12, 9, True)]
+    assert shape(step(batches)) == [(one, 0, 8, 0)]
+    assert shape(step(batches)) == [(one, 12, 9, 1)]
 
 
 def test_several_sources_are_told_of_one_by_one() -> None:
@@ -83,10 +83,10 @@ def test_several_sources_are_told_of_one_by_one() -> None:
     batches.pulled(one, range(1), more_from=4)
 
     assert (one.phase, one.computed_tokens) == (SequencePhase.SPLIT, 4)
-    assert shape(step(batches)) == [(one, 4, 12, False)]
+    assert shape(step(batches)) == [(one, 4, 12, 0)]
     assert one.phase is SequencePhase.PULLING
     batches.pulled(one, range(4, 6))
-    assert shape(step(batches)) == [(one, 24, 1, True)]
+    assert shape(step(batches)) == [(one, 24, 1, 1)]
 
 
 def test_sources_that_overlap_are_one_wish() -> None:
@@ -99,7 +99,7 @@ def test_sources_that_overlap_are_one_wish() -> None:
 
     assert (pull.spans, one.phase, one.computed_tokens) == ((range(4),), SequencePhase.PULLING, 4)
     batches.pulled(one, range(1, 4))
-    assert shape(step(batches)) == [(one, 16, 1, True)]
+    assert shape(step(batches)) == [(one, 16, 1, 1)]
 
 
 def test_what_the_local_cache_has_is_not_fetched() -> None:
@@ -126,7 +126,7 @@ def test_others_get_their_tokens_while_one_is_split() -> None:
     step(batches)
     submit(batches, one)
 
-    assert shape(step(batches)) == [(other, 4, 1, True), (one, 0, 3, False)]
+    assert shape(step(batches)) == [(other, 4, 1, 1), (one, 0, 3, 0)]
     assert (batches.pulling, batches.running) == (1, 1)
 
 
@@ -182,7 +182,7 @@ def test_a_split_sequence_is_preempted_as_soon_as_its_pull_is_over() -> None:
         step(batches)
     assert one.phase is SequencePhase.SPLIT
     # The older one needs a page, and no sequence can be preempted for it.
-    assert shape(step(batches)) == [(one, 0, 1, False)]
+    assert shape(step(batches)) == [(one, 0, 1, 0)]
     batches.pulled(one, range(1, 3))
     assert one.arrived == (range(4, 12),)
 
@@ -204,7 +204,7 @@ def test_a_tail_behind_a_back_is_part_of_it() -> None:
     batches.pulled(one, range(1, 3), tail=True)
 
     assert (pull.spans, pull.tail_index, pull.tail_tokens) == ((range(1, 3),), 3, 2)
-    assert shape(step(batches)) == [(one, 14, 1, True)]
+    assert shape(step(batches)) == [(one, 14, 1, 1)]
 
 
 def test_places_are_counted_as_they_are_given_back() -> None:

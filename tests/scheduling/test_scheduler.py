@@ -24,10 +24,10 @@ def test_prefill_is_cut_into_chunks_and_only_the_last_wants_logits() -> None:
     steps = [shape(step(batches)) for _ in range(4)]
 
     assert steps == [
-        [(one, 0, 6, False)],
-        [(one, 6, 6, False)],
-        [(one, 12, 2, True)],
-        [(one, 14, 1, True)],
+        [(one, 0, 6, 0)],
+        [(one, 6, 6, 0)],
+        [(one, 12, 2, 1)],
+        [(one, 14, 1, 1)],
     ]
     assert one.token_ids[14:] == [7, 7]
 
@@ -42,7 +42,7 @@ def test_decode_steps_go_before_prefill() -> None:
 
     batch = step(batches)
 
-    assert shape(batch) == [(streaming, 3, 1, True), (late_prompt, 0, 7, False)]
+    assert shape(batch) == [(streaming, 3, 1, 1), (late_prompt, 0, 7, 0)]
 
 
 def test_prefill_is_first_come_first_served() -> None:
@@ -53,7 +53,7 @@ def test_prefill_is_first_come_first_served() -> None:
 
     steps = [shape(step(batches)) for _ in range(2)]
 
-    assert steps == [[(older, 0, 8, False)], [(older, 8, 2, True), (younger, 0, 6, False)]]
+    assert steps == [[(older, 0, 8, 0)], [(older, 8, 2, 1), (younger, 0, 6, 0)]]
 
 
 def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
@@ -64,7 +64,7 @@ def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
 
     batch = step(batches)
 
-    assert shape(batch) == [(other, 0, 1, True), (oldest, 0, 1, False)]
+    assert shape(batch) == [(other, 0, 1, 1), (oldest, 0, 1, 0)]
 
 
 def test_a_chunk_names_all_pages_up_to_its_end() -> None:
@@ -91,7 +91,7 @@ def test_a_prefill_only_sequence_is_done_when_all_is_computed() -> None:
     second = batches.next_batch()
     done = batches.complete(second, {})
 
-    assert shape(second) == [(one, 6, 2, False)]
+    assert shape(second) == [(one, 6, 2, 0)]
     assert (early, done) == ([], [one])
     assert one.uncomputed_tokens == 0
     assert len(one.token_ids) == 8
@@ -123,7 +123,7 @@ def test_the_last_position_is_computed_even_when_all_is_cached() -> None:
     submit(batches, second)
 
     assert second.computed_tokens == P
-    assert (second, P, P, True) in shape(step(batches))
+    assert (second, P, P, 1) in shape(step(batches))
 
 
 def test_equal_pages_computed_side_by_side_become_one() -> None:
@@ -289,7 +289,7 @@ def test_the_youngest_is_preempted_when_pages_run_short() -> None:
 
     batch = step(batches)
 
-    assert shape(batch) == [(older, 12, 1, True)]
+    assert shape(batch) == [(older, 12, 1, 1)]
     assert (younger.phase, younger.pages, younger.computed_tokens) == (SequencePhase.WAITING, [], 0)
     assert younger.token_ids == history
     batches.finish(older)
@@ -307,7 +307,7 @@ def test_a_preempted_sequence_finds_its_own_pages_again() -> None:
     batches.admit()
 
     assert younger.computed_tokens == 8  # Its third page was the one that the older needed.
-    assert shape(step(batches)) == [(younger, 8, 5, True)]
+    assert shape(step(batches)) == [(younger, 8, 5, 1)]
     assert younger.token_ids == [*range(100, 107), *[7] * 7]
 
 
@@ -327,7 +327,7 @@ def test_a_pull_in_progress_cannot_be_preempted_but_its_turn_comes() -> None:
     batches.pulled(puller, range(2))
 
     assert stalled == []
-    assert shape(step(batches)) == [(older, 8, 1, True)]
+    assert shape(step(batches)) == [(older, 8, 1, 1)]
     assert puller.phase is SequencePhase.WAITING
 
 
@@ -347,7 +347,7 @@ def test_a_preempted_sequence_does_not_pull_again() -> None:
     pulls = batches.admit()
 
     assert pulls == []
-    assert shape(step(batches)) == [(puller, 0, 12, True)]
+    assert shape(step(batches)) == [(puller, 0, 12, 1)]
 
 
 def test_age_survives_preemption() -> None:
@@ -397,7 +397,7 @@ def test_no_request_is_admitted_while_another_has_no_page_to_go_on() -> None:
     assert batches.full, (
         "the latest waits, though `max_running` is not reached and it fits into the free pages"
     )
-    assert shape(step(batches)) == [(streaming, 12, 1, True)]
+    assert shape(step(batches)) == [(streaming, 12, 1, 1)]
 
 
 def test_queued_tokens_are_those_not_computed_yet() -> None:
@@ -504,4 +504,4 @@ def test_prefill_is_shared_out_as_the_ranks_want_it() -> None:
 
     batch = step(batches)
 
-    assert shape(batch) == [(first, 0, 4, False), (other, 0, 4, False)]
+    assert shape(batch) == [(first, 0, 4, 0), (other, 0, 4, 0)]

@@ -90,8 +90,8 @@ def build_step(chunks: Sequence[Chunk], pool: KvStore) -> BatchStep:
         pages += [
             chunk.pages[position // page_size] for position in range(chunk.first_position, last)
         ]
-        if chunk.wants_logits:
-            logit_rows.append(len(token_ids) - 1)
+        assert 0 <= chunk.logits <= len(chunk.token_ids), "logits are those of a chunk's own tokens"
+        logit_rows += range(len(token_ids) - chunk.logits, len(token_ids))
     device = pool.device
     real_rows = len(token_ids)
     row_padding = padded_rows(real_rows) - real_rows

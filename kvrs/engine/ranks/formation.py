@@ -109,7 +109,7 @@ class RankFormation:
             done.wait(self._batch, lambda: self._look(watch, limit_s))
         if self._leave is not None:
             return self._rows(self._leave, chunks).clone()
-        return self.memory.logits(sum(chunk.wants_logits for chunk in chunks)).clone()
+        return self.memory.logits(sum(chunk.logits for chunk in chunks)).clone()
 
     def _rows(self, boundary: int, chunks: Sequence[Chunk]) -> Tensor:
         areas, count = self.memory.areas, sum(len(chunk.token_ids) for chunk in chunks)

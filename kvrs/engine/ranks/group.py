@@ -233,7 +233,7 @@ class RankGroup(StageRanks):
         """Logits that are the same in every formation."""
         count = min(_PROBE_TOKENS, self.geometry.page_size_tokens, self.max_positions)
         ids = [(7 * at + 3) % self.vocab_size for at in range(count)]
-        chunk = Chunk(ids, 0, [probe_page(self.settings.pages)], wants_logits=True)
+        chunk = Chunk(ids, 0, [probe_page(self.settings.pages)], logits=1)
         return formation.execute([chunk], self.geometry.page_size_tokens, UNPREDICTED_S)
 
     def serve(self, formation: RankFormation) -> None:

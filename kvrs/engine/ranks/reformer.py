@@ -140,7 +140,7 @@ class Reformer:
     def _step_s(self, layout: Layout) -> float:
         """Predicted of a decode step."""
         predict = self._group.predict
-        step_s = 0.0 if predict is None else predict([Chunk([0], 0, [0], wants_logits=True)])
+        step_s = 0.0 if predict is None else predict([Chunk([0], 0, [0], logits=1)])
         return step_s * self.factors(layout)[0]
 
     # Messages from ranks.

@@ -117,7 +117,7 @@ class RemoteStage:
     def execute(self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
         assert rows is not None, "the first stage is never elsewhere"
         count = (
-            sum(chunk.wants_logits for chunk in chunks)
+            sum(chunk.logits for chunk in chunks)
             if self._is_last
             else padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
         )

@@ -88,7 +88,7 @@ class WireChunk(msgspec.Struct, frozen=True, array_like=True):
     token_ids: Sequence[int]
     first_position: int
     pages: list[int]
-    wants_logits: bool
+    logits: int
     base: int
 
 
@@ -143,7 +143,7 @@ def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: 
                 list(chunk.token_ids),
                 chunk.first_position,
                 list(chunk.pages[:held]),
-                chunk.wants_logits,
+                chunk.logits,
                 chunk.base,
             )
         )
@@ -152,7 +152,7 @@ def batch_of(epoch: int, batch: int, chunks: Sequence[Chunk], page_size_tokens: 
 
 def chunks_of(wire: Sequence[WireChunk]) -> list[Chunk]:
     return [
-        Chunk(list(one.token_ids), one.first_position, one.pages, one.wants_logits, one.base)
+        Chunk(list(one.token_ids), one.first_position, one.pages, one.logits, one.base)
         for one in wire
     ]
 

@@ -50,7 +50,7 @@ LIMIT_S = 60.0
 
 def chunks() -> list[Chunk]:
     return [
-        Chunk(TOKENS[first:last], first, range(20, 30), wants_logits=True)
+        Chunk(TOKENS[first:last], first, range(20, 30), logits=min(3, last - first))
         for first, last in pairwise(CUTS)
     ]
 
@@ -177,7 +177,7 @@ async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
             for view, other in zip(moved.views, theirs.views, strict=True):
                 view[:] = other
             await moved.restore(len(pages))
-            there = Chunk(last.token_ids, last.first_position, range(40, 50), wants_logits=True)
+            there = Chunk(last.token_ids, last.first_position, range(40, 50), logits=1)
             assert same_bytes(head.execute([there]), worker.execute([last]))
 
             host.kill()

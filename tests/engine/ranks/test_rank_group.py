@@ -64,7 +64,7 @@ def pair(tiny_model: Path) -> Iterator[RankGroup]:
 
 def chunks() -> list[Chunk]:
     return [
-        Chunk(TOKENS[first:last], first, range(20, 30), wants_logits=True)
+        Chunk(TOKENS[first:last], first, range(20, 30), logits=min(3, last - first))
         for first, last in pairwise(CUTS)
     ]
 

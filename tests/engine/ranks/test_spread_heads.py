@@ -83,7 +83,7 @@ def batches() -> Iterator[list[Chunk]]:
                 [(11 * place * place + 5 + at) % 500 for place in range(first, last)],
                 first,
                 range(at * PAGES, (at + 1) * PAGES),
-                wants_logits=True,
+                logits=min(3, last - first),
                 base=base,
             )
             for at, base in enumerate(BASES)
