@@ -128,7 +128,8 @@ class StageInstance(ServedInstance):
 
     def stage_changed(self) -> None:
         """The stage has died, or was started again: its former pool is gone."""
-        self.core.checkpoints = None
+        if self.port.checkpointer is not None:
+            self.core.hooks.remove(self.port.checkpointer)
         self.port.detach()
         if self._checkpointing is not None:
             self._checkpointing.cancel()
@@ -141,7 +142,7 @@ class StageInstance(ServedInstance):
         self.port.epoch += 1
         self._pool = self._new_pool()
         fetcher, checkpointer = self.port.attach(self.pages, self._pool, released=_ignore)
-        self.core.checkpoints = checkpointer
+        self.core.hooks.append(checkpointer)
         self._checkpointing = asyncio.get_running_loop().create_task(checkpointer.run())
         if isinstance(self.core, DecodeCore):
             self.core.fetcher = fetcher

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -128,7 +130,7 @@ class Decoding:
         while self.checkpointer.lag_pages:
             await asyncio.sleep(0.01)
         for sequence in sequences:
-            self.checkpointer.ended(sequence)
+            self.checkpointer.ended(_run_of(sequence))
             self.pages.release(sequence.pages)
         return sum(times) / len(times), [sequence.stream for sequence in sequences]
 
@@ -166,7 +168,12 @@ class Decoding:
             if sequence.computed_tokens % PAGE_TOKENS == 0:
                 index = position // PAGE_TOKENS
                 self.pages.register(sequence.pages[index], sequence.tags[index])
-                self.checkpointer.filled(sequence)
+                self.checkpointer.filled(_run_of(sequence))
+
+
+def _run_of(sequence: Sequence) -> Any:
+    """A checkpointer uses no more of a run."""
+    return SimpleNamespace(sequence=sequence)
 
 
 async def measure(options: argparse.Namespace, where: Place, pipe: Connection) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvrs.config.file import Config
 from kvrs.elastic import grain
+from kvrs.engine.hooks import Batch, StepHook
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.arena import Arena
@@ -25,6 +26,7 @@ from kvrs.engine.models.decoder import Decoder
 from kvrs.engine.models.digests import file_states, weights_digest
 from kvrs.engine.models.loading import proven, read_decoder, skeleton, with_rotary
 from kvrs.engine.models.weights import Weights
+from kvrs.engine.requests import GenerationRun
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -58,7 +60,7 @@ class PoolFile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AnchoredPool:
+class AnchoredPool(StepHook):
     """KV pages in the agent's memory, their ledger, and what the process before has left there."""
 
     pool: KvPool
@@ -89,10 +91,18 @@ class AnchoredPool:
         }
         return {stream: count for stream, count in held.items() if count}
 
-    def check_owner(self) -> None:
+    def before_batch(self, batch: Batch) -> None:
         """Raises TakenOverError."""
         if not self.ledger.is_current:
             raise TakenOverError("a later process has attached this instance's memory")
+
+    def filled(self, run: GenerationRun) -> None:
+        if full_pages := run.reported_pages:
+            sequence = run.sequence
+            self.ledger.note_stream(sequence.stream, full_pages, sequence.tags[full_pages - 1])
+
+    def ended(self, run: GenerationRun) -> None:
+        self.ledger.end_stream(run.sequence.stream)
 
 
 class AnchoredMemory:

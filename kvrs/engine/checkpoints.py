@@ -13,13 +13,13 @@ from itertools import islice
 from typing import Protocol
 
 from kvrs.config.backup import BackupSettings
+from kvrs.engine.hooks import StepHook
 from kvrs.engine.requests import GenerationRun
 from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling import sequences
 from kvrs.scheduling.checkpoint_backlog import (
     RETRY_MOST_S,
     RETRY_S,
@@ -44,7 +44,7 @@ class Pusher(Protocol):
     async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[HeldPages]: ...
 
 
-class Checkpointer:
+class Checkpointer(StepHook):
     """One per instance. All methods run on the event loop; those that the batch loop calls return
     at once.
     """
@@ -101,25 +101,22 @@ class Checkpointer:
         handed_over = any(source.handoff is not None for source in run.sources)
         self._backlog.follow(run.sequence, checkpoints, handed_over=handed_over)
 
-    def filled(self, sequence: sequences.Sequence) -> None:
-        """After a batch, or an arrival, that left the sequence with more full pages that are
-        computed without a gap.
-        """
-        for agent in self._backlog.filled(sequence, self._clock()):
+    def filled(self, run: GenerationRun) -> None:
+        for agent in self._backlog.filled(run.sequence, self._clock()):
             self._wakes[agent].set()
 
-    def held(self, sequence: sequences.Sequence) -> Mapping[InstanceId, int]:
-        """How many leading full pages of the sequence each of its agents has stored."""
-        return self._backlog.held(sequence)
+    def held(self, run: GenerationRun) -> Mapping[InstanceId, int]:
+        return self._backlog.held(run.sequence)
 
-    def ended(self, sequence: sequences.Sequence) -> None:
+    def ended(self, run: GenerationRun) -> None:
         """Nothing more is computed. Pages of a prefill are still sent, because its stream has only
         begun.
         """
+        sequence = run.sequence
         whole = sequence.prefill_only and sequence.computed_tokens >= sequence.history_tokens
         if whole:
             # Where all full pages were found in the prefix cache, no batch has filled one.
-            self.filled(sequence)
+            self.filled(run)
         self._backlog.ended(sequence, send_rest=whole)
 
     @property

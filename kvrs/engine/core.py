@@ -8,12 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
-from kvrs.engine.anchored import AnchoredPool
 from kvrs.engine.fetching import PageFetcher
-from kvrs.engine.requests import GenerationRun, RunTimes, Sampled, StepOutput
-from kvrs.engine.runs import CheckpointHooks, RunCore
+from kvrs.engine.hooks import Batch, StepHook
+from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
+from kvrs.engine.runs import RunCore
 from kvrs.engine.worker import ModelWorker
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId, StreamId
@@ -22,24 +21,11 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.fair_queue import order
-from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase, pages_for
+from kvrs.scheduling.sequences import Pull, Sequence, SequencePhase, pages_for
 from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
-
-Batch = list[tuple[Sequence, Chunk]]
-
-
-class Ranks(Protocol):
-    """`kvrs.engine.ranks.group.RankGroup`, where a worker is several processes."""
-
-    def wait_serving(self) -> None: ...
-
-    def mended(self) -> None: ...
-
-    def base_for(self, others: Iterable[tuple[int, int]]) -> int: ...
 
 
 class EngineCore(RunCore):
@@ -55,13 +41,9 @@ class EngineCore(RunCore):
         clock: Callable[[], float],
         lease_s: float,
         prefill: PrefillTable,
-        pace: Pace | None,
-        checkpoints: CheckpointHooks | None = None,
-        anchored: AnchoredPool | None = None,
-        ranks: Ranks | None = None,
+        hooks: Iterable[StepHook] = (),
     ) -> None:
-        super().__init__(clock, checkpoints)
-        self._anchored, self._ranks = anchored, ranks
+        super().__init__(clock, hooks)
         self._reformed: asyncio.Future[None] | None = None  # Done once the ranks compute again.
         # Pages of streams that were computed, or had arrived, when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
@@ -73,14 +55,12 @@ class EngineCore(RunCore):
         self.pages = pages
         self.prefill = prefill
         self._lease_s = lease_s
-        self._pace = pace
         self._admission_wait = AdmissionWaitEstimator()
         self._fetcher = fetcher
         self._wake = asyncio.Event()
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
         # Transfers to the pages of sequences that began again, which were under way then.
         self._coming: dict[Sequence, asyncio.Task[None]] = {}
-        self._timed: dict[Sequence, RunTimes] = {}  # Of traced runs before their first token.
         self.fetched_pages = 0  # From other instances and agents, since the start.
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
@@ -88,13 +68,10 @@ class EngineCore(RunCore):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
     def _prepare(self, run: GenerationRun) -> None:
-        if self._ranks is not None:
-            others = ((one.base, one.uncomputed_tokens) for one in self._runs)
-            run.sequence.base = self._ranks.base_for(others)
+        for hook in self.hooks:
+            hook.place(run.sequence, self._runs)
 
     def _begin(self, run: GenerationRun) -> None:
-        if run.times is not None:
-            self._timed[run.sequence] = run.times
         self.scheduler.add(run.sequence)
         self.wake()
 
@@ -147,7 +124,7 @@ class EngineCore(RunCore):
         try:
             while self._bug is None:
                 if self._lost_cells:
-                    self._begin_again()
+                    self._restart_runs()
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
                     self._start_pull(pull)
@@ -162,23 +139,18 @@ class EngineCore(RunCore):
                 if not batch:
                     await self._sleep()
                     continue
-                if self._anchored is not None:
-                    self._anchored.check_owner()
+                for hook in self.hooks:
+                    hook.before_batch(batch)
                 started_s = self._clock()
-                if self._timed:
-                    self._note_computed(batch, started_s)
                 try:
                     sampled = await loop.run_in_executor(self._thread, self._compute, batch)
                 except RanksLostError:
                     self.scheduler.abandon(batch)
-                    assert self._ranks is not None, "only ranks are lost"
-                    self._reformed = loop.run_in_executor(self._thread, self._ranks.wait_serving)
+                    self._reformed = loop.run_in_executor(self._thread, self._wait_for_ranks)
                     continue
-                if self._pace is not None:
-                    await asyncio.sleep(
-                        self._pace.batch_s([chunk for _, chunk in batch])
-                        - (self._clock() - started_s)
-                    )
+                took_s = self._clock() - started_s
+                for hook in self.hooks:
+                    await hook.after_logits(batch, took_s)
                 self._take(batch, sampled)
                 # Outputs reach their sockets before the next batch takes the interpreter.
                 await asyncio.sleep(0)
@@ -188,19 +160,22 @@ class EngineCore(RunCore):
                 task.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin_again(self) -> None:
+    def _wait_for_ranks(self) -> None:
+        for hook in self.hooks:
+            hook.on_lost()
+
+    def _restart_runs(self) -> None:
         """Let every run be computed anew, from what is left of it here and what agents hold of the
         rest; between two batches.
         """
-        assert self._ranks is not None, "only ranks lose cells"
         lost, self._lost_cells = self._lost_cells, {}
         runs = sorted(self._runs.values(), key=lambda run: order(run.sequence))
         for run in runs:
             old = run.sequence
             held = self._held_by_agents(run)
             self.scheduler.finish(old)
-            if self.checkpoints is not None and run.checkpoints:
-                self.checkpoints.ended(old)
+            for hook in self.hooks:
+                hook.ended(run)
             run.sources = tuple(
                 PullSource(agent, None, range(count), TrafficClass.RECOVERY)
                 for agent, count in sorted(held.items(), key=lambda item: -item[1])
@@ -212,37 +187,29 @@ class EngineCore(RunCore):
                 self._coming[run.sequence] = coming
             del self._runs[old]
             self._runs[run.sequence] = run
-            if (times := self._timed.pop(old, None)) is not None:
-                self._timed[run.sequence] = times
-            if self.checkpoints is not None and run.checkpoints:
-                self.checkpoints.began(run)
+            for hook in self.hooks:
+                hook.began(run)
             self.scheduler.add(run.sequence)
         # Nothing is found any more of which cells are gone, so no other run gets it.
         bases = self.pages.bases
         self.pages.lose(lambda page: lost.get(bases[page], frozenset()))
-        self._ranks.mended()
+        for hook in self.hooks:
+            hook.on_restart()
 
     def _held_by_agents(self, run: GenerationRun) -> dict[InstanceId, int]:
         """Leading full pages, by the agents' last answers; before the first one, as they were known
         when cells were lost before, or by the proxy.
         """
-        if self.checkpoints is None or not run.checkpoints:
-            return {}
         agents = {target.agent for target in run.checkpoints}
         held = {
             source.instance: source.pages.stop
             for source in run.sources
             if source.instance in agents and source.pages.start == 0
         }
-        for agent, pages in self.checkpoints.held(run.sequence).items():
-            held[agent] = max(pages, held.get(agent, 0))
+        for hook in self.hooks:
+            for agent, pages in hook.held(run).items():
+                held[agent] = max(pages, held.get(agent, 0))
         return held
-
-    def _note_computed(self, batch: Batch, now_s: float) -> None:
-        for sequence, _ in batch:
-            times = self._timed.get(sequence)
-            if times is not None and not times.computed_s:
-                times.computed_s = now_s
 
     async def _sleep(self) -> None:
         """Wait for work, for at most a second, so that leases expire in time; after an idle second
@@ -273,16 +240,11 @@ class EngineCore(RunCore):
 
     def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
         """Apply a computed batch to the scheduler, and emit its tokens."""
-        if self._timed:
-            for sequence in sampled:
-                if (times := self._timed.pop(sequence, None)) is not None:
-                    times.first_s = self._clock()
         prefilled = self.scheduler.complete(
             batch, {sequence: one.token_id for sequence, one in sampled.items()}
         )
         for sequence, _ in batch:
-            run = self._runs.get(sequence)
-            if run is not None and (run.checkpoints or self._anchored is not None):
+            if (run := self._runs.get(sequence)) is not None:
                 self._note_filled(run)
         for sequence in prefilled:
             if (run := self._runs.get(sequence)) is not None:
@@ -309,30 +271,19 @@ class EngineCore(RunCore):
         if full_pages != run.reported_pages:
             run.reported_pages = full_pages
             self._report_filled(run)
-            if self._anchored is not None and full_pages:
-                sequence = run.sequence
-                last = sequence.tags[full_pages - 1]
-                self._anchored.ledger.note_stream(sequence.stream, full_pages, last)
 
     def _end(
         self, run: GenerationRun, output: StepOutput | None, retain_until_s: float | None = None
     ) -> None:
         self.scheduler.finish(run.sequence, retain_until_s)
         self._coming.pop(run.sequence, None)
-        if self._timed:
-            self._timed.pop(run.sequence, None)
-        if self._anchored is not None:
-            self._anchored.ledger.end_stream(run.sequence.stream)
         super()._end(run, output)
 
     def _start_pull(self, pull: Pull) -> None:
-        if (times := self._timed.get(pull.sequence)) is not None:
-            times.fetch_s = self._clock()
         # A sequence that was aborted before its admission is not admitted, so there is a run.
-        sequence = pull.sequence
-        task = asyncio.get_running_loop().create_task(
-            self._pull(pull, list(self._runs[sequence].sources))
-        )
+        sequence, run = pull.sequence, self._runs[pull.sequence]
+        run.times.fetch_s = self._clock()
+        task = asyncio.get_running_loop().create_task(self._pull(pull, list(run.sources)))
         self._pulls[sequence] = task
         task.add_done_callback(partial(self._pull_ended, sequence))
 
@@ -362,8 +313,6 @@ class EngineCore(RunCore):
             try:
                 result = await self._fetcher.fetch(pull, source, wanted)
             except TransferError:
-                if self._ranks is None:
-                    raise
                 break  # Cells of the pages were lost while they came.
             arrived, tail = range(wanted.start, wanted.start + result.full_pages), result.tail
             if (step := next_source(sources, pull, arrived.stop)) is not None:
@@ -379,8 +328,8 @@ class EngineCore(RunCore):
         tail: bool = False,
         more_from: int | None = None,
     ) -> None:
-        if more_from is None and (times := self._timed.get(sequence)) is not None:
-            times.fetched_s = self._clock()
+        if more_from is None and (run := self._runs.get(sequence)) is not None:
+            run.times.fetched_s = self._clock()
         if sequence.phase is not SequencePhase.FINISHED:
             self.fetched_pages += len(arrived) + tail
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)

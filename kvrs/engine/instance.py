@@ -16,6 +16,7 @@ from kvrs.config.file import Config
 from kvrs.engine.anchored import AnchoredMemory, AnchoredPool
 from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
+from kvrs.engine.hooks import PaceHook, StepHook
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
@@ -171,6 +172,10 @@ class EngineInstance(ServedInstance):
             released=lambda: self.core.wake(),
             file=None if kept is None else kept.file,
         )
+        hooks: list[StepHook] = [self.checkpointer]
+        hooks += [hook for hook in (self.ranks, kept) if hook is not None]
+        if pace is not None:
+            hooks.append(PaceHook(pace))
         return EngineCore(
             self.worker,
             BatchScheduler(engine, pages, share),
@@ -179,10 +184,7 @@ class EngineInstance(ServedInstance):
             clock=time.monotonic,
             lease_s=config.transfer.lease_s,
             prefill=prefill.shared(*chunks),
-            pace=pace,
-            checkpoints=self.checkpointer,
-            anchored=kept,
-            ranks=self.ranks,
+            hooks=hooks,
         )
 
     @property

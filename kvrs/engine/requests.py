@@ -61,7 +61,7 @@ class StepOutput:
 
 @dataclass(slots=True, eq=False)
 class RunTimes:
-    """When parts of a run that is traced began, on the engine's clock; 0: not yet."""
+    """When parts of a run began, on the engine's clock; 0: not yet, or the run is not traced."""
 
     fetch_s: float = 0.0
     fetched_s: float = 0.0  # The end of it.
@@ -95,7 +95,7 @@ class GenerationRun:
     )  # None: aborted, or failed.
     grammar: Grammar | None = None  # What the output has to be; None: any text.
     failure: str | None = None  # Why the engine lost it, if it did.
-    times: RunTimes | None = None  # None: it is not traced.
+    times: RunTimes = field(default_factory=RunTimes)
 
     @property
     def produced_tokens(self) -> int:

@@ -166,8 +166,6 @@ class InstanceHandlers:
         trace: "RunTrace | None",
     ) -> web.StreamResponse:
         """Run to the end; a client that disconnects ends its run."""
-        if trace is not None:
-            run.times = trace.times
         self._instance.core.submit(run)
         error: str | None = "cancelled"
         try:

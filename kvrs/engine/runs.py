@@ -5,11 +5,11 @@ Shared by the embedded engine and by both stages of DistServe, which differ in h
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
+from kvrs.engine.hooks import StepHook
 from kvrs.engine.requests import GenerationRun, StepOutput
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import StreamId
 from kvrs.scheduling.sequences import Sequence
 
 # An ended stream is remembered for so long: no request of it comes later, except from a proxy that
@@ -50,36 +50,14 @@ class AttemptBook:
             self._highest.popitem(last=False)
 
 
-class CheckpointHooks(Protocol):
-    """Events of runs for the checkpointer. Every call returns at once and none may fail."""
-
-    def began(self, run: GenerationRun) -> None:
-        """A run with checkpoints was accepted and is about to be computed."""
-
-    def filled(self, sequence: Sequence) -> None:
-        """The sequence has more full pages than before (computed, fetched or found here), or has
-        them again after a preemption.
-
-        Called after a batch, while the sequence owns them.
-        """
-
-    def held(self, sequence: Sequence) -> Mapping[InstanceId, int]:
-        """How many leading full pages of the sequence each of its agents has stored."""
-
-    def ended(self, sequence: Sequence) -> None:
-        """Nothing more is computed for the sequence; its pages are at most leased or cached."""
-
-
 class RunCore(ABC):
     """Accepts, fences and ends runs; a subclass computes them.
 
     All methods are called on the event loop.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], checkpoints: CheckpointHooks | None = None
-    ) -> None:
-        self.checkpoints = checkpoints
+    def __init__(self, clock: Callable[[], float], hooks: Iterable[StepHook] = ()) -> None:
+        self.hooks = list(hooks)
         self._clock = clock
         self._attempts = AttemptBook()
         self._runs: dict[Sequence, GenerationRun] = {}
@@ -107,8 +85,8 @@ class RunCore(ABC):
             return
         self._prepare(run)
         self._runs[sequence] = run
-        if self.checkpoints is not None and run.checkpoints:
-            self.checkpoints.began(run)
+        for hook in self.hooks:
+            hook.began(run)
         self._begin(run)
 
     def fence(self, attempts: Mapping[StreamId, Attempt]) -> None:
@@ -139,14 +117,14 @@ class RunCore(ABC):
             self.abort(run)
 
     def _report_filled(self, run: GenerationRun) -> None:
-        if self.checkpoints is not None and run.checkpoints:
-            self.checkpoints.filled(run.sequence)
+        for hook in self.hooks:
+            hook.filled(run)
 
     def _end(self, run: GenerationRun, output: StepOutput | None) -> None:
         """Remove a run and queue its last output; None: it was aborted, or has failed."""
         del self._runs[run.sequence]
-        if self.checkpoints is not None and run.checkpoints:
-            self.checkpoints.ended(run.sequence)
+        for hook in self.hooks:
+            hook.ended(run)
         run.outputs.put_nowait(output)
 
     def _prepare(self, run: GenerationRun) -> None:  # noqa: B027  # Optional: nothing to check.

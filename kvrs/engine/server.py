@@ -117,6 +117,7 @@ async def serve_http(
 
         name = instance.settings.id
         tracer = RunTracer(SpanSender(settings, "kvrs-engine", name), name, time.monotonic)
+        instance.core.hooks.append(tracer)
     app = make_app(instance, tracer)
     try:
         async with _serve_app(instance, app, allow_faults=allow_faults):

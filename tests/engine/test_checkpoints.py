@@ -179,7 +179,7 @@ class World:
             self.pool.view(allocated[0])[:] = bytes_of(sequence.tags[index])
             sequence.pages.append(self.pages.register(allocated[0], sequence.tags[index]))
             sequence.computed_tokens = (index + 1) * PAGE
-        self.checkpointer.filled(sequence)
+        self.checkpointer.filled(run_of(sequence))
 
     def end(self, sequence: sequences.Sequence, *, retained: bool = False) -> None:
         if retained:
@@ -192,7 +192,7 @@ class World:
             )  # The last position lies in a page that is not full.
         self.pages.release(sequence.pages)
         sequence.pages = []
-        self.checkpointer.ended(sequence)
+        self.checkpointer.ended(run_of(sequence))
 
     async def settled(self) -> None:
         await eventually(lambda: self.checkpointer.lag_pages == 0)
@@ -209,7 +209,9 @@ def bytes_of(tag: Tag) -> bytes:
 
 
 def run_of(
-    sequence: sequences.Sequence, agents: Sequence[InstanceId], sources: tuple[PullSource, ...]
+    sequence: sequences.Sequence,
+    agents: Sequence[InstanceId] = (),
+    sources: tuple[PullSource, ...] = (),
 ) -> GenerationRun:
     nothing: Any = None
     return GenerationRun(
@@ -486,7 +488,7 @@ class TestHandOff:
             answer.pages, answer.computed_tokens = list(prompt.pages), 20 * PAGE
             for page in answer.pages:
                 world.pages.pin(page)
-            decode.filled(answer)
+            decode.filled(run_of(answer))
             world.checkpointer = theirs
             world.end(prompt, retained=True)
             await world.settled()
@@ -528,7 +530,7 @@ class TestHandOff:
             again.computed_tokens = 3 * PAGE + 1
             self_pages = list(first.pages)
             world.pages.retain(again.stream, self_pages, 3 * PAGE, until_s=1e9)
-            world.checkpointer.ended(again)
+            world.checkpointer.ended(run_of(again))
             await world.settled()
 
             world.assert_held(again, 3, A)
@@ -553,6 +555,20 @@ async def test_pages_that_were_evicted_are_sent_when_they_are_computed_again() -
         world.assert_held(sequence, 6)
 
 
+async def test_a_stream_without_checkpoints_is_not_followed() -> None:
+    """The checkpointer is told of all runs."""
+    async with working(World()) as world:
+        sequence = world.begin("followed")
+        sequence.stream = StreamId("not followed")
+        world.checkpointer.ended(run_of(sequence))
+        world.checkpointer.began(run_of(sequence))
+        world.fill(sequence, 3)
+
+        assert world.checkpointer.held(run_of(sequence)) == {}
+        assert (world.checkpointer.lag_pages, world.checkpointer.unprotected) == (0, 0)
+        assert world.agents.received == []
+
+
 async def test_a_waiter_for_pages_hears_when_they_are_not_pinned_any_more() -> None:
     async with working(World()) as world:
         world.fill(world.begin("s"), 1)
@@ -574,8 +590,8 @@ async def test_without_agents_it_waits_for_ever_and_does_nothing() -> None:
         StreamId("s"), (0, 1), [1], 0, root_tag("m", ""), prefill_only=False
     )
     idle.began(run_of(sequence, [A], ()))
-    idle.filled(sequence)
-    idle.ended(sequence)
+    idle.filled(run_of(sequence))
+    idle.ended(run_of(sequence))
 
     assert not task.done()
     assert (idle.lag_pages, idle.unprotected) == (0, 0)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import parse_config
+from kvrs.engine.hooks import StepHook
 from kvrs.engine.page_port import peers_of
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import RequestError
@@ -365,8 +366,8 @@ async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -
         assert core.queue_delay_s() == 0.0
 
 
-class Recorder:
-    """In place of the checkpointer."""
+class Recorder(StepHook):
+    """Records what a checkpointer is told."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -374,27 +375,20 @@ class Recorder:
     def began(self, run: Any) -> None:
         self.calls.append(("began", run.sequence.computed_tokens // P))
 
-    def filled(self, sequence: Any) -> None:
-        assert len(sequence.pages) * P >= sequence.computed_tokens
-        self.calls.append(("filled", sequence.computed_tokens // P))
+    def filled(self, run: Any) -> None:
+        assert len(run.sequence.pages) * P >= run.sequence.computed_tokens
+        self.calls.append(("filled", run.sequence.computed_tokens // P))
 
-    def held(self, sequence: Any) -> dict[InstanceId, int]:
-        return {}
-
-    def ended(self, sequence: Any) -> None:
-        assert sequence.phase is SequencePhase.FINISHED
-        self.calls.append(("ended", sequence.computed_tokens // P))
+    def ended(self, run: Any) -> None:
+        assert run.sequence.phase is SequencePhase.FINISHED
+        self.calls.append(("ended", run.sequence.computed_tokens // P))
 
 
 async def test_who_sends_checkpoints_hears_of_full_pages_and_of_nothing_else(world: World) -> None:
-    """Once per batch or arrival that fills some, computed or fetched; and not of streams without
-    checkpoints.
-    """
+    """Once per batch or arrival that fills some, computed or fetched."""
     history = await world.run_undisturbed()
     recorder = Recorder()
-    world.target.instance.core.checkpoints = recorder
-    await world.target.answer(body(PROMPT, stream="unprotected"))
-    assert recorder.calls == []
+    world.target.instance.core.hooks.append(recorder)
     world.target.instance.pages.reset_cache()
     world.target.may_pull.clear()
     checkpoints = [{"agent": "agent-n9", "reserved_bytes": 1}]

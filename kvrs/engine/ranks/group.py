@@ -19,6 +19,7 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.reforming import Costs, Reforming, Room
 from kvrs.elastic.shares import Share
+from kvrs.engine.hooks import StepHook
 from kvrs.engine.models.digests import Note, root_of
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import probe_page
@@ -32,6 +33,7 @@ from kvrs.errors import RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import LayoutInfo, RankInfo
 from kvrs.protocol.parts import Cell
+from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 
 _PROBE_TOKENS = 8
@@ -53,7 +55,7 @@ def describe_ranks(
     return ranks, LayoutInfo(layout.number, stages, re_forms)
 
 
-class RankGroup(StageRanks):
+class RankGroup(StageRanks, StepHook):
     """The face of a `Worker`, over ranks that are all on this node. `execute` is called by one
     thread at a time.
     """
@@ -169,7 +171,7 @@ class RankGroup(StageRanks):
                 self._formation = None
                 raise
 
-    def wait_serving(self) -> None:
+    def on_lost(self) -> None:
         """Sleep until the ranks compute again.
 
         Raises:
@@ -180,15 +182,12 @@ class RankGroup(StageRanks):
         if self._end is not None:
             raise self._end
 
-    def mended(self) -> None:
-        """No book has pages with lost cells any more."""
+    def on_restart(self) -> None:
         self.pool.mended()
 
-    def base_for(self, others: Iterable[tuple[int, int]]) -> int:
-        """The base of a new sequence beside others, of each its base and its tokens to compute
-        (RaidServe's routing).
-        """
-        return base_beside(self.layout, others) if self._has_bases else 0
+    def place(self, sequence: sequences.Sequence, others: Iterable[sequences.Sequence]) -> None:
+        if self._has_bases:
+            sequence.base = base_beside(self.layout, others)
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
         """Kill a rank and drop the memory of its cells and its units; `bases`: of each page.

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.elastic.layouts import Layout
+from kvrs.engine.hooks import StepHook
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import root_of
 from kvrs.engine.ranks.formation import Predict
@@ -33,11 +34,12 @@ from kvrs.errors import KvrsError, RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.parts import Cell
+from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Identity, Peer
 
 
-class RanksOnNodes:
+class RanksOnNodes(StepHook):
     """The face of a `Worker`, over groups of stages. `execute` is called by one thread at a
     time.
     """
@@ -117,19 +119,16 @@ class RanksOnNodes:
         assert rows is not None, "an instance has stages"
         return rows
 
-    def wait_serving(self) -> None:
+    def on_lost(self) -> None:
         """Raises RanksLostError: nothing computes again."""
         with self._ended:
             self._ended.wait_for(lambda: self._end is not None)
         assert self._end is not None, "it has just been set"
         raise self._end
 
-    def mended(self) -> None:
-        """No cells are lost without the instance."""
-
-    def base_for(self, others: Iterable[tuple[int, int]]) -> int:
-        """The base for a sequence, as by `RankGroup.base_for`."""
-        return base_beside(self.layout, others) if self._has_bases else 0
+    def place(self, sequence: sequences.Sequence, others: Iterable[sequences.Sequence]) -> None:
+        if self._has_bases:
+            sequence.base = base_beside(self.layout, others)
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
         """Kill a rank; its memory goes with the instance. Returns no cells: none are computed

@@ -28,6 +28,7 @@ from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import ConfigError, RanksLostError
+from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 
 # A batch in which no rank comes further for longer has one that hangs: so many times as long as all
@@ -164,13 +165,11 @@ class StageRanks:
         return told
 
 
-def base_beside(layout: Layout, others: Iterable[tuple[int, int]]) -> int:
-    """The base of a new sequence beside others, of each its base and its tokens to compute
-    (RaidServe's routing).
-    """
+def base_beside(layout: Layout, others: Iterable[sequences.Sequence]) -> int:
+    """The base of a new sequence beside others (RaidServe's routing)."""
     pending = dict.fromkeys(range(layout.bases), 0)
-    for base, tokens in others:
-        pending[base % len(pending)] += tokens
+    for other in others:
+        pending[other.base % len(pending)] += other.uncomputed_tokens
     return least_loaded(pending)
 
 

@@ -78,7 +78,7 @@ def compute(group: RankGroup, expected: Iterable[torch.Tensor]) -> None:
             try:
                 found = group.execute([chunk])
             except RanksLostError:
-                group.wait_serving()
+                group.on_lost()
             else:
                 assert same_bytes(found, logits)
                 break
@@ -156,7 +156,7 @@ def test_ranks_are_lost_in_mid_move_and_together_and_come_back(
         assert damaged.moved["read"] == damaged.moved["host"] > damaged.host_bytes == 0
         assert whole.moved == {"peer": whole.peer_bytes, "read": 0}
         group.lose_device(1)
-        group.mended()
+        group.on_restart()
         kill(group, 2)
         compute(group, expected)
         assert 1 not in group.lost_devices or 1 not in group.layout.ranks
@@ -207,7 +207,7 @@ def test_a_stage_without_ranks_is_started_again(
         assert not any(restart.moved.values())
 
         group.lose_device(1)
-        group.mended()
+        group.on_restart()
         compute(group, expected)
         replace = group.reformer.done[-1]
         assert (replace.way, replace.host_bytes) == (Way.REPLACE, half)
@@ -247,7 +247,7 @@ def test_weights_that_have_changed_are_not_computed_with(
         while len(group.layout.ranks) < 2:
             compute(group, expected)
         group.lose_device(1)
-        group.mended()
+        group.on_restart()
         with pytest.raises(RanksLostError):
             compute(group, expected)
     finally:
@@ -276,7 +276,7 @@ def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
         kill(group, 2)
         compute(group, expected)
         group.lose_device(0)
-        group.mended()
+        group.on_restart()
         compute(group, expected)
         losses = [each for each in group.reformer.done if each.way is Way.RESHARD]
         assert losses[-1].moved["read"] == losses[-1].host_bytes > 0

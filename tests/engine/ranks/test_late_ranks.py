@@ -83,7 +83,7 @@ def test_a_rank_that_wakes_while_the_others_re_form_leaves_its_batch_and_joins(
             computing.join()
             until(lambda: group.reforming is not None)
             os.kill(pids[2], signal.SIGCONT)
-        group.wait_serving()
+        group.on_lost()
         compute_again(group, worker)
 
         assert {0: pids[0], 2: pids[2]}.items() <= group.pids.items()
@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_never_runs_again(
         with suppress(ProcessLookupError):
             os.kill(lost, signal.SIGCONT)
         until(lambda: not Path(f"/proc/{lost}").exists())
-        group.wait_serving()
+        group.on_lost()
 
         assert old.summed.value == summed
         assert "a rank hangs in a batch" in caplog.text
@@ -280,7 +280,7 @@ def test_what_a_late_rank_writes_is_of_its_own_formation(
             with soon_given_up(group), stopped_in_a_batch(group, bare):
                 pass
             group.processes.told.put(Ended(late))
-            group.wait_serving()
+            group.on_lost()
             # It would join again.
             assert group.reformer.order(bare, leaves=True).result() is None
         new = formation_of(group)

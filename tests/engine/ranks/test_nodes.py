@@ -182,7 +182,7 @@ async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
 
             host.kill()
             with pytest.raises(RanksLostError, match="rank 1 is lost with its node n1"):
-                head.wait_serving()
+                head.on_lost()
             with pytest.raises(TransferError):
                 await ours.save()
         finally:

@@ -213,7 +213,7 @@ def compute_again(group: RankGroup, worker: Worker) -> None:
             try:
                 logits = group.execute([chunk])
             except RanksLostError:
-                group.wait_serving()
+                group.on_lost()
             else:
                 assert same_bytes(logits, worker.execute([chunk]))
                 break
@@ -245,7 +245,7 @@ def test_the_other_ranks_go_on_and_the_lost_one_comes_back(tiny_model: Path, sto
         os.kill(lost, signal.SIGSTOP if stopped else signal.SIGKILL)
         with soon_given_up(group), pytest.raises(RanksLostError):
             compute_on(group, chunks()[0])
-        group.wait_serving()
+        group.on_lost()
         while Path(f"/proc/{lost}").exists():  # Its memory is freed while the others compute.
             time.sleep(0.01)
         pids = group.pids
@@ -278,7 +278,7 @@ def test_without_elastic_a_lost_rank_is_the_end(tiny_model: Path) -> None:
         with pytest.raises(RanksLostError) as lost:
             compute_on(group, chunks()[0])
         with pytest.raises(RanksLostError, match="rank 1 has died"):
-            group.wait_serving()
+            group.on_lost()
         assert lost.value.ranks in ((1,), ())
         assert list(group.lost) == [1]
         assert [each.ranks for each in ended] == [(1,)]
@@ -320,7 +320,7 @@ async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path)
         staged = group.pool.stage([chunks()[0].pages[0]])
         with pytest.raises(TransferError):
             await staged.save()
-        group.mended()
+        group.on_restart()
         with pytest.raises(TransferError):
             await staged.save()
         again = group.pool.stage([chunks()[0].pages[0]])
@@ -330,7 +330,7 @@ async def test_a_lost_device_is_a_lost_rank_without_its_memory(tiny_model: Path)
         assert cells[:, 1].count_nonzero() == 0
         with pytest.raises(RanksLostError):
             compute_on(group, chunks()[0])
-        group.wait_serving()
+        group.on_lost()
         compute_again(group, worker)
     finally:
         group.close()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import hybrid, staged
+from kvrs.engine.hooks import StepHook
 from kvrs.engine.instance import EngineInstance, LoadedModel, describe_model
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.reformer import cells_of
@@ -24,6 +25,7 @@ from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
+from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import PullResult
 from kvrs_testkit.ports import instance_client
@@ -38,7 +40,7 @@ STEPS = 20
 BASE = 1  # Of all streams.
 
 
-class LosingRanks(ThreadRanks):
+class LosingRanks(ThreadRanks, StepHook):
     """A worker of ranks that can lose the cells of one; the others compute on at once."""
 
     def __init__(self, model: Path, settings: EngineSettings, ranks: int) -> None:
@@ -67,13 +69,10 @@ class LosingRanks(ThreadRanks):
             raise RanksLostError([], "has lost cells meanwhile")
         return logits
 
-    def wait_serving(self) -> None:
-        pass
+    def place(self, sequence: sequences.Sequence, others: object) -> None:
+        sequence.base = BASE
 
-    def base_for(self, others: object) -> int:
-        return BASE
-
-    def mended(self) -> None:
+    def on_restart(self) -> None:
         self.pool.mended()
 
 
@@ -138,7 +137,7 @@ async def losing(
     ranks = LosingRanks(model, config.cluster.engine, count)
     loaded = LoadedModel(ranks, describe_model(config, model, ranks))
     instance = EngineInstance(config, InstanceId("d0"), 1, SECRET, loaded=loaded)
-    instance.core._ranks = ranks
+    instance.core.hooks.append(ranks)
     async with instance_client(make_app(instance), SECRET, "d0") as client:
         await instance.start()
         try:

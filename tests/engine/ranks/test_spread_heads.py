@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,15 @@ def expected(model: Path) -> list[torch.Tensor]:
     return [torch.cat([worker.execute([chunk]) for chunk in batch]) for batch in batches()]
 
 
+def base_of(group: RankGroup, *others: tuple[int, int]) -> int:
+    """The base of a new sequence beside others, of each its base and its tokens to compute."""
+    new: Any = SimpleNamespace(base=0)
+    beside: Any = [SimpleNamespace(base=base, uncomputed_tokens=left) for base, left in others]
+    group.place(new, beside)
+    base: int = new.base
+    return base
+
+
 def compute(
     group: RankGroup,
     expected: list[torch.Tensor],
@@ -110,7 +120,7 @@ def compute(
             try:
                 found = group.execute(batch)
             except RanksLostError:
-                group.wait_serving()
+                group.on_lost()
             else:
                 assert same_bytes(found, logits)
                 break
@@ -140,7 +150,7 @@ def test_what_a_rank_leaves_becomes_the_memory_of_each(
         others = set().union(*(layout.held(rank) for rank in layout.ranks if rank != 0))
         once = sum(map(group.units.bytes_of, layout.held(0) - others))
         group.lose_device(0)
-        group.mended()
+        group.on_restart()
         compute(group, expected)
         lost = next(each for each in group.reformer.done[1:] if each.way is Way.RESHARD)
         assert lost.moved["read"] == lost.moved["host"] == lost.host_bytes
@@ -184,9 +194,9 @@ def test_a_device_takes_the_cells_of_its_turns_only(
     """
     group = group_of(model, tp=4)
     try:
-        assert group.base_for([]) == 0
-        assert group.base_for([(0, 300), (1, 20), (2, 25), (3, 20)]) == 1
-        assert group.base_for([(0, 1), (1, 20), (2, 25), (3, 20), (4, 30)]) == 1
+        assert base_of(group) == 0
+        assert base_of(group, (0, 300), (1, 20), (2, 25), (3, 20)) == 1
+        assert base_of(group, (0, 1), (1, 20), (2, 25), (3, 20), (4, 30)) == 1
         compute(group, expected)
         layout, whole = group.layout, group.pool.memory.clone()
         bases = [BASES[page // PAGES] if page < len(BASES) * PAGES else 0 for page in range(64)]
