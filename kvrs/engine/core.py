@@ -7,6 +7,7 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 from kvrs.engine.fetching import PageFetcher
@@ -28,6 +29,15 @@ from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A batch that is computed."""
+
+    batch: Batch
+    began_s: float
+    sampled: "asyncio.Future[dict[Sequence, Sampled]]"
+
+
 class EngineCore(RunCore):
     """Drives one worker: admits, pulls, batches and emits tokens."""
 
@@ -42,9 +52,13 @@ class EngineCore(RunCore):
         lease_s: float,
         prefill: PrefillTable,
         hooks: Iterable[StepHook] = (),
+        batches: int = 1,
     ) -> None:
+        """`batches`: that the worker computes at a time, each in a thread of its own."""
         super().__init__(clock, hooks)
-        self._reformed: asyncio.Future[None] | None = None  # Done once the ranks compute again.
+        self._batches = batches
+        self._in_flight: list[_Flight] = []  # In the order in which they began.
+        self._has_lost_ranks = False  # Until the worker computes again.
         # Pages of streams that were computed, or had arrived, when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
         self.held_pages: dict[StreamId, int] = {}  # Of these, what an agent holds.
@@ -65,7 +79,7 @@ class EngineCore(RunCore):
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
         self._bug: BaseException | None = None  # To be raised by `run`.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._thread = ThreadPoolExecutor(batches, thread_name_prefix="worker")
 
     def _prepare(self, run: GenerationRun) -> None:
         for hook in self.hooks:
@@ -123,7 +137,7 @@ class EngineCore(RunCore):
         loop = asyncio.get_running_loop()
         try:
             while self._bug is None:
-                if self._lost_cells:
+                if self._lost_cells and not self._in_flight:
                     self._restart_runs()
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
@@ -131,34 +145,55 @@ class EngineCore(RunCore):
                 self._admission_wait.observe(
                     self._clock(), self.scheduler.departures, self.scheduler.full
                 )
-                if self._reformed is not None:
-                    await self._reformed
-                    self._reformed = None
+                if self._has_lost_ranks and not self._in_flight:
+                    await loop.run_in_executor(self._thread, self._wait_for_ranks)
+                    self._has_lost_ranks = False
                     continue
-                batch = self.scheduler.next_batch()
-                if not batch:
+                self._launch()
+                if len(self._in_flight) == self._batches or (
+                    self._in_flight and self._in_flight[0].sampled.done()
+                ):
+                    await self._land()
+                else:
                     await self._sleep()
-                    continue
-                for hook in self.hooks:
-                    hook.before_batch(batch)
-                started_s = self._clock()
-                try:
-                    sampled = await loop.run_in_executor(self._thread, self._compute, batch)
-                except RanksLostError:
-                    self.scheduler.abandon(batch)
-                    self._reformed = loop.run_in_executor(self._thread, self._wait_for_ranks)
-                    continue
-                took_s = self._clock() - started_s
-                for hook in self.hooks:
-                    await hook.after_logits(batch, took_s)
-                self._take(batch, sampled)
-                # Outputs reach their sockets before the next batch takes the interpreter.
-                await asyncio.sleep(0)
             raise self._bug
         finally:
             for task in self._pulls.values():
                 task.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _launch(self) -> None:
+        """Begin to compute as many batches as there are and may be in flight."""
+        while (
+            len(self._in_flight) < self._batches
+            and not (self._lost_cells or self._has_lost_ranks)
+            and (batch := self.scheduler.next_batch())
+        ):
+            for hook in self.hooks:
+                hook.before_batch(batch)
+            began_s = self._clock()
+            sampled = asyncio.get_running_loop().run_in_executor(self._thread, self._compute, batch)
+            self._in_flight.append(_Flight(batch, began_s, sampled))
+            if self._batches > 1:
+                sampled.add_done_callback(lambda _: self.wake())
+
+    async def _land(self) -> None:
+        """Await the oldest batch in flight, and emit its tokens."""
+        flight = self._in_flight[0]
+        try:
+            sampled = await flight.sampled
+        except RanksLostError:
+            del self._in_flight[0]
+            self.scheduler.abandon(flight.batch)
+            self._has_lost_ranks = True
+            return
+        took_s = self._clock() - flight.began_s
+        for hook in self.hooks:
+            await hook.after_logits(flight.batch, took_s)
+        del self._in_flight[0]
+        self._take(flight.batch, sampled)
+        # Outputs reach their sockets before the next batch takes the interpreter.
+        await asyncio.sleep(0)
 
     def _wait_for_ranks(self) -> None:
         for hook in self.hooks:
@@ -166,7 +201,7 @@ class EngineCore(RunCore):
 
     def _restart_runs(self) -> None:
         """Let every run be computed anew, from what is left of it here and what agents hold of the
-        rest; between two batches.
+        rest; while no batch is in flight.
         """
         lost, self._lost_cells = self._lost_cells, {}
         runs = sorted(self._runs.values(), key=lambda run: order(run.sequence))

@@ -23,8 +23,9 @@ Invariants, which `check` and the tests hold it to:
    the first page that a pull may still be writing, from behind the last of those that have arrived
    without a gap. So what lies before the pages of a pull is computed while they come (Phase.SPLIT),
    and what did not come is computed after that.
-6. A sequence into whose pages a pull may still be writing is not preempted: by invariant 3 that
-   would give nothing back at once.
+6. A sequence into whose pages a pull or a batch in flight may still be writing is not preempted: by
+   invariant 3 that would give nothing back at once.
+7. A sequence is in one batch in flight at most.
 """
 
 from bisect import insort
@@ -36,6 +37,7 @@ from typing import assert_never
 from kvrs.config.batch import BatchSettings
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.fair_queue import FairQueue, order
+from kvrs.scheduling.flights import Flights
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.reservation import register, reserve, spoil
 from kvrs.scheduling.sequences import (
@@ -58,7 +60,7 @@ class BatchScheduler:
 
     One round: `admit`, then `next_batch`; if that is not empty execute it, `complete` it, or
     `abandon` it where that failed, and `finish` the sequences that ended. Between `next_batch` and
-    `complete` everything else may be called.
+    `complete` everything else may be called, also `next_batch`: for what is not in flight.
     After `add`, `finish`, `pulled`, and after a peer's pins were released, another round may find
     more to do.
     """
@@ -74,7 +76,7 @@ class BatchScheduler:
         self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
         # Pulls of sequences in PULLING and SPLIT, and of those that were aborted as such.
         self._pulls: dict[Sequence, Pull] = {}
-        self._in_flight: frozenset[Sequence] = frozenset()
+        self._in_flight = Flights()
         # Had no page for their decode step in the last batch, and none behind them to preempt.
         self._stalled: list[Sequence] = []
         self._queued_tokens = 0
@@ -248,19 +250,21 @@ class BatchScheduler:
         """Return the next batch: the decode steps, then prefill with what is left of the token
         budget. May be empty.
         """
-        assert not self._in_flight, "one batch at a time"
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
         budget = self._max_batch_tokens
-        first = next(
-            (one for one in self._admitted if one.phase is not SequencePhase.PULLING), None
-        )
-        # Where decode steps alone can fill a batch, the first sequence could wait for ever to
-        # prefill while others come and go.
-        reserved = 1 if first is not None and first.uncomputed_tokens > 1 else 0
-        for sequence in [
+        flying = self._in_flight.sequences
+        ready = [
             one
             for one in self._admitted
+            if one.phase is not SequencePhase.PULLING and one not in flying
+        ]
+        # Where decode steps alone can fill a batch, the first sequence could wait for ever to
+        # prefill while others come and go.
+        reserved = 1 if ready and ready[0].uncomputed_tokens > 1 else 0
+        for sequence in [
+            one
+            for one in ready
             if one.phase is SequencePhase.RUNNING and one.uncomputed_tokens == 1
         ]:
             if budget == reserved:
@@ -271,8 +275,8 @@ class BatchScheduler:
                 budget -= 1
         prefilling = [
             one
-            for one in self._admitted
-            if one.phase is not SequencePhase.PULLING and one.uncomputed_tokens > 1
+            for one in ready
+            if one.phase is not SequencePhase.WAITING and one.uncomputed_tokens > 1
         ]
         waiting = [
             Waiting(one.base, one.computed_tokens, one.computable_tokens) for one in prefilling
@@ -283,22 +287,25 @@ class BatchScheduler:
                 batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
                 if sequence.gone:
                     spoil(self._pages, sequence, tokens)
-        self._in_flight = frozenset(sequence for sequence, _ in batch)
+        self._in_flight.begin(batch)
         return batch
 
     def _has_page(self, sequence: Sequence) -> bool:
         """Make sure that there is a page for the decode step, if need be by preempting sequences
-        behind it.
+        behind it that are not in flight.
         """
         if sequence.computed_tokens < len(sequence.pages) * self._page_size:
             return True
         while (page := self._pages.allocate(1, sequence.base)) is None:
+            flying = self._in_flight.sequences
             last = next(
-                one for one in reversed(self._admitted) if one.phase is SequencePhase.RUNNING
+                one
+                for one in reversed(self._admitted)
+                if one.phase is SequencePhase.RUNNING and one not in flying
             )
             if last is sequence:
-                # The other pages belong to sequences before it, to pulls, or to peers to which they
-                # are being sent: they will come free.
+                # The other pages belong to sequences before it or in flight, to pulls, or to peers
+                # to which they are being sent: they will come free.
                 assert len(sequence.pages) < self._pages.pages, (
                     "refuse what `fits` refuses: it has outgrown all pages"
                 )
@@ -326,10 +333,7 @@ class BatchScheduler:
         Returns the `prefill_only` sequences that are now computed whole; they are to be finished
         before the next batch.
         """
-        assert frozenset(sequence for sequence, _ in batch) == self._in_flight, (
-            "not the batch that is in flight"
-        )
-        self._in_flight = frozenset()
+        self._in_flight.end(batch)
         prefilled: list[Sequence] = []
         for sequence, chunk in batch:
             if sequence.phase is SequencePhase.FINISHED:
@@ -351,10 +355,7 @@ class BatchScheduler:
 
     def abandon(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
         """Drop a batch that failed: no book has changed by it, and the next one may be the same."""
-        assert frozenset(sequence for sequence, _ in batch) == self._in_flight, (
-            "not the batch that is in flight"
-        )
-        self._in_flight = frozenset()
+        self._in_flight.end(batch)
         for sequence, _ in batch:
             if sequence.phase is SequencePhase.FINISHED:
                 self._give_back(sequence)
@@ -424,11 +425,11 @@ class BatchScheduler:
 
     def check(self) -> None:
         """Assert the invariants, and that all counters agree. O(sequences and their pages)."""
+        flying = self._in_flight.sequences
         leaving = {
-            one
-            for one in self._in_flight | self._pulls.keys()
-            if one.phase is SequencePhase.FINISHED
+            one for one in flying | self._pulls.keys() if one.phase is SequencePhase.FINISHED
         }
+        self._in_flight.check()
         assert all(
             one.phase is SequencePhase.WAITING and not one.pages and not one.computed_tokens
             for one in self._queue
@@ -442,7 +443,7 @@ class BatchScheduler:
         } == self._pulls.keys() - leaving
         assert all(
             one.phase in (SequencePhase.SPLIT, SequencePhase.RUNNING, SequencePhase.FINISHED)
-            for one in self._in_flight
+            for one in flying
         )
         assert all(order(earlier) < order(later) for earlier, later in pairwise(self._admitted))
         self._queue.check()

@@ -63,7 +63,8 @@ def submit(batches: BatchScheduler, *sequences: Sequence) -> list[Pull]:
 def step(batches: BatchScheduler) -> Batch:
     """One batch from decision to completion; everyone samples token 7."""
     batch = batches.next_batch()
-    batches.complete(batch, {one: 7 for one, chunk in batch if chunk.logits})
+    if batch:
+        batches.complete(batch, {one: 7 for one, chunk in batch if chunk.logits})
     batches.check()
     return batch
 

@@ -457,17 +457,55 @@ def test_streams_that_run_delay_others_by_at_most_a_step() -> None:
     assert 0.0 < batches.queued_s(pace.prefill) < 2 * pace.prefill.step_overhead_s
 
 
-def test_a_batch_that_is_not_the_one_in_flight_is_our_bug() -> None:
-    """One batch at a time, and each completed once."""
+def test_a_batch_that_is_not_in_flight_is_our_bug() -> None:
+    """Each is completed once."""
     batches, _ = scheduler()
     submit(batches, sequence(5))
     batch = batches.next_batch()
 
-    with pytest.raises(AssertionError, match="one batch at a time"):
-        batches.next_batch()
     batches.complete(batch, {batch[0][0]: 7})
     with pytest.raises(AssertionError, match="in flight"):
         batches.complete(batch, {})
+
+
+def test_a_batch_beside_one_in_flight_has_other_sequences() -> None:
+    """A pipeline computes them at a time; they are completed in any order."""
+    batches, _ = scheduler()
+    one, other = sequence(5), sequence(6, first=100)
+    submit(batches, one)
+    first = batches.next_batch()
+    assert batches.next_batch() == []
+
+    submit(batches, other)
+    second = batches.next_batch()
+    batches.check()
+    batches.complete(second, {other: 7})
+
+    assert (shape(first), shape(second)) == ([(one, 0, 5, 1)], [(other, 0, 6, 1)])
+    assert shape(step(batches)) == [(other, 6, 1, 1)]
+    batches.complete(first, {one: 7})
+    assert shape(step(batches)) == [(one, 5, 1, 1), (other, 7, 1, 1)]
+
+
+def test_a_sequence_in_flight_is_not_preempted() -> None:
+    """Its pages may still be written: they would not come free for the one before it."""
+    batches, pages = scheduler(pages=5, max_batch_tokens=100)
+    older, younger = sequence(2 * P - 1), sequence(2 * P - 1, first=100)
+    submit(batches, older)
+    first = batches.next_batch()
+    submit(batches, younger)
+    second = batches.next_batch()
+    batches.complete(first, {older: 7})
+    for position in range(2 * P - 1, 3 * P):
+        assert shape(step(batches)) == [(older, position, 1, 1)]
+    assert pages.free_pages == 0
+
+    assert batches.next_batch() == []
+    assert batches.waiting == 0
+    batches.complete(second, {younger: 7})
+
+    assert shape(step(batches)) == [(older, 3 * P, 1, 1)]
+    assert batches.waiting == 1
 
 
 def test_a_sequence_has_the_base_of_what_is_found_of_it() -> None:

@@ -54,6 +54,9 @@ def continuation(prompt: list[int], tokens: int) -> list[int]:
     return token_ids
 
 
+MOST_BATCHES = 3  # In flight.
+
+
 class Sent(NamedTuple):
     """Pages that a peer is being sent: they must not change until it has them."""
 
@@ -142,7 +145,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.engine = Engine(pages, max_batch_tokens, max_running)
         self.open: dict[Sequence, int] = {}  # With the number of tokens that each shall produce.
         self.pulls: list[Fetching] = []
-        self.batch: list[tuple[Sequence, Chunk]] = []
+        self.batches: list[list[tuple[Sequence, Chunk]]] = []  # In flight.
         self.sent: list[Sent] = []
         self.retained: dict[StreamId, list[int]] = {}
         self.content_by_tag: dict[Tag, list[bytes]] = {}
@@ -268,53 +271,64 @@ class BatchMachine(RuleBasedStateMachine):
             self.pulls.remove(one)
         self.engine.scheduler.pulled(one.pull.sequence, arrived, tail=tail, more_from=more_from)
 
-    @precondition(lambda self: not self.batch)
+    @precondition(lambda self: len(self.batches) < MOST_BATCHES)
     @rule()
     def next_batch(self) -> None:
         admitted = list(self.engine.scheduler._admitted)
-        running = [one for one in admitted if one.phase is SequencePhase.RUNNING]
+        flying = {one for batch in self.batches for one, _ in batch}
+        running = [
+            one for one in admitted if one.phase is SequencePhase.RUNNING and one not in flying
+        ]
 
-        self.batch = self.engine.scheduler.next_batch()
+        batch = self.engine.scheduler.next_batch()
 
-        # Only the last in the queue are preempted, and never the first.
+        if batch:
+            self.batches.append(batch)
+        assert flying.isdisjoint(one for one, _ in batch), "a sequence is in two batches"
+
+        # Only the last in the queue are preempted, of those not in flight, and never the first.
         preempted = [one for one in admitted if one.phase is SequencePhase.WAITING]
         still = [one for one in running if one.phase is SequencePhase.RUNNING]
         assert not preempted or (still and max(map(order, still)) < min(map(order, preempted)))
         assert set(preempted) <= set(running), "a pull may be writing into its pages"
         assert (
-            sum(len(chunk.token_ids) for _, chunk in self.batch)
-            <= self.engine.settings.max_batch_tokens
+            sum(len(chunk.token_ids) for _, chunk in batch) <= self.engine.settings.max_batch_tokens
         )
-        kinds = [one.uncomputed_tokens == 1 for one, _ in self.batch]
+        kinds = [one.uncomputed_tokens == 1 for one, _ in batch]
         assert kinds == sorted(kinds, reverse=True), "decode steps come first"
         assert all(
             order(earlier) < order(later)
-            for (earlier, _), (later, _) in pairwise(self.batch)
+            for (earlier, _), (later, _) in pairwise(batch)
             if (earlier.uncomputed_tokens == 1) == (later.uncomputed_tokens == 1)
         )
-        for one, chunk in self.batch:
+        for one, chunk in batch:
             assert (
                 list(chunk.token_ids)
                 == one.token_ids[chunk.first_position :][: len(chunk.token_ids)]
             )
 
-    @precondition(lambda self: self.batch)
-    @rule(retain=st.booleans())
+    @precondition(lambda self: self.batches)
+    @rule(retain=st.booleans(), data=st.data())
+    def one_is_complete(self, retain: bool, data: st.DataObject) -> None:
+        self.batches.append(self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1))))
+        self.complete(retain)
+
     def complete(self, retain: bool) -> None:
+        """The last of the batches in flight."""
+        batch = self.batches.pop()
         # As late as possible: whatever was aborted, admitted or evicted meanwhile, these writes
         # still come.
-        sampled = {sequence: self.engine.execute(chunk) for sequence, chunk in self.batch}
+        sampled = {sequence: self.engine.execute(chunk) for sequence, chunk in batch}
         wanted = {
             one: token
             for (one, token) in sampled.items()
             if one in self.open and not one.prefill_only
         }
 
-        prefilled = self.engine.scheduler.complete(self.batch, wanted)
+        prefilled = self.engine.scheduler.complete(batch, wanted)
 
-        done = {one for one, _ in self.batch if one in self.open and not self._remaining(one)}
+        done = {one for one, _ in batch if one in self.open and not self._remaining(one)}
         assert {one for one in done if one.prefill_only} == set(prefilled)
-        self.batch = []
         for sequence in done:
             assert sequence.token_ids == continuation(
                 sequence.token_ids[: sequence.history_tokens], self.open[sequence]
@@ -328,29 +342,30 @@ class BatchMachine(RuleBasedStateMachine):
         """Long enough for pages to run short while pulls go on."""
         for _ in range(rounds):
             self.admit()
-            if not self.batch:
+            if not self.batches:
                 self.next_batch()
-            if self.batch:
+            if self.batches:
                 self.complete(retain=False)
 
-    @precondition(lambda self: self.batch)
+    @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
         """A rank is lost within a batch: some of its KV is written, and no book has changed."""
-        for _, chunk in self.batch:
+        abandoned = self.batches.pop(data.draw(st.integers(0, len(self.batches) - 1)))
+        for _, chunk in abandoned:
             end = chunk.first_position + len(chunk.token_ids)
             for position in range(chunk.first_position, end):
                 if data.draw(st.booleans()):
                     self.engine.slots[chunk.pages[position // P]][position % P] = GARBAGE
         before = {one: (one.computed_tokens, list(one.token_ids)) for one in self.open}
 
-        self.engine.scheduler.abandon(self.batch)
+        self.engine.scheduler.abandon(abandoned)
 
-        abandoned, self.batch = self.batch, []
         assert before == {one: (one.computed_tokens, list(one.token_ids)) for one in self.open}
-        if all(one in self.open for one, _ in abandoned):
+        if all(one in self.open for one, _ in abandoned) and not self.batches:
             self.next_batch()
-            assert {one for one, _ in abandoned} <= {one for one, _ in self.batch} or self.pulls
+            again = {one for batch in self.batches for one, _ in batch}
+            assert {one for one, _ in abandoned} <= again or self.pulls
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), retain=st.booleans())
@@ -411,7 +426,10 @@ class BatchMachine(RuleBasedStateMachine):
     def no_page_is_written_that_could_be_given_away(self) -> None:
         written = [page for one in self.pulls for page in one.pages.values()]
         written += [
-            page for _, chunk in self.batch for page in chunk.pages[chunk.first_position // P :]
+            page
+            for batch in self.batches
+            for _, chunk in batch
+            for page in chunk.pages[chunk.first_position // P :]
         ]
         assert len(set(written)) == len(written), "two write into one page"
         assert all(self.engine.pages.references(page) for page in written)
@@ -454,7 +472,7 @@ class BatchMachine(RuleBasedStateMachine):
             return
         while self.sent:
             self._sent_whole(self.sent.pop())
-        if self.batch:
+        while self.batches:
             self.complete(retain=False)
         self._end_pulls()
         waiting_long, rounds = set(self.open), 0
@@ -466,7 +484,8 @@ class BatchMachine(RuleBasedStateMachine):
             first = min((one for one in self.open if one.phase is SequencePhase.RUNNING), key=order)
             before = first.uncomputed_tokens + self._remaining(first)
             self.next_batch()
-            assert first in {one for one, _ in self.batch}, (
+            assert self.batches, "the first of those that run always proceeds"
+            assert first in {one for one, _ in self.batches[-1]}, (
                 "the first of those that run always proceeds"
             )
             self.complete(retain=True)

@@ -1,0 +1,32 @@
+"""The batches of one engine that are computed at present."""
+
+from collections.abc import Iterable
+
+from kvrs.scheduling.sequences import Chunk, Sequence
+
+
+class Flights:
+    """Batches in flight, of which no two have a sequence in common."""
+
+    def __init__(self) -> None:
+        self._batches: list[frozenset[Sequence]] = []
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return any(sequence in batch for batch in self._batches)
+
+    @property
+    def sequences(self) -> frozenset[Sequence]:
+        return frozenset[Sequence]().union(*self._batches)
+
+    def begin(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
+        """An empty batch is never in flight."""
+        if sequences := frozenset(sequence for sequence, _ in batch):
+            self._batches.append(sequences)
+
+    def end(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
+        sequences = frozenset(sequence for sequence, _ in batch)
+        assert sequences in self._batches, "not a batch that is in flight"
+        self._batches.remove(sequences)
+
+    def check(self) -> None:
+        assert len(self.sequences) == sum(map(len, self._batches)), "a sequence is in two batches"
