@@ -27,7 +27,7 @@ from experiments.in_place.holding import (
 )
 from experiments.record import Record
 from kvrs.config.file import parse_config
-from kvrs.elastic.reforming import Way
+from kvrs.elastic.ways.base import Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.ranks.reformed import Reformed
 from kvrs.engine.routes import make_app

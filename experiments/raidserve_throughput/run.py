@@ -21,7 +21,6 @@ from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.reforming import (
     Action,
     CarryOut,
-    Costs,
     Event,
     FormRanks,
     ProbeEnded,
@@ -31,12 +30,12 @@ from kvrs.elastic.reforming import (
     RanksLost,
     Reforming,
     ReformingPhase,
-    Room,
     UnitArrived,
 )
 from kvrs.elastic.shapes import SHAPES, ModelShape
 from kvrs.elastic.speed import Degree, Speed, shares
 from kvrs.elastic.units import Units
+from kvrs.elastic.ways.base import Costs, Room
 from kvrs.profiles import catalog
 
 # Beside the repository, outside of it.

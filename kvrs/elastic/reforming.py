@@ -10,17 +10,16 @@ GIVEN_UP and its streams leave.
 Pure: no clock and no I/O. The seconds of a way are predicted from bytes and rates.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
 from typing import assert_never
 
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import Layout
-from kvrs.elastic.moving import LinkRates, schedule
-from kvrs.elastic.plans import MovePlan, plan
+from kvrs.elastic.plans import MovePlan
 from kvrs.elastic.units import Unit, Units
+from kvrs.elastic.ways import choices, resize
+from kvrs.elastic.ways.base import Costs, PossibleWay, Room, Situation, StreamAtRisk, Way
 
 
 class ReformingPhase(StrEnum):
@@ -28,21 +27,6 @@ class ReformingPhase(StrEnum):
     MOVING = "moving"
     JOINING = "joining"
     GIVEN_UP = "given_up"
-
-
-class Way(StrEnum):
-    RESTART = "restart"  # The lost processes again, whose memory outlived them.
-    RESHARD = "reshard"  # The survivors, with what was lost from the host.
-    REPLACE = "replace"  # The lost ranks again, with empty memory.
-    RESIZE = "resize"  # A rank leaves on purpose, or joins: nothing is lost.
-
-
-@dataclass(frozen=True, slots=True)
-class StreamAtRisk:
-    """A stream's predicted seconds to its next token, beside those of the way itself."""
-
-    restore_s: float  # Of its lost cells, where they are lost.
-    leave_s: float = inf  # At another instance.
 
 
 # What happened.
@@ -152,51 +136,6 @@ class EndInstance:
 Action = Freeze | CarryOut | FormRanks | ProbeStep | Serve | EndInstance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Memory of each rank, and what it must hold beside weights."""
-
-    capacity_bytes: int
-    cell_bytes: int
-    pages: int  # That must find room at least.
-    buffer_bytes: int = 0
-
-    def missing_bytes(self, layout: Layout, units: Units) -> int:
-        """Bytes that the fullest rank lacks; 0: the layout fits."""
-        return max(0, *(self._needed(layout, units, rank) for rank in layout.ranks))
-
-    def _needed(self, layout: Layout, units: Units, rank: int) -> int:
-        kv = self.pages * layout.cells_per_page(rank) * self.cell_bytes
-        return layout.weight_bytes(rank, units) + kv + self.buffer_bytes - self.capacity_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """Predicted seconds of the parts of each way."""
-
-    rates: LinkRates
-    join_s: float  # New formation and probe.
-    restart_s: float  # A process, until it has attached to its memory.
-    replace_s: float = inf  # A rank with empty memory on a device; inf: there is none.
-    # Until a lost rank that is started beside the others has joined; inf: it does not come back.
-    back_s: float = inf
-    # Other ranks can have the memory of a process that is gone.
-    kept_is_readable: bool = False
-    lookahead_tokens: int = 0  # For which the steps of a layout count.
-    step_s: Callable[[Layout], float] = lambda _: 0.0  # Of a layout.
-
-
-@dataclass(frozen=True, slots=True)
-class PossibleWay:
-    """One way, and how it compares."""
-
-    way: Way
-    fresh: frozenset[int]
-    plan: MovePlan
-    ready_s: float
-    cost_s: float  # Of all streams together, to the next token and with the look-ahead.
-
-
 @dataclass(slots=True)
 class Reforming:
     units: Units
@@ -259,7 +198,7 @@ class Reforming:
             return f"rank: got {rank}; allowed: {', '.join(map(str, ranks))}"
         if self.phase is not ReformingPhase.SERVING:
             return f"the ranks are {self.phase}; allowed: while they are {ReformingPhase.SERVING}"
-        after = self._possible(on_demand.survivors(self.layout, [rank]))
+        after = self._situation.without({rank})
         return after if isinstance(after, str) else None
 
     @property
@@ -279,8 +218,24 @@ class Reforming:
 
     def choices(self) -> list[PossibleWay]:
         """The ways that are possible now, the cheapest first."""
-        found = [*self._again(), *self._survivors()]
-        return sorted(found, key=lambda choice: choice.cost_s)
+        return choices(self._situation)
+
+    @property
+    def _situation(self) -> Situation:
+        return Situation(
+            units=self.units,
+            layout=self.layout,
+            room=self.room,
+            costs=self.costs,
+            min_ranks=self.min_ranks,
+            spread=self.spread,
+            in_pieces=self.in_pieces,
+            dead=self._dead,
+            absent=self._absent,
+            starting=self._starting,
+            arrived=self._arrived,
+            streams=self._streams,
+        )
 
     def _lost(self, event: RanksLost) -> list[Action]:
         # One that was to join has no part in the layout, and may have units that others read.
@@ -303,7 +258,7 @@ class Reforming:
         self.epoch += 1
         choices = self.choices()
         if not choices:
-            after = self._possible(on_demand.survivors(self.layout, sorted(self._absent)))
+            after = self._situation.without(self._absent)
             assert isinstance(after, str), "the survivors are no way"
             return self._give_up(after)
         return [Freeze(self.epoch), *self._begin(choices[0])]
@@ -312,11 +267,11 @@ class Reforming:
         """Ranks change while the others serve; only from the calm."""
         if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
             return []
-        after = self._possible(groups)
-        if isinstance(after, str):
+        choice = resize.to(self._situation, groups, fresh)
+        if choice is None:
             return []
         self.epoch += 1
-        return self._begin(self._choice(Way.RESIZE, after, fresh))
+        return self._begin(choice)
 
     def _begin(self, choice: PossibleWay) -> list[Action]:
         self.phase, self._doing = ReformingPhase.MOVING, choice
@@ -369,80 +324,10 @@ class Reforming:
         # Nothing is lost: the ranks serve as before.
         if self.phase is ReformingPhase.JOINING:
             self.epoch += 1
-            return self._begin(self._choice(Way.RESIZE, self.layout, frozenset()))
+            return self._begin(resize.stay(self._situation))
         self.phase, self._doing, self._awaited = ReformingPhase.SERVING, None, {}
         return []
 
     def _give_up(self, reason: str) -> list[Action]:
         self.phase = ReformingPhase.GIVEN_UP
         return [EndInstance(reason)]
-
-    # Ways.
-
-    def _again(self) -> Iterable[PossibleWay]:
-        """The same layout, with new processes for the lost ranks."""
-        fresh = frozenset(self._absent & set(self.layout.ranks))
-        if not self._dead & set(self.layout.ranks):
-            yield self._choice(Way.RESTART, self.layout, fresh)
-        elif self.costs.replace_s < inf:
-            yield self._choice(Way.REPLACE, self.layout, fresh)
-
-    def _survivors(self) -> Iterable[PossibleWay]:
-        without = [self._absent]
-        if self._starting:
-            without.append(self._absent | self._starting)
-        for gone in without:
-            after = self._possible(on_demand.survivors(self.layout, sorted(gone)))
-            if isinstance(after, Layout):
-                yield self._choice(Way.RESHARD, after, frozenset())
-
-    def _choice(self, way: Way, after: Layout, fresh: frozenset[int]) -> PossibleWay:
-        start_s = 0.0
-        if way is Way.REPLACE:
-            start_s = self.costs.replace_s
-        elif way is not Way.RESIZE and (fresh | self._starting).intersection(after.ranks):
-            start_s = self.costs.restart_s
-        # Without them as processes ranks that are gone may not be read, whatever their memory has.
-        is_read = way is Way.RESTART or self.costs.kept_is_readable
-        gone = self._dead if is_read else self._dead | self._absent
-        moves = plan(
-            self.layout,
-            after,
-            self.units,
-            gone,
-            arrived=self._arrived,
-            in_pieces=self.in_pieces,
-        )
-        ready_s = start_s + schedule(moves, self.costs.rates).makespan_s + self.costs.join_s
-        behind_s = self._behind_s(after)
-        restores = way in (Way.RESHARD, Way.REPLACE)
-        cost_s = sum(
-            min(stream.leave_s, ready_s + restores * stream.restore_s + behind_s)
-            for stream in self._streams
-        )
-        # Without streams the way that is there first.
-        return PossibleWay(way, fresh, moves, ready_s, cost_s if self._streams else ready_s)
-
-    def _behind_s(self, after: Layout) -> float:
-        """Seconds of the look-ahead's tokens in a layout, which is left as soon as the ranks are
-        back.
-        """
-        costs, step_s = self.costs, self.costs.step_s(after)
-        behind_s, whole_s = costs.lookahead_tokens * step_s, costs.step_s(self.layout)
-        if behind_s <= costs.back_s or step_s <= whole_s:
-            return behind_s
-        return costs.back_s + (costs.lookahead_tokens - costs.back_s / step_s) * whole_s
-
-    def _possible(self, groups: Sequence[Sequence[int]]) -> Layout | str:
-        """The layout of these ranks, given for each stage, or why they cannot serve."""
-        for stage, group in zip(self.layout.stages, groups, strict=True):
-            if not group:
-                return f"no rank is left for layers [{stage.first}, {stage.last})"
-        if (left := sum(map(len, groups))) < self.min_ranks:
-            return f"{left} ranks are left, elastic.min_ranks is {self.min_ranks}"
-        missing = 0
-        for spread in (True, False) if self.spread else (False,):
-            after = on_demand.reshaped(self.layout, self.units, groups, spread=spread)
-            if not (missing := self.room.missing_bytes(after, self.units)):
-                return after
-        return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"

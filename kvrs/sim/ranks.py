@@ -16,7 +16,6 @@ from kvrs.elastic.moving import schedule
 from kvrs.elastic.reforming import (
     Action,
     CarryOut,
-    Costs,
     EndInstance,
     Event,
     FormRanks,
@@ -29,14 +28,12 @@ from kvrs.elastic.reforming import (
     RanksLost,
     Reforming,
     ReformingPhase,
-    Room,
     Serve,
-    StreamAtRisk,
     UnitArrived,
-    Way,
 )
 from kvrs.elastic.speed import shares
 from kvrs.elastic.units import Unit
+from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.page_messages import TrafficClass

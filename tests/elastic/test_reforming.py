@@ -15,7 +15,6 @@ from kvrs.elastic.plans import HOST
 from kvrs.elastic.reforming import (
     Action,
     CarryOut,
-    Costs,
     EndInstance,
     FormRanks,
     Freeze,
@@ -27,14 +26,12 @@ from kvrs.elastic.reforming import (
     RanksLost,
     Reforming,
     ReformingPhase,
-    Room,
     RoomMissing,
     Serve,
-    StreamAtRisk,
     UnitArrived,
-    Way,
 )
 from kvrs.elastic.units import UnitKind, Units
+from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)

@@ -17,8 +17,9 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
-from kvrs.elastic.reforming import Costs, Reforming, Room
+from kvrs.elastic.reforming import Reforming
 from kvrs.elastic.shares import Share
+from kvrs.elastic.ways.base import Costs, Room
 from kvrs.engine.hooks import StepHook
 from kvrs.engine.models.digests import Note, root_of
 from kvrs.engine.models.weights import Weights

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvrs.elastic.layouts import Layout
-from kvrs.elastic.reforming import CarryOut, Way
+from kvrs.elastic.reforming import CarryOut
+from kvrs.elastic.ways.base import Way
 
 # In the time after which ranks that say nothing hang. A process that was stopped itself, as all of
 # a machine may be, has missed one look, and hears before the next one what was said meanwhile.

@@ -18,7 +18,6 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.reforming import (
     CarryOut,
-    Costs,
     EndInstance,
     Event,
     FormRanks,
@@ -31,14 +30,12 @@ from kvrs.elastic.reforming import (
     RanksLost,
     Reforming,
     ReformingPhase,
-    Room,
     RoomMissing,
     Serve,
-    StreamAtRisk,
     UnitArrived,
-    Way,
 )
 from kvrs.elastic.units import Units
+from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of

@@ -17,8 +17,9 @@ from kvrs.config.elastic import ElasticSettings
 from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.plans import HOST, Move
-from kvrs.elastic.reforming import Costs, Reforming, Room
+from kvrs.elastic.reforming import Reforming
 from kvrs.elastic.units import Unit, Units
+from kvrs.elastic.ways.base import Costs, Room
 from kvrs.engine.ranks.processes import RankMessage
 from kvrs.engine.ranks.reformed import Reformed
 from kvrs.engine.ranks.reformer import Reformer

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.elastic.plans import Move
-from kvrs.elastic.reforming import ReformingPhase, Way
+from kvrs.elastic.reforming import ReformingPhase
+from kvrs.elastic.ways.base import Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks import reformer

@@ -19,7 +19,7 @@ from kvrs.config.cluster import InstanceSettings
 from kvrs.config.elastic import ElasticSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.elastic.reforming import Way
+from kvrs.elastic.ways.base import Way
 from kvrs.engine import instance as instances
 from kvrs.engine.instance import LoadedModel
 from kvrs.engine.layers.proofs import same_bytes

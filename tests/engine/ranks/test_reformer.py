@@ -12,7 +12,8 @@ import pytest
 
 from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.plans import plan
-from kvrs.elastic.reforming import CarryOut, ReformingPhase, Way
+from kvrs.elastic.reforming import CarryOut, ReformingPhase
+from kvrs.elastic.ways.base import Way
 from kvrs.engine.ranks import missing, reformed, reformer
 from kvrs.engine.ranks.reformed import ReformingBegun
 from kvrs.engine.ranks.seats import Answered

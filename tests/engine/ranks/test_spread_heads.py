@@ -13,8 +13,8 @@ import torch
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.elastic import ElasticSettings
 from kvrs.elastic.layouts import SPREAD, Layout, even, hybrid, staged
-from kvrs.elastic.reforming import Way
 from kvrs.elastic.units import Units
+from kvrs.elastic.ways.base import Way
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
