@@ -10,7 +10,7 @@ GIVEN_UP and its streams leave.
 Pure: no clock and no I/O. The seconds of a way are predicted from bytes and rates.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import assert_never
 
@@ -18,6 +18,7 @@ from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.plans import MovePlan
 from kvrs.elastic.units import Unit, Units
+from kvrs.elastic.waiting import AGAIN_S, Waiting
 from kvrs.elastic.ways import choices, resize
 from kvrs.elastic.ways.base import Costs, PossibleWay, Room, Situation, StreamAtRisk, Way
 
@@ -147,6 +148,7 @@ class Reforming:
     in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them; else units.
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
+    waiting: Waiting = field(init=False)
     _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
     _absent: set[int] = field(default_factory=set)  # Processes that are gone, with memory or not.
     _starting: set[int] = field(default_factory=set)  # Started again, and not heard of yet.
@@ -156,6 +158,9 @@ class Reforming:
     _awaited: dict[int, set[Unit]] = field(default_factory=dict)
     _unjoined: set[int] = field(default_factory=set)
     _streams: tuple[StreamAtRisk, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.costs.restart_s)
 
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return the actions that it calls for, in order."""
@@ -215,6 +220,18 @@ class Reforming:
             if move.unit in self._awaited[move.target]
             and move.unit not in self._awaited.get(move.source, ())
         )
+
+    def note_start(self, took_s: float) -> None:
+        """Predict the next process by this one. At the start of the instance all ranks start at
+        once, and prove what they may need after losses.
+        """
+        self.costs = replace(
+            self.costs, restart_s=took_s, replace_s=took_s, back_s=AGAIN_S + took_s
+        )
+
+    def note_join(self, took_s: float) -> None:
+        """Predict the next formation by this one too, which moved nothing."""
+        self.costs = replace(self.costs, join_s=(self.costs.join_s + max(0.0, took_s)) / 2)
 
     def choices(self) -> list[PossibleWay]:
         """The ways that are possible now, the cheapest first."""

@@ -9,10 +9,6 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.reforming import CarryOut
 from kvrs.elastic.ways.base import Way
 
-# In the time after which ranks that say nothing hang. A process that was stopped itself, as all of
-# a machine may be, has missed one look, and hears before the next one what was said meanwhile.
-_LOOKS = 6
-
 
 @dataclass(frozen=True, slots=True)
 class ReformingNow:
@@ -50,32 +46,10 @@ class ReformingBegun:
 
     began_s: float
     action: CarryOut
-    silent_most_s: float  # Ranks that are awaited and say nothing for longer hang.
     is_first: bool  # Of those that have followed each other without a batch between them.
     start_s: float = 0.0  # Of the slowest process that it has waited for.
     # When the parts of it ended, by name: `plan`, `move`, `join`, `probe`.
     ends_s: dict[str, float] = field(default_factory=dict)
-    next_look_s: float = field(init=False)
-    _looks: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.heard()
-
-    def heard(self) -> None:
-        """A rank has said something."""
-        self._looks = 0
-        self._put_off()
-
-    def is_silent(self) -> bool:
-        """Nothing was heard for too long."""
-        if time.monotonic() < self.next_look_s:
-            return False
-        self._looks += 1
-        self._put_off()
-        return self._looks % _LOOKS == 0
-
-    def _put_off(self) -> None:
-        self.next_look_s = time.monotonic() + self.silent_most_s / _LOOKS
 
     def loaded(self, rank: int, took_s: float) -> None:
         """A process of that rank has started, perhaps before the loss."""

@@ -35,13 +35,14 @@ from kvrs.elastic.reforming import (
     UnitArrived,
 )
 from kvrs.elastic.units import Units
-from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
+from kvrs.elastic.waiting import AGAIN_S, MAX_STARTS
+from kvrs.elastic.ways.base import Room, StreamAtRisk, Way
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
-from kvrs.engine.ranks.missing import AGAIN_S, MissingRanks, stage_of
 from kvrs.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
 from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, status_of
+from kvrs.engine.ranks.spares import SpareRanks, stage_of
 from kvrs.engine.ranks.stages import step_factors
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
 from kvrs.errors import KvrsError, RanksLostError
@@ -51,15 +52,7 @@ from kvrs.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
 
-# Ranks that are awaited in a re-forming hang if nothing is heard for so long, and as long again as
-# the whole of it was predicted to take. Each unit is a word of its own: what may be as silent is a
-# process that loads, a unit of a GB from a slow disk, or one of a large formation that is joined.
-_HUNG_S = 60.0
-# A rank that starts beside others that compute may take so many times as long as at the start:
-# nothing waits for it.
-_BESIDE_FACTOR = 8.0
 _ENDED = "the ranks do not compute any more; allowed: while they serve"
-_MOST_STARTS = 3  # Of one rank within a re-forming that needs it.
 
 
 class ReformedGroup(Protocol):
@@ -103,10 +96,9 @@ class Reformer:
         self.done: list[Reformed] = []
         self._begun: ReformingBegun | None = None
         self._formation: RankFormation | None = None
-        load_most_s = _HUNG_S + _BESIDE_FACTOR * machine.costs.restart_s
-        self._missing = MissingRanks(group.processes, group.full, load_most_s)
+        self._waiting = machine.waiting
+        self._spares = SpareRanks(group.processes, group.full, self._waiting)
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
-        self._starts: dict[int, int] = {}  # In this re-forming.
         self._first_lost_s = 0.0
         self._is_stopping = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="reformer", daemon=True)
@@ -158,14 +150,13 @@ class Reformer:
             except Exception as error:
                 log.exception("the ranks cannot go on")
                 self._end(f"cannot go on: {error}")
-        self._missing.close()
+        self._spares.close()
 
     def _patience_s(self) -> float | None:
         """Until `_look` has something to do."""
         if self._has_ended:
             return None
-        begun = self._begun
-        next_s = self._missing.next_s() if begun is None else begun.next_look_s
+        next_s = self._waiting.next_s()
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     def _take(self, told: RankMessage | None) -> None:
@@ -191,7 +182,7 @@ class Reformer:
         layout = self._group.layout if self.now is None else self.now.after
         if rank in self._group.full.ranks and rank not in layout.ranks:
             self._left.add(rank)
-            self._missing.drop(rank)
+            self._spares.drop(rank)
             return None
         self._machine.room = _room_of(self._group.layout, self._machine.units)
         if (reason := self._machine.why_it_stays(rank)) is None:
@@ -205,22 +196,23 @@ class Reformer:
             return f"rank: got {rank}; allowed: {left}"
         self._left.discard(rank)
         if rank not in self._group.layout.ranks:
-            self._missing.add(rank, in_s=0.0)
+            self._waiting.miss(rank, time.monotonic(), at_once=True)
         return None
 
     def _is_known(self, seat: RankSeat) -> bool:
-        return self._missing.has(seat) or self._processes.seats.get(seat.rank) is seat
+        return self._spares.has(seat) or self._processes.seats.get(seat.rank) is seat
 
     def _answered(self, seat: RankSeat, answer: Answer) -> None:
-        if self._begun is not None:
-            self._begun.heard()
+        self._waiting.heard(time.monotonic())
         news: Event | None = None
         try:
             match answer:
                 case Loaded():
                     self._processes.loaded(seat, answer)
                     took_s = time.monotonic() - seat.began_s
-                    self._machine.costs = _after_start(self._machine.costs, took_s)
+                    self._machine.note_start(took_s)
+                    if self._spares.has(seat):
+                        self._waiting.missing[seat.rank].is_loaded = True
                     if self._begun is not None:
                         self._begun.loaded(seat.rank, took_s)
                 case Fetched():
@@ -243,8 +235,8 @@ class Reformer:
     def _ended(self, seat: RankSeat) -> None:
         if not self._is_known(seat):
             return
-        if self._missing.has(seat):
-            self._missing.end(seat)
+        if self._spares.has(seat):
+            self._spares.end(seat.rank)
             return
         if seat.rank in self._group.lost:
             return  # Reported before, by another witness.
@@ -291,10 +283,9 @@ class Reformer:
     def _begin(self, action: CarryOut) -> None:
         now_s = time.monotonic()
         is_first = self._begun is None
-        if is_first:
-            self._starts = {}
         began_s = now_s if action.way is Way.RESIZE else self._first_lost_s
-        self._begun = ReformingBegun(began_s, action, _HUNG_S + action.ready_s, is_first)
+        self._begun = ReformingBegun(began_s, action, is_first)
+        self._waiting.begin(action.ready_s, now_s)
         _note(self._begun, "plan")
         self.now = ReformingNow(
             number=action.epoch,
@@ -332,15 +323,15 @@ class Reformer:
         for rank in action.fresh:
             self._processes.seats.pop(rank).close()
         self._begun, self.now = None, None
+        self._waiting.end()
         self._group.changed()
 
     def _seat(self, rank: int, action: CarryOut) -> bool:
         """A new process in a rank's seat: one that is ready, or else another one."""
-        seat = self._missing.take(rank)
+        seat = self._spares.take(rank)
         if seat is None:
-            self._starts[rank] = self._starts.get(rank, 0) + 1
-            if self._starts[rank] > _MOST_STARTS:
-                self._end(f"was started {_MOST_STARTS} times and has died each time", [rank])
+            if not self._waiting.may_start(rank):
+                self._end(f"was started {MAX_STARTS} times and has died each time", [rank])
                 return False
             stage = stage_of(self._group.full, rank)
             # At once: the others wait for it.
@@ -382,19 +373,20 @@ class Reformer:
         seats = self._processes.seats
         self._processes.settle(action.layout)
         for rank in action.layout.ranks:
-            self._missing.drop(rank)
+            self._spares.drop(rank)
         # In this order: a reader of `done` finds the layout that serves, and one that finds no
         # re-forming under way finds both.
         self._group.serve(self._formation)
         self._note_cost(action)
         self._begun, self.now = None, None
+        self._waiting.end()
         # The end of a process takes its time, in which the others compute again.
         for rank in [rank for rank in seats if rank not in action.layout.ranks]:
             seats.pop(rank).close()
             self._group.lost.pop(rank, None)
         for rank in self._group.full.ranks:
             if rank not in action.layout.ranks and rank not in self._left:
-                self._missing.add(rank, in_s=AGAIN_S)
+                self._waiting.miss(rank, time.monotonic())
         self._group.changed()
         self._offer()
 
@@ -421,8 +413,7 @@ class Reformer:
         )
         self.done = [*self.done[-99:], done]
         if done.paused and begun.is_first and not plan.moves:
-            costs, rest_s = self._machine.costs, now_s - begun.began_s - begun.start_s
-            self._machine.costs = replace(costs, join_s=(costs.join_s + max(0.0, rest_s)) / 2)
+            self._machine.note_join(now_s - begun.began_s - begun.start_s)
         log.warning(
             "the ranks compute again",
             extra={"way": way, "degree": done.degree, "seconds": now_s - begun.began_s},
@@ -441,13 +432,16 @@ class Reformer:
     # Back to the full degree.
 
     def _look(self) -> None:
-        """In the calm start ranks that are missing and due; else kill those that hang."""
-        begun = self._begun
+        """Start and end ranks whose time has come."""
         if self._has_ended:
             return
-        if begun is None:
-            self._missing.look()
-        elif begun.is_silent():
+        due = self._waiting.due(time.monotonic())
+        for rank in due.end:
+            log.error("a rank hangs as it loads", extra={"rank": rank})
+            self._spares.end(rank)
+        for rank in due.start:
+            self._spares.start(rank)
+        if due.is_silent:
             for rank in sorted(self._machine.awaited):
                 log.error("a rank hangs as the ranks re-form", extra={"rank": rank})
                 self._processes.seats[rank].kill()
@@ -458,24 +452,17 @@ class Reformer:
         """
         for rank in sorted(self._left.intersection(self._group.layout.ranks)):
             self._leave(rank)
-        for rank, missing in list(self._missing.ranks.items()):
+        for rank, missing in list(self._waiting.missing.items()):
             if self._machine.phase is not ReformingPhase.SERVING:
                 return
-            if missing.spare is not None and missing.spare.is_loaded:
+            if missing.is_loaded:
                 self._machine.room = _room_of(self._group.layout, self._machine.units)
-                self._handle(RankOffered(rank, missing.stage))
+                self._handle(RankOffered(rank, stage_of(self._group.full, rank)))
 
 
 def _note(begun: ReformingBegun | None, part: str) -> None:
     assert begun is not None, "a re-forming has begun"
     begun.note(part)
-
-
-def _after_start(costs: Costs, took_s: float) -> Costs:
-    """Costs of the next process, taken from this one. At the start of the instance all ranks start
-    at once, and prove what they may need after losses.
-    """
-    return replace(costs, restart_s=took_s, replace_s=took_s, back_s=AGAIN_S + took_s)
 
 
 def _room_of(layout: Layout, units: Units) -> Room:

@@ -212,7 +212,7 @@ class ScriptedGroup:
 
     def hurry(self, rank: int) -> None:
         """The rank is due now, unless it is back by itself."""
-        if (missing := self.reformer._missing.ranks.get(rank)) is not None:
+        if (missing := self.machine.waiting.missing.get(rank)) is not None:
             missing.due_s = 0.0
             self.processes.told.put(None)
 

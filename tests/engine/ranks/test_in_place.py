@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
+from kvrs.elastic import waiting
 from kvrs.elastic.plans import Move
 from kvrs.elastic.reforming import ReformingPhase
 from kvrs.elastic.ways.base import Way
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.ranks import reformer
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.reformed import Reformed
@@ -322,7 +322,7 @@ async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(
     """It is ended, and what it had is used as of any process that has died; streams have the tokens
     of one process.
     """
-    monkeypatch.setattr(reformer, "_HUNG_S", 3.0)
+    monkeypatch.setattr(waiting, "HUNG_S", 3.0)
     alone = await answers_of(tiny_model, {}, [])
     done: list[Reformed] = []
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrs.elastic import waiting
 from kvrs.elastic.layouts import Layout, even
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import group as groups
-from kvrs.engine.ranks import reformer
 from kvrs.engine.ranks.formation import HangWatch, RankFormation
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
@@ -212,7 +212,7 @@ def test_ranks_that_have_joined_in_vain_keep_what_they_had(
     was to compute.
     """
     group, worker = group_of(tiny_model, tp=2), Worker(tiny_model, SETTINGS)
-    monkeypatch.setattr(reformer, "_HUNG_S", 3.0)
+    monkeypatch.setattr(waiting, "HUNG_S", 3.0)
     first, form = group.pids, group.form
 
     def stopping(epoch: int, layout: Layout) -> RankFormation:

@@ -5,17 +5,14 @@ meanwhile. The ranks are scripted.
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvrs.elastic import waiting
 from kvrs.elastic.layouts import Layout, even
-from kvrs.elastic.plans import plan
-from kvrs.elastic.reforming import CarryOut, ReformingPhase
+from kvrs.elastic.reforming import ReformingPhase
 from kvrs.elastic.ways.base import Way
-from kvrs.engine.ranks import missing, reformed, reformer
-from kvrs.engine.ranks.reformed import ReformingBegun
 from kvrs.engine.ranks.seats import Answered
 from kvrs.errors import KvrsError
 from tests.engine.ranks.scripted_ranks import UNITS, ScriptedGroup, ScriptedSeat, scripted
@@ -26,7 +23,7 @@ ALL = (0, 1, 2, 3)
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost rank is started again at once."""
-    monkeypatch.setattr(reformer, "AGAIN_S", 0.001)
+    monkeypatch.setattr(waiting, "AGAIN_S", 0.001)
 
 
 def then(what: Callable[[], object]) -> Callable[[Any], None]:
@@ -86,7 +83,7 @@ def test_a_rank_that_dies_each_time_it_joins_is_waited_for_twice_as_long() -> No
 
         def die(layout: Layout) -> None:
             if 3 in layout.ranks:
-                waits.append(group.reformer._missing.ranks[3].wait_s)
+                waits.append(group.machine.waiting.missing[3].wait_s)
                 group.lose(3)
                 group.hurry(3)
             if len(waits) < 3:
@@ -99,7 +96,7 @@ def test_a_rank_that_dies_each_time_it_joins_is_waited_for_twice_as_long() -> No
         assert waits == pytest.approx([waits[0], 2 * waits[0], 4 * waits[0]])
         assert [each.degree for each in group.done] == [3, 3, 3, 3, 4]
         assert group.processes.starts == {3: 4}
-        assert group.reformer._missing.ranks == {}
+        assert group.machine.waiting.missing == {}
 
 
 def test_nothing_is_done_while_a_move_is_awaited() -> None:
@@ -125,7 +122,7 @@ def test_nothing_is_done_while_a_move_is_awaited() -> None:
         group.until(lambda: group.processes.start is not fail)
         group.lose(2)
         group.until(lambda: group.machine.phase is ReformingPhase.JOINING)
-        group.reformer._missing.ranks[3].due_s = 0.0
+        group.machine.waiting.missing[3].due_s = 0.0
 
         patience_s = group.reformer._patience_s()
         assert patience_s is not None
@@ -156,9 +153,9 @@ def test_without_memory_for_a_rank_that_joins_the_others_serve_on() -> None:
         group.processes.hooks["load"] = leave_no_room
         group.lose(3)
         group.until_serving(0, 1, 2)
-        first_s = missing.Missing(0, 0.0).wait_s
+        first_s = waiting.MissingRank(0.0).wait_s
         group.until(
-            lambda: group.reformer._missing.ranks[3].wait_s > first_s and group.reformer.now is None
+            lambda: group.machine.waiting.missing[3].wait_s > first_s and group.reformer.now is None
         )
         assert group.layout.ranks == (0, 1, 2)
         assert len(group.done) == 1
@@ -404,9 +401,9 @@ def test_a_lost_rank_that_is_told_to_leave_is_not_started_again() -> None:
         group.lose(3)
         group.until_serving(0, 1, 2)
         group.until(lambda: 3 in group.processes.starts)
-        spare = group.reformer._missing.ranks[3].spare
+        spare = group.reformer._spares.seats[3]
         assert group.order(3, leaves=True) is None
-        assert spare.is_closed  # type: ignore[union-attr]
+        assert spare.is_closed  # type: ignore[attr-defined]
         group.processes.hooks["form"] = lambda layout: False
         group.lose(2)
         group.until(lambda: group.machine.phase is ReformingPhase.JOINING)
@@ -414,7 +411,7 @@ def test_a_lost_rank_that_is_told_to_leave_is_not_started_again() -> None:
         group.processes.tell(group.processes.held_back)
         group.until_serving(0, 1)
 
-        assert group.reformer._missing.ranks == {}
+        assert group.machine.waiting.missing == {}
         assert group.processes.starts == {3: 1}
         assert [group.order(rank, leaves=False) for rank in (2, 3)] == [None, None]
         group.until_serving(*ALL)
@@ -464,7 +461,7 @@ def test_a_rank_that_hangs_as_the_ranks_re_form_is_killed(
     """And done without, as one that is lost; those that have said their word, or would if they were
     not behind it, are not.
     """
-    monkeypatch.setattr(reformer, "_HUNG_S", 0.02)
+    monkeypatch.setattr(waiting, "HUNG_S", 0.02)
     with scripted() as group:
         first = dict(group.processes.seats)
         hung: list[ScriptedSeat] = []
@@ -489,7 +486,7 @@ def test_a_rank_that_hangs_as_the_ranks_re_form_is_killed(
 def test_a_rank_that_hangs_as_it_joins_is_killed_and_the_others_serve_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reformer, "_HUNG_S", 0.02)
+    monkeypatch.setattr(waiting, "HUNG_S", 0.02)
     with scripted() as group:
         hung: list[ScriptedSeat] = []
 
@@ -504,7 +501,7 @@ def test_a_rank_that_hangs_as_it_joins_is_killed_and_the_others_serve_on(
         assert hung[0].process.has_ended
         assert [each.degree for each in group.done[:2]] == [3, 3]
         assert group.ended is None
-        group.until(lambda: 3 in group.reformer._missing.ranks)
+        group.until(lambda: 3 in group.machine.waiting.missing)
         group.hurry(3)
         group.until_serving(*ALL)
         assert group.processes.starts == {3: 2}
@@ -512,8 +509,8 @@ def test_a_rank_that_hangs_as_it_joins_is_killed_and_the_others_serve_on(
 
 def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others serve meanwhile."""
-    monkeypatch.setattr(reformer, "_HUNG_S", 0.02)
-    monkeypatch.setattr(reformer, "_BESIDE_FACTOR", 0.0)
+    monkeypatch.setattr(waiting, "HUNG_S", 0.02)
+    monkeypatch.setattr(waiting, "BESIDE_FACTOR", 0.0)
     with scripted() as group:
         hung: list[ScriptedSeat] = []
 
@@ -530,27 +527,6 @@ def test_a_rank_that_hangs_as_it_loads_is_started_again(monkeypatch: pytest.Monk
 
         assert group.processes.starts == {3: 2}
         assert [each.degree for each in group.done] == [3, 4]
-
-
-def test_a_process_that_was_stopped_itself_blames_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what ranks have reported meanwhile before it looks again."""
-    clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(reformed, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    own = even(UNITS, 2)
-    action = CarryOut(2, Way.RESHARD, frozenset(), plan(own, own, UNITS), 0.0)
-    begun = ReformingBegun(0.0, action, silent_most_s=60.0, is_first=True)
-
-    clock.now_s += 1000.0
-    assert not begun.is_silent()
-    begun.heard()
-    for _ in range(5):
-        clock.now_s = begun.next_look_s
-        assert not begun.is_silent()
-    assert not begun.is_silent()
-    clock.now_s = begun.next_look_s
-
-    assert begun.is_silent()
-    assert clock.now_s == pytest.approx(1060.0)
 
 
 def test_scripted_ranks_can_fail() -> None:
