@@ -7,8 +7,7 @@ import random
 from collections import Counter
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event, MemberChanged
-from kvrs.gossip.facts import FactKind, FailureFact, SlotsFact
+from kvrs.gossip.facts import Event, FactKind, FailureFact, MemberChanged, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.sim.gossip import GossipNet, Observer, SimNode

@@ -79,12 +79,8 @@ PURE = {
             "anchors.book",
         )
     ),
-    *(f"kvrs.gossip.{name}" for name in ("detector", "events", "exchange", "facts", "members")),
-    *(f"kvrs.gossip.{name}" for name in ("node", "piggyback", "prober", "probes", "rates")),
-    *(
-        f"kvrs.gossip.{name}"
-        for name in ("authenticator", "records", "sender", "suspicion", "wire")
-    ),
+    *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
+    *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
     *(f"kvrs.proxy.mirror.{name}" for name in ("book", "copies", "outbox", "records", "roles")),
     "kvrs.traces.records",

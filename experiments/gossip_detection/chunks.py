@@ -16,22 +16,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import kvrs.gossip.detector
+import kvrs.gossip
 import kvrs.sim
 from experiments.gossip_detection.clusters import joined
 from experiments.record import ROOT, commit_of
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event, MemberChanged
-from kvrs.gossip.suspicion import Suspicion
+from kvrs.gossip.detector import Suspicion
+from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.sim.gossip import SimNode
 
 NODES = 64
-SIMULATED = (
-    *("detector", "events", "exchange", "facts", "members", "node", "piggyback", "prober"),
-    *("probes", "records", "sender", "suspicion", "wire"),
-)
+SIMULATED = ("detector", "exchange", "facts", "members", "node", "probes", "sender", "wire")
 
 
 @dataclass(slots=True)
@@ -47,7 +44,6 @@ class Chunk:
     nearest: float = 0.0
     packets: int = 0
     cpu_s: float = 0.0
-    compiled: bool = False  # It changes nothing but `cpu_s`.
 
 
 class _Watch:
@@ -78,7 +74,7 @@ class _Watch:
 
 def run_chunk(seed: int, hours: float, loss: float) -> Chunk:
     os.nice(19 - os.nice(0))
-    chunk, settings = Chunk(seed, hours, loss, compiled=is_compiled()), GossipSettings()
+    chunk, settings = Chunk(seed, hours, loss), GossipSettings()
     watch = _Watch(chunk, settings)
     net = joined(NODES, seed, settings, observer=watch)
     net.loss = loss
@@ -90,10 +86,6 @@ def run_chunk(seed: int, hours: float, loss: float) -> Chunk:
     gc.enable()
     chunk.cpu_s, chunk.packets = time.process_time() - begun_s, net.delivered - before
     return chunk
-
-
-def is_compiled() -> bool:
-    return not kvrs.gossip.detector.__file__.endswith(".py")
 
 
 def code_version() -> str:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from experiments.gossip_detection.chunks import NODES
 from experiments.gossip_detection.clusters import SEEDS, any_node, joined
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event, MemberChanged
-from kvrs.gossip.facts import Fact, HolderFact, InstanceFact, LinkFact, SlotsFact
+from kvrs.gossip.facts import (
+    Event,
+    Fact,
+    HolderFact,
+    InstanceFact,
+    LinkFact,
+    MemberChanged,
+    SlotsFact,
+)
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role

@@ -19,20 +19,30 @@ A packet without the right echo is `Unproven`: its payload is dropped, and the a
 (an empty payload is enough), from which the sender learns the receiver's run.
 
 A holder of the secret can forge packets of any member: the mac proves that a packet comes from the
-cluster, not from which member. The payload is not encrypted. Pure: the run is an argument.
+cluster, not from which member. The payload is not encrypted.
+
+Authentication costs a hash of the packet, so it is limited before anything is known of the sender:
+`ReceiveRates` has token buckets per source and in total. A source from which an authentic packet
+came has a bucket of its own for packets that echo the run of this process; all other packets share
+one that is much smaller than the total. So a flood costs members nothing, whatever source addresses
+it forges, unless the attacker reads their packets.
+
+Pure: time and the run are arguments.
 """
 
 import hmac
 import struct
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b, sha256
-from typing import assert_never
+from typing import ClassVar
 
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
+
+Address = tuple[str, int]  # Numeric: no name is looked up.
 
 MAX_PAYLOAD_BYTES = 1 << 16
 # Length of the replay window: packets may be overtaken by this many, over TCP for example.
@@ -49,7 +59,9 @@ _MIN_BYTES = _HEADER.size + 1 + _MAC_BYTES
 # Bytes of a packet beyond its payload, with the longest name.
 MAX_OVERHEAD_BYTES = _HEADER.size + _MAX_NAME_BYTES + _MAC_BYTES
 _NO_ECHO = bytes(RUN_BYTES)
+_CLUSTER = blake2b(b"kvrs", digest_size=8).digest()  # Clusters are told apart by their secrets.
 _WINDOW_MASK = (1 << WINDOW_PACKETS) - 1
+_MAX_SOURCES = 4096
 
 
 class Rejection(StrEnum):
@@ -86,6 +98,7 @@ class Unproven:
     """Authentic, but perhaps a replay: the sender has to learn this process's run first."""
 
     sender: NodeId
+    reason: ClassVar = Rejection.UNPROVEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,7 @@ class Outdated:
     sender: NodeId
     run: bytes
     epoch: int
+    reason: ClassVar = Rejection.OLD_EPOCH
 
 
 class Keyring:
@@ -130,41 +144,29 @@ class PacketAuthenticator:
     under this name.
     """
 
-    def __init__(self, cluster: str, own: NodeId, epoch: int, run: bytes, keys: Keyring) -> None:
+    def __init__(self, own: NodeId, epoch: int, run: bytes, keys: Keyring) -> None:
         self._own_name = own.encode()
         assert 0 < len(self._own_name) <= _MAX_NAME_BYTES, f"a name of {len(self._own_name)} bytes"
         assert len(run) == RUN_BYTES, f"a run's number of {len(run)} bytes"
         assert run != _NO_ECHO, "a run's number of zeros means none"
-        self._cluster = blake2b(cluster.encode(), digest_size=8).digest()
-        self._own, self._epoch, self._run, self._keys = own, epoch, run, keys
+        self.epoch = epoch  # Only raised.
+        self._own, self._run, self._keys = own, run, keys
         self._counter = 0
-        self._senders: dict[NodeId, _Sender] = {}
+        # Nodes of which a packet was accepted, so that their runs can be echoed.
+        self.senders: dict[NodeId, _Sender] = {}
         self.rejected: Counter[Rejection] = Counter()
-
-    @property
-    def senders(self) -> int:
-        return len(self._senders)
-
-    def knows_run_of(self, node: NodeId) -> bool:
-        """A packet of the node was accepted, so that its run can be echoed."""
-        return node in self._senders
-
-    def set_epoch(self, epoch: int) -> None:
-        """Raise the epoch of this run."""
-        assert epoch >= self._epoch, f"epoch {epoch} after {self._epoch}"
-        self._epoch = epoch
 
     def seal(self, to: NodeId, payload: bytes, run: bytes | None = None) -> bytes:
         """Seal a payload; `run` replaces the receiver's run that was accepted last."""
         assert len(payload) <= MAX_PAYLOAD_BYTES, f"a payload of {len(payload)} bytes"
         self._counter += 1
-        known = self._senders.get(to)
+        known = self.senders.get(to)
         header = _HEADER.pack(
             _MAGIC,
             _VERSION,
-            self._cluster,
+            _CLUSTER,
             self._keys.sending_id,
-            self._epoch,
+            self.epoch,
             self._run,
             run or (known.run if known else _NO_ECHO),
             self._counter,
@@ -180,7 +182,7 @@ class PacketAuthenticator:
         if len(packet) < _MIN_BYTES:
             return False
         magic, version, cluster, key_id, _, _, echo, _, _ = _HEADER.unpack_from(packet)
-        return (magic, version, cluster) == (_MAGIC, _VERSION, self._cluster) and (
+        return (magic, version, cluster) == (_MAGIC, _VERSION, _CLUSTER) and (
             key_id in self._keys.by_id and hmac.compare_digest(echo, self._run)
         )
 
@@ -189,17 +191,8 @@ class PacketAuthenticator:
     ) -> Opened | Unproven | Outdated | Rejection:
         """Return the payload and its sender, or the reason for the rejection, which is counted."""
         result = self._open(memoryview(packet), most_payload_bytes)
-        match result:
-            case Rejection():
-                self.rejected[result] += 1
-            case Unproven():
-                self.rejected[Rejection.UNPROVEN] += 1
-            case Outdated():
-                self.rejected[Rejection.OLD_EPOCH] += 1
-            case Opened():
-                pass
-            case _:
-                assert_never(result)
+        if not isinstance(result, Opened):
+            self.rejected[result if isinstance(result, Rejection) else result.reason] += 1
         return result
 
     def _open(
@@ -218,7 +211,7 @@ class PacketAuthenticator:
             return Rejection.NOT_GOSSIP
         if version != _VERSION:
             return Rejection.VERSION
-        if cluster != self._cluster:
+        if cluster != _CLUSTER:
             return Rejection.CLUSTER
         if (key := self._keys.by_id.get(key_id)) is None:
             return Rejection.KEY
@@ -244,7 +237,7 @@ class PacketAuthenticator:
 
     def _outdated(self, name: NodeId, run: bytes, counter: int) -> Outdated | Rejection:
         """Answer each packet of an older run at most once: a replayed one gets no second answer."""
-        sender = self._senders[name]
+        sender = self.senders[name]
         if sender.older_run == run and counter <= sender.older_counter:
             return Rejection.OLD_EPOCH
         sender.older_run, sender.older_counter = run, counter
@@ -255,11 +248,11 @@ class PacketAuthenticator:
 
         Unproven packets are entered too: their epoch is genuine, and they are answered only once.
         """
-        sender = self._senders.get(name)
-        if sender is None and len(self._senders) >= MAX_SENDERS:
+        sender = self.senders.get(name)
+        if sender is None and len(self.senders) >= MAX_SENDERS:
             return Rejection.TOO_MANY_SENDERS
         if sender is None or epoch > sender.epoch:
-            self._senders[name] = _Sender(epoch, run, counter, window=1)
+            self.senders[name] = _Sender(epoch, run, counter, window=1)
             return None
         if epoch < sender.epoch:
             return Rejection.OLD_EPOCH
@@ -277,3 +270,58 @@ class PacketAuthenticator:
         sender.window = (sender.window << min(-age, WINDOW_PACKETS) | 1) & _WINDOW_MASK
         sender.newest = counter
         return None
+
+
+class TokenBucket:
+    def __init__(self, per_s: float, burst: float, now_s: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._tokens, self._at_s = burst, now_s
+
+    def take(self, now_s: float) -> bool:
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Packets per second; each bucket holds those of `burst_s`. A member of 1,000 receives about 50
+    packets per second.
+    """
+
+    member_per_s: float = 200.0
+    unknown_per_s: float = 500.0
+    total_per_s: float = 5000.0
+    burst_s: float = 2.0
+
+
+class ReceiveRates:
+    def __init__(self, rates: Rates, now_s: float) -> None:
+        self._rates = rates
+        self._total = self._bucket(rates.total_per_s, now_s)
+        self._unknown = self._bucket(rates.unknown_per_s, now_s)
+        self._members: OrderedDict[Address, TokenBucket] = OrderedDict()
+
+    def admit(self, source: Address, is_answer: bool, now_s: float) -> bool:
+        """One more packet from this source may be authenticated; `is_answer`: it echoes the run of
+        this process.
+        """
+        own = self._members.get(source) if is_answer else None
+        return (own or self._unknown).take(now_s) and self._total.take(now_s)
+
+    def on_authentic(self, source: Address, now_s: float) -> None:
+        """Give this source a bucket of its own, in place of that which is silent for longest when
+        there are too many.
+        """
+        if source in self._members:
+            self._members.move_to_end(source)
+            return
+        self._members[source] = self._bucket(self._rates.member_per_s, now_s)
+        if len(self._members) > _MAX_SOURCES:
+            self._members.popitem(last=False)
+
+    def _bucket(self, per_s: float, now_s: float) -> TokenBucket:
+        return TokenBucket(per_s, max(1.0, per_s * self._rates.burst_s), now_s)

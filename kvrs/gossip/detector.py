@@ -7,14 +7,15 @@ process applies to it. All times are of the node's own clock, which stops while 
 (see `node`).
 """
 
-from math import inf
+from math import inf, log, log10
+
+from msgspec.structs import replace
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event, MemberChanged, Superseded
+from kvrs.gossip.facts import Event, MemberChanged, Superseded
 from kvrs.gossip.members import Member, Members, Random
-from kvrs.gossip.prober import Prober
+from kvrs.gossip.probes import Prober
 from kvrs.gossip.sender import PacketSender
-from kvrs.gossip.suspicion import LocalHealth, Suspicion
 from kvrs.gossip.wire import (
     MAX_NUMBER,
     MAX_SUSPECTORS,
@@ -22,6 +23,7 @@ from kvrs.gossip.wire import (
     IndirectAck,
     MemberUpdate,
     Push,
+    State,
     Status,
 )
 from kvrs.ids import NodeId
@@ -36,6 +38,36 @@ _FULL_RATE_PEERS = 8
 _STARTUP_INTERVALS = 20.0
 
 
+class Suspicion:
+    """Suspicion of one incarnation of one member (SWIM, section 4.2).
+
+    Each further suspector shortens it: probes of a dead node fail from everywhere, while a lost
+    packet, or a suspector that does not receive, is confirmed by no other node. A node declares a
+    member dead only if a probe of its own failed during this suspicion (`own_probe_failed`).
+    """
+
+    def __init__(self, settings: GossipSettings, members: int, since_s: float) -> None:
+        """`members`: number of reachable members, with this node and the suspect."""
+        self.since_s = since_s
+        self.least_s = (
+            settings.suspicion_mult * max(1.0, log10(members)) * settings.probe_interval_s
+        )
+        self.most_s = self.least_s * settings.suspicion_max_mult
+        # All but the suspect and the first suspector may confirm.
+        self.confirmations = max(0, min(settings.confirmations, members - 2))
+        self.own_probe_failed = False
+        self.probing = False  # Its time is over, and a probe of this node is in progress.
+
+    def ends_s(self, suspectors: int) -> float:
+        """The end, after `most - (most - least) * log(c + 1) / log(k + 1)` with c of k
+        confirmations (Lifeguard, LHA-Suspicion).
+        """
+        if self.confirmations == 0:
+            return self.since_s + self.least_s
+        share = min(1.0, log(max(1, suspectors)) / log(self.confirmations + 1))
+        return self.since_s + self.most_s - (self.most_s - self.least_s) * share
+
+
 class Detector:
     """States and suspicions of all members. `prober` has the probes, `sender` the packets."""
 
@@ -45,8 +77,7 @@ class Detector:
         self.me = Member(me, now_s)
         self.members = Members(self.me, random)
         self.sender = PacketSender(self.me, self.members, settings)
-        self.health = LocalHealth(settings.health_max)
-        self.prober = Prober(self.me, self.members, self.sender, self.health, settings)
+        self.prober = Prober(self.me, self.members, self.sender, settings)
         self.events: list[Event] = []
         self.over = False  # Another process has this node's name, or this node has left.
         self._settings = settings
@@ -60,10 +91,7 @@ class Detector:
 
     @property
     def due_s(self) -> float:
-        # In pairs, because this runs after every packet: the minimum of two numbers takes no call
-        # where this is compiled.
-        timers_s = min(self._probe_at_s, min(self.sender.push_at_s, self._suspicion_at_s))
-        return min(timers_s, self.prober.due_s)
+        return min(self._probe_at_s, self.sender.push_at_s, self._suspicion_at_s, self.prober.due_s)
 
     def tick(self, now_s: float) -> None:
         for probe in self.prober.due(now_s):
@@ -74,9 +102,8 @@ class Detector:
             self._check_suspicions(now_s)
         if now_s >= self._probe_at_s:
             share = min(1.0, max(0.5, len(self.members.peers) / _FULL_RATE_PEERS))
-            self._probe_at_s = now_s + self._interval_s * share * (1 + self.health.score)
-            target = self.members.next_to_probe()
-            if target is not None and target.id not in self.prober:
+            self._probe_at_s = now_s + self._interval_s * share * (1 + self.prober.health)
+            if (target := self.members.next_to_probe()) is not None:
                 self.prober.probe(target, now_s)
         self.prober.send_nacks(now_s)
         if now_s >= self.sender.push_at_s:
@@ -96,65 +123,51 @@ class Detector:
             return True
         if epoch < member.epoch:
             # The older of two processes with one name has to learn of the newer one.
-            self.sender.send(
-                sender, Push(self.me.epoch, self.me.incarnation, (member.update()[0],))
-            )
+            self.sender.send(sender, Push(self.me.epoch, self.me.incarnation, (member.update,)))
             return False
-        if incarnation > member.incarnation:
-            self.apply_update(
-                MemberUpdate(sender, epoch, incarnation, Status.ALIVE, member.address), now_s
-            )
+        self._note_alive(member, incarnation, now_s)
         return True
 
     def on_ack(self, sender: NodeId, ack: Ack, now_s: float) -> None:
-        if self.prober.on_ack(sender, ack) is not None:
+        if self.prober.on_ack(sender, ack):
             self._probe_succeeded(sender, now_s)
 
     def on_indirect_ack(self, ack: IndirectAck, now_s: float) -> None:
-        if self.prober.on_indirect_ack(ack) is None:
+        if not self.prober.on_indirect_ack(ack):
             return
-        member = self.members.table[ack.target]
         self._probe_succeeded(ack.target, now_s)
-        if ack.target_epoch == member.epoch:
-            alive = MemberUpdate(
-                member.id, member.epoch, ack.target_incarnation, Status.ALIVE, member.address
-            )
-            self.apply_update(alive, now_s)
+        if ack.target_epoch == (member := self.members.table[ack.target]).epoch:
+            self._note_alive(member, ack.target_incarnation, now_s)
 
     def apply_update(self, update: MemberUpdate, now_s: float) -> None:
         """Apply an update about any member, if it is newer than the member's state."""
         if update.id == self.me.id:
-            self.on_update_about_self(update.epoch, update.incarnation, update.status, now_s)
+            self.on_update_about_self(update.state, now_s)
             return
         member = self.members.table.get(update.id)
         if member is None:
             if update.status <= Status.SUSPECT and self._has_room():
-                self._add(update, now_s)
-        elif member.is_superseded_by(update.epoch, update.incarnation, update.status):
+                member = Member(update, now_s)
+                self.members.add(member)
+                self._on_changed(member, now_s)
+        elif update.state > member.state:
             self._change(member, update, now_s)
-        elif (
-            update.status is Status.SUSPECT is member.status
-            and update.incarnation == member.incarnation
-            and update.epoch == member.epoch
-            and update.suspectors != member.suspectors
-        ):
+        elif update.status is Status.SUSPECT and update.state == member.state:
             self._confirm(member, update.suspectors, now_s)
 
-    def on_update_about_self(
-        self, epoch: int, incarnation: int, status: Status, now_s: float
-    ) -> None:
+    def on_update_about_self(self, state: State, now_s: float) -> None:
         """Refute a suspicion or death of this node; stop if a newer process has its name."""
-        if self.over or not self.me.is_superseded_by(epoch, incarnation, status):
+        if self.over or state <= self.me.state:
             return
+        epoch, incarnation, status = state
         if epoch == self.me.epoch and status in (Status.SUSPECT, Status.DEAD):
-            self.health.worsen(1)
-            self._announce_alive(epoch, incarnation + 1, now_s)
+            self.prober.worsen_health()
+            self._set_self(epoch, incarnation + 1, Status.ALIVE, now_s)
         elif now_s < self._startup_until_s:
             # The process before this one had that epoch, and this one began with too low an epoch.
-            self._announce_alive(epoch + 1, 0, now_s)
+            self._set_self(epoch + 1, 0, Status.ALIVE, now_s)
         else:
-            self.over = True
-            self.events.append(Superseded(epoch))
+            self._end(epoch)
 
     # Events of this node.
 
@@ -162,13 +175,13 @@ class Detector:
         """Start anew after this node was stopped for longer than an interval: others may have
         declared it dead, and its running probes prove nothing.
         """
-        self.health.worsen(1)
+        self.prober.worsen_health()
         self.prober.clear()
         for suspicion in self._suspicions.values():
             suspicion.own_probe_failed = suspicion.probing = False
         self._schedule_suspicions()
         self._probe_at_s = now_s
-        self._announce_alive(self.me.epoch, self.me.incarnation + 1, now_s)
+        self._set_self(self.me.epoch, self.me.incarnation + 1, Status.ALIVE, now_s)
         self.sender.push_at_s = now_s
 
     def leave(self, now_s: float) -> None:
@@ -179,12 +192,7 @@ class Detector:
     def probe_now(self, target: NodeId, now_s: float) -> None:
         """Probe a member out of turn, because something outside of gossip indicates its death."""
         member = self.members.table.get(target)
-        if (
-            member is not None
-            and member is not self.me
-            and member.reachable
-            and target not in self.prober
-        ):
+        if member is not None and member is not self.me and member.reachable:
             self.prober.probe(member, now_s)
 
     def forget(self, member: Member) -> None:
@@ -205,14 +213,7 @@ class Detector:
 
     def _probe_failed(self, target: Member, now_s: float) -> None:
         if target.status is Status.ALIVE:
-            suspect = MemberUpdate(
-                target.id,
-                target.epoch,
-                target.incarnation,
-                Status.SUSPECT,
-                target.address,
-                (self.me.id,),
-            )
+            suspect = replace(target.update, status=Status.SUSPECT, suspectors=(self.me.id,))
             self._change(target, suspect, now_s)
         else:
             self._confirm(target, (self.me.id,), now_s)
@@ -223,18 +224,13 @@ class Detector:
     # Suspicions.
 
     def _confirm(self, member: Member, by: tuple[NodeId, ...], now_s: float) -> None:
-        new = tuple(suspector for suspector in by if suspector not in member.suspectors)
         # More suspectors do not shorten the suspicion further, and are not worth their bytes.
         most = min(MAX_SUSPECTORS, self._settings.confirmations + 1)
-        suspectors = (member.suspectors + new)[:most]
-        if suspectors == member.suspectors:
-            return
-        update = MemberUpdate(
-            member.id, member.epoch, member.incarnation, member.status, member.address, suspectors
-        )
-        member.set(update, member.since_s)
-        self.sender.broadcast(member, now_s)
-        self._schedule_suspicions()
+        suspectors = tuple(dict.fromkeys(member.suspectors + by))[:most]
+        if suspectors != member.suspectors:
+            member.set(replace(member.update, suspectors=suspectors), member.since_s)
+            self.sender.broadcast(member, now_s)
+            self._schedule_suspicions()
 
     def _check_suspicions(self, now_s: float) -> None:
         for node, suspicion in list(self._suspicions.items()):
@@ -242,27 +238,22 @@ class Detector:
             if suspicion.probing or suspicion.ends_s(len(member.suspectors)) > now_s:
                 continue
             if suspicion.own_probe_failed:
-                by = (
-                    self.me.id,
-                    *(suspector for suspector in member.suspectors if suspector != self.me.id),
-                )[:MAX_SUSPECTORS]
-                dead = MemberUpdate(
-                    node, member.epoch, member.incarnation, Status.DEAD, member.address, by
-                )
+                by = tuple(dict.fromkeys((self.me.id, *member.suspectors)))[:MAX_SUSPECTORS]
+                dead = replace(member.update, status=Status.DEAD, suspectors=by)
                 self._change(member, dead, now_s)
             else:
                 suspicion.probing = True
-                if node not in self.prober:
-                    self.prober.probe(member, now_s)
+                self.prober.probe(member, now_s)
         self._schedule_suspicions()
 
     def _schedule_suspicions(self) -> None:
-        self._suspicion_at_s = inf
-        for node, suspicion in self._suspicions.items():
-            if not suspicion.probing:
-                self._suspicion_at_s = min(
-                    self._suspicion_at_s, suspicion.ends_s(len(self.members.table[node].suspectors))
-                )
+        table = self.members.table
+        ends_s = (
+            suspicion.ends_s(len(table[node].suspectors))
+            for node, suspicion in self._suspicions.items()
+            if not suspicion.probing
+        )
+        self._suspicion_at_s = min(ends_s, default=inf)
 
     # The table.
 
@@ -277,17 +268,16 @@ class Detector:
             self.forget(min(lost, key=lambda member: member.since_s))
         return True
 
-    def _add(self, update: MemberUpdate, now_s: float) -> None:
-        member = Member(update, now_s)
-        self.members.add(member)
-        self._on_changed(member, now_s)
+    def _note_alive(self, member: Member, incarnation: int, now_s: float) -> None:
+        if incarnation > member.incarnation:
+            alive = MemberUpdate(member.id, member.epoch, incarnation, Status.ALIVE, member.address)
+            self.apply_update(alive, now_s)
 
     def _change(self, member: Member, update: MemberUpdate, now_s: float) -> None:
         if update.epoch != member.epoch:
-            member.stored = None
+            member.record = None
             self.prober.end_of(member.id)
-        member.set(update, now_s)
-        self.members.on_status(member)
+        self.members.set(member, update, now_s)
         self._on_changed(member, now_s)
 
     def _on_changed(self, member: Member, now_s: float) -> None:
@@ -295,32 +285,26 @@ class Detector:
         if member.status is Status.SUSPECT:
             count = len(self.members.peers) + 1
             self._suspicions[member.id] = Suspicion(self._settings, count, now_s)
-            if (
-                member.id not in self.prober
-                and self._random() * count < _EXPECTED_PROBERS
-                and self.me.id not in member.suspectors
-            ):
+            if self._random() * count < _EXPECTED_PROBERS and self.me.id not in member.suspectors:
                 self.prober.probe(member, now_s)
         if previous is not None or member.status is Status.SUSPECT:
             self._schedule_suspicions()
         if not member.reachable:
             self.prober.end_of(member.id)
         self.sender.broadcast(member, now_s)
-        self.events.append(
-            MemberChanged(
-                member.id, member.epoch, member.incarnation, member.status, member.suspectors
-            )
-        )
-
-    def _announce_alive(self, epoch: int, incarnation: int, now_s: float) -> None:
-        self._set_self(epoch, incarnation, Status.ALIVE, now_s)
+        self.events.append(MemberChanged(member.id, *member.state, member.suspectors))
 
     def _set_self(self, epoch: int, incarnation: int, status: Status, now_s: float) -> None:
         if incarnation > MAX_NUMBER:
             epoch, incarnation = epoch + 1, 0
         if epoch > MAX_NUMBER:  # No valid number is left.
-            self.over = True
-            self.events.append(Superseded(MAX_NUMBER))
+            self._end(MAX_NUMBER)
             return
-        self.me.set(MemberUpdate(self.me.id, epoch, incarnation, status, self.me.address), now_s)
+        me = MemberUpdate(self.me.id, epoch, incarnation, status, self.me.address)
+        self.me.set(me, now_s)
         self.sender.broadcast(self.me, now_s)
+
+    def _end(self, epoch: int) -> None:
+        """A newer process has this node's name."""
+        self.over = True
+        self.events.append(Superseded(epoch))

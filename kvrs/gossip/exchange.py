@@ -7,10 +7,8 @@ the end, also after a partition.
 
 from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.detector import Detector
-from kvrs.gossip.events import RecordChanged
-from kvrs.gossip.facts import Facts
+from kvrs.gossip.facts import FactRecord, Facts, RecordChanged, start_for
 from kvrs.gossip.members import Member, Random
-from kvrs.gossip.records import FactRecord, start_for
 from kvrs.gossip.wire import (
     HEADER_BYTES,
     MAX_PACKET_BYTES,
@@ -21,7 +19,7 @@ from kvrs.gossip.wire import (
     MemberUpdate,
     RecordDelta,
     Status,
-    known_member_bytes,
+    encoded_bytes,
     text_bytes,
 )
 from kvrs.ids import NodeId
@@ -105,25 +103,20 @@ class Exchange:
             self._send_digest(lost[int(self._random() * len(lost))], MAX_PACKET_BYTES)
 
     def _forget(self, now_s: float) -> None:
-        before_s = now_s - self._settings.forget_s
-        me = self._detector.me
-        if len(self._members.peers) + 1 == len(self._members.table):
-            return
-        for member in [
-            m
-            for m in self._members.table.values()
-            if m is not me and not m.reachable and m.since_s < before_s
-        ]:
-            self._detector.forget(member)
+        """Forget the members that are dead for long."""
+        table, before_s = self._members.table, now_s - self._settings.forget_s
+        if len(self._members.peers) + 1 < len(table):
+            for member in list(table.values()):
+                if not member.reachable and member.since_s < before_s:
+                    self._detector.forget(member)
 
     # Digests.
 
     def _send_digest(self, node: NodeId, room_bytes: int) -> None:
         me, stream = self._detector.me, room_bytes > self._settings.packet_bytes
         # With this node's address, for the answer.
-        updates = (me.update()[0],)
-        room = room_bytes - HEADER_BYTES - me.update()[1]
-        known, until = self._digest_part(room)
+        updates = (me.update,)
+        known, until = self._digest_part(room_bytes - HEADER_BYTES - me.update_bytes)
         after, self._after = self._after, until
         self._detector.sender.send(
             node, Digest(me.epoch, me.incarnation, room_bytes, after, until, known, updates), stream
@@ -198,35 +191,26 @@ class Exchange:
                 self._check_own_record(known, now_s)
                 lacking.append((member, known))
                 continue
-            if known.epoch == mine.epoch:
-                ahead = member.is_superseded_by(known.epoch, known.incarnation, known.status)
-                behind = not ahead and (
-                    known.incarnation != mine.incarnation or known.status != mine.status
-                )
-                if ahead or (
-                    member.reachable
-                    and start_for(mine.version, mine.floor, known.version, known.floor) is not None
-                ):
-                    wants.append(mine)
-                if (
-                    behind
-                    or start_for(known.version, known.floor, mine.version, mine.floor) is not None
-                ):
-                    lacking.append((member, known))
-            elif known.epoch > mine.epoch:
+            same, theirs_s, mine_s = known.epoch == mine.epoch, known.state, mine.state
+            if theirs_s > mine_s or (
+                same
+                and member.reachable
+                and start_for(mine.version, mine.floor, known.version, known.floor) is not None
+            ):
                 wants.append(mine)
-            else:
+            if theirs_s < mine_s or (
+                same and start_for(known.version, known.floor, mine.version, mine.floor) is not None
+            ):
                 lacking.append((member, known))
         return lacking, wants, matched
 
     def _check_own_record(self, known: KnownMember, now_s: float) -> None:
-        self._detector.on_update_about_self(known.epoch, known.incarnation, known.status, now_s)
+        self._detector.on_update_about_self(known.state, now_s)
         me = self._detector.me
-        if known.epoch == me.epoch and me.stored is not None and known.version > me.stored.version:
+        if known.epoch == me.epoch and me.record is not None and known.version > me.record.version:
             # A node has edits of this epoch that this process did not make.
-            self._detector.on_update_about_self(
-                known.epoch, me.incarnation + 1, Status.ALIVE, now_s
-            )
+            newer = known.epoch, me.incarnation + 1, Status.ALIVE
+            self._detector.on_update_about_self(newer, now_s)
 
     def _send_delta(
         self,
@@ -246,53 +230,46 @@ class Exchange:
         # From a random start: where not everything fits, all get their turn.
         first = int(self._random() * len(lacking)) if lacking else 0
         for member, known in lacking[first:] + lacking[:first]:
-            if known is None or member.is_newer_than(known):
-                update, size = member.update()
-                if size > room or len(updates) == MAX_UPDATES:
+            if known is None or member.state > known.state:
+                if member.update_bytes > room or len(updates) == MAX_UPDATES:
                     break
-                updates.append(update)
-                room -= size
-            delta = (
-                self._delta(member, known, room, clock_s) if len(records) < MAX_UPDATES else None
-            )
-            if delta is not None:
-                records.append(delta[0])
-                room -= delta[1]
+                updates.append(member.update)
+                room -= member.update_bytes
+            if len(records) < MAX_UPDATES and (delta := self._delta(member, known, room, clock_s)):
+                records.append(delta)
+                room -= encoded_bytes(delta)
         packet = Delta(me.epoch, me.incarnation, room_bytes, tuple(updates), tuple(records), asked)
         self._detector.sender.send(to, packet, room_bytes > own_bytes)
 
     def _delta(
         self, member: Member, known: KnownMember | None, room: int, clock_s: float
-    ) -> tuple[RecordDelta, int] | None:
-        record = member.stored
+    ) -> RecordDelta | None:
+        record, start = member.record, 0
         if record is None or not member.reachable:
             return None
-        same = known is not None and known.epoch == member.epoch
-        start = (
-            start_for(known.version, known.floor, record.version, record.floor)
-            if known is not None and same
-            else 0
-        )
-        return (
-            None if start is None else record.delta(member.id, member.epoch, start, room, clock_s)
-        )
+        if known is not None and known.epoch == member.epoch:
+            needed = start_for(known.version, known.floor, record.version, record.floor)
+            if needed is None:
+                return None
+            start = needed
+        return record.delta(member.id, member.epoch, start, room, clock_s)
 
     def _apply_record(self, delta: RecordDelta, clock_s: float) -> None:
         member = self._members.table.get(delta.id)
         # Only the node itself writes its record, and each epoch has a record of its own.
         if member is None or member is self._detector.me or member.epoch != delta.epoch:
             return
-        if member.stored is None:
-            member.stored = FactRecord()
-        changed = member.stored.apply(delta, clock_s)
+        if member.record is None:
+            member.record = FactRecord()
+        changed = member.record.apply(delta, clock_s)
         member.record_changed()
         if member.reachable:
             for kind, name in changed:
-                held = member.stored.entries.get((kind, name))
-                value, written_s = (
-                    (held.value, held.written_s) if held is not None else (None, clock_s)
-                )
-                self._facts.put(member.id, kind, name, value, written_s)
+                held = member.record.entries.get((kind, name))
+                if held is None:
+                    self._facts.put(member.id, kind, name, None, clock_s)
+                else:
+                    self._facts.put(member.id, kind, name, held.value, held.written_s)
                 self._detector.events.append(RecordChanged(member.id, kind, name))
 
     def _is_worth_sending(self, member: Member, now_s: float) -> bool:
@@ -305,7 +282,7 @@ class Exchange:
 def _as_fits(wants: list[KnownMember], room: int) -> tuple[tuple[KnownMember, ...], int]:
     kept, most = list[KnownMember](), int(room * _WANTS_SHARE)
     for want in wants[:MAX_UPDATES]:
-        size = known_member_bytes(want)
+        size = encoded_bytes(want)
         if size > most:
             break
         kept.append(want)

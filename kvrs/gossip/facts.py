@@ -1,25 +1,43 @@
-"""Facts that nodes publish about themselves, and the tables that decisions read them from, without
-I/O.
+"""Facts that nodes publish about themselves: their records, the tables that decisions read, and the
+events of changes.
 
-A node's record is a set of entries, each with a kind and a name. The kind determines the encoding
-of the value.
+A node's record is a set of entries, each with a kind and a name; the kind determines the encoding
+of the value. Records are replicated by scuttlebutt (van Renesse et al., LADIS 2008): every node
+writes only its own record, and a version states how much of it another node has.
+
+    entries, by version     1 . 3 4 . . 7 . 9     version 9: the newest edit; overwritten ones leave
+                                                  gaps
+                                ^floor 4          tombstones up to here are forgotten
+
+A copy that is complete up to version v needs the entries above v. If v lies below the floor, the
+copy may have entries that were removed since, so it starts again from 0. Until it has reached the
+floor again, it accepts nothing from copies with a lower floor, which may have removed entries too.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from kvrs.errors import GossipError
-from kvrs.gossip.wire import MAX_VALUE_BYTES, Natural
+from kvrs.gossip.wire import (
+    MAX_ENTRIES,
+    MAX_VALUE_BYTES,
+    Entry,
+    Natural,
+    RecordDelta,
+    Status,
+    encoded_bytes,
+)
 from kvrs.ids import NodeId
 from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import Role, Seconds
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 Cause = Annotated[str, msgspec.Meta(max_length=128)]
+Key = tuple[int, str]  # Kind and name.
 
 
 class FactKind(IntEnum):
@@ -65,17 +83,15 @@ class FailureFact(msgspec.Struct, frozen=True, array_like=True):
 
 
 Fact = InstanceFact | LinkFact | SlotsFact | HolderFact | FailureFact | GpuHealth
-
-_TYPES: dict[int, type[Fact]] = {
-    FactKind.INSTANCE: InstanceFact,
-    FactKind.LINK: LinkFact,
-    FactKind.SLOTS: SlotsFact,
-    FactKind.HOLDER: HolderFact,
-    FactKind.FAILURE: FailureFact,
-    FactKind.GPU: GpuHealth,
+_KINDS: dict[type[Fact], FactKind] = {
+    InstanceFact: FactKind.INSTANCE,
+    LinkFact: FactKind.LINK,
+    SlotsFact: FactKind.SLOTS,
+    HolderFact: FactKind.HOLDER,
+    FailureFact: FactKind.FAILURE,
+    GpuHealth: FactKind.GPU,
 }
-_KINDS = {cls: FactKind(kind) for kind, cls in _TYPES.items()}
-_decoders = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in _TYPES.items()}
+_decoders = {kind: msgspec.msgpack.Decoder(cls) for cls, kind in _KINDS.items()}
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -88,18 +104,16 @@ def encode_fact(fact: Fact) -> bytes:
     value = _encoder.encode(fact)
     if len(value) > MAX_VALUE_BYTES:
         raise GossipError(f"a fact of {len(value)} bytes; allowed: at most {MAX_VALUE_BYTES}")
-    decode_fact(_KINDS[type(fact)], value)
+    decode_fact(kind_of(fact), value)
     return value
 
 
-def decode_fact(kind: int, value: bytes) -> Fact:
-    """Raises GossipError: the kind is unknown, or the value of another shape."""
+def decode_fact(kind: FactKind, value: bytes) -> Fact:
+    """Raises GossipError: the value has another shape."""
     try:
         fact: Fact = _decoders[kind].decode(value)
-    except KeyError:
-        raise GossipError(f"a fact of unknown kind {kind}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise GossipError(f"a fact of kind {FactKind(kind).name.lower()}: {error}") from None
+        raise GossipError(f"a fact of kind {kind.name.lower()}: {error}") from None
     return fact
 
 
@@ -128,7 +142,7 @@ class Facts:
         self.failures: Table[FailureFact] = {}
         self.gpus: Table[GpuHealth] = {}
         self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
-        self._tables: dict[int, Table[Any]] = {  # `_TYPES` has the type of each.
+        self._tables: dict[FactKind, Table[Any]] = {
             FactKind.INSTANCE: self.instances,
             FactKind.LINK: self.links,
             FactKind.SLOTS: self.slots,
@@ -140,26 +154,154 @@ class Facts:
     def put(
         self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float
     ) -> None:
-        table = self._tables.get(kind)
-        if table is None:
-            self.unread += 1
-            return
-        table.pop((node, name), None)
-        if value is None:
-            return
         try:
-            table[node, name] = Report(decode_fact(kind, value), written_s)
-        except GossipError:
+            table = self._tables[FactKind(kind)]
+            table.pop((node, name), None)
+            if value is not None:
+                table[node, name] = Report(decode_fact(FactKind(kind), value), written_s)
+        except (GossipError, ValueError):
             self.unread += 1
 
     def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
         """Kind, publishing node, name and report of every fact."""
         for kind, table in self._tables.items():
-            yield from (
-                (FactKind(kind), node, name, report) for (node, name), report in table.items()
-            )
+            yield from ((kind, node, name, report) for (node, name), report in table.items())
 
     def forget(self, node: NodeId) -> None:
         for table in self._tables.values():
             for key in [key for key in table if key[0] == node]:
                 del table[key]
+
+
+# Events of a node.
+
+
+class MemberChanged(NamedTuple):
+    """Another node has joined, left, become suspect, dead or alive again, or was restarted (a new
+    `epoch`).
+    """
+
+    id: NodeId
+    epoch: int
+    incarnation: int
+    status: Status
+    suspectors: tuple[NodeId, ...]  # Of a suspicion and a death: the nodes that could not reach it.
+
+
+class RecordChanged(NamedTuple):
+    """An entry of a reachable node's record was written or removed; `Gossip.facts` reflects it."""
+
+    node: NodeId
+    kind: int
+    name: str
+
+
+class Superseded(NamedTuple):
+    """A newer process runs under this node's name, with this epoch; this one sends nothing more."""
+
+    epoch: int
+
+
+Event = MemberChanged | RecordChanged | Superseded
+
+
+# Records.
+
+
+def start_for(version: int, floor: int, other_version: int, other_floor: int) -> int | None:
+    """The version from which a copy needs the other's entries; None: they would not help it."""
+    if version < other_floor and floor < other_floor:
+        return 0
+    if version < floor and other_floor < floor:
+        return None
+    return version if version < other_version else None
+
+
+@dataclass(slots=True, eq=False)
+class VersionedValue:
+    version: int
+    written_s: float  # By the clock of this node.
+    value: bytes | None  # None: a tombstone.
+
+
+class FactRecord:
+    """One node's record, or a copy of it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.floor = 0
+        self.entries: dict[Key, VersionedValue] = {}  # In the order of their versions.
+
+    def write(self, key: Key, value: bytes | None, now_s: float) -> None:
+        """Write an entry as the owner; None removes it. The caller has checked that it fits."""
+        self._put(key, VersionedValue(self.version + 1, now_s, value))
+
+    def collect(self, before_s: float) -> None:
+        """Forget tombstones that were written before `before_s`, as the owner."""
+        for key, entry in list(self.entries.items()):
+            if entry.value is None and entry.written_s < before_s:
+                self.floor = max(self.floor, entry.version)
+                del self.entries[key]
+
+    def delta(
+        self, node: NodeId, epoch: int, start: int, room: int, now_s: float
+    ) -> RecordDelta | None:
+        """Changes since `start`, as many as fit; None: none fits."""
+        whole = RecordDelta(node, epoch, start, self.version, self.floor, ())
+        # The header of a longer list takes two bytes more.
+        room -= encoded_bytes(whole) + 2
+        entries, end = list[Entry](), start
+        for (kind, name), held in self._since(start):
+            age_ms = max(0, int((now_s - held.written_s) * 1e3))
+            entry = Entry(kind, name, held.version, age_ms, held.value)
+            room -= encoded_bytes(entry)
+            if room < 0 or len(entries) == MAX_ENTRIES:
+                break
+            entries.append(entry)
+            end = held.version
+        else:
+            end = self.version
+        if end == start or (room < 0 and not entries):
+            return None
+        return RecordDelta(node, epoch, start, end, self.floor, tuple(entries))
+
+    def _since(self, start: int) -> list[tuple[Key, VersionedValue]]:
+        found = []
+        for key, entry in reversed(self.entries.items()):
+            if entry.version <= start:
+                break
+            found.append((key, entry))
+        return found[::-1]
+
+    def apply(self, delta: RecordDelta, now_s: float) -> list[Key]:
+        """Apply the changes that are new; return their keys."""
+        if delta.start > self.version or (delta.floor < self.floor and self.version < self.floor):
+            return []
+        changed = list[Key]()
+        if delta.floor > self.floor:
+            if self.version < delta.floor:
+                if delta.start != 0:
+                    return []
+                changed += self.entries
+                self.entries.clear()
+                self.version = 0
+            self.floor = delta.floor
+            for key, held in list(self.entries.items()):
+                if held.value is None and held.version <= delta.floor:
+                    del self.entries[key]
+        for entry in delta.entries:
+            key = (entry.kind, entry.name)
+            # Bounds the record, whatever a peer sends.
+            if self.version < entry.version <= delta.end and (
+                key in self.entries or len(self.entries) < MAX_ENTRIES
+            ):
+                written_s = now_s - entry.age_ms / 1e3
+                self._put(key, VersionedValue(entry.version, written_s, entry.value))
+                changed.append(key)
+        self.version = max(self.version, delta.end)
+        return changed
+
+    def _put(self, key: Key, value: VersionedValue) -> None:
+        self.entries.pop(key, None)
+        self.entries[key] = value
+        self.version = value.version

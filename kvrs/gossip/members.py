@@ -3,80 +3,39 @@
 from bisect import bisect_right, insort
 from collections.abc import Callable
 
-from kvrs.gossip.records import FactRecord
-from kvrs.gossip.wire import KnownMember, MemberUpdate, Status, known_member_bytes, update_bytes
+from kvrs.gossip.facts import FactRecord
+from kvrs.gossip.wire import KnownMember, MemberUpdate, Status, encoded_bytes
 from kvrs.ids import NodeId
 
 Random = Callable[[], float]  # Uniform in [0, 1).
 
 
 class Member:
-    """State of one node. `update` and `known` are built on demand and cached until a change."""
-
-    __slots__ = (
-        "_known",
-        "_update",
-        "address",
-        "epoch",
-        "id",
-        "incarnation",
-        "since_s",
-        "status",
-        "stored",
-        "suspectors",
-    )
+    """State of one node: its newest update, the copy of its record, and their digest entry."""
 
     def __init__(self, update: MemberUpdate, since_s: float) -> None:
         self.id = update.id
-        self.stored: FactRecord | None = None
+        self.record: FactRecord | None = None
         self.set(update, since_s)
 
     def set(self, update: MemberUpdate, since_s: float) -> None:
-        self.address = update.address
-        self.epoch = update.epoch
-        self.incarnation = update.incarnation
-        self.status = update.status
-        self.suspectors = update.suspectors
-        self.since_s = since_s
-        self._update: tuple[MemberUpdate, int] | None = None
+        self.update, self.since_s = update, since_s
+        self.update_bytes = encoded_bytes(update)
+        self.state = self.epoch, self.incarnation, self.status = update.state
+        self.address, self.suspectors = update.address, update.suspectors
         self._known: tuple[KnownMember, int] | None = None
-
-    def is_superseded_by(self, epoch: int, incarnation: int, status: Status) -> bool:
-        """The given state is newer than this member's."""
-        if epoch != self.epoch:
-            return epoch > self.epoch
-        if incarnation != self.incarnation:
-            return incarnation > self.incarnation
-        return status > self.status
-
-    def is_newer_than(self, known: KnownMember) -> bool:
-        """The state of this member is newer than the digest entry."""
-        return (self.epoch, self.incarnation, self.status) > (
-            known.epoch,
-            known.incarnation,
-            known.status,
-        )
 
     @property
     def reachable(self) -> bool:
         return self.status <= Status.SUSPECT
 
-    def update(self) -> tuple[MemberUpdate, int]:
-        """The state as an update, and its size in bytes."""
-        if self._update is None:
-            made = MemberUpdate(
-                self.id, self.epoch, self.incarnation, self.status, self.address, self.suspectors
-            )
-            self._update = made, update_bytes(made)
-        return self._update
-
     def known(self) -> tuple[KnownMember, int]:
-        """The digest entry, and its size in bytes."""
+        """The digest entry, and its size in bytes; kept until a change."""
         if self._known is None:
-            record = self.stored
+            record = self.record
             version, floor = (record.version, record.floor) if record else (0, 0)
-            made = KnownMember(self.id, self.epoch, self.incarnation, self.status, version, floor)
-            self._known = made, known_member_bytes(made)
+            made = KnownMember(self.id, *self.state, version, floor)
+            self._known = made, encoded_bytes(made)
         return self._known
 
     def record_changed(self) -> None:
@@ -87,19 +46,17 @@ class Members:
     """Members by id, and the reachable ones in a list, so that one is drawn in constant time."""
 
     def __init__(self, me: Member, random: Random) -> None:
-        self._me = me.id
         self._random = random
         self.table: dict[NodeId, Member] = {me.id: me}
         self.ids: list[NodeId] = [me.id]  # Sorted: a digest covers a range.
         self.peers: list[Member] = []  # Alive or suspected, without this node.
-        self._place: dict[NodeId, int] = {}
         self._round: list[Member] = []  # Members that are still to be probed in this round.
 
     def add(self, member: Member) -> None:
         self.table[member.id] = member
         insort(self.ids, member.id)
-        self.on_status(member)
         if member.reachable:
+            self.peers.append(member)
             # A new member is probed at a random place of the present round (SWIM, section 4.3).
             self._round.insert(int(self._random() * (len(self._round) + 1)), member)
 
@@ -108,18 +65,14 @@ class Members:
         del self.table[member.id]
         self.ids.remove(member.id)
 
-    def on_status(self, member: Member) -> None:
-        """Add the member to the peers or remove it, after a change of its status."""
-        place = self._place.get(member.id)
-        if member.reachable and place is None:
-            self._place[member.id] = len(self.peers)
+    def set(self, member: Member, update: MemberUpdate, now_s: float) -> None:
+        """Change the state of a member."""
+        was_reachable = member.reachable
+        member.set(update, now_s)
+        if member.reachable and not was_reachable:
             self.peers.append(member)
-        elif not member.reachable and place is not None:
-            last = self.peers.pop()
-            del self._place[member.id]
-            if last is not member:
-                self.peers[place] = last
-                self._place[last.id] = place
+        elif was_reachable and not member.reachable:
+            self.peers.remove(member)
 
     def random_peers(self, count: int, but: tuple[NodeId, ...] = ()) -> list[Member]:
         """Up to `count` distinct peers, none of `but`."""

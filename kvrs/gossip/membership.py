@@ -5,6 +5,11 @@ that would have to outlive the process (an agent's directory is in memory, and e
 of the machine). Nothing else depends on that clock. If it is set back between two runs of one name,
 the peers send the newer run the older epoch, and it takes a higher one. Of two processes that run
 at once the older learns of the newer, and stops sending.
+
+A seed may be configured by a host name, which is looked up beside the event loop, never for a
+packet. A running member publishes a numeric address, which counts as long as it runs. So only seeds
+that are no members, or are dead or have left, are looked up, again and again, because a name can
+get another address before its process is up (a pod of a headless service).
 """
 
 import asyncio
@@ -14,20 +19,29 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, assert_never
+
+from msgspec.structs import asdict
 
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.settings import is_numeric
 from kvrs.errors import GossipError
-from kvrs.gossip.authenticator import RUN_BYTES, Keyring, PacketAuthenticator
-from kvrs.gossip.events import Event, MemberChanged, RecordChanged, Send, Superseded
-from kvrs.gossip.facts import Fact, FactKind, Facts
+from kvrs.gossip.authenticator import RUN_BYTES, Address, Keyring, PacketAuthenticator
+from kvrs.gossip.facts import (
+    Event,
+    Fact,
+    FactKind,
+    Facts,
+    MemberChanged,
+    RecordChanged,
+    Superseded,
+)
 from kvrs.gossip.members import Member
 from kvrs.gossip.node import Gossip
-from kvrs.gossip.rates import Address
-from kvrs.gossip.seeds import SeedNames
+from kvrs.gossip.sender import Send
 from kvrs.gossip.transport import Limits, Transport
 from kvrs.gossip.wire import MemberUpdate, Push, Status, decode, encode
 from kvrs.ids import NodeId
@@ -35,8 +49,8 @@ from kvrs.names import first_address
 
 log = logging.getLogger(__name__)
 
-_CLUSTER = "kvrs"  # Clusters are told apart by their secrets.
 _MAX_PORT = 65535
+_FIRST_LOOK_UP_S = 2.0  # Limit of the start; later answers count when they come.
 
 
 class Membership:
@@ -51,7 +65,6 @@ class Membership:
         ring: Sequence[bytes],
         on_event: Callable[[Event], None] = lambda _: None,
         *,
-        clock: Callable[[], float] = time.monotonic,
         epoch: int | None = None,
     ) -> None:
         """`ring`: the cluster's secrets, the one in use first."""
@@ -60,24 +73,26 @@ class Membership:
         self.sent: Counter[str] = Counter()  # Packets and bytes, before they are sealed.
         self._settings = settings
         self._on_event = on_event
-        self._clock = clock
+        self._clock = time.monotonic
         self._epoch = time.time_ns() if epoch is None else epoch
         self._authenticator = PacketAuthenticator(
-            _CLUSTER, me, self._epoch, _draw_run(), Keyring(ring)
+            me, self._epoch, secrets.token_bytes(RUN_BYTES), Keyring(ring)
         )
         limits = Limits(datagram_payload_bytes=settings.packet_bytes)
         self._transport = Transport(
             self._authenticator,
             self._address_of,
             self._receive,
-            clock,
+            self._clock,
             limits,
             self._outdated_reply,
         )
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
         self._gossip: Gossip | None = None
-        self._names: SeedNames | None = None
+        self._named_seeds: dict[NodeId, tuple[str, int]] = {}
+        # Addresses of named seeds, from the last look-up that had an answer.
+        self._found_seeds: dict[NodeId, Address] = {}
         self._look_ups: asyncio.Task[None] | None = None
 
     async def start(
@@ -92,16 +107,20 @@ class Membership:
         here = await first_address(bind or host)
         family = socket.AF_INET6 if ":" in here else socket.AF_INET
         told = await first_address(host, family) if bind else here
-        self._names = names = SeedNames(seeds, family)
-        await names.look_up_first()
+        hosts = {seed: text.rpartition(":")[::2] for seed, text in seeds.items()}
+        self._named_seeds = {
+            seed: (host, int(port)) for seed, (host, port) in hosts.items() if not is_numeric(host)
+        }
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_LOOK_UP_S):
+                await self._look_up(self._named_seeds, family)
         bound = await self._transport.start(here, port)
         address, draw = f"{told}:{bound}", random.SystemRandom().random
         self._gossip = Gossip(
             self.id, address, self._epoch, self._settings, draw, self._clock(), seeds
         )
         self._execute(self._gossip.tick(self._clock()))
-        work = names.run(self._is_lost, self._settings.reconnect_interval_s)
-        self._look_ups = asyncio.create_task(work)
+        self._look_ups = asyncio.create_task(self._look_up_lost(family))
         return bound
 
     async def close(self) -> None:
@@ -165,8 +184,7 @@ class Membership:
         gossip, now_s = self._running, self._clock()
         records: dict[NodeId, dict[str, dict[str, Any]]] = {}
         for kind, node, name, report in gossip.facts.all():
-            fields = {field: getattr(report.fact, field) for field in report.fact.__struct_fields__}
-            shown = fields | {"written_s_ago": now_s - report.written_s}
+            shown = asdict(report.fact) | {"written_s_ago": now_s - report.written_s}
             records.setdefault(node, {}).setdefault(kind.name.lower(), {})[name] = shown
         return {
             "id": self.id,
@@ -176,7 +194,9 @@ class Membership:
             "sent": dict(self.sent),
             "dropped": self.drops(),
             "members": [
-                _described(member, records.get(member.id, {})) for member in gossip.members.values()
+                asdict(member.update)
+                | {"status": member.status.name.lower(), "record": records.get(member.id, {})}
+                for member in gossip.members.values()
             ],
         }
 
@@ -193,9 +213,21 @@ class Membership:
     def _address_of(self, node: NodeId) -> Address | None:
         if self._gossip is None or (address := self._gossip.address_of(node)) is None:
             return None
-        if self._names is not None and self._is_lost(node):
-            return self._names.address_of(node) or parse_address(address)
-        return parse_address(address)
+        found = self._found_seeds.get(node) if self._is_lost(node) else None
+        return found or parse_address(address)
+
+    async def _look_up_lost(self, family: socket.AddressFamily) -> None:
+        while self._named_seeds:
+            await asyncio.sleep(self._settings.reconnect_interval_s)
+            await self._look_up(filter(self._is_lost, self._named_seeds), family)
+
+    async def _look_up(self, seeds: Iterable[NodeId], family: socket.AddressFamily) -> None:
+        async def look_up(seed: NodeId) -> None:
+            host, port = self._named_seeds[seed]
+            with suppress(OSError):  # The last answer stays.
+                self._found_seeds[seed] = await first_address(host, family), port
+
+        await asyncio.gather(*map(look_up, seeds))
 
     def _receive(self, sender: NodeId, payload: bytes) -> None:
         if self._gossip is None:
@@ -221,7 +253,7 @@ class Membership:
         self._execute(self._running.tick(self._clock()))
 
     def _execute(self, sends: list[Send]) -> None:
-        self._authenticator.set_epoch(self._running.epoch)
+        self._authenticator.epoch = self._running.epoch
         for send in sends:
             payload = encode(send.packet)
             self.sent["packets"] += 1
@@ -248,18 +280,6 @@ class Membership:
         self._timer = loop.call_at(due_s, self._tick)
 
 
-def _described(member: Member, record: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": member.id,
-        "status": member.status.name.lower(),
-        "epoch": member.epoch,
-        "incarnation": member.incarnation,
-        "address": member.address,
-        "suspectors": list(member.suspectors),
-        "record": record,
-    }
-
-
 def _log_event(event: Event) -> None:
     match event:
         case MemberChanged(id, epoch, _, status, suspectors):
@@ -280,12 +300,6 @@ def _log_event(event: Event) -> None:
             pass  # Too many to log.
         case _:
             assert_never(event)
-
-
-def _draw_run() -> bytes:
-    while not any(run := secrets.token_bytes(RUN_BYTES)):  # Zeros mean none.
-        pass
-    return run
 
 
 @lru_cache(4096)

@@ -20,11 +20,19 @@ from typing import assert_never
 from kvrs.config.gossip import GossipSettings
 from kvrs.errors import GossipError
 from kvrs.gossip.detector import Detector
-from kvrs.gossip.events import Event, MemberChanged, Send
 from kvrs.gossip.exchange import Exchange
-from kvrs.gossip.facts import Fact, FactKind, Facts, encode_fact, kind_of
+from kvrs.gossip.facts import (
+    Event,
+    Fact,
+    FactKind,
+    FactRecord,
+    Facts,
+    MemberChanged,
+    encode_fact,
+    kind_of,
+)
 from kvrs.gossip.members import Member, Random
-from kvrs.gossip.records import FactRecord
+from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import (
     MAX_ADDRESS_CHARS,
     MAX_ENTRIES,
@@ -74,7 +82,7 @@ class Gossip:
             MemberUpdate(me, epoch, 0, Status.ALIVE, address), settings, random, now_s
         )
         self._exchange = Exchange(self._detector, self.facts, settings, self._seeds, random, now_s)
-        self._record = self._detector.me.stored = FactRecord()
+        self._record = self._detector.me.record = FactRecord()
         # Epochs of the nodes whose facts are in the tables.
         self._fact_epochs: dict[NodeId, int] = {me: epoch}
         self._events_read = 0  # Number of pending events that the facts reflect.
@@ -162,18 +170,18 @@ class Gossip:
             raise GossipError(
                 f"a record of more than {MAX_ENTRIES} entries, recent tombstones included"
             )
-        self._record.write((kind, name), value, now_s)
-        self._detector.me.record_changed()
-        self.facts.put(self.id, kind, name, value, now_s)
+        self._write(kind, name, value, now_s)
 
     def withdraw(self, kind: FactKind, name: str, now_s: float) -> None:
         """Remove a fact from this node's record."""
         held = self._record.entries.get((kind, name))
-        if held is None or held.value is None:
-            return
-        self._record.write((kind, name), None, now_s)
+        if held is not None and held.value is not None:
+            self._write(kind, name, None, now_s)
+
+    def _write(self, kind: FactKind, name: str, value: bytes | None, now_s: float) -> None:
+        self._record.write((kind, name), value, now_s)
         self._detector.me.record_changed()
-        self.facts.put(self.id, kind, name, None, now_s)
+        self.facts.put(self.id, kind, name, value, now_s)
 
     def probe_now(self, node: NodeId, now_s: float) -> list[Send]:
         """Probe a node out of turn: a closed connection, for example, indicates its death."""
@@ -200,7 +208,7 @@ class Gossip:
     @property
     def health(self) -> int:
         """Lifeguard's local health score (0 = healthy); a higher one gives others more time."""
-        return self._detector.health.score
+        return self._detector.prober.health
 
     @property
     def over(self) -> bool:
@@ -243,17 +251,16 @@ class Gossip:
         for event in events:
             if not isinstance(event, MemberChanged):
                 continue
-            member = self._detector.members.table.get(event.id)
-            living = member is not None and member.reachable
-            epoch = member.epoch if member is not None and living else None
-            if self._fact_epochs.get(event.id) == epoch:
+            member = self.members.get(event.id)
+            if member is not None and not member.reachable:
+                member = None
+            if self._fact_epochs.get(event.id) == (member and member.epoch):
                 continue
             self.facts.forget(event.id)
-            if member is None or epoch is None:
-                self._fact_epochs.pop(event.id, None)
-                continue
-            self._fact_epochs[event.id] = epoch
-            if member.stored is not None:
-                for (kind, name), held in member.stored.entries.items():
+            self._fact_epochs.pop(event.id, None)
+            if member is not None:
+                self._fact_epochs[event.id] = member.epoch
+                entries = member.record.entries if member.record else {}
+                for (kind, name), held in entries.items():
                     if held.value is not None:
                         self.facts.put(event.id, kind, name, held.value, held.written_s)

@@ -1,4 +1,4 @@
-"""Probes in progress, and pings on behalf of other nodes (SWIM, section 3.1).
+"""Probes of this node, and pings on behalf of others (SWIM, section 3.1).
 
 One interval, with a silent target and three relays:
 
@@ -6,120 +6,189 @@ One interval, with a silent target and three relays:
 Ping ------- Ping, PingReq to 3 relays ---- Ping (stream), PingReq to 3 others ---- failed
 """
 
-from collections import deque
+from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
+from kvrs.config.gossip import GossipSettings
+from kvrs.gossip.members import Member, Members
+from kvrs.gossip.sender import PacketSender
+from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, text_bytes
 from kvrs.ids import NodeId
 
-WAVES = 3
+_WAVES = 3
+# Share of the requester's timeout after which a relay sends a nack (Lifeguard, LHA-Probe).
+_NACK_SHARE = 0.8
 _MAX_RELAYED = 1024  # At a time; the oldest is dropped.
 
 
+@dataclass(slots=True, eq=False)
 class Probe:
-    __slots__ = ("due_s", "epoch", "gap_s", "nacks", "relays", "seq", "target", "waves")
-
-    def __init__(self, target: NodeId, epoch: int, seq: int, gap_s: float) -> None:
-        self.target = target
-        self.epoch = epoch
-        self.seq = seq
-        self.gap_s = gap_s
-        self.due_s = 0.0
-        self.waves = 0
-        self.relays: tuple[NodeId, ...] = ()
-        self.nacks: set[NodeId] = set()  # Relays that answered without an ack of the target.
+    target: NodeId
+    epoch: int
+    seq: int
+    gap_s: float
+    due_s: float = inf
+    waves: int = 0
+    relays: tuple[NodeId, ...] = ()
+    # Relays that answered without an ack of the target.
+    nacks: set[NodeId] = field(default_factory=set)
 
 
-class Probes:
-    """Probes by sequence number and by target; at most one per target."""
+class _Relayed(NamedTuple):
+    """A ping on behalf of another node, which gets a nack at `nack_s`."""
 
-    def __init__(self) -> None:
-        self._by_seq: dict[int, Probe] = {}
-        self._targets: dict[NodeId, Probe] = {}
-        self.due_s = inf
-
-    def __contains__(self, target: NodeId) -> bool:
-        return target in self._targets
-
-    def __len__(self) -> int:
-        return len(self._by_seq)
-
-    def add(self, probe: Probe) -> None:
-        self._by_seq[probe.seq] = self._targets[probe.target] = probe
-
-    def get(self, seq: int) -> Probe | None:
-        return self._by_seq.get(seq)
-
-    def wait(self, probe: Probe, until_s: float) -> None:
-        probe.due_s = until_s
-        self.due_s = min(self.due_s, until_s)
-
-    def end(self, probe: Probe) -> None:
-        del self._by_seq[probe.seq], self._targets[probe.target]
-        if probe.due_s <= self.due_s:
-            self._find_due()
-
-    def end_of(self, target: NodeId) -> None:
-        probe = self._targets.get(target)
-        if probe is not None:
-            self.end(probe)
-
-    def clear(self) -> None:
-        self._by_seq.clear()
-        self._targets.clear()
-        self.due_s = inf
-
-    def due(self, now_s: float) -> list[Probe]:
-        """Probes whose next wave or failure is due; the caller lets each wait again or ends it."""
-        found = [probe for probe in self._by_seq.values() if probe.due_s <= now_s]
-        for probe in found:
-            probe.due_s = inf
-        self._find_due()
-        return found
-
-    def _find_due(self) -> None:
-        self.due_s = min((probe.due_s for probe in self._by_seq.values()), default=inf)
+    target: NodeId
+    requester: NodeId
+    seq: int  # Of the requester.
+    nack_s: float
 
 
-class RelayedPings:
-    """Pings on behalf of other nodes: the requester, its sequence number, and when it gets a
-    nack.
+class Prober:
+    """Sends pings, ping-reqs, acks and nacks. The detector learns the outcome of a probe from what
+    `on_ack`, `on_indirect_ack` and `next_wave` return.
     """
 
-    def __init__(self) -> None:
-        self._requests: dict[int, tuple[NodeId, NodeId, int]] = {}
-        self._nacks: deque[tuple[float, int]] = deque()
+    def __init__(
+        self, me: Member, members: Members, sender: PacketSender, settings: GossipSettings
+    ) -> None:
+        # Lifeguard's local health score: 0 is healthy. A node whose own probes fail where those of
+        # others do not, or that has to refute, gives other members more time.
+        self.health = 0
+        self._me = me
+        self._members = members
+        self._sender = sender
+        self._settings = settings
+        self._probes: dict[int, Probe] = {}  # By number; at most one per target.
+        self._relayed: dict[int, _Relayed] = {}  # By number, in the order of their nacks.
+        self._seq = 0
 
     @property
     def due_s(self) -> float:
-        return self._nacks[0][0] if self._nacks else inf
+        first = next(iter(self._relayed.values()), None)
+        nack_s = inf if first is None else first.nack_s
+        return min(nack_s, min((probe.due_s for probe in self._probes.values()), default=inf))
 
-    def add(
-        self, seq: int, target: NodeId, requester: NodeId, requester_seq: int, nack_s: float
-    ) -> None:
-        self._requests[seq] = target, requester, requester_seq
-        self._nacks.append((nack_s, seq))
-        if len(self._nacks) > _MAX_RELAYED:
-            self._requests.pop(self._nacks.popleft()[1], None)
+    def worsen_health(self, by: int = 1) -> None:
+        self.health = min(self._settings.health_max, self.health + by)
 
-    def acked(self, seq: int, target: NodeId) -> tuple[NodeId, int] | None:
-        """The requester and its sequence number; None: the ack answers no relayed ping."""
-        found = self._requests.get(seq)
-        if found is None or found[0] != target:
+    def probe(self, target: Member, now_s: float) -> None:
+        """Begin a probe, unless one of this member is in progress."""
+        if any(probe.target == target.id for probe in self._probes.values()):
+            return
+        gap_s = self._settings.probe_interval_s * (1 + self.health) / _WAVES
+        probe = Probe(target.id, target.epoch, self._next_seq(), gap_s)
+        self._probes[probe.seq] = probe
+        self.next_wave(probe, now_s)
+
+    def due(self, now_s: float) -> list[Probe]:
+        """Probes whose next wave or failure is due."""
+        return [probe for probe in self._probes.values() if probe.due_s <= now_s]
+
+    def next_wave(self, probe: Probe, now_s: float) -> Member | None:
+        """Send the next pings of a probe; return its target if it has failed instead."""
+        target = self._members.table.get(probe.target)
+        if target is None or not target.reachable or target.epoch != probe.epoch:
+            del self._probes[probe.seq]
             return None
-        del self._requests[seq]
-        if not self._requests:
-            self._nacks.clear()
-        return found[1:]
+        if probe.waves == _WAVES:
+            del self._probes[probe.seq]
+            self.worsen_health(len(probe.relays) - len(probe.nacks) if probe.relays else 1)
+            return target
+        me, sender, is_last = self._me, self._sender, probe.waves == _WAVES - 1
+        updates = sender.piggyback(target.id)
+        sender.send(target.id, Ping(me.epoch, me.incarnation, probe.seq, is_last, updates), is_last)
+        if probe.waves > 0:
+            excluded = (target.id, *probe.relays)
+            relays = self._members.random_peers(self._settings.relays, but=excluded)
+            probe.relays += tuple(relay.id for relay in relays)
+            room = sender.room - text_bytes(target.id)
+            for relay in relays:
+                updates = sender.piggyback(relay.id, room)
+                request = PingReq(me.epoch, me.incarnation, probe.seq, target.id, updates)
+                sender.send(relay.id, request)
+        probe.waves += 1
+        probe.due_s = now_s + probe.gap_s
+        return None
 
-    def expired(self, now_s: float) -> list[tuple[NodeId, int]]:
-        """Requesters, with their sequence numbers, that get a nack now."""
-        expired = []
-        while self._nacks and self._nacks[0][0] <= now_s:
-            found = self._requests.pop(self._nacks.popleft()[1], None)
-            if found is not None:
-                expired.append(found[1:])
-        return expired
+    def end_of(self, target: NodeId) -> None:
+        for probe in self._probes.values():
+            if probe.target == target:
+                del self._probes[probe.seq]
+                return
 
     def clear(self) -> None:
-        self._requests.clear()
-        self._nacks.clear()
+        self._probes.clear()
+        self._relayed.clear()
+
+    # Received packets.
+
+    def on_ping(self, sender: NodeId, ping: Ping) -> None:
+        updates = self._sender.piggyback(sender)
+        ack = Ack(self._me.epoch, self._me.incarnation, ping.seq, updates)
+        self._sender.send(sender, ack, ping.stream)
+
+    def on_ack(self, sender: NodeId, ack: Ack) -> bool:
+        """End a probe of this node (True), or pass the ack on to the requester."""
+        if ack.seq in self._probes:
+            return self._succeeded(ack.seq, sender)
+        relayed = self._relayed.get(ack.seq)
+        if relayed is not None and relayed.target == sender:
+            del self._relayed[ack.seq]
+            me, room = self._me, self._sender.room - text_bytes(sender)
+            updates = self._sender.piggyback(relayed.requester, room)
+            answer = IndirectAck(
+                me.epoch, me.incarnation, relayed.seq, sender, ack.epoch, ack.incarnation, updates
+            )
+            self._sender.send(relayed.requester, answer)
+        return False
+
+    def on_indirect_ack(self, ack: IndirectAck) -> bool:
+        """End a probe of this node. False: the ack is late, perhaps for an earlier process of this
+        name.
+        """
+        return self._succeeded(ack.seq, ack.target)
+
+    def on_nack(self, sender: NodeId, nack: Nack) -> None:
+        probe = self._probes.get(nack.seq)
+        # Counted once per relay: a duplicated PingReq is answered twice, and more nacks than relays
+        # would raise the health score above its maximum.
+        if probe is not None and sender in probe.relays:
+            probe.nacks.add(sender)
+
+    def on_ping_req(self, sender: NodeId, request: PingReq, now_s: float) -> None:
+        target = self._members.table.get(request.target)
+        if target is None or target is self._me:
+            self._send_nack(sender, request.seq)
+            return
+        me, seq = self._me, self._next_seq()
+        nack_s = now_s + self._settings.probe_interval_s / _WAVES * _NACK_SHARE
+        self._relayed[seq] = _Relayed(target.id, sender, request.seq, nack_s)
+        if len(self._relayed) > _MAX_RELAYED:
+            del self._relayed[next(iter(self._relayed))]
+        updates = self._sender.piggyback(target.id)
+        self._sender.send(target.id, Ping(me.epoch, me.incarnation, seq, False, updates))
+
+    def send_nacks(self, now_s: float) -> None:
+        """Answer requesters whose targets have not acknowledged in time."""
+        for seq, relayed in list(self._relayed.items()):
+            if relayed.nack_s > now_s:
+                return
+            del self._relayed[seq]
+            self._send_nack(relayed.requester, relayed.seq)
+
+    def _send_nack(self, requester: NodeId, seq: int) -> None:
+        updates = self._sender.piggyback(requester)
+        self._sender.send(requester, Nack(self._me.epoch, self._me.incarnation, seq, updates))
+
+    def _succeeded(self, seq: int, target: NodeId) -> bool:
+        probe = self._probes.get(seq)
+        if probe is None or probe.target != target:
+            return False
+        del self._probes[seq]
+        self.health = max(0, self.health - 1)
+        return True
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq

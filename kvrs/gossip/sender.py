@@ -1,17 +1,41 @@
-"""Packets that a node sends: piggybacked updates, and pushes of new ones (SWIM, section 4.1)."""
+"""Packets that a node sends: updates of members go to a few peers at once, and are then piggybacked
+on other packets a bounded number of times (SWIM, section 4.1).
+"""
 
-from math import inf
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, inf, log10
+
+import msgspec
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Send
 from kvrs.gossip.members import Member, Members
-from kvrs.gossip.piggyback import BroadcastQueue
 from kvrs.gossip.wire import HEADER_BYTES, MemberUpdate, Packet, Push, Status
 from kvrs.ids import NodeId
 
+# Rounds in which a new update is pushed. Nodes that these miss get it by piggybacking, and then by
+# anti-entropy.
+_PUSHES = 2
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    to: NodeId  # `Gossip.address_of` has its address.
+    packet: Packet
+    # Over TCP: too large for a datagram, or a last try where datagrams may be what fails.
+    stream: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Broadcast:
+    member: Member
+    pushes: int = _PUSHES  # Still to be made.
+    sent: int = 0  # Number of packets that it was piggybacked on.
+
 
 class PacketSender:
-    """Collects packets in `sends`, and updates of members until they were sent often enough."""
+    """Collects packets in `sends`, and updates of members until they were sent often enough: at
+    most one per member, always of its present state.
+    """
 
     def __init__(self, me: Member, members: Members, settings: GossipSettings) -> None:
         self.sends: list[Send] = []
@@ -20,31 +44,65 @@ class PacketSender:
         self._me = me
         self._members = members
         self._settings = settings
-        self._broadcasts = BroadcastQueue(settings.retransmit_mult)
+        self._broadcasts: dict[NodeId, _Broadcast] = {}
+        self._limit = 0  # Packets that an update is piggybacked on.
 
     def send(self, to: NodeId, packet: Packet, stream: bool = False) -> None:
         self.sends.append(Send(to, packet, stream))
 
-    def piggyback_updates(self, to: NodeId, room: int | None = None) -> tuple[MemberUpdate, ...]:
-        member = self._members.table.get(to)
-        if not self._broadcasts and (member is None or member.status is Status.ALIVE):
-            return ()
-        return self._broadcasts.piggyback(member, self.room if room is None else room)
-
     def broadcast(self, member: Member, now_s: float) -> None:
         """Send the state of a member to all others, over time."""
-        self._broadcasts.add(member, len(self._members.peers) + 1)
+        self._broadcasts.pop(member.id, None)
+        self._broadcasts[member.id] = _Broadcast(member)
+        count = len(self._members.peers) + 2
+        self._limit = self._settings.retransmit_mult * max(1, ceil(log10(count)))
         self.push_at_s = min(self.push_at_s, now_s + self._settings.gossip_interval_s)
 
+    def forget(self, member: Member) -> None:
+        self._broadcasts.pop(member.id, None)
+
+    def piggyback(self, to: NodeId, room: int | None = None) -> tuple[MemberUpdate, ...]:
+        """Updates to add to a packet for this member. One about the member itself goes first,
+        unless it is alive, so that it can refute (Lifeguard, Buddy System).
+        """
+        member, updates = self._members.table.get(to), list[MemberUpdate]()
+        room = self.room if room is None else room
+        if member is not None and member.status is not Status.ALIVE:
+            updates.append(member.update)
+            room -= member.update_bytes
+        for broadcast in self._fitting(self._broadcasts.values(), room):
+            if broadcast.member is not member:
+                updates.append(broadcast.member.update)
+            broadcast.sent += 1
+            self._end_if_sent(broadcast)
+        return tuple(updates)
+
     def push(self, now_s: float) -> None:
+        """Send new updates to some peers; what does not fit waits for the next push."""
         peers = self._members.random_peers(self._settings.fanout)
+        new = [broadcast for broadcast in self._broadcasts.values() if broadcast.pushes]
         # Without peers the updates wait.
-        if peers and (updates := self._broadcasts.updates_to_push(self.room)):
+        if peers and (pushed := self._fitting(new, self.room)):
+            updates = tuple(broadcast.member.update for broadcast in pushed)
             push = Push(self._me.epoch, self._me.incarnation, updates)
             for member in peers:
                 self.send(member.id, push)
-        interval_s = self._settings.gossip_interval_s
-        self.push_at_s = now_s + interval_s if self._broadcasts.to_push else inf
+            for broadcast in pushed:
+                broadcast.pushes -= 1
+                self._end_if_sent(broadcast)
+        waits = any(broadcast.pushes for broadcast in new)
+        self.push_at_s = now_s + self._settings.gossip_interval_s if waits else inf
 
-    def forget(self, member: Member) -> None:
-        self._broadcasts.forget(member)
+    def _fitting(self, broadcasts: Iterable[_Broadcast], room: int) -> list[_Broadcast]:
+        """Those that fit, the least often sent first."""
+        found = list[_Broadcast]()
+        for broadcast in sorted(broadcasts, key=lambda broadcast: broadcast.sent):
+            room -= broadcast.member.update_bytes
+            if room < 0:
+                break
+            found.append(broadcast)
+        return found
+
+    def _end_if_sent(self, broadcast: _Broadcast) -> None:
+        if broadcast.pushes == 0 and broadcast.sent >= self._limit:
+            del self._broadcasts[broadcast.member.id]

@@ -26,13 +26,15 @@ from typing import Any, assert_never
 from kvrs.gossip.authenticator import (
     MAX_OVERHEAD_BYTES,
     MAX_PAYLOAD_BYTES,
+    Address,
     Opened,
     Outdated,
     PacketAuthenticator,
+    Rates,
+    ReceiveRates,
     Rejection,
     Unproven,
 )
-from kvrs.gossip.rates import Address, Rates, ReceiveRates
 from kvrs.ids import NodeId
 
 _LENGTH = struct.Struct("!I")
@@ -143,7 +145,7 @@ class Transport:
         if stream or len(payload) > self._limits.datagram_payload_bytes:
             self._start_sending(to, address, payload)
         else:
-            if not self._authenticator.knows_run_of(to) and len(self._pending) < _MAX_PENDING:
+            if to not in self._authenticator.senders and len(self._pending) < _MAX_PENDING:
                 self._pending[to] = payload, self._clock()
             self._send_datagram(address, self._authenticator.seal(to, payload))
 

@@ -47,10 +47,11 @@ class Status(IntEnum):
     LEFT = 3  # Announced by the node itself.
 
 
+State = tuple[int, int, Status]  # Epoch, incarnation, status: the larger is the newer.
+
+
 class MemberUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """State of a member. The larger (epoch, incarnation, status) is the newer; only the node itself
-    raises the first two.
-    """
+    """State of a member, of which only the member itself raises epoch and incarnation."""
 
     id: Node
     epoch: Epoch
@@ -59,6 +60,10 @@ class MemberUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     address: Address
     # Nodes that could not reach it, in the order of their suspicions.
     suspectors: Annotated[tuple[Node, ...], msgspec.Meta(max_length=MAX_SUSPECTORS)] = ()
+
+    @property
+    def state(self) -> State:
+        return self.epoch, self.incarnation, self.status
 
 
 class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -70,6 +75,10 @@ class KnownMember(msgspec.Struct, frozen=True, array_like=True, gc=False):
     status: Status
     version: Natural
     floor: Natural  # Tombstones up to this version are forgotten.
+
+    @property
+    def state(self) -> State:
+        return self.epoch, self.incarnation, self.status
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -187,47 +196,14 @@ def decode(data: bytes) -> Packet:
     return packet
 
 
-# Sizes are upper bounds of the encoded parts. They are summed before encoding, so that no packet is
-# built that does not fit.
-
-HEADER_BYTES = 64  # Of any packet, without its names and list entries.
-_INTEGER_BYTES = tuple(
-    1 if bits < 8 else 3 if bits <= 16 else 5 if bits <= 32 else 9 for bits in range(65)
-)
+HEADER_BYTES = 64  # Of any packet, without its texts and the entries of its lists.
 
 
-def integer_bytes(value: int) -> int:
-    return _INTEGER_BYTES[value.bit_length()]
+def encoded_bytes(part: MemberUpdate | KnownMember | Entry | RecordDelta) -> int:
+    """Size of one entry of a packet's lists, by which packets are filled before encoding."""
+    return len(_encoder.encode(part))
 
 
 def text_bytes(text: str) -> int:
-    return 2 + (len(text) if text.isascii() else len(text.encode()))
-
-
-def update_bytes(update: MemberUpdate) -> int:
-    names = (
-        text_bytes(update.id) + text_bytes(update.address) + sum(map(text_bytes, update.suspectors))
-    )
-    return 3 + names + integer_bytes(update.epoch) + integer_bytes(update.incarnation)
-
-
-def known_member_bytes(known: KnownMember) -> int:
-    numbers = (known.epoch, known.incarnation, known.version, known.floor)
-    return 2 + text_bytes(known.id) + sum(map(integer_bytes, numbers))
-
-
-def entry_bytes(name: str, version: int, value: bytes | None) -> int:
-    # Upper bounds: header 1, kind 9, age 9 bytes.
-    return (
-        1
-        + 9
-        + 9
-        + text_bytes(name)
-        + integer_bytes(version)
-        + (3 + len(value) if value is not None else 1)
-    )
-
-
-def record_bytes(node: str) -> int:
-    """Size of a record delta without its entries."""
-    return 1 + 3 + text_bytes(node) + 4 * 9
+    """Upper bound of the size of an encoded text."""
+    return 2 + len(text.encode())

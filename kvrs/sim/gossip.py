@@ -15,8 +15,9 @@ from math import inf
 from typing import Any
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event, Send
+from kvrs.gossip.facts import Event
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import Packet, decode, encode
 from kvrs.ids import NodeId
 

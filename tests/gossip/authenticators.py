@@ -13,7 +13,7 @@ def seal_of(
 ) -> PacketAuthenticator:
     """An authenticator; `run` is derived from node and epoch when it is not given."""
     number = run if run is not None else hash((node, epoch)) & 0xFFFF_FFFF | 1
-    return PacketAuthenticator("test", node, epoch, number.to_bytes(8, "big"), Keyring(secrets))
+    return PacketAuthenticator(node, epoch, number.to_bytes(8, "big"), Keyring(secrets))
 
 
 def acquaint(

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event
+from kvrs.gossip.facts import Event
 from kvrs.gossip.membership import Membership
 from kvrs.ids import NodeId
 

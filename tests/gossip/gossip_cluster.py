@@ -4,8 +4,8 @@ import random
 from typing import TypeVar
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Send
 from kvrs.gossip.node import Gossip
+from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import MemberUpdate, Packet, Ping, PingReq, Push, Status
 from kvrs.ids import NodeId
 

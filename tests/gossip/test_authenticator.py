@@ -128,7 +128,7 @@ def test_a_jump_of_the_counter_does_not_grow_the_window() -> None:
     a._counter = (1 << 64) - 3
 
     assert b.open(a.seal(B, b"x")) == Opened(A, b"x")
-    assert b._senders[A].window.bit_length() <= WINDOW_PACKETS
+    assert b.senders[A].window.bit_length() <= WINDOW_PACKETS
 
 
 def test_an_old_epoch_is_rejected_after_a_newer_one() -> None:
@@ -164,7 +164,7 @@ def test_a_run_that_raises_its_epoch_is_accepted() -> None:
     slow = seal_of(A, epoch=0, run=77)
     assert isinstance(b.open(slow.seal(B, b"")), Outdated)
 
-    slow.set_epoch(2)
+    slow.epoch = 2
 
     assert b.open(slow.seal(B, b"")) == Unproven(A)
     assert isinstance(b.open(a.seal(B, b"")), Outdated)
@@ -226,14 +226,6 @@ def test_keys_rotate_without_a_gap() -> None:
     assert a.open(stale.seal(A, b"x")) is Rejection.KEY
 
 
-def test_clusters_that_share_a_secret_do_not_mix() -> None:
-    """The name of the cluster is part of the header."""
-    other = PacketAuthenticator("other", A, 1, bytes([1] * 8), Keyring([OLD_SECRET]))
-    _, b = pair()
-
-    assert b.open(other.seal(B, b"x")) is Rejection.CLUSTER
-
-
 def test_sizes_are_checked_before_anything_else() -> None:
     """Before any hash is computed."""
     _, b = pair()
@@ -246,13 +238,14 @@ def test_sizes_are_checked_before_anything_else() -> None:
     assert b.open(b"GET / HTTP/1.1\r\n" * 10) is Rejection.NOT_GOSSIP
 
 
-def test_another_version_has_its_own_reason() -> None:
+@pytest.mark.parametrize(("at", "reason"), [(4, Rejection.VERSION), (5, Rejection.CLUSTER)])
+def test_another_version_or_cluster_has_its_own_reason(at: int, reason: Rejection) -> None:
     """A release of another version is not taken for a forger."""
     a, b = pair()
     packet = bytearray(a.seal(B, b"x"))
-    packet[4] += 1
+    packet[at] ^= 1
 
-    assert b.open(bytes(packet)) is Rejection.VERSION
+    assert b.open(bytes(packet)) is reason
 
 
 def test_a_name_that_is_not_utf8_is_rejected() -> None:
@@ -279,18 +272,18 @@ def test_the_number_of_senders_is_bounded() -> None:
     for n in range(MAX_SENDERS + 10):
         b.open(seal_of(NodeId(f"invented-{n}")).seal(B, b"x"))
 
-    assert b.senders == MAX_SENDERS
+    assert len(b.senders) == MAX_SENDERS
     assert b.rejected[Rejection.TOO_MANY_SENDERS] == 11  # A was there before.
 
 
 def test_forged_packets_change_no_state() -> None:
     """No name, epoch or counter of a packet counts before its mac is verified."""
     _, b = pair()
-    forger = PacketAuthenticator("test", A, 99, bytes([9] * 8), Keyring([NEW_SECRET]))
+    forger = PacketAuthenticator(A, 99, bytes([9] * 8), Keyring([NEW_SECRET]))
     forger._keys.sending_id = Keyring([OLD_SECRET]).sending_id
 
     assert b.open(forger.seal(B, b"x")) is Rejection.FORGED
-    assert b._senders[A].epoch == 1
+    assert b.senders[A].epoch == 1
 
 
 def test_the_mac_is_hmac_sha256_over_header_name_and_payload() -> None:

@@ -5,7 +5,7 @@ jumps.
 import pytest
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import Event, MemberChanged
+from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.sim.gossip import GossipNet, SimNode

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrs.gossip.events import MemberChanged
-from kvrs.gossip.suspicion import Suspicion
+from kvrs.gossip.detector import Suspicion
+from kvrs.gossip.facts import MemberChanged
 from kvrs.gossip.wire import Ack, IndirectAck, Nack, Ping, PingReq, Push, Status
 from kvrs.ids import NodeId
 from tests.gossip.gossip_cluster import (

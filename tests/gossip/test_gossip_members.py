@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.events import MemberChanged, Superseded
+from kvrs.gossip.facts import MemberChanged, Superseded
 from kvrs.gossip.members import Member, Members
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.wire import MemberUpdate, Push, Status

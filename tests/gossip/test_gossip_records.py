@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrs.gossip.records import FactRecord, Key, start_for
+from kvrs.gossip.facts import FactRecord, Key, start_for
 from kvrs.gossip.wire import MAX_ENTRIES, RecordDelta
 from kvrs.ids import NodeId
 
@@ -20,7 +20,7 @@ def contents(record: FactRecord) -> dict[Key, bytes]:
 def delta_of(source: FactRecord, start: int, room: int = 10_000, now_s: float = 0.0) -> RecordDelta:
     made = source.delta(OWNER, 1, start, room, now_s)
     assert made is not None
-    return made[0]
+    return made
 
 
 def pull(reader: FactRecord, source: FactRecord, room: int = 10_000, now_s: float = 0.0) -> bool:
@@ -28,7 +28,7 @@ def pull(reader: FactRecord, source: FactRecord, room: int = 10_000, now_s: floa
     start = start_for(reader.version, reader.floor, source.version, source.floor)
     made = source.delta(OWNER, 1, start, room, now_s) if start is not None else None
     if made is not None:
-        reader.apply(made[0], now_s)
+        reader.apply(made, now_s)
     return made is not None
 
 
@@ -163,7 +163,7 @@ def test_all_copies_converge(seed: int) -> None:
                     else None
                 )
                 if made is not None and reader is not owner:
-                    late.append((reader, made[0]))
+                    late.append((reader, made))
                     for _ in range(draw.randrange(3)):
                         reader_then, delta = draw.choice(late)
                         reader_then.apply(delta, now_s)

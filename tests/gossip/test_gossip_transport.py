@@ -12,10 +12,11 @@ from kvrs.gossip import transport
 from kvrs.gossip.authenticator import (
     MAX_OVERHEAD_BYTES,
     MAX_PAYLOAD_BYTES,
+    Address,
     PacketAuthenticator,
+    Rates,
     Rejection,
 )
-from kvrs.gossip.rates import Address, Rates
 from kvrs.gossip.transport import Drop, Limits, Transport
 from kvrs.ids import NodeId
 from tests.gossip.authenticators import A, B, C, seal_of
@@ -160,7 +161,7 @@ async def test_packets_reach_a_restarted_node_and_come_from_it() -> None:
 
         a.transport.send(B, b"lost")
         await until(lambda: again.seal.rejected[Rejection.UNPROVEN])
-        await until(lambda: a.seal._senders[B].epoch == 2)
+        await until(lambda: a.seal.senders[B].epoch == 2)
         a.transport.send(B, b"2")
         await until(lambda: again.received)
         again.transport.send(A, b"3")

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvrs.gossip import detector, seeds
-from kvrs.gossip.events import Superseded
-from kvrs.gossip.facts import FactKind, HolderFact, LinkFact
+from kvrs.gossip import detector, membership
+from kvrs.gossip.facts import FactKind, HolderFact, LinkFact, Superseded
 from kvrs.gossip.membership import Membership, parse_address
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
@@ -195,15 +194,15 @@ async def test_a_named_seed_that_gets_another_address_is_found(
     member before, and knows no other one.
     """
     asked: list[str] = []
-    answers = {"gone.peers": "127.0.0.9"}
+    answers = {"gone.peers": "127.0.0.9"} | {host: host for host in ("127.0.0.1", "127.0.0.8")}
 
-    async def first_address(host: str, family: socket.AddressFamily) -> str:
+    async def first_address(host: str, family: int = socket.AF_INET) -> str:
         asked.append(host)
         if host not in answers:
             raise socket.gaierror("no such name")
         return answers[host]
 
-    monkeypatch.setattr(seeds, "first_address", first_address)
+    monkeypatch.setattr(membership, "first_address", first_address)
     async with gathering() as system:
         one = await system.add(A)
         system.seeds = {A: f"n1.peers:{system.port_of(one)}", C: "gone.peers:9"}

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, assert_never
 
 from kvrs.errors import GossipError
-from kvrs.gossip.events import Event, MemberChanged, RecordChanged, Superseded
-from kvrs.gossip.facts import FactKind, FailureFact
+from kvrs.gossip.facts import Event, FactKind, FailureFact, MemberChanged, RecordChanged, Superseded
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId, NodeId
