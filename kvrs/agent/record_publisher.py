@@ -49,30 +49,12 @@ class RecordChanges(NamedTuple):
     withdrawn: list[Key]
 
 
-class _Loss(NamedTuple):
-    epoch: int
-    cause: str
-    at_s: float
-
-
 @dataclass(slots=True)
 class _Instance:
     info: InstanceInfo | None = None
     load: LoadReport | None = None
     last_report_s: float = 0.0
-    lost: _Loss | None = None
-
-
-@dataclass(slots=True)
-class _Link:
-    report: LinkReport
-    measured_s: float
-
-
-@dataclass(slots=True)
-class _Published:
-    fact: Fact
-    at_s: float
+    lost: tuple[str, float] | None = None  # Cause, and when.
 
 
 class RecordPublisher:
@@ -80,8 +62,8 @@ class RecordPublisher:
 
     def __init__(self) -> None:
         self._instances: dict[InstanceId, _Instance] = {}
-        self._links: dict[NodeId, _Link] = {}
-        self._published: dict[Key, _Published] = {}
+        self._links: dict[NodeId, tuple[LinkReport, float]] = {}  # And when it was measured.
+        self._published: dict[Key, tuple[Fact, float]] = {}  # And when.
         self._polled_s: float | None = None
 
     # Observations of the agent.
@@ -103,13 +85,13 @@ class RecordPublisher:
             # Each instance of the node measures by itself; the latest measurement holds.
             measured_s = now_s - link.age_s
             held = self._links.get(link.source)
-            if held is None or measured_s >= held.measured_s:
-                self._links[link.source] = _Link(link, measured_s)
+            if held is None or measured_s >= held[1]:
+                self._links[link.source] = link, measured_s
 
     def on_lost(self, name: InstanceId, cause: str, now_s: float) -> None:
         instance = self._instances[name]
         if instance.info is not None and instance.lost is None:
-            instance.lost = _Loss(instance.info.epoch, cause[:_MAX_CAUSE_CHARS], now_s)
+            instance.lost = cause[:_MAX_CAUSE_CHARS], now_s
 
     def changes(
         self,
@@ -123,27 +105,23 @@ class RecordPublisher:
         due: dict[Key, Fact] = {(FactKind.HOLDER, holder[0]): holder[1]}
         due |= {(FactKind.GPU, gpu.uuid): gpu for gpu in gpus}
         for name, instance in self._instances.items():
-            if instance.info is not None and instance.load is not None and instance.lost is None:
-                due[FactKind.INSTANCE, name] = _instance_fact(instance.info, instance.load)
-                free, wait_s = slots[name]
-                due[FactKind.SLOTS, name] = SlotsFact(free, wait_s)
-            elif instance.lost is not None:
-                age_s = max(0.0, now_s - instance.lost.at_s)
-                due[FactKind.FAILURE, name] = FailureFact(
-                    instance.lost.epoch, instance.lost.cause, age_s
-                )
-        for source, link in self._links.items():
-            age_s = max(0.0, now_s - link.measured_s)
-            due[FactKind.LINK, source] = LinkFact(
-                link.report.bytes_per_s, link.report.spread, age_s
-            )
-        written = [(key, fact) for key, fact in due.items() if self._is_due(key, fact, now_s)]
+            info, load = instance.info, instance.load
+            if info is not None and instance.lost is not None:
+                cause, lost_s = instance.lost
+                due[FactKind.FAILURE, name] = FailureFact(info.epoch, cause, now_s - lost_s)
+            elif info is not None and load is not None:
+                numbers = load.queued, load.running, load.queue_delay_s, load.free_pages
+                due[FactKind.INSTANCE, name] = InstanceFact(info.role, load.epoch, *numbers)
+                due[FactKind.SLOTS, name] = SlotsFact(*slots[name])
+        for source, (link, measured_s) in self._links.items():
+            age_s = max(0.0, now_s - measured_s)
+            due[FactKind.LINK, source] = LinkFact(link.bytes_per_s, link.spread, age_s)
         withdrawn = [key for key in self._published if key not in due]
         for key in withdrawn:
             del self._published[key]
-        for key, fact in written:
-            self._published[key] = _Published(fact, now_s)
-        return RecordChanges([(name, fact) for (_, name), fact in written], withdrawn)
+        due = {key: fact for key, fact in due.items() if self._is_due(key, fact, now_s)}
+        self._published |= {key: (fact, now_s) for key, fact in due.items()}
+        return RecordChanges([(name, fact) for (_, name), fact in due.items()], withdrawn)
 
     def _time_out(self, now_s: float) -> None:
         polled_s, self._polled_s = self._polled_s, now_s
@@ -156,14 +134,19 @@ class RecordPublisher:
                 self.on_lost(name, f"silent for {REPORT_TIMEOUT_S:g} s", now_s)
 
     def _is_due(self, key: Key, fact: Fact, now_s: float) -> bool:
-        published = self._published.get(key)
-        if published is None:
+        if key not in self._published:
             return True
-        match published.fact, fact:
+        published, at_s = self._published[key]
+        match published, fact:
             case InstanceFact() as old, InstanceFact() as new:
                 if (old.role, old.epoch) != (new.role, new.epoch):
                     return True
-                changed = _load_differs(old, new)
+                changed = (
+                    _differ(old.queued, new.queued, _MIN_CHANGE_REQUESTS)
+                    or _differ(old.running, new.running, _MIN_CHANGE_REQUESTS)
+                    or _differ(old.queue_delay_s, new.queue_delay_s, _MIN_CHANGE_DELAY_S)
+                    or _differ(old.free_pages, new.free_pages, 0)
+                )
             case SlotsFact() as old, SlotsFact() as new:
                 changed = _differ(old.free, new.free, _MIN_CHANGE_REQUESTS) or (old.free > 0) != (
                     new.free > 0
@@ -173,31 +156,16 @@ class RecordPublisher:
                     old.reserved_bytes, new.reserved_bytes, _MIN_CHANGE_BYTES
                 )
             case LinkFact() as old, LinkFact() as new:
-                published_age_s = old.age_s + now_s - published.at_s
-                changed = _differ(old.bytes_per_s, new.bytes_per_s, 0) or _differ(
-                    old.spread, new.spread, new.bytes_per_s / 20
+                changed = (
+                    _differ(old.bytes_per_s, new.bytes_per_s, 0)
+                    or _differ(old.spread, new.spread, new.bytes_per_s / 20)
+                    or old.age_s + now_s - at_s - new.age_s > _LINK_REFRESH_S
                 )
-                changed |= published_age_s - new.age_s > _LINK_REFRESH_S
             case FailureFact() as old, FailureFact() as new:
                 return old.epoch != new.epoch
             case _:
-                return published.fact != fact
-        return changed and now_s - published.at_s >= _REWRITE_INTERVAL_S
-
-
-def _instance_fact(info: InstanceInfo, load: LoadReport) -> InstanceFact:
-    return InstanceFact(
-        info.role, load.epoch, load.queued, load.running, load.queue_delay_s, load.free_pages
-    )
-
-
-def _load_differs(old: InstanceFact, new: InstanceFact) -> bool:
-    return (
-        _differ(old.queued, new.queued, _MIN_CHANGE_REQUESTS)
-        or _differ(old.running, new.running, _MIN_CHANGE_REQUESTS)
-        or _differ(old.queue_delay_s, new.queue_delay_s, _MIN_CHANGE_DELAY_S)
-        or _differ(old.free_pages, new.free_pages, 0)
-    )
+                return published != fact
+        return changed and now_s - at_s >= _REWRITE_INTERVAL_S
 
 
 def _differ(old: float, new: float, floor: float) -> bool:

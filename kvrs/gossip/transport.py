@@ -83,21 +83,15 @@ class Transport:
 
     def __init__(
         self,
-        seal: PacketAuthenticator,
+        authenticator: PacketAuthenticator,
         address_of: Callable[[NodeId], Address | None],
         receive: Callable[[NodeId, bytes], None],
         clock: Callable[[], float],
         limits: Limits = Limits(),
         outdated: Callable[[NodeId, int], bytes] = lambda sender, epoch: b"",
     ) -> None:
-        self._authenticator, self._address_of, self._receive, self._clock, self._limits = (
-            seal,
-            address_of,
-            receive,
-            clock,
-            limits,
-        )
-        self._outdated = outdated
+        self._authenticator, self._address_of, self._receive = authenticator, address_of, receive
+        self._clock, self._limits, self._outdated = clock, limits, outdated
         self._rates = ReceiveRates(limits.rates, clock())
         # One byte more than allowed: a longer datagram is recognised as oversized.
         self._buffer = bytearray(limits.datagram_payload_bytes + MAX_OVERHEAD_BYTES + 1)
@@ -168,27 +162,33 @@ class Transport:
             self._receive_datagram(view[:size], source[:2])
 
     def _receive_datagram(self, packet: memoryview, source: Address) -> None:
+        answer = self._take(packet, source, self._limits.datagram_payload_bytes)
+        if answer is not None:
+            # To the source address, because a new member's address is not known yet. A replayed
+            # packet with a forged source is answered once, and the answer is not longer.
+            self._send_datagram(source, answer)
+
+    def _take(
+        self, packet: bytes | memoryview, source: Address, most_payload_bytes: int
+    ) -> bytes | None:
+        """Deliver an accepted packet; return what is sent back to an authentic one that is not."""
         now_s = self._clock()
         if not self._rates.admit(source, self._authenticator.is_answer(packet), now_s):
             self.dropped[Drop.RATE] += 1
-            return
-        match self._authenticator.open(packet, self._limits.datagram_payload_bytes):
+            return None
+        match self._authenticator.open(packet, most_payload_bytes):
             case Opened(sender, payload):
                 self._rates.on_authentic(source, now_s)
                 self._deliver(sender, payload)
             case Unproven(sender):
-                # To the source address, because a new member's address is not known yet. A replayed
-                # packet with a forged source is answered once, and the answer is not longer.
-                self._send_datagram(source, self._authenticator.seal(sender, b""))
-            case Outdated() as old:
-                self._send_datagram(source, self._outdated_reply(old))
+                return self._authenticator.seal(sender, b"")
+            case Outdated(sender, run, epoch):
+                return self._authenticator.seal(sender, self._outdated(sender, epoch), run)
             case Rejection():
                 pass  # Counted by the authenticator.
             case never:
                 assert_never(never)
-
-    def _outdated_reply(self, old: Outdated) -> bytes:
-        return self._authenticator.seal(old.sender, self._outdated(old.sender, old.epoch), old.run)
+        return None
 
     def _deliver(self, sender: NodeId, payload: bytes) -> None:
         waiting = self._pending.pop(sender, None)
@@ -278,24 +278,10 @@ class Transport:
         # sealed again.
         for _ in range(2):
             packet = await self._read_packet(reader, MAX_PAYLOAD_BYTES)
-            if packet is None:
+            answer = None if packet is None else self._take(packet, source, MAX_PAYLOAD_BYTES)
+            if answer is None:
                 return
-            is_answer = self._authenticator.is_answer(packet)
-            if not self._rates.admit(source, is_answer, self._clock()):
-                self.dropped[Drop.RATE] += 1
-                return
-            match self._authenticator.open(packet):
-                case Opened(sender, payload):
-                    self._rates.on_authentic(source, self._clock())
-                    self._deliver(sender, payload)
-                    return
-                case Unproven(sender):
-                    await _write_packet(writer, self._authenticator.seal(sender, b""))
-                case Outdated() as old:
-                    await _write_packet(writer, self._outdated_reply(old))
-                    return
-                case _:
-                    return
+            await _write_packet(writer, answer)
 
     async def _read_packet(
         self, reader: asyncio.StreamReader, most_payload_bytes: int

@@ -161,7 +161,7 @@ class Proxy:
         await follower.follow()
         await self._open_ports(api, shown)
         if config.gossip.enabled:
-            gossip_view.join(await self._join(gossip_view))
+            gossip_view.membership = await self._join(gossip_view)
         # When all ports are bound: a second proxy started by mistake fails before it.
         if event_log is not None:
             event_log.open()

@@ -18,7 +18,7 @@ from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import Event
 from kvrs.gossip.node import Gossip
 from kvrs.gossip.sender import Send
-from kvrs.gossip.wire import Packet, decode, encode
+from kvrs.gossip.wire import MAX_PACKET_BYTES, Packet, decode, encode
 from kvrs.ids import NodeId
 
 
@@ -28,9 +28,8 @@ class SimNode:
     gossip: Gossip
     up: bool = True
     stopped_until_s: float = 0.0
-    waiting: list[tuple[Packet | bytes, NodeId]] = field(
-        default_factory=list
-    )  # What came while it was stopped.
+    # What came while it was stopped.
+    waiting: list[tuple[Packet | bytes, NodeId]] = field(default_factory=list)
     offset_s: float = 0.0  # Its clock shows offset + rate * true time.
     rate: float = 1.0
     tick_at_s: float = inf  # The next that is scheduled.
@@ -63,12 +62,9 @@ class GossipNet:
         self.loss = 0.0
         self.duplication = 0.0
         self.delay_s = (0.0002, 0.002)  # Uniform between these; packets overtake each other.
-        self.cut: Callable[[NodeId, NodeId], bool] | None = (
-            None  # Whether nothing comes from one to the other.
-        )
-        self.buffered_packets = (
-            512  # What a stopped node's socket keeps for it; the rest is dropped.
-        )
+        # True: nothing comes from one to the other.
+        self.cut: Callable[[NodeId, NodeId], bool] | None = None
+        self.buffered_packets = 512  # Kept for a stopped node by its socket; the rest is dropped.
         self.delivered = 0
         self._on_wire = on_wire
         self._observer = observer
@@ -134,12 +130,8 @@ class GossipNet:
                 self._deliver(node, packet, sender)
             elif now_s == node.tick_at_s or node.stopped_until_s == now_s:
                 node.tick_at_s = inf
-                self._finish(node, node.gossip.tick(node.clock_s(now_s)))
+                self.act(node, node.gossip.tick(node.clock_s(now_s)))
         self.now_s = until_s
-
-    def act(self, node: SimNode, sends: list[Send]) -> None:
-        """Send what a call from outside, `leave` for example, returned."""
-        self._finish(node, sends)
 
     def _catch_up(self, node: SimNode) -> None:
         """Serve timers and sockets after a stop; as in an event loop, chance decides which come
@@ -147,7 +139,7 @@ class GossipNet:
         """
         waiting, node.waiting = node.waiting, []
         if self.random.random() < 0.5:
-            self._finish(node, node.gossip.tick(node.clock_s(self.now_s)))
+            self.act(node, node.gossip.tick(node.clock_s(self.now_s)))
         for packet, sender in waiting:
             self._deliver(node, packet, sender)
 
@@ -155,11 +147,10 @@ class GossipNet:
         self.delivered += 1
         if self._on_wire:
             packet = decode(packet)
-        self._finish(
-            node, node.gossip.handle(packet, sender, node.offset_s + node.rate * self.now_s)
-        )
+        self.act(node, node.gossip.handle(packet, sender, node.offset_s + node.rate * self.now_s))
 
-    def _finish(self, node: SimNode, sends: list[Send]) -> None:
+    def act(self, node: SimNode, sends: list[Send]) -> None:
+        """Send what a call returned, of `leave` for example."""
         for send in sends:
             self._send(node, send.to, send.packet, send.stream)
         gossip = node.gossip
@@ -185,10 +176,8 @@ class GossipNet:
             data = encode(packet)
             node.sent_bytes += len(data)
             # What the transport would have to cut in pieces is a mistake of its sender.
-            assert len(data) <= (65536 if stream else self.settings.packet_bytes), (
-                len(data),
-                packet,
-            )
+            most = MAX_PACKET_BYTES if stream else self.settings.packet_bytes
+            assert len(data) <= most, (len(data), packet)
         target = self.nodes.get(to)
         if target is None or (self.cut is not None and self.cut(node.id, to)):
             return

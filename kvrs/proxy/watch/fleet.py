@@ -222,7 +222,7 @@ class Fleet:
         else:
             watcher = AgentWatcher(known, driver, settings, gossip_view)
         self._watchers[known.id] = watcher
-        self._gossip_view.follow(watcher)
+        self._gossip_view.follow(known.id, watcher.node, watcher.look)
         if self._group is not None:
             self._start(watcher)
 
@@ -232,7 +232,8 @@ class Fleet:
         self._watches[watcher.id] = self._group.create_task(work)
 
     def _unwatch(self, name: InstanceId) -> None:
-        self._gossip_view.leave(self._watchers.pop(name))
+        del self._watchers[name]
+        self._gossip_view.leave(name)
         if (watch := self._watches.pop(name, None)) is not None:  # It runs.
             watch.cancel()
 

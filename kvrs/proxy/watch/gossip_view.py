@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 from kvrs.errors import GossipError
 from kvrs.gossip.facts import Event, FactKind, FailureFact, MemberChanged, RecordChanged, Superseded
@@ -26,16 +26,6 @@ _LOOK_S = 1.0  # How often links are looked at: their bounds sink with time.
 _MAX_CAUSE_CHARS = 128
 
 
-class Watching(Protocol):
-    """The watch of one process."""
-
-    @property
-    def id(self) -> InstanceId: ...
-    @property
-    def node(self) -> NodeId: ...
-    def look(self) -> None: ...
-
-
 class GossipView:
     def __init__(
         self,
@@ -43,37 +33,29 @@ class GossipView:
         gpus_seen: Callable[[NodeId, Sequence[GpuHealth], float], None],
         clock: Callable[[], float],
     ) -> None:
+        self.membership: Membership | None = None  # From when the proxy has joined.
         self._link_measured = link_measured
         self._gpus_seen = gpus_seen
         self._clock = clock
-        self._membership: Membership | None = None
-        self._watchers: defaultdict[NodeId, list[Watching]] = defaultdict(list)
-        self._nodes: dict[str, NodeId] = {}
-        self._failed: dict[
-            InstanceId, tuple[int, str, float]
-        ] = {}  # Lost, and not back yet: epoch, cause, when.
+        # The node of each watched process, and what checks its watch.
+        self._watches: dict[str, tuple[NodeId, Callable[[], None]]] = {}
 
-    def join(self, membership: Membership) -> None:
-        self._membership = membership
+    def follow(self, name: InstanceId, node: NodeId, check: Callable[[], None]) -> None:
+        """Call `check` at gossiped deaths of this process or of its node."""
+        self._watches[name] = node, check
 
-    def follow(self, watcher: Watching) -> None:
-        """From now on its watch hears of gossiped deaths."""
-        self._watchers[watcher.node].append(watcher)
-        self._nodes[watcher.id] = watcher.node
-
-    def leave(self, watcher: Watching) -> None:
+    def leave(self, name: InstanceId) -> None:
         """Its process is no part of the cluster any more."""
-        self._watchers[watcher.node].remove(watcher)
-        del self._nodes[watcher.id]
-        self.up(watcher.id)
+        del self._watches[name]
+        self.up(name)
 
     def heard(self, event: Event) -> None:
         """At a gossiped death the watches there check at once whether a report is overdue."""
         match event:
             case MemberChanged(id=node, status=Status.DEAD):
                 self._check_watches(node)
-            case RecordChanged(kind=FactKind.FAILURE, name=name):
-                self._check_watches(self._nodes.get(name))
+            case RecordChanged(kind=FactKind.FAILURE, name=name) if name in self._watches:
+                self._check_watches(self._watches[name][0])
             case RecordChanged(kind=FactKind.GPU):
                 self.look_at_gpus()
             case MemberChanged() | RecordChanged() | Superseded():
@@ -81,43 +63,39 @@ class GossipView:
             case _:
                 assert_never(event)
 
-    def _check_watches(self, node: NodeId | None) -> None:
-        if node is not None:
-            for watcher in self._watchers.get(node, ()):
-                watcher.look()
+    def _check_watches(self, dead: NodeId) -> None:
+        for node, check in list(self._watches.values()):
+            if node == dead:
+                check()
 
     def is_dead(self, node: NodeId, name: InstanceId, epoch: int | None) -> bool:
         """Others hold the node dead, or report the death of this process, in this epoch or a later
         one.
         """
-        if self._membership is None:
+        if self.membership is None:
             return False
-        return self._membership.is_dead(node) or any(
+        return self.membership.is_dead(node) or any(
             about == name
             and epoch is not None
             and report.fact.epoch >= epoch
-            and reporter != self._membership.id
-            for (reporter, about), report in self._membership.facts.failures.items()
+            and reporter != self.membership.id
+            for (reporter, about), report in self.membership.facts.failures.items()
         )
 
     # What this proxy has seen itself.
 
     def lost(self, name: InstanceId, node: NodeId, epoch: int, cause: str) -> None:
-        self._failed[name] = epoch, cause[:_MAX_CAUSE_CHARS], self._clock()
-        if self._membership is not None:
-            self._publish(self._membership, name)
-            self._membership.probe_now(node)
-
-    def up(self, name: InstanceId) -> None:
-        if self._failed.pop(name, None) is not None and self._membership is not None:
-            self._membership.withdraw(FactKind.FAILURE, name)
-
-    def _publish(self, membership: Membership, name: InstanceId) -> None:
-        epoch, cause, failed_s = self._failed[name]
+        if self.membership is None:
+            return
         try:
-            membership.publish(name, FailureFact(epoch, cause, max(0.0, self._clock() - failed_s)))
+            self.membership.publish(name, FailureFact(epoch, cause[:_MAX_CAUSE_CHARS], 0.0))
         except GossipError as error:
             log.warning("not published", extra={"about": name, "cause": str(error)})
+        self.membership.probe_now(node)
+
+    def up(self, name: InstanceId) -> None:
+        if self.membership is not None:
+            self.membership.withdraw(FactKind.FAILURE, name)
 
     async def run(self) -> None:
         """Pass links and GPUs of the member table on, until cancelled."""
@@ -128,27 +106,23 @@ class GossipView:
             await asyncio.sleep(_LOOK_S)
 
     def look_at_links(self) -> None:
-        if self._membership is None:
+        if self.membership is None:
             return
         now_s = self._clock()
-        for (target, source), report in self._membership.facts.links.items():
+        for (target, source), report in self.membership.facts.links.items():
             fact, written_s = report.fact, report.written_s
             age_s = fact.age_s + max(0.0, now_s - written_s)
             measured = Measurement(fact.bytes_per_s, fact.spread, age_s)
             self._link_measured(NodeId(source), target, measured, now_s)
 
     def look_at_gpus(self) -> None:
-        if self._membership is None:
+        if self.membership is None:
             return
         by_node: defaultdict[NodeId, list[GpuHealth]] = defaultdict(list)
-        for (node, _), report in self._membership.facts.gpus.items():
+        for (node, _), report in self.membership.facts.gpus.items():
             by_node[node].append(report.fact)
         for node, gpus in by_node.items():
             self._gpus_seen(node, gpus, self._clock())
 
     def describe(self) -> dict[str, Any] | None:
-        return None if self._membership is None else self._membership.describe()
-
-    @property
-    def membership(self) -> Membership | None:
-        return self._membership
+        return None if self.membership is None else self.membership.describe()
