@@ -133,7 +133,6 @@ class Membership:
             self._timer.cancel()
         if self._look_ups is not None:
             self._look_ups.cancel()
-            await asyncio.gather(self._look_ups, return_exceptions=True)
         await self._transport.close()
         self._gossip = None
 

@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.facts import Event
+from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.membership import Membership
+from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 
 HOST = "127.0.0.1"
@@ -34,7 +35,7 @@ class Gathering:
         host: str = HOST,
     ) -> Membership:
         me = NodeId(name)
-        received = self.received[me] = []
+        received = self.received.setdefault(me, [])
         member = Membership(
             me, GossipSettings.model_validate(QUICK), ring, received.append, epoch=epoch
         )
@@ -48,8 +49,24 @@ class Gathering:
     def port_of(self, member: Membership) -> int:
         return int(self.seeds[member.id].rpartition(":")[2])
 
+    def deaths(self) -> set[NodeId]:
+        """Members that any other one has held dead."""
+        events = [event for received in self.received.values() for event in received]
+        return {
+            event.id
+            for event in events
+            if isinstance(event, MemberChanged) and event.status is Status.DEAD
+        }
+
+    async def leave(self, member: Membership) -> None:
+        # An asyncio server that closes leaks a connection that was accepted just before.
+        await until(lambda: not any(each._transport._sending for each in self._members))
+        self._members.remove(member)
+        await member.close()
+
     async def kill(self, member: Membership) -> None:
         """End the member without an announcement, like SIGKILL."""
+        await until(lambda: not any(each._transport._sending for each in self._members))
         self._members.remove(member)
         member._gossip = None
         if member._timer is not None:
@@ -57,8 +74,8 @@ class Gathering:
         await member._transport.close()
 
     async def close(self) -> None:
-        for member in self._members:
-            await member.close()
+        for member in self._members.copy():
+            await self.leave(member)
 
 
 @asynccontextmanager

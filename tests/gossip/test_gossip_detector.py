@@ -122,11 +122,12 @@ def test_a_ping_over_a_stream_is_answered_over_one() -> None:
     assert [(send.to, send.stream) for send in sends] == [(B, True), (B, False)]
 
 
-def test_a_relay_sends_the_ack_on() -> None:
+def test_a_relay_sends_the_ack_of_the_target_on() -> None:
     """It pings under a number of its own, and reports the epoch and incarnation that answered."""
-    system = GossipCluster(B, C)
+    system = GossipCluster(B, C, D)
 
     ping = system.relayed_ping(C, 77, B)
+    assert system.handle(D, Ack(1, 0, ping.seq)) == []
     [indirect_ack] = system.handle(B, Ack(1, 0, ping.seq))
 
     assert (indirect_ack.to, indirect_ack.packet) == (

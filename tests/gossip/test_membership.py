@@ -1,4 +1,5 @@
 import asyncio
+import random
 import socket
 from typing import Any
 
@@ -6,8 +7,10 @@ import pytest
 import uvloop
 
 from kvrs.gossip import detector, membership
+from kvrs.gossip.authenticator import Address
 from kvrs.gossip.facts import FactKind, HolderFact, LinkFact, Superseded
 from kvrs.gossip.membership import Membership, parse_address
+from kvrs.gossip.transport import Transport
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from tests.gossip.gatherings import gathering, until
@@ -61,7 +64,7 @@ async def test_deaths_departures_and_returns_are_distinguished() -> None:
         await system.kill(two)
         await until(lambda: one.is_dead(B) and three.is_dead(B))
         of_the_dead = dict(one.facts.holders)
-        await three.close()
+        await system.leave(three)
         await until(lambda: statuses(one)[C] is Status.LEFT)
         again = await system.add(B, port=port)
         await until(
@@ -70,7 +73,6 @@ async def test_deaths_departures_and_returns_are_distinguished() -> None:
 
         assert (of_the_dead, one.is_dead(C), one.is_dead(NodeId("unknown"))) == ({}, False, False)
         assert one.members[B].epoch == again.describe()["epoch"]
-        system._members.remove(three)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -81,8 +83,7 @@ async def test_the_only_agent_is_a_member_again_after_a_restart(*, leaves: bool)
         port, proxy = system.port_of(agent), await system.add(B)
         await until(lambda: A in statuses(proxy) and B in statuses(agent))
         if leaves:
-            system._members.remove(agent)
-            await agent.close()
+            await system.leave(agent)
         else:
             await system.kill(agent)
         gone = Status.LEFT if leaves else Status.DEAD
@@ -147,6 +148,59 @@ async def test_packets_without_the_secret_are_rejected_and_counted() -> None:
         await until(lambda: C in statuses(one) and A in statuses(two))
 
         assert B not in statuses(one)
+
+
+async def test_a_secret_is_rotated_without_a_gap() -> None:
+    """Appended everywhere, then moved to the front, then alone: after every step all are members of
+    all.
+    """
+    old, new = b"the secret of yesterday", b"the secret of today...."
+    async with gathering() as system:
+        members = {name: await system.add(name, ring=(old,)) for name in (A, B, C)}
+        for ring in ((old, new), (new, old), (new,)):
+            for name, member in members.items():
+                await system.leave(member)
+                members[name] = await system.add(name, ring=ring, port=system.port_of(member))
+                await until(
+                    lambda: all(
+                        statuses(each) == dict.fromkeys((A, B, C), Status.ALIVE)
+                        for each in members.values()
+                    )
+                )
+
+        assert system.deaths() == set()
+
+
+async def test_deaths_and_only_deaths_are_detected_on_a_bad_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Datagrams are lost, doubled, damaged, cut, and overtake each other."""
+    draw, send = random.Random(3), Transport._send_datagram
+
+    def disturb(self: Transport, address: Address, packet: bytes) -> None:
+        for _ in range(draw.choices((0, 1, 2), weights=(5, 85, 10))[0]):
+            changed = bytearray(packet)
+            if draw.random() < 0.1:
+                changed[draw.randrange(len(changed))] ^= 0x55
+            if draw.random() < 0.05:
+                del changed[draw.randrange(len(changed)) :]
+            late_s = draw.uniform(0, 0.02)
+            asyncio.get_running_loop().call_later(late_s, send, self, address, bytes(changed))
+
+    monkeypatch.setattr(Transport, "_send_datagram", disturb)
+    async with gathering() as system:
+        one, two, three = [await system.add(name) for name in (A, B, C)]
+        await until(lambda: all(each.sent["packets"] > 200 for each in (one, two, three)))
+        false_deaths, port = system.deaths(), system.port_of(three)
+        await system.kill(three)
+        await until(lambda: one.is_dead(C) and two.is_dead(C))
+        await system.add(C, port=port)
+        await until(lambda: statuses(one)[C] is statuses(two)[C] is Status.ALIVE)
+        dropped = one.drops()
+
+    assert false_deaths == set()
+    assert dropped["malformed"] == 0
+    assert min(dropped["forged"], dropped["replayed"]) > 0
 
 
 @pytest.mark.parametrize(

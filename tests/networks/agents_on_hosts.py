@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import yaml
 
 from experiments.gossip_agents.members import Members
 from experiments.gossip_agents.run import Watch
 from kvrs.config.file import ENV_NAME
-from kvrs.protocol.secrets import Scope, scoped_key
-from tests.networks.conversations import get
 from tests.networks.network_cluster import DESK, Network
 
 PORT, PAGE_PORT, GOSSIP_PORT = 7001, 7002, 7946
@@ -25,11 +22,9 @@ SECRET = "a secret of the tests, long enough"
 class AgentsOnHosts(Members):
     """One agent per name, with gossip and no instances."""
 
-    def __init__(self, count: int, gossip: dict[str, Any] | None = None) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__(count)
         self.network = Network(*self.names)
-        self.rings: dict[str, tuple[str, ...]] = dict.fromkeys(self.names, (SECRET,))
-        self._gossip = {"enabled": True, "profile": "lan"} | (gossip or {})
 
     def __enter__(self) -> Self:
         self.network.__enter__()
@@ -55,7 +50,7 @@ class AgentsOnHosts(Members):
             "cluster": {
                 "nodes": [self._node(number, name) for number, name in enumerate(self.names)]
             },
-            "gossip": self._gossip,
+            "gossip": {"enabled": True, "profile": "lan"},
             "backup": {"directory": str(directory)},
         }
 
@@ -82,7 +77,7 @@ class AgentsOnHosts(Members):
             "--node",
             name,
         ]
-        return self.network.command_at(name, *arguments), {ENV_NAME: "\n".join(self.rings[name])}
+        return self.network.command_at(name, *arguments), {ENV_NAME: SECRET}
 
     def start_all(self) -> None:
         for name in self.names:
@@ -90,9 +85,9 @@ class AgentsOnHosts(Members):
         self.wait_ready()
         self.settle()
 
-    def settle(self, names: Iterable[str] | None = None) -> None:
-        """Wait until each of these has all of these alive."""
-        self.watch.settle(list(names or self.names))
+    def settle(self) -> None:
+        """Wait until each of them has all of them alive."""
+        self.watch.settle(self.names)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait for a condition on the events in their logs."""
@@ -128,17 +123,3 @@ class AgentsOnHosts(Members):
     def kill(self, name: str) -> None:
         self.signal(name, signal.SIGKILL)
         self.watch.forget(name)
-
-    def leave(self, name: str) -> None:
-        """End the agent cleanly; it announces that it leaves."""
-        process = self._running[name]
-        process.terminate()
-        process.wait(PATIENCE_S)
-        self.watch.forget(name)
-
-    def members(self, name: str) -> Any:
-        """The members that the agent itself shows."""
-        ring = self.rings[name]
-        url = f"http://{self.network.addresses[name]}:{PORT}/kvrs/v1/members"
-        key = scoped_key(ring[0].encode(), Scope.AGENT, f"agent-{name}")
-        return msgspec.json.decode(get(url, key))

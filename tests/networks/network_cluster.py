@@ -6,7 +6,7 @@ down, cut or make lossy.
     n2 [eth0 10.77.0.3]---/
 
 The machine's own network is not changed. Names have the process id of the test; networks of a
-killed test are removed by the next one. The kernel may lack netem, so the relay (`chaos_relay.py`)
+killed test are removed by the next one. The kernel may lack netem, so the relay (`page_relay.py`)
 delays, reorders and damages packets.
 """
 
@@ -46,7 +46,7 @@ def missing() -> str | None:
             network.throttle("n0", 1e6)
             network.lose(1, "n0")
             network.block("n0", "n1")
-            network.redirect("n0", "udp", 7, 17)
+            network.redirect("n0", 7, 17)
     except NetworkError as error:
         return f"the kernel lacks a feature: {error}"
     return None
@@ -65,7 +65,7 @@ class Network:
         self._run = f"{PREFIX}-{os.getpid()}-{next(_serial)}"
         self._blocked: set[tuple[str, str, str]] = set()
         self._loss: dict[str, int] = {}
-        self._redirects: dict[str, list[tuple[str, int, int]]] = {}
+        self._redirects: dict[str, list[tuple[int, int]]] = {}
 
     def __enter__(self) -> Self:
         sweep()
@@ -166,9 +166,9 @@ class Network:
         for name in self.addresses:
             self._filter(name)
 
-    def redirect(self, host: str, protocol: str, port: int, to_port: int) -> None:
-        """Redirect packets to this port to another one. Open flows stay as they are."""
-        self._redirects.setdefault(host, []).append((protocol, port, to_port))
+    def redirect(self, host: str, port: int, to_port: int) -> None:
+        """Redirect TCP to this port to another one. Open connections stay as they are."""
+        self._redirects.setdefault(host, []).append((port, to_port))
         self._filter(host)
 
     def _filter(self, host: str) -> None:
@@ -183,8 +183,8 @@ class Network:
                 f"100 < {percent} drop"
             )
         nat = [
-            f'iifname "eth0" {kind} dport {port} redirect to :{to}'
-            for kind, port, to in self._redirects.get(host, ())
+            f'iifname "eth0" tcp dport {port} redirect to :{to}'
+            for port, to in self._redirects.get(host, ())
         ]
         chains = [_chain("input", "filter hook input priority 0", rules)]
         if nat:

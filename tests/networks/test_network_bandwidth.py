@@ -2,9 +2,6 @@
 kernel.
 """
 
-import asyncio
-import time
-
 import pytest
 
 from kvrs.config.transfer import LinkSettings
@@ -15,18 +12,12 @@ from tests.networks.network_cluster import Network
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 BYTES_PER_S = 3e6
-PROBES_S = 6.0
-# The pause after the first probes, which follow each other at once, is longer than others; much so
-# where a busy machine makes the link look slow.
-PATIENCE_S = 90.0
 TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}
 
 
-async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
-    possible: None,
-) -> None:
-    """Probes find the rate of an unused link with a hundredth of its capacity; the proxy
-    decides by the lower bound. Then a hand-off takes the same link, and its tokens are right.
+async def test_a_link_is_measured_and_used_by_its_lower_bound(possible: None) -> None:
+    """Probes find the rate of an unused link, and the proxy decides by the lower bound. Then a
+    hand-off takes the same link, and its tokens are right.
     """
     with (
         Network(*NODES, *FRONTS.values()) as network,
@@ -37,12 +28,6 @@ async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
         cluster.wait_ready("p0", "d1")
         async with Clients(cluster) as clients:
             await clients.until(lambda: _is_measured(clients))
-            before, since_s = network.sent_bytes("n0"), time.monotonic()
-            sent, took_s = 0, 0.0
-            while took_s < PROBES_S or sent <= TRANSFER["probe_bytes"]:
-                assert took_s < PATIENCE_S, f"no probe within {took_s:.0f} s"
-                await asyncio.sleep(0.25)
-                sent, took_s = network.sent_bytes("n0") - before, time.monotonic() - since_s
             await clients.until(lambda: _is_near(clients))
 
             cluster.start_front("proxy-0")
@@ -57,8 +42,6 @@ async def test_a_link_is_measured_with_few_bytes_and_used_by_its_lower_bound(
             ]
             (report,) = (await clients.load("d1")).links
 
-    # One probe more or less may fall into the measured time.
-    assert sent <= 0.01 * BYTES_PER_S * took_s + 1.1 * TRANSFER["probe_bytes"]
     # The hand-off of the answer may have been measured in between.
     assert (
         used

@@ -10,11 +10,8 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotCounts
-from tests.networks.chaos_relay import UNDISTURBED, ChaosSettings, Relay
 from tests.networks.cluster_on_hosts import (
-    AGENT,
     FRONTS,
-    GOSSIP,
     NODES,
     PAGES,
     PROXIES,
@@ -23,6 +20,7 @@ from tests.networks.cluster_on_hosts import (
     Keyed,
 )
 from tests.networks.network_cluster import Network
+from tests.networks.page_relay import UNDISTURBED, ChaosSettings, Relay
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
@@ -45,7 +43,7 @@ def system(possible: None) -> Iterator[NetworkCluster]:
     policy = {"name": "always_migrate", "slots_max": 1}
     with (
         Network(*NODES, *FRONTS.values()) as network,
-        Relay(network, "n0", "tcp", PAGES) as pages,
+        Relay(network, "n0", PAGES) as pages,
         ClusterOnHosts(network, policy=policy, transfer={"lease_s": LEASE_S}) as cluster,
     ):
         names = [*(name for name, _ in NODES.values()), *(f"agent-{node}" for node in NODES)]
@@ -116,39 +114,6 @@ async def _is(clients: Clients, proxy: str, name: str, health: str) -> bool:
         (row["id"], row["health"]) == (name, health)
         for row in (*state["instances"], *state["agents"])
     )
-
-
-async def test_gossip_alone_loses_no_instance(clients: Clients) -> None:
-    """One proxy cannot reach an agent that all others reach, and one receives no gossip and has
-    all members dead: both have reports of the instances themselves, so no stream is touched.
-    """
-    wanted, network = await quiet(clients, LONG_TOKENS), clients.cluster.network
-    before = {name: len((await clients.state(name))["recoveries"]) for name in PROXIES}
-    asked = clients.ask_all("proxy-0", PROMPTS[:3], LONG_TOKENS) + clients.ask_all(
-        "proxy-1", PROMPTS[3:], LONG_TOKENS
-    )
-    for name in PROXIES:
-        await clients.until_decoding(name, 3)
-
-    network.block("f0", "n1", f"tcp dport {AGENT}")
-    for host in (*NODES, "f0"):
-        network.block(host, "f1", f"meta l4proto {{ tcp, udp }} th dport {GOSSIP}")
-        network.block(host, "f1", f"meta l4proto {{ tcp, udp }} th sport {GOSSIP}")
-    await clients.until(lambda: _is(clients, "proxy-0", "agent-n1", "down"))
-    await clients.until(lambda: _holds_dead(clients, "proxy-1", {*NODES, "proxy-0"}))
-    states = {name: await clients.state(name) for name in PROXIES}
-    answers = await asyncio.gather(*asked)
-
-    assert answers == wanted
-    assert {row["id"]: row["status"] for row in states["proxy-0"]["members"]}["n1"] == "alive"
-    for name, state in states.items():
-        assert {row["health"] for row in state["instances"]} == {"up"}
-        assert len((await clients.state(name))["recoveries"]) == before[name]
-
-
-async def _holds_dead(clients: Clients, proxy: str, wanted: set[str]) -> bool:
-    members = (await clients.state(proxy))["members"]
-    return {row["id"] for row in members if row["status"] == "dead"} == wanted
 
 
 async def test_stopped_processes_cost_no_stream(clients: Clients) -> None:
