@@ -70,7 +70,7 @@ def held(net: GossipNet, of: SimNode) -> set[Status]:
 
 @pytest.mark.parametrize("noticed", [True, False])
 @pytest.mark.parametrize("buffered_packets", [0, 512])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_stopped_node_declares_no_death_and_refutes_within_two_seconds(
     seed: int, buffered_packets: int, noticed: bool
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_stopped_node_declares_no_death_and_refutes_within_two_seconds(
     assert stopped.id not in {suspector for suspector, _ in deaths.declared}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_stops_of_some_are_no_deaths_of_others(seed: int) -> None:
     """Lifeguard's scenario: a quarter of the members stops again and again, and 30 % of all packets
     are lost.
@@ -100,7 +100,7 @@ def test_stops_of_some_are_no_deaths_of_others(seed: int) -> None:
     net = cluster(16, seed, deaths)
     net.loss, shaky = 0.3, list(net.nodes.values())[:4]
 
-    for _ in range(60):
+    for _ in range(30):
         net.stop(
             net.random.choice(shaky),
             net.random.uniform(0.2, 5.0),
@@ -111,7 +111,7 @@ def test_stops_of_some_are_no_deaths_of_others(seed: int) -> None:
     assert {victim for _, victim in deaths.declared} <= {node.id for node in shaky}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_node_that_receives_nothing_causes_no_deaths_of_others(seed: int) -> None:
     """One-way partition: its suspicions reach all nodes, and so do the refutations, except
     itself.
@@ -120,7 +120,7 @@ def test_a_node_that_receives_nothing_causes_no_deaths_of_others(seed: int) -> N
     deaf = net.nodes[NodeId("n5")]
 
     net.cut = lambda _, target: target == deaf.id
-    for _ in range(120):
+    for _ in range(60):
         net.run(net.now_s + 0.5)
         others = [node for node in net.nodes.values() if node is not deaf]
         for node in others:
@@ -129,17 +129,14 @@ def test_a_node_that_receives_nothing_causes_no_deaths_of_others(seed: int) -> N
     assert held(net, deaf) == {Status.DEAD}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_cut_link_between_two_nodes_is_no_death(seed: int) -> None:
     """In both directions or one: relays still reach both."""
     deaths = Deaths()
     net = cluster(8, seed, deaths)
-    pair = {NodeId("n2"), NodeId("n3")}
 
-    net.cut = lambda a, b: {a, b} == pair
+    net.cut = lambda a, b: {a, b} == {"n2", "n3"} or (a, b) == ("n4", "n5")
     net.run(60.0)
-    net.cut = lambda a, b: (a, b) == ("n2", "n3")
-    net.run(120.0)
 
     assert deaths.declared == []
 
@@ -147,7 +144,7 @@ def test_a_cut_link_between_two_nodes_is_no_death(seed: int) -> None:
 @pytest.mark.parametrize("count", [2, 3, 5, 16])
 def test_a_death_is_known_to_all_within_seconds(count: int) -> None:
     """With and without loss."""
-    for seed in range(4):
+    for seed in range(2):
         net = cluster(count, seed)
         net.loss = 0.2 * (seed % 2)
         victim = net.nodes[NodeId("n1")]
@@ -172,11 +169,11 @@ def test_every_profile_detects_deaths_and_only_deaths_on_its_network(
     net.delay_s, net.loss = delay_s, 0.05
     for i in range(12):
         net.add(f"n{i}", {NodeId("n0"): "n0:7"})
-    net.run(200.0)
+    net.run(60.0)
     assert deaths.declared == []
 
     net.kill(net.nodes[NodeId("n5")])
-    net.run(200.0 + 30 * settings.probe_interval_s)
+    net.run(60.0 + 30 * settings.probe_interval_s)
 
     assert held(net, net.nodes[NodeId("n5")]) == {Status.DEAD}
     assert {victim for _, victim in deaths.declared} == {"n5"}
@@ -192,26 +189,8 @@ def test_many_deaths_at_once_are_all_detected() -> None:
     net.run(net.now_s + 30.0)
 
     assert all(held(net, node) == {Status.DEAD} for node in dead)
-    assert all(
-        node.gossip.members[other.id].status is Status.ALIVE
-        for node in net.nodes.values()
-        if node.up
-        for other in [node]
-    )
-
-
-def test_leaving_is_no_death() -> None:
-    """All nodes know that it left, and none declares it dead."""
-    deaths = Deaths()
-    net = cluster(12, 2, deaths)
-    node = net.nodes[NodeId("n4")]
-
-    net.act(node, node.gossip.leave(node.clock_s(net.now_s)))
-    net.kill(node)
-    net.run(30.0)
-
-    assert held(net, node) == {Status.LEFT}
-    assert deaths.declared == []
+    living = [node for node in net.nodes.values() if node.up]
+    assert all(held(net, node) == {Status.ALIVE} for node in living)
 
 
 def test_clocks_need_not_agree() -> None:
@@ -222,6 +201,6 @@ def test_clocks_need_not_agree() -> None:
         net.add(f"n{i}", {NodeId("n0"): "n0:7"}, rate=0.9 + 0.02 * i)
 
     net.loss = 0.1
-    net.run(300.0)
+    net.run(120.0)
 
     assert deaths.declared == []

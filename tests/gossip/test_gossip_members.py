@@ -55,20 +55,6 @@ def test_an_older_update_changes_nothing(older: MemberUpdate, newer: MemberUpdat
     assert system.node.take_events() == []
 
 
-def test_an_old_alive_does_not_revive_a_dead_node() -> None:
-    """Neither of the process that died, nor of one before; a new process does."""
-    system = GossipCluster(B, C)
-    system.receive(B, alive(B, 5, 3))
-    system.receive(C, dead(B, C, epoch=5, incarnation=3))
-
-    system.receive(C, alive(B, 5, 3))
-    system.receive(C, alive(B, 4, 99))
-    assert system.status(B) is Status.DEAD
-    system.receive(B, alive(B, 6, 0))
-
-    assert state(system.node.members[B]) == (6, 0, Status.ALIVE)
-
-
 def test_packets_of_a_replaced_process_are_dropped_and_answered() -> None:
     """The older of two processes with one name learns of the newer from the first answer."""
     system = GossipCluster(B, C)

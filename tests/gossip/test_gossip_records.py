@@ -138,10 +138,10 @@ def test_the_entries_of_a_record_are_bounded() -> None:
     assert len(reader.entries) == MAX_ENTRIES
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_all_copies_converge(seed: int) -> None:
     """Any edits and exchanges, with deltas lost, duplicated and late, then one exchange with
-    each.
+    each; also without the owner, if one copy is as new.
     """
     draw = random.Random(seed)
     owner, now_s = FactRecord(), 0.0
@@ -168,28 +168,11 @@ def test_all_copies_converge(seed: int) -> None:
                         reader_then, delta = draw.choice(late)
                         reader_then.apply(delta, now_s)
 
-    for copy in copies:
-        while pull(copy, owner, room=260):
-            pass
+    while pull(copies[0], owner, room=260):
+        pass
+    others = [owner, *copies] if seed % 2 else copies
+    while any(pull(copy, other, room=260) for copy in copies for other in others):
+        pass
     assert all(
         contents(copy) == contents(owner) and copy.version == owner.version for copy in copies
     )
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_copies_converge_without_the_owner(seed: int) -> None:
-    """The owner is gone; the newest copy brings the others to its version."""
-    draw = random.Random(seed)
-    owner, copies = FactRecord(), [FactRecord() for _ in range(4)]
-    for _ in range(100):
-        owner.write((1, f"k{draw.randrange(8)}"), draw.choice((None, draw.randbytes(20))), 0.0)
-        if draw.random() < 0.1:
-            owner.collect(1.0)
-        if draw.random() < 0.3:
-            pull(draw.choice(copies), owner, room=draw.choice((200, 9000)))
-    pull(copies[0], owner)
-
-    while any(pull(a, b, room=300) for a in copies for b in copies if a is not b):
-        pass
-
-    assert all(contents(copy) == contents(owner) for copy in copies)
