@@ -7,7 +7,7 @@ the end, also after a partition.
 
 from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.detector import Detector
-from kvrs.gossip.facts import FactRecord, Facts, RecordChanged, start_for
+from kvrs.gossip.facts import FactRecord, RecordChanged, start_for
 from kvrs.gossip.members import Member, Random
 from kvrs.gossip.wire import (
     HEADER_BYTES,
@@ -35,7 +35,6 @@ class Exchange:
     def __init__(
         self,
         detector: Detector,
-        facts: Facts,
         settings: GossipSettings,
         seeds: dict[NodeId, str],
         random: Random,
@@ -43,7 +42,7 @@ class Exchange:
     ) -> None:
         self._detector = detector
         self._members = detector.members
-        self._facts = facts
+        self._facts = detector.facts
         self._settings = settings
         self._seeds = seeds
         self._random = random

@@ -117,62 +117,6 @@ def decode_fact(kind: FactKind, value: bytes) -> Fact:
     return fact
 
 
-F = TypeVar("F", bound=Fact)
-
-
-@dataclass(frozen=True, slots=True)
-class Report(Generic[F]):
-    """A fact, and the time at which its owner wrote it, by this node's clock."""
-
-    fact: F
-    written_s: float
-
-
-Table = dict[tuple[NodeId, str], Report[F]]
-
-
-class Facts:
-    """Facts of all reachable nodes, by (publishing node, name)."""
-
-    def __init__(self) -> None:
-        self.instances: Table[InstanceFact] = {}
-        self.links: Table[LinkFact] = {}
-        self.slots: Table[SlotsFact] = {}
-        self.holders: Table[HolderFact] = {}
-        self.failures: Table[FailureFact] = {}
-        self.gpus: Table[GpuHealth] = {}
-        self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
-        self._tables: dict[FactKind, Table[Any]] = {
-            FactKind.INSTANCE: self.instances,
-            FactKind.LINK: self.links,
-            FactKind.SLOTS: self.slots,
-            FactKind.HOLDER: self.holders,
-            FactKind.FAILURE: self.failures,
-            FactKind.GPU: self.gpus,
-        }
-
-    def put(
-        self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float
-    ) -> None:
-        try:
-            table = self._tables[FactKind(kind)]
-            table.pop((node, name), None)
-            if value is not None:
-                table[node, name] = Report(decode_fact(FactKind(kind), value), written_s)
-        except (GossipError, ValueError):
-            self.unread += 1
-
-    def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
-        """Kind, publishing node, name and report of every fact."""
-        for kind, table in self._tables.items():
-            yield from ((kind, node, name, report) for (node, name), report in table.items())
-
-    def forget(self, node: NodeId) -> None:
-        for table in self._tables.values():
-            for key in [key for key in table if key[0] == node]:
-                del table[key]
-
-
 # Events of a node.
 
 
@@ -305,3 +249,65 @@ class FactRecord:
         self.entries.pop(key, None)
         self.entries[key] = value
         self.version = value.version
+
+
+# Tables.
+
+F = TypeVar("F", bound=Fact)
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Generic[F]):
+    """A fact, and the time at which its owner wrote it, by this node's clock."""
+
+    fact: F
+    written_s: float
+
+
+Table = dict[tuple[NodeId, str], Report[F]]
+
+
+class Facts:
+    """Facts of all reachable nodes, by (publishing node, name)."""
+
+    def __init__(self) -> None:
+        self.instances: Table[InstanceFact] = {}
+        self.links: Table[LinkFact] = {}
+        self.slots: Table[SlotsFact] = {}
+        self.holders: Table[HolderFact] = {}
+        self.failures: Table[FailureFact] = {}
+        self.gpus: Table[GpuHealth] = {}
+        self.unread = 0  # Values that could not be decoded: malformed, or of a newer release.
+        self._tables: dict[FactKind, Table[Any]] = {
+            FactKind.INSTANCE: self.instances,
+            FactKind.LINK: self.links,
+            FactKind.SLOTS: self.slots,
+            FactKind.HOLDER: self.holders,
+            FactKind.FAILURE: self.failures,
+            FactKind.GPU: self.gpus,
+        }
+
+    def put(
+        self, node: NodeId, kind: int, name: str, value: bytes | None, written_s: float
+    ) -> None:
+        try:
+            table = self._tables[FactKind(kind)]
+            table.pop((node, name), None)
+            if value is not None:
+                table[node, name] = Report(decode_fact(FactKind(kind), value), written_s)
+        except (GossipError, ValueError):
+            self.unread += 1
+
+    def all(self) -> Iterator[tuple[FactKind, NodeId, str, Report[Fact]]]:
+        """Kind, publishing node, name and report of every fact."""
+        for kind, table in self._tables.items():
+            yield from ((kind, node, name, report) for (node, name), report in table.items())
+
+    def show(self, node: NodeId, record: FactRecord | None) -> None:
+        """Replace the facts of a node by those of its record; None: by nothing."""
+        for table in self._tables.values():
+            for key in [key for key in table if key[0] == node]:
+                del table[key]
+        for (kind, name), held in record.entries.items() if record else ():
+            if held.value is not None:
+                self.put(node, kind, name, held.value, held.written_s)

@@ -21,16 +21,7 @@ from kvrs.config.gossip import GossipSettings
 from kvrs.errors import GossipError
 from kvrs.gossip.detector import Detector
 from kvrs.gossip.exchange import Exchange
-from kvrs.gossip.facts import (
-    Event,
-    Fact,
-    FactKind,
-    FactRecord,
-    Facts,
-    MemberChanged,
-    encode_fact,
-    kind_of,
-)
+from kvrs.gossip.facts import Event, Fact, FactKind, FactRecord, encode_fact, kind_of
 from kvrs.gossip.members import Member, Random
 from kvrs.gossip.sender import Send
 from kvrs.gossip.wire import (
@@ -75,17 +66,14 @@ class Gossip:
         assert 0 < len(me) <= MAX_NAME_CHARS
         assert len(address) <= MAX_ADDRESS_CHARS
         self.id = me
-        self.facts = Facts()
         self._settings = settings
         self._seeds = {node: where for node, where in (seeds or {}).items() if node != me}
         self._detector = Detector(
             MemberUpdate(me, epoch, 0, Status.ALIVE, address), settings, random, now_s
         )
-        self._exchange = Exchange(self._detector, self.facts, settings, self._seeds, random, now_s)
+        self.facts = self._detector.facts
+        self._exchange = Exchange(self._detector, settings, self._seeds, random, now_s)
         self._record = self._detector.me.record = FactRecord()
-        # Epochs of the nodes whose facts are in the tables.
-        self._fact_epochs: dict[NodeId, int] = {me: epoch}
-        self._events_read = 0  # Number of pending events that the facts reflect.
         self._own_s = now_s
         self._missed_s = 0.0  # now_s less this is the node's own time.
         self._late_s = settings.probe_interval_s * _LATE_SHARE
@@ -147,7 +135,6 @@ class Gossip:
     def take_events(self) -> list[Event]:
         """The events since the last call."""
         events, self._detector.events = self._detector.events, []
-        self._events_read = 0
         return events
 
     def address_of(self, node: NodeId) -> str | None:
@@ -241,26 +228,4 @@ class Gossip:
             self._due_s = max(
                 min(detector.due_s, min(self._exchange.due_s, self._collect_at_s)), self._own_s
             )
-        if len(detector.events) > self._events_read:
-            self._update_facts(detector.events[self._events_read :])
-            self._events_read = len(detector.events)
         return sends
-
-    def _update_facts(self, events: list[Event]) -> None:
-        """Keep the tables to facts of reachable nodes, of their present epochs."""
-        for event in events:
-            if not isinstance(event, MemberChanged):
-                continue
-            member = self.members.get(event.id)
-            if member is not None and not member.reachable:
-                member = None
-            if self._fact_epochs.get(event.id) == (member and member.epoch):
-                continue
-            self.facts.forget(event.id)
-            self._fact_epochs.pop(event.id, None)
-            if member is not None:
-                self._fact_epochs[event.id] = member.epoch
-                entries = member.record.entries if member.record else {}
-                for (kind, name), held in entries.items():
-                    if held.value is not None:
-                        self.facts.put(event.id, kind, name, held.value, held.written_s)

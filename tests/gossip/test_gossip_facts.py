@@ -89,7 +89,7 @@ def test_facts_are_kept_by_publishing_node() -> None:
         facts.put(node, FactKind.FAILURE, "d7", encode_fact(FACTS[4]), 1.0)
     facts.put(N0, FactKind.INSTANCE, "d0", encode_fact(FACTS[0]), 1.0)
 
-    facts.forget(N0)
+    facts.show(N0, None)
 
     assert facts.failures == {(N1, "d7"): Report(FACTS[4], 1.0)}
     assert facts.instances == {}
