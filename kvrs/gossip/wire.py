@@ -106,32 +106,29 @@ MemberUpdates = Annotated[tuple[MemberUpdate, ...], msgspec.Meta(max_length=MAX_
 KnownMembers = Annotated[tuple[KnownMember, ...], msgspec.Meta(max_length=MAX_UPDATES)]
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
-    epoch: Natural
+class _Packet(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    epoch: Natural  # Of the sender.
     incarnation: Natural
+
+
+class Ping(_Packet, tag=1):
     seq: Natural
     stream: bool = False  # The ping came over a stream, and so does the ack.
     updates: MemberUpdates = ()
 
 
-class Ack(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
-    epoch: Natural
-    incarnation: Natural
+class Ack(_Packet, tag=2):
     seq: Natural
     updates: MemberUpdates = ()
 
 
-class PingReq(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
-    epoch: Natural
-    incarnation: Natural
+class PingReq(_Packet, tag=3):
     seq: Natural
     target: Node
     updates: MemberUpdates = ()
 
 
-class IndirectAck(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
-    epoch: Natural
-    incarnation: Natural
+class IndirectAck(_Packet, tag=4):
     seq: Natural
     target: Node
     target_epoch: Natural
@@ -139,24 +136,18 @@ class IndirectAck(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4)
     updates: MemberUpdates = ()
 
 
-class Nack(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
-    epoch: Natural
-    incarnation: Natural
+class Nack(_Packet, tag=5):
     seq: Natural
     updates: MemberUpdates = ()
 
 
-class Push(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
-    epoch: Natural
-    incarnation: Natural
+class Push(_Packet, tag=6):
     updates: MemberUpdates
 
 
-class Digest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
+class Digest(_Packet, tag=7):
     """Covers every node whose id lies in (after, until]; an empty bound is open."""
 
-    epoch: Natural
-    incarnation: Natural
     room_bytes: Natural  # Maximum size of the answer.
     after: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     until: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
@@ -164,9 +155,7 @@ class Digest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=7):
     updates: MemberUpdates = ()
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=8):
-    epoch: Natural
-    incarnation: Natural
+class Delta(_Packet, tag=8):
     room_bytes: Natural
     updates: MemberUpdates
     records: Annotated[tuple[RecordDelta, ...], msgspec.Meta(max_length=MAX_UPDATES)]
