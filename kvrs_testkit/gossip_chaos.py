@@ -7,7 +7,15 @@ import random
 from collections import Counter
 
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.facts import Event, FactKind, FailureFact, MemberChanged, SlotsFact
+from kvrs.gossip.facts import (
+    Event,
+    Fact,
+    FactKind,
+    FailureFact,
+    MemberChanged,
+    SlotsFact,
+    kind_of,
+)
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.sim.gossip import GossipNet, Observer, SimNode
@@ -40,18 +48,8 @@ class ChaosNetwork:
         net.delay_s = (0.0001, draw.choice((0.001, 0.05, 0.3)))
         for _ in range(steps):
             net.run(net.now_s + draw.expovariate(0.5))
-            draw.choice(
-                (
-                    self._die,
-                    self._restart,
-                    self._stop,
-                    self._split,
-                    self._heal,
-                    self._jump,
-                    self._edit,
-                    self._edit,
-                )
-            )()
+            acts = (self._die, self._restart, self._stop, self._split, self._heal, self._jump)
+            draw.choice((*acts, self._edit, self._edit))()
             self._check_incarnations()
 
     def run_without_faults(self, for_s: float) -> None:
@@ -110,11 +108,8 @@ class ChaosNetwork:
         self.net.restart(name, self.seeds, self.epochs[name])
 
     def _stop(self) -> None:
-        node, for_s, noticed = (
-            self.draw.choice(self.up()),
-            self.draw.uniform(0.1, 12),
-            self.draw.random() < 0.5,
-        )
+        node, for_s = self.draw.choice(self.up()), self.draw.uniform(0.1, 12)
+        noticed = self.draw.random() < 0.5
         self.did["stops"] += 1
         self.net.stop(node, for_s, noticed=noticed)
 
@@ -135,33 +130,16 @@ class ChaosNetwork:
     def _edit(self) -> None:
         node, name = self.draw.choice(self.up()), f"d{self.draw.randrange(4)}"
         clock_s = node.clock_s(self.net.now_s)
-        match self.draw.randrange(3):
-            case 0:
-                node.gossip.publish(name, SlotsFact(self.draw.randrange(100), 0.5), clock_s)
-            case 1:
-                node.gossip.publish(
-                    name, FailureFact(1, "x" * self.draw.randrange(100), 0.0), clock_s
-                )
-            case 2:
-                node.gossip.withdraw(
-                    self.draw.choice((FactKind.SLOTS, FactKind.FAILURE)), name, clock_s
-                )
-            case _:
-                pass
+        fact: Fact = SlotsFact(self.draw.randrange(100), 0.5)
+        if self.draw.random() < 0.5:
+            fact = FailureFact(1, "x" * self.draw.randrange(100), 0.0)
+        if self.draw.random() < 0.33:
+            node.gossip.withdraw(kind_of(fact), name, clock_s)
+        else:
+            node.gossip.publish(name, fact, clock_s)
 
 
 def facts_of(reader: SimNode, owner: NodeId) -> dict[tuple[FactKind, str], object]:
     """The facts of one node as another one has them, without their times."""
-    facts = reader.gossip.facts
-    found: dict[tuple[FactKind, str], object] = {}
-    found |= {
-        (FactKind.SLOTS, name): report.fact
-        for (node, name), report in facts.slots.items()
-        if node == owner
-    }
-    found |= {
-        (FactKind.FAILURE, name): report.fact
-        for (node, name), report in facts.failures.items()
-        if node == owner
-    }
-    return found
+    shown = reader.gossip.facts.all()
+    return {(kind, name): report.fact for kind, node, name, report in shown if node == owner}

@@ -210,7 +210,7 @@ def test_confirmations_shorten_a_suspicion_from_its_longest_to_its_least() -> No
 
 def test_a_node_that_answers_is_not_declared_dead_whatever_others_report() -> None:
     """A node that receives a confirmed suspicion probes the suspect itself, and its ack is
-    enough.
+    enough: the suspicion begins anew.
     """
     system = GossipCluster(B, C, D, E)
 
@@ -218,6 +218,7 @@ def test_a_node_that_answers_is_not_declared_dead_whatever_others_report() -> No
     keep_answering(system, {B, C, D, E}, LONGEST_S)
 
     assert system.status(B) is Status.SUSPECT
+    assert len(system.packets(Ping, to=B)) < 2 * LONGEST_S / INTERVAL_S
 
 
 def test_a_node_without_answers_of_relays_probes_slower() -> None:

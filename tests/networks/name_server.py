@@ -7,24 +7,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 PORT = 53
-_LARGEST_DATAGRAM_BYTES = 512  # Of an answer to a question without EDNS.
 _A, _AAAA = 1, 28
-_IS_ANSWER, _IS_CUT = 0x8580, 0x0200  # Flags: authoritative, recursion available; truncated.
+_IS_ANSWER = 0x8580  # Flags: authoritative, recursion available.
 _NO_SERVICE, _NO_NAME = 2, 3  # Response codes.
 _NAME_OF_QUESTION = 0xC00C  # A pointer to where the question has it.
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers over UDP, and over TCP what does not fit into a datagram. A name that is not there
-    does not exist.
-    """
+    """Answers over UDP. A name that is not there does not exist."""
 
     def __init__(self) -> None:
         self.names: dict[str, Sequence[str]] = {}  # Numeric addresses of both families.
         self.is_failing = False  # Every answer is a failure of the server.
         self.is_silent = False
         self.asked: Counter[str] = Counter()  # By name.
-        self.streams = 0  # Questions over TCP.
 
     async def start(self, host: str) -> None:
         """Listen at a numeric address, where this thread opens its sockets now."""
@@ -32,31 +28,14 @@ class NameServer(asyncio.DatagramProtocol):
         self._datagrams, _ = await loop.create_datagram_endpoint(
             lambda: self, local_addr=(host, PORT)
         )
-        self._server = await asyncio.start_server(self._answer_stream, host, PORT)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._datagrams.close()
-        self._server.close()
-        await self._server.wait_closed()
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         answer = self._answer(data)
-        if len(answer) > _LARGEST_DATAGRAM_BYTES:
-            answer = self._packet(data, [], flags=_IS_ANSWER | _IS_CUT)
         if not self.is_silent:
             self._datagrams.sendto(answer, addr)
-
-    async def _answer_stream(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            while True:
-                (size,) = struct.unpack("!H", await reader.readexactly(2))
-                answer = self._answer(await reader.readexactly(size))
-                self.streams += 1
-                writer.write(struct.pack("!H", len(answer)) + answer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
 
     def _answer(self, packet: bytes) -> bytes:
         name, kind, _ = _question(packet)

@@ -3,26 +3,21 @@
 import asyncio
 import signal
 import threading
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
 from kvrs.agent import gossip, gpu
 from kvrs.config.file import parse_config
-from kvrs.core.fleet import silence
 from kvrs.gossip.facts import FailureFact, HolderFact, SlotsFact
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
+from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import AgentInfo, Role
-from kvrs_testkit import scripted
 from kvrs_testkit.free_ports import free_ports
-from kvrs_testkit.proxy_cluster import open_proxy_cluster
 from kvrs_testkit.scripted import Script, Scripted
-from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.agent.agents import SECRET, ask, document, running, session
 from tests.agent.fake_nvml import FakeGpu, FakeNvml
 from tests.gossip.gatherings import QUICK, gathering, until
@@ -118,70 +113,30 @@ async def test_an_agent_serves_while_nvml_is_blocked(
     assert (info.id, given_up) == ("agent-n0", [])
 
 
-async def test_streams_are_moved_off_a_gpu_with_an_xid(
+async def test_a_gpu_with_an_xid_is_published_as_failing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the library, through the agent's gossip and the proxy's policy: answers are exact, and
-    the instance still runs.
+    """From the library through the agent to the table of another member, which a proxy decides
+    by.
     """
-    # Streams that wait at a gate are not to be taken for silent ones.
-    monkeypatch.setattr(silence, "SHORTEST_SILENCE_S", 60.0)
     monkeypatch.setattr(gpu, "_POLL_S", 0.05)
-    boards = [FakeGpu("GPU-n0"), FakeGpu("GPU-n1")]
-    libraries = [FakeNvml(board) for board in boards]
-    left = libraries.copy()
-    monkeypatch.setattr(gossip, "open_sensor", lambda: gpu.open_sensor(lambda: left.pop(0)))
-    nodes = ("n0", "n1")
-    ports = [dict(zip(nodes, free_ports(2), strict=True)) for _ in range(3)]
-    named = [
-        {"port": port, "page_port": pages, "gossip_port": talk}
-        for port, pages, talk in zip(*(p.values() for p in ports), strict=True)
-    ]
-    listed = [
-        {"id": node, "agent": agent, "instances": [{"id": f"unseen-{node}", "role": "both"}]}
-        for node, agent in zip(nodes, named, strict=True)
-    ]
-    config = parse_config(
-        {
-            "cluster": {"nodes": listed},
-            "gossip": {"enabled": True, **QUICK},
-            "backup": {"mode": "off", "directory": str(tmp_path)},
-        }
-    )
-    prompt, tokens = [1, 2, 3], 20
-    async with running(config, scripted.SECRET), AsyncExitStack() as later:
-        await until(lambda: len(left) == 1)
-        await later.enter_async_context(running(config, scripted.SECRET, NodeId("n1")))
-        await until(lambda: not left)
-        sections: dict[str, Any] = {
-            "gossip": {"enabled": True, **QUICK},
-            "policy": {"gpu": {"failing": "move"}},
-        }
-        system = await later.enter_async_context(
-            open_proxy_cluster(agent_ports=ports[0], gossip_ports=ports[2], **sections)
-        )
-        gate, system.script.gate_at = asyncio.Event(), 5
-        system.script.gate = gate
-        asking = [
-            asyncio.create_task(system.complete(prompt=prompt, max_tokens=tokens, temperature=0))
-            for _ in range(6)
-        ]
-        await system.until_streams_hold(3, count=6)
+    board = FakeGpu("GPU-n0")
+    library = FakeNvml(board)
+    monkeypatch.setattr(gossip, "open_sensor", lambda: gpu.open_sensor(lambda: library))
+    async with gathering() as members:
+        other = await members.add("n1", ring=(SECRET,))
+        written = with_gossip(tmp_path, 1)
+        written["proxy"] = {"id": "n1", "gossip_port": members.port_of(other)}
+        async with running(parse_config(written)):
+            gpus = other.facts.gpus
+            await until(lambda: (N0, "GPU-n0") in gpus)
+            before = gpus[N0, "GPU-n0"].fact
+            library.xid(board, 79)
+            await until(lambda: gpus[N0, "GPU-n0"].fact != before)
+            after = gpus[N0, "GPU-n0"].fact
 
-        libraries[0].xid(boards[0], 79)
-
-        async def nothing_runs_there() -> bool:
-            return all(row["decode"] == "d1" for row in (await system.state())["streams"])
-
-        await system.until(nothing_runs_there)
-        gate.set()
-        answers = await asyncio.gather(*asking)
-        health, moves = await system.health(), (await system.state())["recoveries"]
-
-    wanted = "".join(map(text_of, expected_ids(prompt, tokens)))
-    assert [msgspec.json.decode(body)["choices"][0]["text"] for _, body in answers] == [wanted] * 6
-    assert {move["cause"] for move in moves} == {"moved: its GPU is failing: xid 79"}
-    assert set(health.values()) == {"up"}
+    assert (before.state, after.state) == (GpuState.HEALTHY, GpuState.FAILING)
+    assert after.reason == "xid 79"
 
 
 async def test_members_are_shown_only_with_the_secret(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.config.proxy import ProxySettings
@@ -19,6 +20,7 @@ from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.transfer.meter import Measurement, lower_bound
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scripted import SECRET
+from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.gossip.gatherings import QUICK, Gathering, gathering, until
 
 pytestmark = pytest.mark.network
@@ -176,9 +178,11 @@ async def test_a_stream_leaves_a_failing_gpu_before_it_dies() -> None:
 
         await system.until(has_moved)
         gate.set()
-        status, _ = await asking
+        status, body = await asking
         health, (moved,) = await system.health(), (await system.state())["recoveries"]
 
+    (choice,) = msgspec.json.decode(body)["choices"]
+    assert choice["text"] == "".join(map(text_of, expected_ids([1, 2, 3], 20)))
     assert (status, halted["attempt"]) == (200, 1)
     assert (moved["cause"], moved["from"]) == (
         "moved: its GPU is failing: xid 79",
