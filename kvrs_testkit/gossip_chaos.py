@@ -18,7 +18,7 @@ from kvrs.gossip.facts import (
 )
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.sim.gossip import GossipNet, Observer, SimNode
+from kvrs_testkit.gossip_net import GossipNet, Observer, SimNode
 
 State = tuple[int, int, Status]
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import kvrs.gossip
-import kvrs.sim
 from experiments.gossip_detection.clusters import joined
 from experiments.record import ROOT, commit_of
 from kvrs.config.gossip import GossipSettings
@@ -25,7 +24,7 @@ from kvrs.gossip.detector import Suspicion
 from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.sim.gossip import SimNode
+from kvrs_testkit.gossip_net import SimNode
 
 NODES = 64
 SIMULATED = ("detector", "exchange", "facts", "members", "node", "probes", "sender", "wire")
@@ -93,7 +92,7 @@ def code_version() -> str:
     folder = Path(kvrs.gossip.__file__).parent
     files = [
         *(folder / f"{name}.py" for name in SIMULATED),
-        Path(kvrs.sim.__file__).parent / "gossip.py",
+        ROOT / "kvrs_testkit/gossip_net.py",
     ]
     settings = GossipSettings().model_dump_json().encode()
     return hashlib.sha256(b"".join([settings, *(path.read_bytes() for path in files)])).hexdigest()[

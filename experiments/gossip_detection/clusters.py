@@ -2,7 +2,7 @@
 
 from kvrs.config.gossip import GossipSettings
 from kvrs.ids import NodeId
-from kvrs.sim.gossip import GossipNet, Observer, SimNode
+from kvrs_testkit.gossip_net import GossipNet, Observer, SimNode
 
 SEEDS = {NodeId(f"n{i}"): f"n{i}:7" for i in range(3)}
 

@@ -20,7 +20,7 @@ from kvrs.gossip.facts import (
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
-from kvrs.sim.gossip import GossipNet, SimNode
+from kvrs_testkit.gossip_net import GossipNet, SimNode
 
 # What the sealed transport adds to a packet (54 bytes of header, a name of 12, a MAC of 32), and
 # UDP/IP (28).

@@ -1,6 +1,7 @@
 """Detection times, false deaths and costs of gossip, in virtual time over many seeds. The nodes
 are the product's own objects (`kvrs.gossip.node.Gossip`), network and clocks those of
-`kvrs.sim.gossip`. Results are saved at once; rows that are not selected stay as they were.
+`kvrs_testkit/gossip_net.py`. Results are saved at once; rows that are not selected stay as they
+were.
 """
 
 import argparse

@@ -8,8 +8,8 @@ from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
-from kvrs.sim.gossip import GossipNet, SimNode
 from kvrs_testkit.gossip_chaos import ChaosNetwork
+from kvrs_testkit.gossip_net import GossipNet, SimNode
 
 
 @pytest.mark.parametrize("first", range(0, 40, 10))

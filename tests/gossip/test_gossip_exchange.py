@@ -21,7 +21,7 @@ from kvrs.gossip.wire import (
 )
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
-from kvrs.sim.gossip import GossipNet, SimNode
+from kvrs_testkit.gossip_net import GossipNet, SimNode
 from tests.gossip.gossip_cluster import SETTINGS, alive
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
