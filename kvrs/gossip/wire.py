@@ -111,24 +111,24 @@ class _Packet(msgspec.Struct, frozen=True, array_like=True, gc=False):
     incarnation: Natural
 
 
-class Ping(_Packet, tag=1):
+class Ping(_Packet, frozen=True, tag=1):
     seq: Natural
     stream: bool = False  # The ping came over a stream, and so does the ack.
     updates: MemberUpdates = ()
 
 
-class Ack(_Packet, tag=2):
+class Ack(_Packet, frozen=True, tag=2):
     seq: Natural
     updates: MemberUpdates = ()
 
 
-class PingReq(_Packet, tag=3):
+class PingReq(_Packet, frozen=True, tag=3):
     seq: Natural
     target: Node
     updates: MemberUpdates = ()
 
 
-class IndirectAck(_Packet, tag=4):
+class IndirectAck(_Packet, frozen=True, tag=4):
     seq: Natural
     target: Node
     target_epoch: Natural
@@ -136,16 +136,16 @@ class IndirectAck(_Packet, tag=4):
     updates: MemberUpdates = ()
 
 
-class Nack(_Packet, tag=5):
+class Nack(_Packet, frozen=True, tag=5):
     seq: Natural
     updates: MemberUpdates = ()
 
 
-class Push(_Packet, tag=6):
+class Push(_Packet, frozen=True, tag=6):
     updates: MemberUpdates
 
 
-class Digest(_Packet, tag=7):
+class Digest(_Packet, frozen=True, tag=7):
     """Covers every node whose id lies in (after, until]; an empty bound is open."""
 
     room_bytes: Natural  # Maximum size of the answer.
@@ -155,7 +155,7 @@ class Digest(_Packet, tag=7):
     updates: MemberUpdates = ()
 
 
-class Delta(_Packet, tag=8):
+class Delta(_Packet, frozen=True, tag=8):
     room_bytes: Natural
     updates: MemberUpdates
     records: Annotated[tuple[RecordDelta, ...], msgspec.Meta(max_length=MAX_UPDATES)]
