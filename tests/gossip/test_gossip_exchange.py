@@ -22,7 +22,7 @@ from kvrs.gossip.wire import (
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import Role
 from kvrs_testkit.gossip_net import GossipNet, SimNode
-from tests.gossip.gossip_cluster import SETTINGS, alive
+from tests.gossip.gossip_cluster import SETTINGS, alive, dead
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
@@ -199,6 +199,17 @@ def test_a_delta_answers_the_wants_of_the_other() -> None:
     assert isinstance(send.packet, Delta)
     assert [(record.id, record.end) for record in send.packet.records] == [(A, 1)]
     assert send.packet.wants == ()
+
+
+def test_a_digest_with_an_older_state_is_answered_with_the_newer_one() -> None:
+    """Its sender may have missed the update, and the next digest would go elsewhere."""
+    node = node_a()
+    node.handle(Push(1, 0, (dead(C, B),)), B, 0.1)
+
+    known = (KnownMember(C, 1, 0, Status.ALIVE, 0, 0),)
+    [send] = node.handle(Digest(1, 0, 1280, B, C, known), B, 0.2)
+
+    assert send.packet.updates == (dead(C, B),)
 
 
 def test_digests_are_bounded_and_cover_all_members_in_turns() -> None:
