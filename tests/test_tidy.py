@@ -74,10 +74,7 @@ PURE = {
     *(f"kvrs.{name}" for name in ("profiles", "scheduling", "elastic", "unfinished")),
     *(
         f"kvrs.transfer.{name}"
-        for name in (
-            *("meter", "limiter", "send_faults", "store.book", "store.store_slots"),
-            "anchors.book",
-        )
+        for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)
     ),
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
     *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),

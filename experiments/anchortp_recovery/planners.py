@@ -20,9 +20,10 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import memory_bytes
 from kvrs.engine.ranks.processes import RankProcesses
-from kvrs.engine.ranks.seats import Answered, Ended, Shared
+from kvrs.engine.ranks.seats import Answered, Ended
 from kvrs.engine.ranks.wire import Fetched, Loaded
 from kvrs.engine.worker import geometry_of
+from kvrs.transfer.shared_memory.regions import Region
 
 SETTINGS = EngineSettings(pages=8, max_model_len=128)
 _FLOAT_BYTES = 4  # Of a weight in memory.
@@ -132,7 +133,7 @@ def _ranks(model: Path, config: ModelConfig, count: int) -> Iterator[tuple[RankP
     """The processes of an even instance, with their weights."""
     layout = uneven(config.units_of_ranks, staged(config.layers, [range(count)]))
     geometry = geometry_of(config, SETTINGS)
-    cells = Shared.make("cells", memory_bytes(geometry, SETTINGS.pages))
+    cells = Region.anonymous("cells", memory_bytes(geometry, SETTINGS.pages))
     processes = RankProcesses(model, SETTINGS, config, cells, spreads=False)
     try:
         for rank in layout.ranks:

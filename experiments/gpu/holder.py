@@ -32,7 +32,7 @@ from experiments.gpu.vmm import (
     send_regions,
 )
 from experiments.record import Record
-from kvrs.transfer.unix_sockets import foreign_user
+from kvrs.transfer.shared_memory.passing import foreign_user
 
 WEIGHTS, KV = "weights", "kv"
 KV_BYTES = 64 << 20

@@ -18,9 +18,9 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, Identity, PullResult
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
-from kvrs.transfer.unix_sockets import listen_in
 
 NODE, AGENT = NodeId("n0"), InstanceId("agent-n0")
 RESERVED_BYTES = 1 << 20  # Of a stream.
@@ -42,7 +42,7 @@ async def agent_of(config: Config, secret: bytes) -> AsyncIterator[None]:
         links = SendingLinks(config.transfer, SendingFaults(), NODE)
         server = PageServer(identity, store, secret, config.transfer, links, store)
         await server.start("127.0.0.1", config.cluster.nodes[0].agent.page_port)
-        server.lend(listen_in(directory, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+        server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         try:
             yield
         finally:

@@ -35,9 +35,9 @@ from kvrs.transfer.peers import PAGES_SOCKET, Identity, Peer, PullRequest
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
-from kvrs.transfer.unix_sockets import listen_in
 
 SECRET = b"only for this measurement"
 SETTINGS = TransferSettings()
@@ -72,7 +72,7 @@ def keep_pages(ports: Connection, directory: str, size: int, page_bytes: int) ->
                 store,
             )
             port = await server.start("127.0.0.1", 0)
-            server.lend(listen_in(own, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+            server.lend(listen_in(own.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
             ports.send(port)
             await asyncio.Event().wait()
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from experiments.state_plane.gaps import ENGINE, config_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.elastic import grain
-from kvrs.engine.anchored import AnchoredMemory, _mapped, _tensor
+from kvrs.engine.anchored import AnchoredMemory, tensor_of
 from kvrs.engine.layers.tiles import TILE_ROWS
 from kvrs.engine.layers.units import CANONICAL
 from kvrs.engine.model_config import ModelConfig
@@ -31,7 +31,8 @@ from kvrs.engine.models.weights import Weights
 from kvrs.engine.worker import geometry_of
 from kvrs.ids import NodeId
 from kvrs.transfer.anchors.client import AnchorClient
-from kvrs.transfer.anchors.messages import kind_of
+from kvrs.transfer.shared_memory.regions import map_file
+from kvrs.transfer.shared_memory.sealed import kind_of
 from kvrs.transfer.store.directory import store_directory
 from kvrs_testkit.processes import Processes
 
@@ -92,7 +93,7 @@ def attach(config: Config, secret: bytes, start: int) -> dict[str, Any]:
     began_s = time.perf_counter()
     descriptor, to_write = client.weights(key, arena.size_bytes)
     assert to_write is None
-    mapped = _tensor(_mapped(descriptor, arena.size_bytes, writable=False))
+    mapped = tensor_of(map_file(descriptor, writable=False, populated=True))
     assert arena.root(mapped) is not None
     decoder = arena.decoder(mapped)
     mapped_s = time.perf_counter() - began_s

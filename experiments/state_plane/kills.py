@@ -23,8 +23,7 @@ from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.proving import ProvingConnector, address_of
 from kvrs.scheduling.sequences import Chunk
-from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger
-from kvrs.transfer.anchors.regions import HEADER_BYTES, MemoryName, read_header
+from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger, read_header
 from kvrs.transfer.store.directory import store_directory
 from kvrs_testkit.processes import Processes
 
@@ -156,7 +155,8 @@ def _end(line: socket) -> None:
     """Wait until the process is gone."""
     line.settimeout(30.0)
     with line:
-        assert line.recv(1000) == b""
+        while line.recv(1000):
+            continue  # How it ended.
 
 
 def _check(processes: Processes, reference: Reference, found: Found) -> None:
@@ -164,24 +164,18 @@ def _check(processes: Processes, reference: Reference, found: Found) -> None:
     config = processes.config
     node = config.cluster.nodes[0].id
     directory = store_directory(config.backup.directory, processes.secret, node)
-    named = sorted(
-        filter(None, map(MemoryName.parse, (path.name for path in directory.iterdir()))),
-        key=lambda name: (name.generation, name.index),
-    )
-    ledger_name, pool_name = named[-2:]
-    copy = bytearray((directory / str(ledger_name)).read_bytes())
-    with (directory / str(pool_name)).open("rb") as file:
+    with (directory / f"memory-{ENGINE}").open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    header = read_header(bytes(copy[:HEADER_BYTES]))
+    header = read_header(memoryview(memory))
     assert header is not None
+    layout = LedgerLayout(PAGES, config.cluster.engine.max_running)
     pool = KvPool(
         reference.worker.geometry,
         PAGES,
         torch.device("cpu"),
-        torch.frombuffer(memory, dtype=torch.uint8),
+        torch.frombuffer(memory, dtype=torch.uint8)[layout.size_bytes :],
     )
-    layout = LedgerLayout(PAGES, config.cluster.engine.max_running)
-    kept = PageLedger(memoryview(copy), layout, header.epoch, pool.view).adopt()
+    kept = PageLedger(memoryview(memory), layout, header[1], pool.view).adopt()
     found.kills += 1
     found.with_pages += bool(kept.pages)
     found.pages += len(kept.pages)

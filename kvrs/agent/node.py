@@ -23,9 +23,9 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, Identity
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore, UnreportedChanges
-from kvrs.transfer.unix_sockets import listen_in
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class NodeAgent:
             self.node.agent.bound(self.node.agent.pages_at), self.node.agent.page_port
         )
         if self._keeps:
-            listener = listen_in(self._directory, PAGES_SOCKET, socket.SOCK_STREAM)
+            listener = listen_in(self._directory.path, PAGES_SOCKET, socket.SOCK_STREAM)
             self.page_server.lend(listener, self.store.places)
 
     async def close(self) -> None:

@@ -34,8 +34,11 @@ from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import MeasuredPrefill
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.anchors.client import AnchorClient, NoAgentError
-from kvrs.transfer.anchors.ledger import KeptPages, LedgerLayout, PageLedger
-from kvrs.transfer.anchors.messages import AnchorError, kind_of
+from kvrs.transfer.anchors.ledger import FORMAT, KeptPages, LedgerLayout, PageLedger
+from kvrs.transfer.anchors.messages import AnchorError
+from kvrs.transfer.peers import PagePlace
+from kvrs.transfer.shared_memory.regions import Region, map_file
+from kvrs.transfer.shared_memory.sealed import kind_of
 from kvrs.transfer.store.directory import store_directory
 
 log = logging.getLogger(__name__)
@@ -47,24 +50,12 @@ class TakenOverError(KvrsError):
     """A later process has this instance: this one must not serve any more."""
 
 
-@dataclass(slots=True, eq=False)
-class PoolFile:
-    """A `PageFile`: the file of an instance's pages."""
-
-    descriptor: int  # Open as long as the process runs.
-    size_bytes: int
-
-    def open(self) -> int:
-        # Opened anew: one for reading, on a description without the lock of this process.
-        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AnchoredPool(StepHook):
     """KV pages in the agent's memory, their ledger, and what the process before has left there."""
 
     pool: KvPool
-    file: PoolFile
+    place: PagePlace  # Of the first page.
     ledger: PageLedger
     kept: KeptPages
     prefill: PrefillTable | None  # That the process before has measured.
@@ -138,7 +129,8 @@ class AnchoredMemory:
             return None
         except AnchorError as error:
             raise ConfigError([f"state_plane: {error}"]) from None
-        memory = _tensor(_mapped(fd, arena.size_bytes, writable=False))
+        # Populated: the first use of a page would cost as much, and in the middle of a step.
+        memory = tensor_of(map_file(fd, arena.size_bytes, writable=False, populated=True))
         root = arena.root(memory)
         if root is None or (to_write is not None and not arena.is_whole(memory)):
             raise ConfigError(["state_plane: the arena of weights is damaged"])
@@ -153,21 +145,19 @@ class AnchoredMemory:
             ConfigError: the agent refuses.
         """
         layout = LedgerLayout(pages, rows)
-        sizes = [layout.size_bytes, (pages + 1) * geometry.page_bytes]
-        kind = kind_of(fingerprint, PAGE_LAYOUT, geometry, layout)
+        size = layout.size_bytes + (pages + 1) * geometry.page_bytes
+        kind = kind_of(FORMAT, fingerprint, PAGE_LAYOUT, geometry, layout)
         try:
-            is_new, fds = self._client.memory(self._instance, start, kind, sizes)
+            is_new, fd = self._client.memory(self._instance, start, kind, size)
         except NoAgentError as error:
             log.warning("no agent: KV is this process's own", extra={"cause": str(error)})
             return None
         except AnchorError as error:
             raise ConfigError([f"state_plane: {error}"]) from None
-        file = PoolFile(os.dup(fds[1]), sizes[1])
-        ledger_memory, pool_memory = (
-            _mapped(fd, size, writable=True) for fd, size in zip(fds, sizes, strict=True)
-        )
-        pool = KvPool(geometry, pages, torch.device("cpu"), _tensor(pool_memory))
-        ledger = PageLedger(memoryview(ledger_memory), layout, start, pool.view)
+        region = Region(fd)
+        memory = tensor_of(region.memory)[layout.size_bytes :]
+        pool = KvPool(geometry, pages, torch.device("cpu"), memory)
+        ledger = PageLedger(memoryview(region.memory), layout, start, pool.view)
         prefill = None if is_new else _noted_prefill(ledger)
         if prefill is None:
             # Pages are about to be written by a measurement.
@@ -177,7 +167,7 @@ class AnchoredMemory:
             "memory attached",
             extra={"is_new": is_new, "pages": len(kept.pages), "streams": len(kept.streams)},
         )
-        return AnchoredPool(pool, file, ledger, kept, prefill)
+        return AnchoredPool(pool, (region, layout.size_bytes), ledger, kept, prefill)
 
     def _write_weights(
         self,
@@ -195,7 +185,7 @@ class AnchoredMemory:
             decoder = read_decoder(config, weights, 1, torch.device("cpu"))
             root = weights_digest(decoder, directory, weights.files)
             with mmap.mmap(fd, arena.size_bytes) as memory:
-                arena.write(_tensor(memory), decoder, root)
+                arena.write(tensor_of(memory), decoder, root)
             if file_states(files) != before:
                 raise ConfigError([f"cluster.model: {directory}: changed while it was read"])
         finally:
@@ -212,19 +202,7 @@ def _noted_prefill(ledger: PageLedger) -> PrefillTable | None:
     return None if found is None else PrefillTable.from_measured(found)
 
 
-def _mapped(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
-    """The bytes of a file, which stays open and locked as long as they are mapped. What is only
-    read is there at once: its first use would cost as much, and in the middle of a step.
-    """
-    flags = mmap.MAP_SHARED | (0 if writable else mmap.MAP_POPULATE)
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    try:
-        return mmap.mmap(fd, size_bytes, flags, access)
-    finally:
-        os.close(fd)  # The map has a descriptor of its own.
-
-
-def _tensor(memory: mmap.mmap) -> Tensor:
+def tensor_of(memory: mmap.mmap) -> Tensor:
     with warnings.catch_warnings():
         # Torch warns that a write into memory that cannot be written ends the process: so it shall.
         warnings.filterwarnings("ignore", "The given buffer is not writable")

@@ -31,7 +31,6 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     PAGES_SOCKET,
     Identity,
-    PageFile,
     PagePlace,
     Peer,
     PinnedPages,
@@ -40,8 +39,8 @@ from kvrs.transfer.peers import (
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import store_directory
-from kvrs.transfer.unix_sockets import listen_at
 
 log = logging.getLogger(__name__)
 
@@ -125,17 +124,17 @@ class PagePort:
         pages: PageManager,
         pool: PagePool,
         released: Callable[[], None],
-        file: PageFile | None = None,
+        place: PagePlace | None = None,
     ) -> tuple[PageFetcher, Checkpointer]:
         """Serve a pool's pages from now on. `released` is called when pages that were being sent
-        have lost their pins. `file`: in which the pages lie, for processes of this host to map.
+        have lost their pins. `place`: of the first page, for processes of this host to map.
 
         Returns:
             what fetches into the pool, and what sends its pages to agents once it is run.
         """
         config = self._place.config
-        self._source.source = EnginePages(pages, pool, released, file)
-        self._lends = file is not None
+        self._source.source = EnginePages(pages, pool, released, place)
+        self._lends = place is not None
         self.checkpointer = Checkpointer(
             pages,
             pool,
@@ -202,7 +201,7 @@ class PagePort:
         await self.server.start(settings.bound(settings.pages_at), settings.page_port)
         if self._lends:
             try:
-                listener = listen_at(
+                listener = listen_in(
                     self._directory(self._place.config),
                     _socket_of(settings.id),
                     socket.SOCK_STREAM,

@@ -9,7 +9,7 @@ import numpy as np
 from kvrs.engine.staging import PagePool
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.scheduling.pages import PageManager
-from kvrs.transfer.peers import PageFile, PagePlace, PinnedPages, PullRequest
+from kvrs.transfer.peers import PagePlace, PinnedPages, PullRequest
 
 
 class EnginePages:
@@ -22,10 +22,10 @@ class EnginePages:
         pages: PageManager,
         pool: PagePool,
         released: Callable[[], None],
-        file: PageFile | None = None,
+        place: PagePlace | None = None,
     ) -> None:
-        """`file`: where the pages lie one behind the other, if they lie in one."""
-        self._pages, self._file = pages, file
+        """`place`: that of the first page, where the others lie behind it in shared memory."""
+        self._pages, self._place = pages, place
         self._pool = pool
         self._released = released  # A sequence may be waiting for the pages that were being sent.
 
@@ -67,11 +67,12 @@ class EnginePages:
         )
 
     def places(self, pinned: PinnedPages) -> list[PagePlace]:
-        assert self._file is not None
+        assert self._place is not None
         assert isinstance(pinned.token, tuple)
         pages, _ = pinned.token
+        region, first = self._place
         page_bytes = self._pool.geometry.page_bytes
-        return [(self._file, page * page_bytes) for page in pages[: len(pinned.pages)]]
+        return [(region, first + page * page_bytes) for page in pages[: len(pinned.pages)]]
 
     def unpin(self, pinned: PinnedPages) -> None:
         assert isinstance(pinned.token, tuple)

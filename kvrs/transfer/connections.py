@@ -13,8 +13,8 @@ from kvrs.names import first_address
 from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.shared_memory.passing import connect_in, foreign_user
 from kvrs.transfer.stream import SocketStream, StalledError, page_socket
-from kvrs.transfer.unix_sockets import connect_in, foreign_user
 
 _MAX_IDLE_PER_PEER = 4
 

@@ -5,8 +5,6 @@ Pins end with the client's UNMAP, with its connection, and at the latest after t
 client that is slower finds by their checksums which of its copies are not the pages.
 """
 
-import asyncio
-
 from kvrs.errors import TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
@@ -14,10 +12,10 @@ from kvrs.protocol.frames import AnswerHeader, FrameType
 from kvrs.protocol.mapped_pages import MAX_FILES, MappedPages, PlacedPage
 from kvrs.protocol.page_messages import PullFrame
 from kvrs.protocol.parts import PagePart
-from kvrs.transfer.peers import PageFile, PageSource, PinnedPages, Places
-from kvrs.transfer.stream import SocketStream, close_all
-
-_SMALL_BYTES = 1 << 20  # Up to this size it takes less time than a switch to another thread.
+from kvrs.transfer.peers import PageSource, PinnedPages, Places
+from kvrs.transfer.shared_memory.passing import close_all
+from kvrs.transfer.shared_memory.regions import Region, in_threads
+from kvrs.transfer.stream import SocketStream
 
 
 class LentFiles:
@@ -27,7 +25,7 @@ class LentFiles:
         self._stream = stream
         self._source = source
         self._places = places
-        self._files: list[PageFile] = []
+        self._files: list[Region] = []
 
     async def lend(self, pull: PullFrame) -> None:
         """Answer a MAP; returns after UNMAP.
@@ -71,18 +69,15 @@ class LentFiles:
 
 async def _checksums(pinned: PinnedPages, part: PagePart | None) -> list[int]:
     """Checksums of the pages; of pages that were never stored they are computed now."""
-    stored = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
+    found = [pinned.checksum(index, part) for index in range(len(pinned.pages))]
+    unknown = [index for index, checksum in enumerate(found) if checksum is None]
 
-    def compute() -> list[int]:
-        return [
-            _checksum(page, part) if known is None else known
-            for page, known in zip(pinned.pages, stored, strict=True)
-        ]
+    def compute() -> None:
+        for index in unknown:
+            found[index] = _checksum(pinned.pages[index], part)
 
-    unknown = (page for page, known in zip(pinned.pages, stored, strict=True) if known is None)
-    if sum(page.nbytes for page in unknown) <= _SMALL_BYTES:
-        return compute()
-    return await asyncio.to_thread(compute)
+    await in_threads(sum(pinned.pages[index].nbytes for index in unknown), [compute])
+    return [checksum for checksum in found if checksum is not None]
 
 
 def _checksum(page: memoryview, part: PagePart | None) -> int:

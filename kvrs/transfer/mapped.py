@@ -11,7 +11,8 @@ import asyncio
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,14 @@ from kvrs.protocol.parts import PagePart
 from kvrs.transfer.connections import LocalConnectionPool, PageConnection
 from kvrs.transfer.meter import LinkMeter
 from kvrs.transfer.peers import Identity, Peer
-from kvrs.transfer.stream import close_all
+from kvrs.transfer.shared_memory.passing import close_all
+from kvrs.transfer.shared_memory.regions import in_threads, map_file
 
 # Are pinned and copied at a time, in far less than the stall timeout.
 _BATCH_BYTES = 1 << 28
 # Files stay mapped for the next pull so long: the agent cannot give back their memory meanwhile.
 _IDLE_S = 10.0
 _THREADS = 2  # One core does not use all that memory carries.
-_SMALL_BYTES = 1 << 20  # Up to this size a copy takes less time than a switch to another thread.
 
 # More than a core's cache holds.
 _PROBE_BYTES = 1 << 24
@@ -64,31 +65,18 @@ class _Copy:
         self._part = part  # Of each page; None: all of it.
         self._pages = list(zip(sources, targets, checksums, strict=True))
         self._size_bytes = sum(map(len, targets))
-        threads = _THREADS if self._size_bytes > _SMALL_BYTES else 1
-        per_thread = max(1, -(-len(self._pages) // threads))
+        per_thread = max(1, -(-len(self._pages) // _THREADS))
         self._shares = [
             self._pages[first : first + per_thread]
             for first in range(0, len(self._pages), per_thread)
         ]
         self._verified = [0] * len(self._shares)
-        self._stopped = False
+        self._stopped = Event()
 
     async def carry_out(self) -> None:
         """A cancelled call returns when nothing is written any more."""
-        if self._size_bytes <= _SMALL_BYTES:
-            for number in range(len(self._shares)):
-                self._run(number)
-            return
-        threads = (asyncio.to_thread(self._run, number) for number in range(len(self._shares)))
-        work = asyncio.gather(*threads)
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            self._stopped = True
-            while not work.done():  # However often it is cancelled.
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({work})
-            raise
+        parts = [partial(self._run, number) for number in range(len(self._shares))]
+        await in_threads(self._size_bytes, parts, self._stopped.set)
 
     @property
     def verified(self) -> int:
@@ -106,7 +94,7 @@ class _Copy:
 
     def _run(self, number: int) -> None:
         for source, target, due in self._shares[number]:
-            if self._stopped:
+            if self._stopped.is_set():
                 return
             # A loop of vector instructions, without the lock of the interpreter. The C library's
             # copy takes twice as long for pieces below 1 MB, on CPUs that it gives string moves.
@@ -263,12 +251,12 @@ def _mapped_pages(connection: PageConnection, mapped: MappedPages) -> list[memor
     try:
         # Compared before anything is mapped: a read behind the end of a file ends the process.
         check_files(mapped.new_files, [os.fstat(each).st_size for each in descriptors])
-        for each, size_bytes in zip(descriptors, mapped.new_files, strict=True):
-            connection.files.append(mmap.mmap(each, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        for size_bytes in mapped.new_files:
+            connection.files.append(map_file(descriptors.pop(0), size_bytes, writable=False))
     except (OSError, ValueError, OverflowError) as error:
         raise TransferError(f"pages cannot be mapped: {error}") from None
     finally:
-        close_all(descriptors)  # A map has a descriptor of its own.
+        close_all(descriptors)
     page_bytes, sizes = connection.server.page_bytes, [len(each) for each in connection.files]
     files = [memoryview(each) for each in connection.files]
     for page in mapped.pages:

@@ -17,6 +17,7 @@ from kvrs.protocol.page_messages import (
 )
 from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
+from kvrs.transfer.shared_memory.regions import Region
 
 PAGES_SOCKET = "pages"  # In an agent's directory: its own.
 
@@ -26,7 +27,6 @@ __all__ = [
     "HeldPages",
     "Identity",
     "Incoming",
-    "PageFile",
     "PagePlace",
     "PageSink",
     "PageSource",
@@ -135,22 +135,8 @@ class Incoming(Protocol):
         ...
 
 
-class PageFile(Protocol):
-    """A file of the store in which pages lie. Compared by identity."""
-
-    size_bytes: int
-
-    def open(self) -> int:
-        """A descriptor for reading.
-
-        Raises:
-            OSError: it is not there any more.
-        """
-        ...
-
-
-# Where a pinned page lies: the file, and the offset in it. No class, since a request has thousands.
-PagePlace = tuple[PageFile, int]
+# Where a pinned page lies, and the offset there. No class, since a request has thousands.
+PagePlace = tuple[Region, int]
 # Where the pages of a request lie, one by one.
 Places = Callable[[PinnedPages], list[PagePlace]]
 

@@ -23,8 +23,8 @@ from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
 from kvrs.transfer.peers import Identity, PageSink, PageSource, PinnedPages, Places
 from kvrs.transfer.receiver import receive_ranges
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.shared_memory.passing import foreign_user
 from kvrs.transfer.stream import SocketStream, page_socket, readable
-from kvrs.transfer.unix_sockets import foreign_user
 
 log = logging.getLogger(__name__)
 

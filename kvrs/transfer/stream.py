@@ -6,9 +6,7 @@ touches its buffers any more. Works on any event loop that can watch a socket. O
 stream at a time.
 """
 
-import array
 import asyncio
-import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -26,6 +24,7 @@ from kvrs.protocol.frames import (
 from kvrs.protocol.mapped_pages import MAX_FILES
 from kvrs.protocol.session import SEALED_ANSWER_BYTES, SESSION_MAC_BYTES, Session
 from kvrs.transfer.arrivals import Arrivals
+from kvrs.transfer.shared_memory.passing import close_all, receive, rights
 
 # A transfer that never has to wait would block the event loop: it yields after this much.
 _BYTES_PER_TURN = 1 << 20
@@ -41,8 +40,6 @@ _PIECE_BYTES = 1 << 16
 # through memory and take half as long again. Still more than a link of 25 Gbit/s holds in a round
 # trip of 0.2 ms.
 _SEND_BUFFER_BYTES = 1 << 19
-
-_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 
 _KEEPALIVE_IDLE_S = 5
 _KEEPALIVE_INTERVAL_S = 2
@@ -116,8 +113,7 @@ class SocketStream:
 
     async def send_with(self, descriptors: Sequence[int], message: bytes) -> None:
         """Send copies of descriptors over a UNIX socket, with the message's first byte."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        first = partial(self._sock.sendmsg, [message], rights if descriptors else [])
+        first = partial(self._sock.sendmsg, [message], rights(descriptors))
         sent = await self._attempt(first, self._writable)
         await self.send(memoryview(message)[sent:])
 
@@ -183,16 +179,7 @@ class SocketStream:
             received = self._sock.recv_into(part)
             self._received_bytes += received
             return received
-        # Descriptors are not for processes that are forked meanwhile.
-        size, others, flags, _ = self._sock.recvmsg_into(
-            [part], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, rights in others:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self.descriptors += array.array("i", rights)
-        if flags & socket.MSG_CTRUNC or len(self.descriptors) > MAX_FILES:
-            raise TransferError(f"more than {MAX_FILES} descriptors")
-        return size
+        return receive(self._sock, part, self.descriptors, MAX_FILES)
 
     async def _attempt(
         self, call: Callable[[], int], ready: Callable[[float | None], Awaitable[None]]
@@ -256,11 +243,6 @@ class Filling:
             ahead.append(view)
             size += len(view)
         return ahead
-
-
-def close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
 
 
 async def _ready(

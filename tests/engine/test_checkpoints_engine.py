@@ -25,9 +25,9 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, Identity, PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.host import HostStore
-from kvrs.transfer.unix_sockets import listen_in
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import instance_client
 from tests.engine.serving import SECRET
@@ -82,7 +82,7 @@ async def agent(
         links = SendingLinks(settings, SendingFaults(), AGENTS_NODE)
         server = PageServer(identity, store, SECRET, settings, links, store)
         port = await server.start("127.0.0.1", port)
-        server.lend(listen_in(place, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+        server.lend(listen_in(place.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         try:
             yield store, port
         finally:

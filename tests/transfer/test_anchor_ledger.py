@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import page_tags, root_tag
-from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger
-from kvrs.transfer.anchors.regions import LedgerHeader
+from kvrs.transfer.anchors.ledger import LedgerLayout, PageLedger, header_of
 
 PAGE_BYTES = 64
 LAYOUT = LedgerLayout(pages=8, rows=3)
@@ -24,7 +23,7 @@ class Memory:
     def __init__(self, layout: LedgerLayout = LAYOUT) -> None:
         self.layout = layout
         self.ledger = bytearray(layout.size_bytes)
-        header = LedgerHeader(1, "0" * 32, 2, epoch=5).encode()
+        header = header_of("0" * 32, epoch=5)
         self.ledger[: len(header)] = header
         self.pages = bytearray(layout.pages * PAGE_BYTES)
 
@@ -72,7 +71,7 @@ def test_a_page_that_was_given_away_is_not_adopted() -> None:
 
 LIES: dict[str, Callable[[Memory], None]] = {
     "the page changed": lambda memory: _flip(memory.pages, 2 * PAGE_BYTES + 7),
-    "the tag changed": lambda memory: _flip(memory.ledger, LAYOUT.records_at + 2 * 64),
+    "the tag changed": lambda memory: _flip(memory.ledger, LAYOUT.records_at + 2 * 64 + 2),
     "the parent changed": lambda memory: _flip(memory.ledger, LAYOUT.records_at + 2 * 64 + 20),
     "the record was copied": lambda memory: _copy(memory.ledger, 2, 5),
     "a record of nothing": lambda memory: _flip(memory.ledger, LAYOUT.records_at + 4 * 64 + 3),

@@ -18,8 +18,8 @@ import pytest
 
 from kvrs.ids import InstanceId
 from kvrs.transfer.anchors.client import AnchorClient, NoAgentError
+from kvrs.transfer.anchors.ledger import HEADER_BYTES, read_header
 from kvrs.transfer.anchors.messages import SOCKET, AnchorError
-from kvrs.transfer.anchors.regions import HEADER_BYTES, read_epoch, read_header
 from kvrs.transfer.anchors.server import AnchorServer
 from kvrs.transfer.store.directory import StoreDirectory
 
@@ -28,7 +28,7 @@ E0, E1 = InstanceId("e0"), InstanceId("e1")
 KIND, OTHER = "a" * 32, "b" * 32
 pytestmark = pytest.mark.process
 
-SIZES = [3 * 4096, 1 << 20]
+SIZE, PAGES_AT = 1 << 20, 3 * 4096
 
 
 @pytest.fixture
@@ -56,14 +56,13 @@ def client(directory: StoreDirectory, secret: bytes = SECRET, wait_s: float = 0.
 @contextmanager
 def memory(
     directory: StoreDirectory, start: int, kind: str = KIND, name: InstanceId = E0
-) -> Iterator[tuple[bool, list[int]]]:
+) -> Iterator[tuple[bool, int]]:
     """Attached memory, until the block ends as the process would."""
-    is_new, fds = client(directory).memory(name, start, kind, SIZES)
+    is_new, fd = client(directory).memory(name, start, kind, SIZE)
     try:
-        yield is_new, fds
+        yield is_new, fd
     finally:
-        for fd in fds:
-            os.close(fd)
+        os.close(fd)
 
 
 def files(directory: StoreDirectory) -> set[str]:
@@ -79,35 +78,36 @@ def open_files(directory: StoreDirectory) -> list[str]:
 def test_memory_is_zero_at_first_and_found_again(directory: StoreDirectory) -> None:
     """By the next process of the instance, not by another instance."""
     with serving(directory):
-        with memory(directory, 1) as (is_new, fds):
+        with memory(directory, 1) as (is_new, fd):
             assert is_new
-            assert os.pread(fds[1], SIZES[1], 0) == bytes(SIZES[1])
-            os.pwrite(fds[1], b"KV", 4096)
-        with memory(directory, 2) as (is_new, fds):
+            assert os.pread(fd, SIZE, PAGES_AT) == bytes(SIZE - PAGES_AT)
+            os.pwrite(fd, b"KV", PAGES_AT)
+        with memory(directory, 2) as (is_new, fd):
             assert not is_new
-            assert os.pread(fds[1], 2, 4096) == b"KV"
-        with memory(directory, 1, name=E1) as (is_new, fds):
+            assert os.pread(fd, 2, PAGES_AT) == b"KV"
+        with memory(directory, 1, name=E1) as (is_new, _):
             assert is_new
 
 
 @pytest.mark.parametrize(
     "name",
-    ["memory-e0-5.", "memory-e0-.5", os.fsdecode(b"memory-\xff-5.0")],
-    ids=["no index", "no generation", "not UTF-8"],
+    ["memory-", "memory-e0-1.0", os.fsdecode(b"memory-\xff"), "weights-?"],
+    ids=["no instance", "an older format", "not UTF-8", "no key"],
 )
-def test_a_stray_file_with_such_a_name_is_no_memory(directory: StoreDirectory, name: str) -> None:
+def test_a_stray_file_with_such_a_name_is_an_orphan(directory: StoreDirectory, name: str) -> None:
+    """No instance has it, and in a directory that is closed to others it is a left-over."""
     os.close(directory.open(name, os.O_RDWR | os.O_CREAT))
-    with serving(directory, orphan_s=0.0) as server:
-        with memory(directory, 1) as (is_new, _):
-            assert is_new
+    with serving(directory, orphan_s=1.0) as server, memory(directory, 1) as (is_new, _):
+        assert is_new
         server.end_orphans(0.0)
+        assert files(directory) == {name, "memory-e0"}
         server.end_orphans(1.0)
-    assert files(directory) == {name}
+        assert files(directory) == {"memory-e0"}
 
 
 def test_descriptors_are_not_inherited(directory: StoreDirectory) -> None:
-    with serving(directory), memory(directory, 1) as (_, fds):
-        assert not any(os.get_inheritable(fd) for fd in fds)
+    with serving(directory), memory(directory, 1) as (_, fd):
+        assert not os.get_inheritable(fd)
 
 
 def test_memory_in_use_is_left_to_its_process_which_is_fenced(directory: StoreDirectory) -> None:
@@ -116,84 +116,78 @@ def test_memory_in_use_is_left_to_its_process_which_is_fenced(directory: StoreDi
     """
     with serving(directory), memory(directory, 1) as (_, old), memory(directory, 2) as (is_new, _):
         assert is_new
-        os.pwrite(old[1], b"late", 0)
-        assert read_epoch(os.pread(old[0], HEADER_BYTES, 0)) == 2
-        with memory(directory, 3) as (again, fds):
+        os.pwrite(old, b"late", PAGES_AT)
+        assert read_header(os.pread(old, HEADER_BYTES, 0)) == (KIND, 2)
+        with memory(directory, 3) as (again, fd):
             assert again
-            assert os.pread(fds[1], 4, 0) == bytes(4)
-    assert files(directory) == {"memory-e0-3.0", "memory-e0-3.1"}
+            assert os.pread(fd, 4, PAGES_AT) == bytes(4)
+    assert files(directory) == {"memory-e0"}
 
 
 def test_a_process_that_is_dying_is_waited_for(directory: StoreDirectory) -> None:
     """Its memory is torn down before its locks end."""
     with serving(directory):
-        _, fds = client(directory).memory(E0, 1, KIND, SIZES)
-        os.pwrite(fds[1], b"KV", 0)
+        _, fd = client(directory).memory(E0, 1, KIND, SIZE)
+        os.pwrite(fd, b"KV", PAGES_AT)
         pid = os.fork()
         if pid == 0:
             time.sleep(0.3)
             os._exit(0)
-        for fd in fds:
-            os.close(fd)
+        os.close(fd)
         try:
             with memory(directory, 2) as (is_new, again):
                 assert not is_new
-                assert os.pread(again[1], 2, 0) == b"KV"
+                assert os.pread(again, 2, PAGES_AT) == b"KV"
         finally:
             os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("how", ["model", "sizes", "torn header", "a file is missing"])
+@pytest.mark.parametrize("how", ["model", "size", "torn header", "torn epoch", "empty"])
 def test_memory_of_another_kind_is_not_adopted(directory: StoreDirectory, how: str) -> None:
     with serving(directory):
-        with memory(directory, 1) as (_, fds):
-            os.pwrite(fds[1], b"KV", 0)
-            if how == "torn header":
-                os.pwrite(fds[0], b"?", 9)
-        if how == "sizes":
-            os.truncate(directory.path / "memory-e0-1.1", 4096)
-        if how == "a file is missing":
-            directory.unlink("memory-e0-1.1")
+        with memory(directory, 1) as (_, fd):
+            os.pwrite(fd, b"KV", PAGES_AT)
+            if how in ("torn header", "torn epoch"):
+                os.pwrite(fd, b"?", 9 if how == "torn header" else 1027)
+            if how in ("size", "empty"):
+                os.truncate(fd, SIZE - 1 if how == "size" else 0)
 
-        with memory(directory, 2, OTHER if how == "model" else KIND) as (is_new, fds):
+        with memory(directory, 2, OTHER if how == "model" else KIND) as (is_new, fd):
             assert is_new
-            header = read_header(os.pread(fds[0], HEADER_BYTES, 0))
-            assert header is not None
-            assert header.generation == 2
-            assert os.pread(fds[1], 2, 0) == bytes(2)
+            assert read_header(os.pread(fd, HEADER_BYTES, 0)) is not None
+            assert os.pread(fd, 2, PAGES_AT) == bytes(2)
 
 
 def test_an_earlier_start_is_refused(directory: StoreDirectory) -> None:
     """A process that was started before the one that has the memory, and comes late."""
     with serving(directory), memory(directory, 5):
         with pytest.raises(AnchorError, match="attached by start 5; allowed: a later start, not 4"):
-            client(directory).memory(E0, 4, KIND, SIZES)
+            client(directory).memory(E0, 4, KIND, SIZE)
         with pytest.raises(AnchorError, match="attached by start 5; allowed: a later start, not 5"):
-            client(directory).memory(E0, 5, KIND, SIZES)
+            client(directory).memory(E0, 5, KIND, SIZE)
 
 
 def test_an_instance_of_another_node_is_refused(directory: StoreDirectory) -> None:
     with serving(directory), pytest.raises(AnchorError, match="'x' is not on this node; allowed"):
-        client(directory).memory(InstanceId("x"), 1, KIND, SIZES)
+        client(directory).memory(InstanceId("x"), 1, KIND, SIZE)
 
 
 def test_more_than_there_is_is_refused_with_bytes(directory: StoreDirectory) -> None:
     """And nothing is left of it."""
     wanted = directory.free_bytes() + (1 << 30)
     with serving(directory):
-        with pytest.raises(AnchorError, match=rf"memory of 'e0': {4096 + wanted} bytes; allowed"):
-            client(directory).memory(E0, 1, KIND, [4096, wanted])
+        with pytest.raises(AnchorError, match=rf"memory of 'e0': {wanted} bytes; allowed"):
+            client(directory).memory(E0, 1, KIND, wanted)
         assert files(directory) == set()
 
 
 def test_only_the_secrets_of_the_cluster_are_served(directory: StoreDirectory) -> None:
     with serving(directory):
         with pytest.raises(NoAgentError, match="refuses"):
-            client(directory, b"another secret, which is long too").memory(E0, 1, KIND, SIZES)
+            client(directory, b"another secret, which is long too").memory(E0, 1, KIND, SIZE)
         assert files(directory) == set()
-        _, fds = client(directory, OLDER).memory(E0, 1, KIND, SIZES)
-        for fd in fds:
-            os.close(fd)
+        _, fd = client(directory, OLDER).memory(E0, 1, KIND, SIZE)
+        os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -218,33 +212,31 @@ def test_a_file_that_others_may_open_is_refused_by_name(directory: StoreDirector
     with serving(directory):
         with memory(directory, 1):
             pass
-        os.chmod(directory.path / "memory-e0-1.1", 0o644)
+        os.chmod(directory.path / "memory-e0", 0o644)
         before = open_files(directory)
-        with pytest.raises(AnchorError, match=r"memory-e0-1\.1 in .*others may use it"):
-            client(directory).memory(E0, 2, KIND, SIZES)
+        with pytest.raises(AnchorError, match=r"memory-e0 in .*others may use it"):
+            client(directory).memory(E0, 2, KIND, SIZE)
         assert open_files(directory) == before == []
 
 
 def test_the_next_agent_finds_memory_and_processes_again(directory: StoreDirectory) -> None:
     """Nothing of the agent lasts but files: a process that serves meanwhile keeps its memory."""
     with serving(directory):
-        _, fds = client(directory).memory(E0, 1, KIND, SIZES)
-        _, others = client(directory).memory(E1, 1, KIND, SIZES)
-        os.close(others[0])
-        os.close(others[1])
+        _, fd = client(directory).memory(E0, 1, KIND, SIZE)
+        _, other = client(directory).memory(E1, 1, KIND, SIZE)
+        os.close(other)
     with pytest.raises(NoAgentError):
-        client(directory).memory(E0, 2, KIND, SIZES)
-    os.pwrite(fds[1], b"KV", 0)
+        client(directory).memory(E0, 2, KIND, SIZE)
+    os.pwrite(fd, b"KV", PAGES_AT)
 
     with serving(directory, orphan_s=1.0) as server:
         server.end_orphans(10.0)
         server.end_orphans(11.5)
-        assert files(directory) == {"memory-e0-1.0", "memory-e0-1.1"}
-        for fd in fds:
-            os.close(fd)
-        with memory(directory, 2) as (is_new, fds):
+        assert files(directory) == {"memory-e0"}
+        os.close(fd)
+        with memory(directory, 2) as (is_new, fd):
             assert not is_new
-            assert os.pread(fds[1], 2, 0) == b"KV"
+            assert os.pread(fd, 2, PAGES_AT) == b"KV"
 
 
 def test_memory_that_is_used_in_time_is_no_orphan(directory: StoreDirectory) -> None:

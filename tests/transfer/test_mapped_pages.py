@@ -28,7 +28,6 @@ from kvrs.transfer import lending, mapped, server
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     PAGES_SOCKET,
-    PageFile,
     PagePlace,
     Peer,
     PinnedPages,
@@ -37,10 +36,11 @@ from kvrs.transfer.peers import (
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from kvrs.transfer.shared_memory.passing import listen_in
+from kvrs.transfer.shared_memory.regions import Region
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.stream import SocketStream
-from kvrs.transfer.unix_sockets import listen_in
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 
@@ -133,7 +133,7 @@ async def node(
 
         server = PageServer(identity, store, SECRET, settings, links, store)
         port = await server.start("127.0.0.1", 0)
-        server.lend(listen_in(directory, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
+        server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         puller = PagePuller(lambda: engine, secret, SETTINGS, time.monotonic)
         peer = Peer(AGENT, N0, "127.0.0.1", port, directory.path)
         store.adopt(kind)
@@ -349,9 +349,10 @@ async def test_sizes_are_checked_before_anything_is_mapped(
 ) -> None:
     """A read behind the end of a file would end the engine. The pages are sent instead."""
 
-    class LyingFile:
-        def __init__(self, file: PageFile, more: int) -> None:
-            self.open, self.size_bytes = file.open, file.size_bytes + more
+    class LyingRegion(Region):
+        def __init__(self, region: Region, more: int) -> None:
+            super().__init__(os.dup(region.descriptor), region.memory)
+            self.size_bytes += more
 
     class LyingStore(HostStore):
         def places(self, pinned: PinnedPages) -> list[PagePlace]:
@@ -360,7 +361,7 @@ async def test_sizes_are_checked_before_anything_is_mapped(
                 file, _ = places[-1]
                 return [*places[:-1], (file, file.size_bytes - PAGE_BYTES + 1)]
             more = PAGE_BYTES if lie == "file is larger" else -PAGE_BYTES
-            made = {file: LyingFile(file, more) for file, _ in places}
+            made = {file: LyingRegion(file, more) for file, _ in places}
             return [(made[file], offset) for file, offset in places]
 
     if lie != "page is behind the end":

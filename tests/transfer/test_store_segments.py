@@ -196,7 +196,7 @@ def test_memory_beyond_the_limit_of_a_control_group_is_not_touched(
     """
     fills = Segments(directory, LAYOUT)
     fills.grow_to(1)
-    monkeypatch.setattr("kvrs.transfer.store.segments.free_in_groups", lambda: PAGE_BYTES)
+    monkeypatch.setattr("kvrs.transfer.shared_memory.regions.free_in_groups", lambda: PAGE_BYTES)
     monkeypatch.setattr("kvrs.transfer.store.directory.free_in_groups", lambda: PAGE_BYTES)
 
     with pytest.raises(OSError, match="Cannot allocate memory"):

@@ -6,9 +6,8 @@ Which rank has a cell is no matter of where it lies: a rank that takes over the 
 finds their cells where they were.
 """
 
-import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,8 +20,8 @@ from kvrs.engine.layers.step import pages_per_block
 from kvrs.errors import TransferError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.parts import Cell, Part
+from kvrs.transfer.shared_memory.regions import in_threads
 
-_SMALL_BYTES = 1 << 20  # Up to this size a copy takes less time than a switch to another thread.
 # Behind the pages of sequences: one that is always zero, and one for probes.
 _MORE_PAGES = 2
 
@@ -183,31 +182,19 @@ class GatheredPages:
 
     async def save(self) -> None:
         self._pool.check(self._losses)
-        await self._carry(self._gather, len(self._pages))
+        await in_threads(self.buffer.numel(), [self._gather])
         # After the copy: what was lost while it was made is not in it.
         self._pool.check(self._losses)
 
     async def restore(self, count: int) -> None:
         # Data that has come was lost in no process here: only data written before a loss is gone.
         losses = self._pool.losses
-        await self._carry(lambda: self._scatter(count), count)
+        await in_threads(count * self.buffer.shape[1], [lambda: self._scatter(count)])
         if losses != self._pool.losses:
             raise TransferError("cells of these pages were lost as they were written")
 
     def free(self) -> None:
         """The views stay valid for their holders, as any memory does."""
-
-    async def _carry(self, copy: Callable[[], None], count: int) -> None:
-        if count * self.buffer.shape[1] <= _SMALL_BYTES:
-            copy()
-            return
-        # A cancelled call returns only when the pages are not written any more.
-        work = asyncio.ensure_future(asyncio.to_thread(copy))
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait({work})
-            raise
 
     def _gather(self) -> None:
         pages = self.buffer.view(len(self._pages), *self._shape)

@@ -11,10 +11,11 @@ from torch import Tensor
 from kvrs.elastic.layouts import Layout
 from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.ranks.exchange import Areas, FormationMemory
-from kvrs.engine.ranks.seats import RankSeat, Shared, status_of
+from kvrs.engine.ranks.seats import RankSeat, status_of
 from kvrs.engine.ranks.wire import batch_of, encode
 from kvrs.errors import RanksLostError
 from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.shared_memory.regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class RankFormation:
         layout: Layout,
         seats: Mapping[int, RankSeat],
         areas: Areas,
-        shared: Shared,
+        shared: Region,
     ) -> None:
         self.epoch, self.layout = epoch, layout
         self.memory = FormationMemory(shared.memory, areas)

@@ -25,7 +25,6 @@ from kvrs.engine.ranks.seats import (
     Ended,
     RankOrdered,
     RankSeat,
-    Shared,
     UnitAt,
     give_back,
 )
@@ -42,6 +41,7 @@ from kvrs.engine.ranks.wire import (
     UnitPlace,
 )
 from kvrs.errors import KvrsError, RanksLostError
+from kvrs.transfer.shared_memory.regions import Region
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RankProcesses:
         directory: Path,
         settings: EngineSettings,
         config: ModelConfig,
-        cells: Shared,
+        cells: Region,
         *,
         spreads: bool,
     ) -> None:
@@ -201,14 +201,14 @@ class RankProcesses:
         places, size = self._blocks.places([move.unit for move in others])
         descriptors: list[int] = []
         if others:
-            memory = Shared.make(f"kvrs-units-{target}", size)
+            memory = Region.anonymous(f"kvrs-units-{target}", size)
             descriptors = [memory.descriptor]
         else:  # No new memory is needed, and the first descriptor not used.
             descriptors = [self.seats[there[0].source].units[there[0].unit].memory.descriptor]
         sources: dict[int, int] = {}
         wire = []
         stops = [*places.values(), size][1:]
-        shared: dict[int, Shared] = {}
+        shared: dict[int, Region] = {}
         for move in there:
             theirs = self.seats[move.source].units[move.unit]
             key = theirs.memory.descriptor
@@ -331,14 +331,14 @@ class RankProcesses:
         Raises:
             KvrsError: there is not so much memory.
         """
-        shared = Shared.make("kvrs-formation", areas.size_bytes)
+        shared = Region.anonymous("kvrs-formation", areas.size_bytes)
         try:
             formation = RankFormation(epoch, layout, self.seats, areas, shared)
             order = Join(epoch, layout, (stages.start, stages.stop))
             for rank in areas.ranks:
                 _order(self.seats[rank], order, [shared.descriptor])
         finally:
-            os.close(shared.descriptor)
+            shared.close()
         return formation
 
     def close(self, patience_s: float) -> None:

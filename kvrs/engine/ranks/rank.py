@@ -63,6 +63,7 @@ from kvrs.engine.ranks.wire import (
 from kvrs.engine.worker import arithmetic_of, check_attention, geometry_of
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.shared_memory.regions import map_file
 
 # A rank that loads proves the layouts of so many losses, the first ones of those.
 _LOSSES_AHEAD = 2
@@ -165,22 +166,22 @@ class _Rank:
     def _obey(self, order: Order) -> None:
         match order:
             case Load():
-                self._loaded = _Loaded(order, *map(_mapped, self._descriptors()))
+                self._loaded = _Loaded(order, *map(map_file, self._descriptors()))
                 self._answer(self._loaded.answer)
             case FetchUnits():
                 assert self._loaded is not None, "what is no unit is loaded first"
-                memories = [_bytes_of(_mapped(file)) for file in self._descriptors()]
+                memories = [_bytes_of(map_file(file)) for file in self._descriptors()]
                 self._loaded.fetching = order.epoch
                 self._mover.submit(self._fetch, self._loaded, order, memories)
             case Attach():
                 assert self._loaded is not None, "what is no unit is loaded first"
-                (memory,) = (_bytes_of(_mapped(file)) for file in self._descriptors())
+                (memory,) = (_bytes_of(map_file(file)) for file in self._descriptors())
                 self._loaded.attach(order, memory)
             case Join():
                 (file,) = self._descriptors()
                 assert self._loaded is not None, "weights are there first"
                 self._epoch = self._loaded.fetching = order.epoch
-                self._worker = self._loaded.worker(order, _mapped(file))
+                self._worker = self._loaded.worker(order, map_file(file))
                 self._answer(Joined(order.epoch))
             case Settle():
                 assert self._loaded is not None, "weights are there first"
@@ -362,13 +363,6 @@ class _Loaded:
 
 def _bytes_of(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _mapped(descriptor: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
 
 
 def obey(pair: socket.socket) -> NoReturn:

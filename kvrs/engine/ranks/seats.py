@@ -1,7 +1,7 @@
-"""The processes of ranks as the process of their instance sees them, and memory that both share."""
+"""The processes of ranks as the process of their instance sees them, and the memory of their
+units.
+"""
 
-import mmap
-import os
 import socket
 import struct
 import threading
@@ -15,71 +15,26 @@ from kvrs.elastic.units import Unit
 from kvrs.engine.forking import Nursery
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
-from kvrs.errors import KvrsError, RanksLostError
-from kvrs.memory import free_bytes
+from kvrs.errors import RanksLostError
+from kvrs.transfer.shared_memory.regions import Region
 
 _ORDER_TIMEOUT_S = 5.0  # Until a rank that takes no order has gone.
 _STATUS_S = 0.5  # Until one that computes nothing any more has ended, and its status is known.
 END_S = 1.0  # Until a rank that is told to end has ended.
 
 
-@dataclass(slots=True, eq=False)
-class Shared:
-    """Memory that processes share; it exists while one of them has it mapped or open."""
-
-    descriptor: int
-    memory: mmap.mmap
-    is_open: bool = True
-
-    @classmethod
-    def make(cls, name: str, size_bytes: int) -> "Shared":
-        """Raises KvrsError: there is not so much memory."""
-        # Without this look the kernel would end processes, this or others, to find it.
-        if size_bytes > (free := free_bytes()):
-            raise KvrsError(
-                f"no room for {size_bytes} bytes of shared memory ({name}): {free} are free"
-            )
-        descriptor = os.memfd_create(name)
-        try:
-            # Reserved now: a page that is missing later would end the process that touches it.
-            os.posix_fallocate(descriptor, 0, max(size_bytes, mmap.PAGESIZE))
-            return cls(descriptor, mmap.mmap(descriptor, 0))
-        except OSError as error:
-            os.close(descriptor)
-            raise KvrsError(
-                f"no room for {size_bytes} bytes of shared memory ({name}): {error.strerror}"
-            ) from None
-
-    def shared(self) -> "Shared":
-        """The same memory for one more owner."""
-        return Shared(os.dup(self.descriptor), self.memory)
-
-    def drop(self, first: int = 0, stop: int | None = None) -> None:
-        """Give back the whole pages of a range, also where other processes have it mapped."""
-        first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = len(self.memory) if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < stop:
-            self.memory.madvise(mmap.MADV_REMOVE, first, stop - first)
-
-    def close(self) -> None:
-        """Views of the memory keep it alive. To close it twice is harmless."""
-        if self.is_open:
-            self.is_open = False
-            os.close(self.descriptor)
-
-
 @dataclass(frozen=True, slots=True)
 class UnitAt:
     """Where a unit lies."""
 
-    memory: Shared
+    memory: Region
     offset: int
     stop: int
 
 
 def give_back(units: Iterable[UnitAt], kept: Iterable[UnitAt]) -> None:
     """Give back the memory of units; what has none of those that are kept is closed."""
-    memories: dict[int, Shared] = {}
+    memories: dict[int, Region] = {}
     for at in units:
         at.memory.drop(at.offset, at.stop)
         memories[id(at.memory)] = at.memory
@@ -129,7 +84,7 @@ class RankSeat:
         self.has_died = False  # It computes nothing any more; its memory is perhaps still freed.
         self.began_s = time.monotonic()
         self._sending = threading.Lock()
-        self.lives = Shared.make("kvrs-life", Life.BYTES)
+        self.lives = Region.anonymous("kvrs-life", Life.BYTES)
         with ExitStack() as undo:
             undo.callback(self.lives.close)
             self._life = Life(self.lives.memory, 0)

@@ -24,12 +24,13 @@ from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.futex import check_futexes
 from kvrs.engine.ranks.processes import RankMessage, RankProcesses
-from kvrs.engine.ranks.seats import END_S, Answered, Ended, Shared
+from kvrs.engine.ranks.seats import END_S, Answered, Ended
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.shared_memory.regions import Region
 
 # A batch in which no rank comes further for longer has one that hangs: so many times as long as all
 # of it was predicted to take, but at least so long.
@@ -83,7 +84,7 @@ class StageRanks:
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
         geometry = of_layers(geometry_of(self._config, settings), self.layers)
-        self._cells = Shared.make("kvrs-cells", memory_bytes(geometry, settings.pages))
+        self._cells = Region.anonymous("kvrs-cells", memory_bytes(geometry, settings.pages))
         # The part of each page that these layers have.
         self.pool = WholePages(
             geometry, settings.pages, torch.frombuffer(self._cells.memory, dtype=torch.uint8)

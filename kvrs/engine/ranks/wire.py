@@ -1,6 +1,5 @@
 """Messages between the process of an instance and its ranks, over a pair of sockets."""
 
-import array
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.units import Unit
 from kvrs.errors import KvrsError
 from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.shared_memory.passing import receive, rights
 
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 28
@@ -170,8 +170,7 @@ def send(pair: socket.socket, frame: bytes, descriptors: Sequence[int] = ()) -> 
     """Raises RankGoneError: the other end is closed, or took nothing for the socket's timeout."""
     try:
         if descriptors:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            frame = frame[pair.sendmsg([frame], ancillary) :]
+            frame = frame[pair.sendmsg([frame], rights(descriptors)) :]
         pair.sendall(frame)
     except OSError as error:
         raise RankGoneError(f"no order was taken: {error}") from None
@@ -196,16 +195,14 @@ class Receiver:
         return self._decoder.decode(self._read(length))
 
     def _read(self, count: int) -> bytearray:
-        body = bytearray()
-        while len(body) < count:
+        body = bytearray(count)
+        left = memoryview(body)
+        while left:
             try:
-                part, found, _, _ = socket.recv_fds(
-                    self._pair, count - len(body), _MOST_DESCRIPTORS
-                )
+                size = receive(self._pair, left, self.descriptors, _MOST_DESCRIPTORS)
             except OSError as error:
                 raise RankGoneError(f"no answer: {error}") from None
-            if not part:
+            if not size:
                 raise RankGoneError("the other end has closed")
-            self.descriptors += found
-            body += part
+            left = left[size:]
         return body

@@ -4,7 +4,6 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from kvrs.ids import InstanceId
@@ -12,10 +11,8 @@ from kvrs.transfer.anchors.messages import (
     MAX_MESSAGE_BYTES,
     NONCE_BYTES,
     SOCKET,
+    AnchorAnswer,
     AnchorError,
-    Answer,
-    AttachBusy,
-    Attached,
     AttachMemory,
     AttachWeights,
     CommitWeights,
@@ -24,11 +21,11 @@ from kvrs.transfer.anchors.messages import (
     decode_answer,
     encode_request,
 )
-from kvrs.transfer.unix_sockets import connect_in
+from kvrs.transfer.shared_memory.passing import close_all, connect_in, receive
 
 _TIMEOUT_S = 120.0  # Memory of many GB is cleared before it is handed out.
 _LOOK_S = 0.02
-_MAX_FDS = 65
+_MAX_FDS = 2
 
 
 class NoAgentError(AnchorError):
@@ -43,22 +40,17 @@ class AnchorClient:
         self._key = anchor_key(secret)
         self._wait_s = wait_s
 
-    def memory(
-        self, instance: InstanceId, epoch: int, kind: str, sizes: list[int]
-    ) -> tuple[bool, list[int]]:
-        """Attach the instance's memory: whether it is new, and descriptors of its ledger and its
-        pools, which are in use as long as they are open.
+    def memory(self, instance: InstanceId, epoch: int, kind: str, size: int) -> tuple[bool, int]:
+        """Attach the instance's memory: whether it is new, and a descriptor of its ledger and
+        pages, which are in use as long as it is open or mapped.
 
         Raises:
             NoAgentError: there is none.
             AnchorError: it refuses.
         """
-        answer, fds = self._ask(AttachMemory(instance, epoch, kind, sizes))
-        assert isinstance(answer, Attached)
-        if [os.fstat(fd).st_size for fd in fds] != sizes:
-            _close(fds)
-            raise AnchorError("the agent's memory has other sizes than were requested")
-        return answer.is_new, fds
+        answer, fds = self._ask(AttachMemory(instance, epoch, kind, size))
+        (fd,) = _checked(fds, 1, size)
+        return answer.is_new, fd
 
     def weights(self, key: str, size: int) -> tuple[int, int | None]:
         """Descriptors to read the arena, in use as long as this one is open, and to write it where
@@ -67,15 +59,13 @@ class AnchorClient:
         give_up_s = time.monotonic() + _TIMEOUT_S
         while True:
             answer, fds = self._ask(AttachWeights(key, size))
-            if isinstance(answer, Attached):
+            if not answer.is_busy:
                 break
             if time.monotonic() > give_up_s:
                 raise AnchorError("another process writes the weights and does not end")
             time.sleep(_LOOK_S)
-        if len(fds) != 1 + answer.is_new or any(os.fstat(fd).st_size != size for fd in fds):
-            _close(fds)
-            raise AnchorError("the agent's memory has another size than was requested")
-        return fds[0], fds[1] if answer.is_new else None
+        fd, *to_write = _checked(fds, 1 + answer.is_new, size)
+        return fd, to_write[0] if to_write else None
 
     def commit(self, key: str) -> None:
         """The arena is whole; what writes it is unmapped and closed, what reads it still open.
@@ -83,7 +73,7 @@ class AnchorClient:
         """
         self._ask(CommitWeights(key))
 
-    def _ask(self, request: Request) -> tuple[Attached | AttachBusy, list[int]]:
+    def _ask(self, request: Request) -> tuple[AnchorAnswer, list[int]]:
         give_up_s = time.monotonic() + self._wait_s
         while True:
             try:
@@ -94,7 +84,7 @@ class AnchorClient:
                     raise NoAgentError(f"{self._directory}: {error.strerror or error}") from None
             time.sleep(_LOOK_S)
 
-    def _ask_once(self, request: Request) -> tuple[Attached | AttachBusy, list[int]]:
+    def _ask_once(self, request: Request) -> tuple[AnchorAnswer, list[int]]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_TIMEOUT_S)
             connect_in(self._directory, SOCKET, connection)
@@ -103,24 +93,24 @@ class AnchorClient:
                 raise ConnectionResetError("it ends")
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.send(encode_request(self._key, server_nonce, nonce, request))
-            message, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, _MAX_FDS)
+            message, fds = bytearray(MAX_MESSAGE_BYTES), list[int]()
             try:
-                if not message:
+                size = receive(connection, message, fds, _MAX_FDS)
+                if not size:
                     raise ConnectionResetError("the agent ended, or refuses this process")
-                answer: Answer = decode_answer(self._key, server_nonce, nonce, message)
-                assert isinstance(answer, Attached | AttachBusy)
+                answer = decode_answer(self._key, server_nonce, nonce, bytes(message[:size]))
                 # The agent closes its copies of the descriptors before the connection. While it
                 # has one, it takes the memory for used, and weights for writable.
                 connection.recv(1)
             except BaseException:
-                _close(fds)
+                close_all(fds)
                 raise
-            for fd in fds:
-                os.set_inheritable(fd, False)
             return answer, fds
 
 
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        with suppress(OSError):
-            os.close(fd)
+def _checked(fds: list[int], count: int, size: int) -> list[int]:
+    """Descriptors of files of that size, which is compared before anything is mapped."""
+    if [os.fstat(fd).st_size for fd in fds] != count * [size]:
+        close_all(fds)
+        raise AnchorError("the agent's memory has another size than was requested")
+    return fds

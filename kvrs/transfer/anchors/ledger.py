@@ -1,12 +1,12 @@
-"""The ledger of an instance's memory: a record for each page, and for each stream that runs how far
-its pages go.
+"""The ledger in front of an instance's pages: a record for each page, and for each stream that runs
+how far its pages go.
 
 The order of writes makes a SIGKILL at any moment harmless:
 
 1. A page's record is written after its last token was computed or has arrived, and cleared before
    the page is given to another sequence. A page with a record is not written.
-2. A record is one store of up to 64 bytes under a seal, which covers the number of its page. One
-   that was torn, or moved, has a wrong seal.
+2. A record is one store of up to 64 bytes under a seal (see `sealed`). One that was torn, or moved,
+   has a wrong seal.
 3. A record has the checksum of its page. A page is adopted only if the checksum is that of what
    lies there.
 4. A stream's row names its last full page; the pages before it are found by the tags of their
@@ -21,31 +21,47 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xxhash import xxh3_64_intdigest
-
 from kvrs.ids import StreamId
 from kvrs.protocol.frames import checksum
 from kvrs.protocol.tags import TAG_BYTES, Tag
-from kvrs.transfer.anchors.regions import HEADER_BYTES, read_epoch
+from kvrs.transfer.shared_memory.sealed import MORE_BYTES, SealedBlocks, sealed, unsealed
 
 log = logging.getLogger(__name__)
 
+HEADER_BYTES = 4096
+EPOCH_AT = 1024
+FORMAT = 2  # Of ledgers; those of other formats are not adopted.
 _RECORD = struct.Struct("<16s16sQQ")  # tag, tag of the page before, number of the write, checksum
-_ROW = struct.Struct("<16sIH")  # tag of the last full page, pages, bytes of the stream's id
-_SEAL = struct.Struct("<Q")
+_ROW = struct.Struct("<16sI")  # tag of the last full page, pages; the stream's id
 _RECORD_BYTES = 64
 _ROW_BYTES = 192
 _NOTE_BYTES = 4096
-_LONGEST_ID_BYTES = _ROW_BYTES - _ROW.size - _SEAL.size
-_NO_RECORD = bytes(_RECORD_BYTES)
-_NO_ROW = bytes(_ROW_BYTES)
-assert _RECORD.size + _SEAL.size <= _RECORD_BYTES
+_LONGEST_ID_BYTES = _ROW_BYTES - _ROW.size - MORE_BYTES
+assert _RECORD.size + MORE_BYTES <= _RECORD_BYTES
 assert TAG_BYTES == 16
+
+
+def header_of(kind: str, epoch: int) -> bytes:
+    return sealed(kind.encode()).ljust(EPOCH_AT, b"\0") + epoch_block(epoch)
+
+
+def epoch_block(epoch: int) -> bytes:
+    return sealed(epoch.to_bytes(8, "little"))
+
+
+def read_header(block: "bytes | memoryview") -> tuple[str, int] | None:
+    """Kind of the memory, and epoch of the last process that attached it. None: it is torn."""
+    kind, epoch = unsealed(block), unsealed(block[EPOCH_AT:HEADER_BYTES])
+    if kind is None or epoch is None:
+        return None
+    return kind.decode(), int.from_bytes(epoch, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerLayout:
-    """Behind the header: a note of the process to its successor, rows of streams, records."""
+    """Behind the header: a note of the process to its successor, rows of streams, records, and then
+    the pages.
+    """
 
     pages: int
     rows: int
@@ -60,7 +76,9 @@ class LedgerLayout:
 
     @property
     def size_bytes(self) -> int:
-        return self.records_at + self.pages * _RECORD_BYTES
+        """Where the pages begin."""
+        end = self.records_at + self.pages * _RECORD_BYTES
+        return -(-end // HEADER_BYTES) * HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +103,23 @@ class PageLedger:
         page: Callable[[int], memoryview],
     ) -> None:
         """`memory` begins with the header; `page` returns a page's bytes."""
-        assert memory.nbytes == layout.size_bytes
-        self._memory = memory
+        assert memory.nbytes >= layout.size_bytes
+        self._header = memory[:HEADER_BYTES]
+        self._note = SealedBlocks(memory, HEADER_BYTES, _NOTE_BYTES)
+        self._rows = SealedBlocks(memory, layout.rows_at, _ROW_BYTES)
+        self._records = SealedBlocks(memory, layout.records_at, _RECORD_BYTES)
         self._layout = layout
-        self._epoch = epoch
+        self._epoch = epoch_block(epoch)
         self._page = page
         self._writes = 0
         self._free_rows = list(range(layout.rows - 1, -1, -1))
-        self._rows: dict[StreamId, int] = {}
-        self._left: dict[StreamId, None] = {}  # Of `_rows`, those of the process before.
+        self._row_of: dict[StreamId, int] = {}
+        self._left: dict[StreamId, None] = {}  # Of `_row_of`, those of the process before.
 
     @property
     def is_current(self) -> bool:
         """No later process has attached the instance's memory."""
-        return read_epoch(self._memory[:HEADER_BYTES]) == self._epoch
+        return self._header[EPOCH_AT : EPOCH_AT + len(self._epoch)] == self._epoch
 
     # Pages.
 
@@ -106,30 +127,29 @@ class PageLedger:
         """The page holds what the tag names: to be called when it is not written any more."""
         self._writes += 1
         facts = _RECORD.pack(tag, parent, self._writes, checksum(self._page(page)))
-        self._record(page)[: len(facts) + _SEAL.size] = facts + _seal(facts, page)
+        self._records.write(page, facts)
 
     def clear(self, page: int) -> None:
         """The page holds nothing: to be called before it is written again."""
-        self._record(page)[:] = _NO_RECORD
+        self._records.clear(page)
 
     # Streams.
 
     def note_stream(self, stream: StreamId, pages: int, last: Tag) -> None:
         """The stream's first full pages are recorded, up to the one tagged `last`."""
-        row = self._rows.get(stream)
+        name, row = stream.encode(), self._row_of.get(stream)
         if row is None:
-            name = stream.encode()
             if len(name) > _LONGEST_ID_BYTES or (row := self._take_row()) is None:
                 return
-            self._rows[stream] = row
+            self._row_of[stream] = row
         self._left.pop(stream, None)
-        self._write_row(row, stream, pages, last)
+        self._rows.write(row, _ROW.pack(last, pages) + name)
 
     def end_stream(self, stream: StreamId) -> None:
-        row = self._rows.pop(stream, None)
+        row = self._row_of.pop(stream, None)
         if row is not None:
             self._left.pop(stream, None)
-            self._row(row)[:] = _NO_ROW
+            self._rows.clear(row)
             self._free_rows.append(row)
 
     # The process before.
@@ -139,17 +159,15 @@ class PageLedger:
         found: dict[Tag, tuple[int, int, Tag]] = {}
         damaged = 0
         for page in range(self._layout.pages):
-            record = bytes(self._record(page))
-            if record == _NO_RECORD:
+            if self._records.is_clear(page):
                 continue
-            facts = record[: _RECORD.size]
-            sealed = record[_RECORD.size : _RECORD.size + _SEAL.size] == _seal(facts, page)
-            tag, parent, write, page_checksum = _RECORD.unpack(facts)
-            if not sealed or tag in found or checksum(self._page(page)) != page_checksum:
-                damaged += 1
-                self.clear(page)
-                continue
-            found[Tag(tag)] = write, page, Tag(parent)
+            if (facts := self._records.read(page)) is not None:
+                tag, parent, write, page_checksum = _RECORD.unpack(facts)
+                if tag not in found and checksum(self._page(page)) == page_checksum:
+                    found[Tag(tag)] = write, page, Tag(parent)
+                    continue
+            damaged += 1
+            self.clear(page)
         self._writes = max((write for write, _, _ in found.values()), default=0)
         kept = KeptPages(
             [(page, tag) for tag, (_, page, _) in sorted(found.items(), key=lambda each: each[1])],
@@ -163,7 +181,7 @@ class PageLedger:
     def forget(self) -> None:
         """Clear everything that the process before has left."""
         for row in range(self._layout.rows):
-            self._row(row)[:] = _NO_ROW
+            self._rows.clear(row)
         for page in range(self._layout.pages):
             self.clear(page)
 
@@ -171,73 +189,37 @@ class PageLedger:
         """The pages are lost: no process can adopt them, and this one ends before its next
         batch.
         """
-        self._memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+        self._header[:] = bytes(HEADER_BYTES)
 
     def write_note(self, note: bytes) -> None:
         """Facts that the process after this one need not find out again."""
-        assert len(note) <= _NOTE_BYTES - 2 * _SEAL.size
-        sealed = _SEAL.pack(len(note)) + note
-        self._memory[HEADER_BYTES : HEADER_BYTES + len(sealed) + _SEAL.size] = sealed + _SEAL.pack(
-            xxh3_64_intdigest(sealed)
-        )
+        self._note.write(0, note)
 
     def read_note(self) -> bytes | None:
         """None: there is none that is whole."""
-        block = bytes(self._memory[HEADER_BYTES : HEADER_BYTES + _NOTE_BYTES])
-        (length,) = _SEAL.unpack_from(block)
-        sealed = block[: _SEAL.size + min(length, _NOTE_BYTES)]
-        is_whole = block[len(sealed) : len(sealed) + _SEAL.size] == _SEAL.pack(
-            xxh3_64_intdigest(sealed)
-        )
-        return sealed[_SEAL.size :] if is_whole else None
+        return self._note.read(0)
 
     def _adopt_rows(self, parents: dict[Tag, Tag]) -> dict[StreamId, list[Tag]]:
         streams: dict[StreamId, list[Tag]] = {}
         self._free_rows.clear()
         for row in range(self._layout.rows - 1, -1, -1):
-            read = self._read_row(row)
-            chain = None if read is None else _chain(read[2], read[1], parents)
-            if read is None or chain is None or read[0] in streams:
-                self._row(row)[:] = _NO_ROW
-                self._free_rows.append(row)
-                continue
-            streams[read[0]] = chain
-            self._rows[read[0]] = row
-            self._left[read[0]] = None
+            if (facts := self._rows.read(row)) is not None:
+                last, pages = _ROW.unpack_from(facts)
+                stream = StreamId(facts[_ROW.size :].decode())
+                chain = _chain(Tag(last), pages, parents)
+                if chain is not None and stream not in streams:
+                    streams[stream] = chain
+                    self._row_of[stream] = row
+                    self._left[stream] = None
+                    continue
+            self._rows.clear(row)
+            self._free_rows.append(row)
         return streams
 
     def _take_row(self) -> int | None:
         if not self._free_rows and self._left:
             self.end_stream(next(iter(self._left)))
         return self._free_rows.pop() if self._free_rows else None
-
-    def _write_row(self, row: int, stream: StreamId, pages: int, last: Tag) -> None:
-        name = stream.encode()
-        facts = _ROW.pack(last, pages, len(name)) + name
-        self._row(row)[: len(facts) + _SEAL.size] = facts + _seal(facts, row)
-
-    def _read_row(self, row: int) -> tuple[StreamId, int, Tag] | None:
-        block = bytes(self._row(row))
-        last, pages, length = _ROW.unpack_from(block)
-        end = _ROW.size + length
-        if length > _LONGEST_ID_BYTES or block[end : end + _SEAL.size] != _seal(block[:end], row):
-            return None
-        try:
-            return StreamId(block[_ROW.size : end].decode()), pages, Tag(last)
-        except UnicodeDecodeError:
-            return None
-
-    def _record(self, page: int) -> memoryview:
-        start = self._layout.records_at + page * _RECORD_BYTES
-        return self._memory[start : start + _RECORD_BYTES]
-
-    def _row(self, row: int) -> memoryview:
-        start = self._layout.rows_at + row * _ROW_BYTES
-        return self._memory[start : start + _ROW_BYTES]
-
-
-def _seal(facts: bytes, number: int) -> bytes:
-    return _SEAL.pack(xxh3_64_intdigest(facts, seed=number + 1))
 
 
 def _chain(last: Tag, pages: int, parents: dict[Tag, Tag]) -> list[Tag] | None:

@@ -12,23 +12,21 @@ the two differ in a label, so that neither can be replayed as the other.
 """
 
 import hmac
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import Annotated
 
 import msgspec
 
 from kvrs.errors import KvrsError
-from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import derive
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 16
 SOCKET = "anchors"  # In the agent's directory.
-KIND_BYTES = 16
 
 _MOST = (1 << 63) - 1
-Size = Annotated[int, msgspec.Meta(gt=0, le=1 << 48)]
+Size = Annotated[int, msgspec.Meta(ge=1 << 12, le=1 << 48)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 # 32 hexadecimal digits, so that a name of a file can be made of it.
@@ -40,12 +38,12 @@ class AnchorError(KvrsError):
 
 
 class AttachMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="memory"):
-    """The memory of an instance: its ledger, then its pools."""
+    """The memory of an instance: its ledger, then its pages."""
 
     instance: Name
     epoch: Natural  # Of this start of the instance.
     kind: Key  # Of model and layout: memory of another kind is not adopted.
-    sizes: Annotated[list[Size], msgspec.Meta(min_length=2, max_length=65)]
+    size: Size
 
 
 class AttachWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
@@ -64,35 +62,21 @@ class CommitWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 Request = AttachMemory | AttachWeights | CommitWeights
 
 
-class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The answer to an attachment, which comes with as many descriptors as were requested."""
+class AnchorAnswer(msgspec.Struct, frozen=True):
+    """Comes with the descriptors of what was attached."""
 
-    generation: Natural = 0  # Of the memory of an instance.
     is_new: bool = False  # Memory: it is zero. Weights: they are to be written.
+    is_busy: bool = False  # Another process writes them: ask again.
+    refused: str = ""  # Why.
 
-
-class AttachBusy(msgspec.Struct, frozen=True, tag="busy"):
-    """Another process writes it: ask again."""
-
-
-class AttachRefused(msgspec.Struct, frozen=True, tag="refused"):
-    reason: str
-
-
-Answer = Attached | AttachBusy | AttachRefused
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_ANSWERS = msgspec.msgpack.Decoder(AnchorAnswer)
 
 
 def anchor_key(secret: bytes) -> bytes:
     return derive(secret, b"kvrs-anchors")
-
-
-def kind_of(*facts: object) -> str:
-    """One key for all that must be equal."""
-    return blake2b(repr(facts).encode(), digest_size=KIND_BYTES).hexdigest()
 
 
 def encode_request(key: bytes, server_nonce: bytes, nonce: bytes, request: Request) -> bytes:
@@ -120,28 +104,24 @@ def decode_request(
     raise AnchorError("authentication failed")
 
 
-def encode_answer(key: bytes, server_nonce: bytes, nonce: bytes, answer: Answer) -> bytes:
+def encode_answer(key: bytes, server_nonce: bytes, nonce: bytes, answer: AnchorAnswer) -> bytes:
     body = _ENCODER.encode(answer)
     return _mac(key, b"server", server_nonce + nonce + body) + body
 
 
-def decode_answer(key: bytes, server_nonce: bytes, nonce: bytes, message: bytes) -> Answer:
+def decode_answer(key: bytes, server_nonce: bytes, nonce: bytes, message: bytes) -> AnchorAnswer:
     """Raises AnchorError: the other end is no agent of this cluster, or refuses."""
     mac, body = message[:MAC_BYTES], message[MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, b"server", server_nonce + nonce + body)):
         raise AnchorError("the agent does not know the secret, or refuses ours")
     try:
-        answer: Answer = _ANSWERS.decode(body)
+        answer: AnchorAnswer = _ANSWERS.decode(body)
     except msgspec.DecodeError as error:
         raise AnchorError(f"no answer: {error}") from None
-    if isinstance(answer, AttachRefused):
-        raise AnchorError(answer.reason)
+    if answer.refused:
+        raise AnchorError(answer.refused)
     return answer
 
 
 def _mac(key: bytes, label: bytes, claims: bytes) -> bytes:
     return hmac.digest(key, label + claims, sha256)
-
-
-def instance_of(request: AttachMemory) -> InstanceId:
-    return InstanceId(request.instance)

@@ -5,7 +5,6 @@ locks are all that the next agent needs.
 """
 
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -15,28 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from kvrs.ids import InstanceId
-from kvrs.transfer.anchors.book import OrphanBook
+from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.anchors.messages import (
     MAX_MESSAGE_BYTES,
     NONCE_BYTES,
     SOCKET,
+    AnchorAnswer,
     AnchorError,
-    Answer,
-    AttachBusy,
-    Attached,
     AttachMemory,
-    AttachRefused,
     AttachWeights,
     CommitWeights,
     Request,
     anchor_key,
     decode_request,
     encode_answer,
-    instance_of,
 )
-from kvrs.transfer.anchors.regions import MemoryName, Regions
+from kvrs.transfer.shared_memory.passing import close_all, foreign_user, listen_in, rights
 from kvrs.transfer.store.directory import StoreDirectory
-from kvrs.transfer.unix_sockets import foreign_user, listen_in
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +53,7 @@ class AnchorServer:
         self._directory = directory
         self._instances = instances
         self._keys = [anchor_key(secret) for secret in ring]
-        self._regions = Regions(directory, reserved_bytes)
-        self._orphans = OrphanBook(orphan_s)
+        self._files = AnchoredFiles(directory, orphan_s=orphan_s, reserved_bytes=reserved_bytes)
         # Two processes that attach at the same time, or one and the end of orphans.
         self._one = threading.Lock()
         self._listener: socket.socket | None = None
@@ -68,7 +61,7 @@ class AnchorServer:
 
     def start(self) -> None:
         """Raises OSError: the socket cannot be made."""
-        listener = listen_in(self._directory, SOCKET, socket.SOCK_SEQPACKET)
+        listener = listen_in(self._directory.path, SOCKET, socket.SOCK_SEQPACKET)
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="anchors", daemon=True).start()
 
@@ -86,24 +79,12 @@ class AnchorServer:
     def clear(self) -> None:
         """Give all memory back; processes keep what they have mapped."""
         with self._one:
-            self._regions.clear()
+            self._files.clear()
 
     def end_orphans(self, now_s: float) -> None:
         """Give back memory that no process has used for `orphan_s`."""
         with self._one:
-            sets: dict[str, list[MemoryName]] = {
-                str(names[0]): names
-                for by_generation in self._regions.sets().values()
-                for names in by_generation.values()
-            }
-            used = {name: self._regions.is_used(names) for name, names in sets.items()}
-            used |= {name: self._regions.is_arena_used(name) for name in self._regions.arenas()}
-            for name in self._orphans.look(used, now_s):
-                log.info("memory is used by no process", extra={"region": name})
-                if name in sets:
-                    self._regions.drop(sets[name])
-                else:
-                    self._regions.drop_arena(name)
+            self._files.end_orphans(now_s)
 
     def _accept(self, listener: socket.socket) -> None:
         while self._listener is listener:
@@ -136,39 +117,32 @@ class AnchorServer:
         fds: list[int] = []
         try:
             answer, fds = self._carry_out(request)
-            socket.send_fds(connection, [encode_answer(key, server_nonce, nonce, answer)], fds)
+            message = encode_answer(key, server_nonce, nonce, answer)
+            connection.sendmsg([message], rights(fds))
         finally:
             # The locks are on descriptions that the process has from now on.
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
 
-    def _carry_out(self, request: Request) -> tuple[Answer, list[int]]:
+    def _carry_out(self, request: Request) -> tuple[AnchorAnswer, list[int]]:
         with self._one:
             try:
                 match request:
                     case AttachMemory():
                         return self._attach(request)
                     case AttachWeights():
-                        found = self._regions.open_weights(request.key, request.size)
-                        if found is None:
-                            return AttachBusy(), []
-                        return Attached(is_new=len(found) == 2), found
+                        found = self._files.open_weights(request.key, request.size)
+                        return AnchorAnswer(is_new=len(found) == 2, is_busy=not found), found
                     case CommitWeights():
-                        self._regions.commit_weights(request.key)
-                        return Attached(), []
+                        self._files.commit_weights(request.key)
+                        return AnchorAnswer(), []
             except AnchorError as error:
-                return AttachRefused(str(error)), []
+                return AnchorAnswer(refused=str(error)), []
 
-    def _attach(self, request: AttachMemory) -> tuple[Answer, list[int]]:
-        instance = instance_of(request)
+    def _attach(self, request: AttachMemory) -> tuple[AnchorAnswer, list[int]]:
+        instance = InstanceId(request.instance)
         if instance not in self._instances:
             allowed = ", ".join(self._instances)
             raise AnchorError(f"{instance!r} is not on this node; allowed: {allowed}")
-        generation, is_new, fds = self._regions.attach(
-            instance, request.epoch, request.kind, request.sizes
-        )
-        log.info(
-            "memory attached",
-            extra={"instance": instance, "generation": generation, "is_new": is_new},
-        )
-        return Attached(generation, is_new), fds
+        is_new, fd = self._files.attach(instance, request.epoch, request.kind, request.size)
+        log.info("memory attached", extra={"instance": instance, "is_new": is_new})
+        return AnchorAnswer(is_new=is_new), [fd]

@@ -2,32 +2,34 @@
 
 A segment is a file of fixed size: a header, a table with one record per slot, one with the
 checksums of each slot's cells, and the pages. Memory is given to a slot when it is used for the
-first time. A record is written after its page and the checksums of its cells, has a checksum of its
-own, and is cleared before its slot is written again. So at any moment of a kill, a record that can
-be read names a page that was whole, and the page's own checksum verifies that it still is.
+first time. A record is written after its page and the checksums of its cells, is sealed, and is
+cleared before its slot is written again. So at any moment of a kill, a record that can be read
+names a page that was whole, and the page's own checksum verifies that it still is.
 """
 
-import errno
 import logging
-import mmap
 import os
 import struct
 import time
 from dataclasses import dataclass
-from hashlib import blake2b
 
-from xxhash import xxh3_64_intdigest
-
-from kvrs.memory import free_in_groups
 from kvrs.protocol.cell_checksums import cell_checksums, part_checksum
 from kvrs.protocol.frames import CHECKSUM_BYTES, checksum
 from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.peers import PagePlace
+from kvrs.transfer.shared_memory.regions import Region, reserve
+from kvrs.transfer.shared_memory.sealed import (
+    FACTS_AT,
+    MORE_BYTES,
+    SealedBlocks,
+    kind_of,
+    sealed,
+)
 from kvrs.transfer.store.directory import StoreDirectory
 
 log = logging.getLogger(__name__)
 
-# A segment takes a file descriptor: few enough of them, and a torn one loses little.
+# A segment takes two file descriptors: few enough of them, and a torn one loses little.
 _SEGMENTS = 64
 _MIN_SEGMENT_BYTES = 1 << 22
 
@@ -35,15 +37,11 @@ _MIN_SEGMENT_BYTES = 1 << 22
 _GROWTH_BYTES = 1 << 22
 
 _BLOCK_BYTES = 4096  # Pages begin at multiples of it.
-_MAGIC = b"KVRSSEG2"
-# magic, number, bytes of a page, its cells, slots, digest of the fingerprint
-_HEADER = struct.Struct("<8sQQQQ16s")
+_FORMAT = 3  # Of segments; those of other formats are not adopted.
 # tag, number of the write, checksums of the page and of those of its cells
 _RECORD = struct.Struct("<16sQQQ")
-_CHECKSUM = struct.Struct("<Q")
 _RECORD_BYTES = 64
-_NO_RECORD = bytes(_RECORD_BYTES)
-assert _RECORD.size + _CHECKSUM.size <= _RECORD_BYTES
+assert _RECORD.size + MORE_BYTES <= _RECORD_BYTES
 assert TAG_BYTES == 16
 
 _PROGRESS_S = 1.0
@@ -81,16 +79,15 @@ class SlotLayout:
         return self.pages_at + self.slots_per_segment * self.page_bytes
 
     def header(self, number: int) -> bytes:
-        digest = blake2b(self.fingerprint.encode(), digest_size=16).digest()
         sizes = self.page_bytes, self.page_cells, self.slots_per_segment
-        return _sealed(_HEADER.pack(_MAGIC, number, *sizes, digest))
+        return sealed(kind_of("segment", _FORMAT, number, *sizes, self.fingerprint).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
     """One step of memory allocation."""
 
-    fd: int
+    region: Region
     offset: int
     size_bytes: int
     slots: int  # Those below this number have memory afterwards.
@@ -99,38 +96,14 @@ class Growth:
         """To be called once; a thread of its own may do it, and it may be done twice. Raises
         OSError.
         """
-        try:
-            # Beyond the limit of a control group the kernel would end this process.
-            found = os.fstat(self.fd)
-            missing = max(0, found.st_size - found.st_blocks * 512)
-            if min(self.size_bytes, missing) > free_in_groups():
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            os.posix_fallocate(self.fd, self.offset, self.size_bytes)
-        finally:
-            os.close(self.fd)
+        reserve(self.region.descriptor, self.offset, self.size_bytes)
 
 
 class _Segment:
-    """A `PageFile`."""
-
-    def __init__(self, directory: StoreDirectory, number: int, fd: int, layout: SlotLayout) -> None:
-        # The map keeps a descriptor of its own and is gone when the last view of it is.
-        self.bytes = memoryview(mmap.mmap(fd, layout.segment_bytes))
-        self.size_bytes = layout.segment_bytes
-        self._directory = directory
-        self._number = number
-        self._status = os.fstat(fd)
-
-    def open(self) -> int:
-        fd = self._directory.open_segment(self._number, os.O_RDONLY)
-        if not os.path.samestat(os.fstat(fd), self._status):
-            os.close(fd)  # Pages of another kind have taken its place.
-            raise FileNotFoundError(f"segment {self._number} was replaced")
-        return fd
-
-    def record(self, index: int) -> memoryview:
-        start = _BLOCK_BYTES + index * _RECORD_BYTES
-        return self.bytes[start : start + _RECORD_BYTES]
+    def __init__(self, descriptor: int) -> None:
+        self.region = Region(descriptor)
+        self.bytes = memoryview(self.region.memory)
+        self.records = SealedBlocks(self.bytes, _BLOCK_BYTES, _RECORD_BYTES)
 
 
 class Segments:
@@ -162,7 +135,7 @@ class Segments:
                 continue
             self._segments[number] = segment
             for index in range(self._layout.slots_per_segment):
-                if bytes(segment.record(index)) == _NO_RECORD:
+                if segment.records.is_clear(index):
                     continue
                 slot = number * self._layout.slots_per_segment + index
                 if (page := self._verified(slot)) is not None:
@@ -207,13 +180,9 @@ class Segments:
             layout.slots_per_segment - index,
             layout.slots - first,
         )
-        fd = self._directory.open_segment(number, os.O_RDWR)
-        return Growth(
-            fd,
-            layout.pages_at + index * layout.page_bytes,
-            count * layout.page_bytes,
-            first + count,
-        )
+        offset = layout.pages_at + index * layout.page_bytes
+        region = self._segments[number].region
+        return Growth(region, offset, count * layout.page_bytes, first + count)
 
     def grown(self, growth: Growth) -> None:
         """The step was done."""
@@ -226,11 +195,12 @@ class Segments:
 
     def place(self, slot: int) -> PagePlace:
         number, index = divmod(slot, self._per_segment)
-        return self._segments[number], self._pages_at + index * self._page_bytes
+        return self._segments[number].region, self._pages_at + index * self._page_bytes
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing: to be called before it is written."""
-        self._record(slot)[:] = _NO_RECORD
+        number, index = divmod(slot, self._per_segment)
+        self._segments[number].records.clear(index)
 
     def cells(self, slot: int) -> memoryview:
         """The checksums of a page's cells, from when it was stored."""
@@ -245,33 +215,27 @@ class Segments:
         cells = cell_checksums(self.view(slot), self._layout.page_cells)
         self.cells(slot)[:] = cells
         facts = _RECORD.pack(tag, self._writes, page_checksum, part_checksum(cells))
-        record = _sealed(facts)
-        self._record(slot)[: len(record)] = record
+        number, index = divmod(slot, self._per_segment)
+        self._segments[number].records.write(index, facts)
 
     def page_checksum(self, slot: int) -> int:
         """The checksum that `write_record` was given for the page in that slot."""
         number, index = divmod(slot, self._per_segment)
-        start = _BLOCK_BYTES + index * _RECORD_BYTES
+        start = _BLOCK_BYTES + index * _RECORD_BYTES + FACTS_AT
         _, _, page_checksum, _ = _RECORD.unpack_from(self._segments[number].bytes, start)
         return int(page_checksum)
-
-    def _record(self, slot: int) -> memoryview:
-        number, index = divmod(slot, self._per_segment)
-        return self._segments[number].record(index)
 
     def _make(self, number: int) -> _Segment:
         fd = self._directory.open_segment(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.ftruncate(fd, self._layout.segment_bytes)
-            os.posix_fallocate(fd, 0, self._layout.pages_at)
-            header = self._layout.header(number)
-            os.pwrite(fd, header, 0)
-            return _Segment(self._directory, number, fd, self._layout)
+            reserve(fd, 0, self._layout.pages_at)
+            os.pwrite(fd, self._layout.header(number), 0)
         except OSError:
+            os.close(fd)
             self._directory.unlink_segment(number)
             raise
-        finally:
-            os.close(fd)
+        return _Segment(fd)
 
     def _open(self, number: int) -> _Segment | None:
         """A segment of an earlier process, if it is of this user, whole and of this layout."""
@@ -280,31 +244,24 @@ class Segments:
         except OSError as error:
             log.warning("segment %d is not adopted: %s", number, error)
             return None
-        try:
-            header = self._layout.header(number)
-            known = number * self._layout.slots_per_segment < self._layout.slots
-            if (
-                not known
-                or os.fstat(fd).st_size != self._layout.segment_bytes
-                or os.pread(fd, len(header), 0) != header
-            ):
-                log.warning("segment %d is not adopted: torn, or of another layout", number)
-                return None
-            return _Segment(self._directory, number, fd, self._layout)
-        finally:
+        header = self._layout.header(number)
+        if (
+            number * self._layout.slots_per_segment >= self._layout.slots
+            or os.fstat(fd).st_size != self._layout.segment_bytes
+            or os.pread(fd, len(header), 0) != header
+        ):
             os.close(fd)
+            log.warning("segment %d is not adopted: torn, or of another layout", number)
+            return None
+        return _Segment(fd)
 
     def _verified(self, slot: int) -> tuple[int, int, Tag] | None:
         """Write number, slot and tag of a page that is whole."""
-        record = bytes(self._record(slot)[: _RECORD.size + _CHECKSUM.size])
-        facts = record[: _RECORD.size]
-        if slot >= self._layout.slots or record != _sealed(facts):
+        number, index = divmod(slot, self._per_segment)
+        facts = self._segments[number].records.read(index)
+        if slot >= self._layout.slots or facts is None:
             return None
         tag, write, page_checksum, of_cells = _RECORD.unpack(facts)
         if part_checksum(self.cells(slot)) != of_cells:
             return None
         return (write, slot, Tag(tag)) if checksum(self.view(slot)) == page_checksum else None
-
-
-def _sealed(facts: bytes) -> bytes:
-    return facts + _CHECKSUM.pack(xxh3_64_intdigest(facts))

@@ -27,7 +27,7 @@ from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.processes import RankProcesses
 from kvrs.engine.ranks.rank import _Loaded, _Rank
-from kvrs.engine.ranks.seats import RankSeat, Shared, UnitAt
+from kvrs.engine.ranks.seats import RankSeat, UnitAt
 from kvrs.engine.ranks.wire import (
     Attach,
     Fetched,
@@ -39,6 +39,7 @@ from kvrs.engine.ranks.wire import (
     UnitPlace,
 )
 from kvrs.engine.worker import geometry_of
+from kvrs.transfer.shared_memory.regions import Region
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +68,7 @@ def seat_of(rank: int, *, has_died: bool = False) -> Any:
 
 @pytest.fixture
 def processes(tiny_model: Path) -> Iterator[RankProcesses]:
-    config, cells = ModelConfig.from_directory(tiny_model), Shared.make("kvrs-cells", 1)
+    config, cells = ModelConfig.from_directory(tiny_model), Region.anonymous("kvrs-cells", 1)
     yield RankProcesses(tiny_model, SETTINGS, config, cells, spreads=False)
     cells.close()
 
@@ -92,7 +93,7 @@ def test_a_unit_that_comes_twice_from_where_a_lost_rank_had_it_stays_there(
     seat, lost = seat_of(0), seat_of(1, has_died=True)
     processes.seats |= {0: seat, 1: lost}
     unit = Unit(UnitKind.MLP, 0, 0)
-    memory = Shared.make("kvrs-lost", 64)
+    memory = Region.anonymous("kvrs-lost", 64)
     memory.memory[:4] = b"unit"
     lost.units[unit] = UnitAt(memory, 0, mmap.PAGESIZE)
     for epoch in (2, 3):

@@ -10,9 +10,9 @@ from kvrs.config.cluster import InstanceSettings
 from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import parse_config
 from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.seats import Shared
 from kvrs.engine.ranks.settings import check_layouts, layout_of
 from kvrs.errors import ConfigError, KvrsError
+from kvrs.transfer.shared_memory.regions import Region
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -168,4 +168,4 @@ def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model:
 def test_memory_that_is_not_there_is_refused_with_its_bytes() -> None:
     """At the start, not when a page of it is touched."""
     with pytest.raises(KvrsError, match=rf"no room for {1 << 60} bytes of shared memory"):
-        Shared.make("too-much", 1 << 60)
+        Region.anonymous("too-much", 1 << 60)

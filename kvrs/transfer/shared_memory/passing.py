@@ -1,0 +1,89 @@
+"""UNIX sockets in a private directory, over which processes of a host pass descriptors."""
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def listen_in(directory: Path, name: str, kind: socket.SocketKind) -> socket.socket:
+    """Raises OSError: the socket cannot be made."""
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        with _opened(directory) as opened:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=opened)
+            listener.bind(_path(opened, name))
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect_in(directory: Path, name: str, connection: socket.socket) -> None:
+    """Raises OSError: there is no such directory, or no process listens in it."""
+    with _opened(directory) as opened:
+        connection.connect(_path(opened, name))
+
+
+def foreign_user(connection: socket.socket) -> str | None:
+    """Why the process at the other end may not be served; None: the kernel reports this user."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(packed)
+    if uid == os.geteuid():
+        return None
+    return f"it is of user {uid}; allowed: user {os.geteuid()}"
+
+
+def rights(descriptors: Sequence[int]) -> "list[tuple[int, int, array.array[int]]]":
+    """For `sendmsg`: copies of descriptors, with the first byte of a message."""
+    if not descriptors:
+        return []
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+
+
+def receive(
+    connection: socket.socket, view: "memoryview | bytearray", found: list[int], most: int
+) -> int:
+    """Receive into `view`, as `recv_into` does, and add the descriptors that came with the bytes to
+    `found`, which the caller closes also after an error. No process that is forked meanwhile has
+    them.
+
+    Raises:
+        OSError: there are more than `most` in `found`, or a message is longer than `view`.
+    """
+    room = socket.CMSG_SPACE(most * array.array("i").itemsize)
+    size, others, flags, _ = connection.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, packed in others:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found += array.array("i", packed)
+    if flags & socket.MSG_CTRUNC or len(found) > most:
+        raise OSError(f"more than {most} descriptors")
+    if flags & socket.MSG_TRUNC:
+        raise OSError(f"a message of more than {len(view)} bytes")
+    return size
+
+
+def close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _path(directory_fd: int, name: str) -> str:
+    """Short enough for the kernel, however long the path of the directory is."""
+    return str(Path("/proc/self/fd") / str(directory_fd) / name)

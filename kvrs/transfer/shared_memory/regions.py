@@ -1,0 +1,136 @@
+"""Memory that processes share: files that are reserved before they are written, mapped by each
+process that has a descriptor, and locked as long as one uses them.
+"""
+
+import asyncio
+import errno
+import fcntl
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvrs.errors import KvrsError
+from kvrs.memory import free_bytes, free_in_groups
+
+_SMALL_BYTES = 1 << 20  # So many are gone through faster than a thread is switched to.
+_LOCK_POLL_S = 0.002
+
+
+class Region:
+    """An open file of memory, all of which is mapped. Its descriptor is closed by `close` or with
+    the object; its bytes exist as long as a process has them mapped or open, or as they have a
+    name.
+    """
+
+    def __init__(self, descriptor: int, memory: mmap.mmap | None = None) -> None:
+        """Takes the descriptor over, which may be written. `memory`: the file as it is mapped
+        already.
+        """
+        self.descriptor = descriptor
+        # To call it twice is harmless.
+        self.close = weakref.finalize(self, os.close, descriptor)
+        self.close.atexit = False
+        self.memory = mmap.mmap(descriptor, 0) if memory is None else memory
+        self.size_bytes = len(self.memory)
+
+    @classmethod
+    def anonymous(cls, name: str, size_bytes: int) -> "Region":
+        """New memory that ends with its last process.
+
+        Raises:
+            KvrsError: there is not so much memory.
+        """
+        refused = f"no room for {size_bytes} bytes of shared memory ({name})"
+        # Without this look the kernel would end processes, this or others, to find it.
+        if size_bytes > (free := free_bytes()):
+            raise KvrsError(f"{refused}: {free} are free")
+        descriptor = os.memfd_create(name)
+        try:
+            reserve(descriptor, 0, max(size_bytes, mmap.PAGESIZE))
+        except OSError as error:
+            os.close(descriptor)
+            raise KvrsError(f"{refused}: {error.strerror}") from None
+        return cls(descriptor)
+
+    def open(self) -> int:
+        """A descriptor for reading, on a description of its own: without this one's lock."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def shared(self) -> "Region":
+        """The same memory for one more owner."""
+        return Region(os.dup(self.descriptor), self.memory)
+
+    def drop(self, first: int = 0, stop: int | None = None) -> None:
+        """Give back the whole pages of a range, also where other processes have it mapped."""
+        first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = self.size_bytes if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < stop:
+            self.memory.madvise(mmap.MADV_REMOVE, first, stop - first)
+
+
+def reserve(descriptor: int, first: int, size_bytes: int) -> None:
+    """Let a range of a file, which may end behind the file's end, have memory.
+
+    Raises:
+        OSError: there is no more. A write into a mapped page without memory would end the process.
+    """
+    found = os.fstat(descriptor)
+    missing = max(0, max(found.st_size, first + size_bytes) - found.st_blocks * 512)
+    # Beyond the limit of a control group the kernel would end this process.
+    if min(size_bytes, missing) > free_in_groups():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    os.posix_fallocate(descriptor, first, size_bytes)
+
+
+def map_file(
+    descriptor: int, size_bytes: int = 0, *, writable: bool = True, populated: bool = False
+) -> mmap.mmap:
+    """Map a file, or its first bytes, and close the descriptor. The map keeps the file open, and
+    its lock held. `populated`: no page of it is missing at its first use.
+    """
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populated else 0)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    try:
+        return mmap.mmap(descriptor, size_bytes, flags, access)
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, wait_s: float = 0.0) -> bool:
+    """Lock a file for its description, which every process has that gets the descriptor; the kernel
+    unlocks it after all of them can write no more. False: others have it locked for that long.
+    """
+    give_up_s = time.monotonic() + wait_s
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= give_up_s:
+            return False
+        time.sleep(_LOCK_POLL_S)
+
+
+async def in_threads(
+    size_bytes: int,
+    parts: Sequence[Callable[[], object]],
+    stop: Callable[[], object] = lambda: None,
+) -> None:
+    """Carry out work on so many bytes, in threads where they are many. A call that is cancelled,
+    however often, calls `stop` and returns when all parts have ended.
+    """
+    if size_bytes <= _SMALL_BYTES:
+        for part in parts:
+            part()
+        return
+    work = asyncio.gather(*(asyncio.to_thread(part) for part in parts))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        stop()
+        while not work.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({work})
+        raise

@@ -1,0 +1,64 @@
+"""Facts in shared memory under a seal: a process may be killed at any moment, and what it was
+writing then is not read as a fact.
+"""
+
+import struct
+from hashlib import blake2b
+
+from xxhash import xxh3_64_intdigest
+
+_LENGTH = struct.Struct("<H")
+_SEAL = struct.Struct("<Q")
+_KIND_BYTES = 16
+
+FACTS_AT = _LENGTH.size  # In a block.
+MORE_BYTES = _LENGTH.size + _SEAL.size  # What a block takes besides its facts.
+
+
+def kind_of(*facts: object) -> str:
+    """One key for all that must be equal: memory of another kind is not adopted."""
+    return blake2b(repr(facts).encode(), digest_size=_KIND_BYTES).hexdigest()
+
+
+def sealed(facts: bytes, number: int = 0) -> bytes:
+    """The seal covers the number of the block, so that a copy in another one's place has a wrong
+    seal.
+    """
+    block = _LENGTH.pack(len(facts)) + facts
+    return block + _SEAL.pack(xxh3_64_intdigest(block, seed=number + 1))
+
+
+def unsealed(block: "bytes | memoryview", number: int = 0) -> bytes | None:
+    """None: there are no facts that are whole."""
+    (length,) = _LENGTH.unpack_from(block) if len(block) >= MORE_BYTES else (len(block),)
+    facts = bytes(block[FACTS_AT : FACTS_AT + length])
+    is_whole = block[: MORE_BYTES + length] == sealed(facts, number)
+    return facts if is_whole else None
+
+
+class SealedBlocks:
+    """Blocks of one size, one behind the other. One that was cleared has no facts."""
+
+    def __init__(self, memory: memoryview, first: int, block_bytes: int) -> None:
+        """`first`: offset of the first block."""
+        self._memory, self._first, self._block_bytes = memory, first, block_bytes
+        self._nothing = bytes(block_bytes)
+
+    def write(self, number: int, facts: bytes) -> None:
+        block = sealed(facts, number)
+        assert len(block) <= self._block_bytes
+        start = self._first + number * self._block_bytes
+        self._memory[start : start + len(block)] = block
+
+    def read(self, number: int) -> bytes | None:
+        return unsealed(self.at(number), number)
+
+    def clear(self, number: int) -> None:
+        self.at(number)[:] = self._nothing
+
+    def is_clear(self, number: int) -> bool:
+        return self.at(number) == self._nothing
+
+    def at(self, number: int) -> memoryview:
+        start = self._first + number * self._block_bytes
+        return self._memory[start : start + self._block_bytes]
