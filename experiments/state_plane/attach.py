@@ -30,7 +30,7 @@ from kvrs.engine.models.loading import read_decoder, skeleton
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.worker import geometry_of
 from kvrs.ids import NodeId
-from kvrs.transfer.anchors.client import AnchorClient
+from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.shared_memory.regions import map_file
 from kvrs.transfer.shared_memory.sealed import kind_of
 from kvrs.transfer.store.directory import store_directory
@@ -83,7 +83,6 @@ def attach(config: Config, secret: bytes, start: int) -> dict[str, Any]:
     torch.mm(rows, torch.zeros(model.hidden, model.hidden))  # The library's own start.
     memory = AnchoredMemory(config, NODE, ENGINE, secret)
     place = store_directory(config.backup.directory, secret, NODE)
-    client = AnchorClient(place, secret, config.state_plane.wait_s)
     key = kind_of(grain.VERSION, file_states([directory / "config.json", *weights.files]))
     is_new = start == 1
     if is_new:  # By the product's own way: the arena is written, and read.
@@ -91,7 +90,8 @@ def attach(config: Config, secret: bytes, start: int) -> dict[str, Any]:
     own_bytes = _own_bytes()
 
     began_s = time.perf_counter()
-    descriptor, to_write = client.weights(key, arena.size_bytes)
+    with AnchoredFiles.of_agent(place, config.state_plane.wait_s, 0) as files:
+        descriptor, to_write = files.weights(key, arena.size_bytes)
     assert to_write is None
     mapped = tensor_of(map_file(descriptor, writable=False, populated=True))
     assert arena.root(mapped) is not None

@@ -18,7 +18,7 @@ from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotUpdate
 from kvrs.proving import Keys, instance_keys
 from kvrs.tls import load_certificates
-from kvrs.transfer.anchors.server import AnchorServer
+from kvrs.transfer.anchors.files import AnchoredFiles
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, Identity
 from kvrs.transfer.send_faults import SendingFaults
@@ -85,15 +85,9 @@ class NodeAgent:
         self.tls = load_certificates("security.tls", config.security.tls)
         self._secret = secret
         self.fences = FenceSender(*self._instances_of(config), self.tls)
-        self.anchors: AnchorServer | None = None  # None: instances own their memory.
-        if config.state_plane.enabled:
-            self.anchors = AnchorServer(
-                directory,
-                self.targets,
-                [secret, *older],
-                orphan_s=config.state_plane.orphan_s,
-                reserved_bytes=self.capacity_bytes,
-            )
+        self._orphan_s = config.state_plane.orphan_s
+        # None: instances own their memory.
+        self.anchors = AnchoredFiles(directory) if config.state_plane.enabled else None
         self._page_port = 0
 
     @property
@@ -118,7 +112,7 @@ class NodeAgent:
     @property
     def capacity_bytes(self) -> int:
         """Room for checkpoints; 0 while `backup.mode` is off."""
-        return self._backup.capacity_bytes if self._keeps else 0
+        return self._backup.reserved_bytes
 
     def identity(self) -> Identity:
         return Identity(
@@ -184,7 +178,7 @@ class NodeAgent:
         while True:
             await asyncio.sleep(_ORPHANS_S)
             if self.anchors is not None:
-                await asyncio.to_thread(self.anchors.end_orphans, time.monotonic())
+                await asyncio.to_thread(self.anchors.end_orphans, self._orphan_s, time.monotonic())
 
 
 def node_of(config: Config, node: NodeId) -> NodeSettings:

@@ -95,8 +95,6 @@ async def _serve(
     if agent.tls is not None:
         tasks.append(asyncio.create_task(agent.tls.run()))
     try:
-        if agent.anchors is not None:
-            agent.anchors.start()
         with naming_port(name, "page_port", settings.bound(settings.pages_at), settings.page_port):
             await agent.start()
         with naming_port(name, "port", bind := settings.bound(settings.host), settings.port):
@@ -118,8 +116,6 @@ async def _serve(
             await gossip.close()
         await port.close()
         await agent.close()
-        if agent.anchors is not None:
-            await asyncio.to_thread(agent.anchors.close)
 
 
 async def _wait(stop: asyncio.Event) -> None:

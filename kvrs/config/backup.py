@@ -81,6 +81,11 @@ class BackupSettings(Settings):
     directory: str = "/dev/shm"  # noqa: S108 - a directory of its own in it, private.
     """Where an agent's segments lie, in a directory of its own without access for others."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Room that an agent keeps for checkpoints; 0 while `mode` is off."""
+        return 0 if self.mode is BackupMode.OFF else self.capacity_bytes
+
     @field_validator("mode", mode="before")
     @classmethod
     def _off_is_no_truth_value(cls, mode: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,9 +34,8 @@ from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import PAGE_LAYOUT, KvGeometry
 from kvrs.protocol.instance import MeasuredPrefill
 from kvrs.scheduling.pages import PageManager
-from kvrs.transfer.anchors.client import AnchorClient, NoAgentError
+from kvrs.transfer.anchors.files import AnchoredFiles, AnchorError, NoAgentError
 from kvrs.transfer.anchors.ledger import FORMAT, KeptPages, LedgerLayout, PageLedger
-from kvrs.transfer.anchors.messages import AnchorError
 from kvrs.transfer.peers import PagePlace
 from kvrs.transfer.shared_memory.regions import Region, map_file
 from kvrs.transfer.shared_memory.sealed import kind_of
@@ -101,8 +101,11 @@ class AnchoredMemory:
 
     def __init__(self, config: Config, node: NodeId, instance: InstanceId, secret: bytes) -> None:
         directory = store_directory(config.backup.directory, secret, node)
-        self._client = AnchorClient(directory, secret, config.state_plane.wait_s)
+        reserved_bytes = config.backup.reserved_bytes
         self._instance = instance
+        self._attaching = partial(
+            AnchoredFiles.of_agent, directory, config.state_plane.wait_s, reserved_bytes
+        )
 
     def decoder(
         self, config: ModelConfig, weights: Weights, directory: Path, positions: int
@@ -118,7 +121,8 @@ class AnchoredMemory:
         arena = Arena(skeleton(config))
         key = kind_of(grain.VERSION, file_states(files))
         try:
-            fd, to_write = self._client.weights(key, arena.size_bytes)
+            with self._attaching() as anchored:
+                fd, to_write = anchored.weights(key, arena.size_bytes)
             if to_write is not None:
                 with ExitStack() as undo:
                     undo.callback(os.close, fd)
@@ -148,7 +152,8 @@ class AnchoredMemory:
         size = layout.size_bytes + (pages + 1) * geometry.page_bytes
         kind = kind_of(FORMAT, fingerprint, PAGE_LAYOUT, geometry, layout)
         try:
-            is_new, fd = self._client.memory(self._instance, start, kind, size)
+            with self._attaching() as anchored:
+                is_new, fd = anchored.memory(self._instance, start, kind, size)
         except NoAgentError as error:
             log.warning("no agent: KV is this process's own", extra={"cause": str(error)})
             return None
@@ -190,7 +195,8 @@ class AnchoredMemory:
                 raise ConfigError([f"cluster.model: {directory}: changed while it was read"])
         finally:
             os.close(fd)
-        self._client.commit(key)
+        with self._attaching() as anchored:
+            anchored.commit(key)
 
 
 def _noted_prefill(ledger: PageLedger) -> PrefillTable | None:

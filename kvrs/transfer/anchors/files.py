@@ -1,55 +1,95 @@
-"""Files of memory in an agent's directory: one for each instance, and arenas of weights.
+"""Memory in the directory of a node's agent that outlives the processes that use it: a file for
+each instance, and arenas of weights.
 
-A process that uses a file holds a lock on the description that it was given: the kernel ends it
-with the process, after the process can write no more, and whether or not an agent runs. So an agent
-that starts finds out which memory is in use.
+A process opens its files itself, one process at a time, and holds a lock on what it has opened: the
+kernel ends it with the process, after the process can write no more, and whether or not an agent
+runs. So the agent finds out which memory is in use, and gives back what is not.
+
+No socket hands the files out against a proof of the secret: the name of the directory is derived
+from the secret, and any process of the agent's user can open what is in it.
 """
 
 import fcntl
 import logging
 import os
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from urllib.parse import quote
 
+from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.transfer.anchors.ledger import EPOCH_AT, HEADER_BYTES, epoch_block, header_of, read_header
-from kvrs.transfer.anchors.messages import AnchorError
 from kvrs.transfer.shared_memory.regions import lock, reserve
-from kvrs.transfer.store.directory import StoreDirectory
+from kvrs.transfer.store.directory import PrivateDirectory
 
 log = logging.getLogger(__name__)
 
 _MEMORY = "memory-"
 _WEIGHTS = "weights-"
 _UNFINISHED = ".new"
+_ATTACHING = "attaching"  # Locked by the process that attaches.
 # A process that was killed gives its memory back to the system first, 45 ms for each GB.
 _DYING_S = 2.0
+_TIMEOUT_S = 120.0  # Memory of many GB is cleared before it is used.
+_POLL_S = 0.02
+
+
+class AnchorError(KvrsError):
+    """Memory cannot be attached; the message names its owner and the cause."""
+
+
+class NoAgentError(AnchorError):
+    """There is no agent, or it ended and took its directory away."""
 
 
 class AnchoredFiles:
     """Every method may block for as long as memory takes to be cleared."""
 
-    def __init__(
-        self, directory: StoreDirectory, *, orphan_s: float, reserved_bytes: int = 0
-    ) -> None:
+    def __init__(self, directory: PrivateDirectory, *, reserved_bytes: int = 0) -> None:
         """`reserved_bytes`: how much of the file system is for checkpoints."""
-        self._directory, self._orphan_s = directory, orphan_s
-        self._reserved_bytes = reserved_bytes
+        self._directory, self._reserved_bytes = directory, reserved_bytes
         self._unused_since_s: dict[str, float] = {}
 
-    def attach(self, instance: InstanceId, epoch: int, kind: str, size: int) -> tuple[bool, int]:
-        """Return whether the instance's memory is new, and a descriptor of it, locked. Memory that
-        another process still uses is fenced and left to it.
+    @classmethod
+    @contextmanager
+    def of_agent(cls, path: Path, wait_s: float, reserved_bytes: int) -> Iterator["AnchoredFiles"]:
+        """Those in the directory of an agent, which may start later.
 
         Raises:
+            NoAgentError: there is none.
+            AnchorError: others may use it.
+        """
+        give_up_s = time.monotonic() + wait_s
+        while True:
+            try:
+                directory = PrivateDirectory(path)
+                break
+            except PermissionError as error:
+                raise AnchorError(f"{path}: {error}") from None
+            except OSError as error:
+                if time.monotonic() > give_up_s:
+                    raise NoAgentError(f"{path}: {error.strerror}") from None
+            time.sleep(_POLL_S)
+        with directory:
+            yield cls(directory, reserved_bytes=reserved_bytes)
+
+    def memory(self, instance: InstanceId, epoch: int, kind: str, size: int) -> tuple[bool, int]:
+        """Attach an instance's memory. Returns whether it is new, and then zero, and a descriptor
+        of it, which is in use as long as it is open or mapped. Memory that another process still
+        uses is fenced and left to it.
+
+        Raises:
+            NoAgentError: the agent has ended.
             AnchorError: this start is not above the last one, or there is not enough memory.
         """
         name, what = f"{_MEMORY}{quote(instance, safe='')}", f"memory of {instance!r}"
-        with suppress(FileNotFoundError):
-            if (adopted := self._adopt(name, what, epoch, kind, size)) is not None:
-                return False, adopted
-            self._directory.unlink(name)
-        with ExitStack() as undo:
+        with self._alone(), ExitStack() as undo:
+            with suppress(FileNotFoundError):
+                if (adopted := self._adopt(name, what, epoch, kind, size)) is not None:
+                    return False, adopted
+                self._directory.unlink(name)
             fd = self._make(undo, name, size, what)
             lock(fd)
             os.pwrite(fd, header_of(kind, epoch), 0)
@@ -73,64 +113,87 @@ class AnchoredFiles:
             undo.pop_all()
             return fd
 
-    def open_weights(self, key: str, size: int) -> list[int]:
-        """Descriptors of the arena: one to read it, locked, and behind it one to write it where it
-        is new; none where another process writes it.
+    def weights(self, key: str, size: int) -> tuple[int, int | None]:
+        """Descriptors to read an arena, in use as long as this one is open, and to write it where
+        it is new. Waits for another process that writes it.
 
         Raises:
+            NoAgentError: the agent has ended.
             AnchorError: it has another size, or there is not enough memory.
         """
-        name, unfinished = f"{_WEIGHTS}{key}", f"{_WEIGHTS}{key}{_UNFINISHED}"
-        with suppress(FileNotFoundError):
-            return [self._open_arena(name, size)]
-        if self._is_used(unfinished):
-            return []
-        with suppress(FileNotFoundError):
-            self._directory.unlink(unfinished)
-        with ExitStack() as undo:
-            to_write = self._make(undo, unfinished, size, "weights")
-            # Not the lock of the other one, which its process closes before it commits: between
-            # the two the arena would be taken for a dead writer's.
-            to_read = self._open_arena(unfinished, size)
-            undo.pop_all()
-            return [to_read, to_write]
+        name = f"{_WEIGHTS}{quote(key, safe='')}"
+        give_up_s = time.monotonic() + _TIMEOUT_S
+        while True:
+            with self._alone(), ExitStack() as undo:
+                with suppress(FileNotFoundError):
+                    return self._open_arena(name, size), None
+                if not self._is_used(name + _UNFINISHED):
+                    with suppress(FileNotFoundError):
+                        self._directory.unlink(name + _UNFINISHED)
+                    to_write = self._make(undo, name + _UNFINISHED, size, "weights")
+                    # Not the lock of the other one, which its process closes before it commits:
+                    # between the two the arena would be taken for a dead writer's.
+                    to_read = self._open_arena(name + _UNFINISHED, size)
+                    undo.pop_all()
+                    return to_read, to_write
+            if time.monotonic() > give_up_s:
+                raise AnchorError("another process writes the weights and does not end")
+            time.sleep(_POLL_S)
 
-    def commit_weights(self, key: str) -> None:
-        """Let an arena be read by all from now on, and be written by none.
+    def commit(self, key: str) -> None:
+        """Let an arena be read by all from now on, and be written by none. What writes it is
+        unmapped and closed, what reads it still open.
 
         Raises:
-            AnchorError: there is none, or a process can still write it.
+            NoAgentError: the agent has ended.
+            AnchorError: a process can still write it.
         """
-        name, unfinished = f"{_WEIGHTS}{key}", f"{_WEIGHTS}{key}{_UNFINISHED}"
-        try:
-            fd = self._open(unfinished, os.O_RDONLY)
-        except FileNotFoundError:
-            raise AnchorError("there are no weights to commit under this key") from None
-        try:
-            # A lease for reading is granted only if the file is open for writing nowhere.
-            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        except OSError as error:
-            raise AnchorError(f"a process can still write these weights: {error}") from None
-        finally:
-            os.close(fd)
-        self._directory.rename(unfinished, name)
+        name = f"{_WEIGHTS}{quote(key, safe='')}"
+        with self._alone():
+            fd = self._open(name + _UNFINISHED, os.O_RDONLY)
+            try:
+                # A lease for reading is granted only if the file is open for writing nowhere.
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            except OSError as error:
+                raise AnchorError(f"a process can still write these weights: {error}") from None
+            finally:
+                os.close(fd)
+            self._directory.rename(name + _UNFINISHED, name)
 
-    def end_orphans(self, now_s: float) -> None:
-        """Give back memory that no process has used for `orphan_s`."""
+    # For the agent.
+
+    def end_orphans(self, orphan_s: float, now_s: float) -> None:
+        """Give back memory that no process has used for that long."""
         before = self._unused_since_s
-        self._unused_since_s = {
-            name: before.get(name, now_s) for name in self._names() if not self._is_used(name)
-        }
-        for name, since_s in self._unused_since_s.items():
-            if now_s - since_s >= self._orphan_s:
-                log.info("memory is used by no process", extra={"region": name})
-                self._directory.unlink(name)
+        # While a process attaches, the next round will do.
+        with suppress(AnchorError), self._alone(wait_s=0.0):
+            self._unused_since_s = {
+                name: before.get(name, now_s) for name in self._names() if not self._is_used(name)
+            }
+            for name, since_s in self._unused_since_s.items():
+                if now_s - since_s >= orphan_s:
+                    log.info("memory is used by no process", extra={"region": name})
+                    self._directory.unlink(name)
 
     def clear(self) -> None:
         """Unlink everything; processes keep what they have mapped."""
-        for name in self._names():
-            self._directory.unlink(name)
+        for name in [*self._names(), _ATTACHING]:
+            with suppress(FileNotFoundError):
+                self._directory.unlink(name)
+
+    @contextmanager
+    def _alone(self, wait_s: float = _TIMEOUT_S) -> Iterator[None]:
+        try:
+            fd = self._open(_ATTACHING, os.O_RDWR | os.O_CREAT)
+            try:
+                if not lock(fd, wait_s):
+                    raise AnchorError("another process attaches memory and does not end")
+                yield
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            raise NoAgentError(f"{self._directory.path}: the agent has ended") from None
 
     def _names(self) -> list[str]:
         return [name for name in self._directory.names() if name.startswith((_MEMORY, _WEIGHTS))]

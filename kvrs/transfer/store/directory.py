@@ -9,6 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 from urllib.parse import quote
 
 import msgspec
@@ -42,22 +43,15 @@ def store_directory(base: str, secret: bytes, node: NodeId) -> Path:
     return Path(base) / f"kvrs-{name}-{quote(node, safe='')}"
 
 
-class StoreDirectory:
-    """A directory of this user, closed to others, and locked as long as it is open; removed at the
-    end if it is empty.
-    """
+class PrivateDirectory:
+    """A directory of this user that is closed to others, and the files in it."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create it.
-
-        Raises:
-            ConfigError: it cannot be made or opened, belongs to another user, is open to others,
-                or is in use.
-        """
+        """Raises OSError: there is none, or it is not ours alone."""
         self.path = path
         self.fd = self._open()
 
-    def __enter__(self) -> "StoreDirectory":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -66,17 +60,82 @@ class StoreDirectory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # No other process can have created it anew: it would have to lock this one first.
-        if _is_at(self.fd, self.path) and not os.listdir(self.fd):
-            os.rmdir(self.path)
         os.close(self.fd)
 
     def _open(self) -> int:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if reason := _not_ours(os.fstat(fd)):
+            os.close(fd)
+            raise PermissionError(reason)
+        return fd
+
+    def open(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+
+    def open_own(self, name: str, flags: int) -> int:
+        """Open a file as `open` does, and check that it is ours alone.
+
+        Raises:
+            OSError: there is none, or it is not.
+        """
+        fd = self.open(name, flags)
+        if reason := _not_ours(os.fstat(fd)):
+            os.close(fd)
+            raise PermissionError(reason)
+        return fd
+
+    def names(self) -> list[str]:
+        return os.listdir(self.fd)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(name, dir_fd=self.fd)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def free_bytes(self) -> int:
+        """Bytes that its file system has left, within the control groups of this process."""
+        space = os.fstatvfs(self.fd)
+        return min(space.f_bavail * space.f_frsize, free_in_groups())
+
+    def used_bytes(self) -> int:
+        """Bytes that the files of its store take up."""
+        return sum(
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
+            for name in self.names()
+            if name.startswith((_SEGMENT, _STATE))
+        )
+
+
+class StoreDirectory(PrivateDirectory):
+    """That of an agent, which makes it. It is locked as long as it is open, and removed at the end
+    if it is empty.
+    """
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # No other agent can have created it anew: it would have to lock this one first.
+        if _is_at(self.fd, self.path):
+            with suppress(OSError):  # There is something in it.
+                os.rmdir(self.path)
+        super().__exit__(kind, error, trace)
+
+    def _open(self) -> int:
+        """Open or create it.
+
+        Raises:
+            ConfigError: it cannot be made or opened, belongs to another user, is open to others,
+                or is in use.
+        """
         try:
             while True:
                 with suppress(FileExistsError):
                     os.mkdir(self.path, 0o700)
-                fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                fd = super()._open()
                 try:
                     self._claim(fd)
                     if _is_at(fd, self.path):
@@ -85,17 +144,17 @@ class StoreDirectory:
                     os.close(fd)
                     raise
                 os.close(fd)  # Its last user removed it just before it was locked.
+        except PermissionError as error:
+            raise ConfigError(
+                [
+                    f"backup.directory: {self.path}: {error.strerror or error}; allowed: a "
+                    f"directory of this user, mode 0700"
+                ]
+            ) from None
         except OSError as error:
             raise ConfigError([f"backup.directory: {self.path}: {error.strerror}"]) from None
 
     def _claim(self, fd: int) -> None:
-        if reason := _not_ours(os.fstat(fd)):
-            raise ConfigError(
-                [
-                    f"backup.directory: {self.path}: {reason}; allowed: a directory of "
-                    f"this user, mode 0700"
-                ]
-            )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -123,9 +182,6 @@ class StoreDirectory:
             file.write(msgspec.json.encode(state))
         os.replace(f"{_STATE}.new", _STATE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def open(self, name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
-
     def open_segment(self, number: int, flags: int) -> int:
         """A file of ours.
 
@@ -133,27 +189,6 @@ class StoreDirectory:
             OSError: there is none, or it is not ours alone.
         """
         return self.open_own(f"{_SEGMENT}{number}", flags)
-
-    def open_own(self, name: str, flags: int) -> int:
-        """Open a file as `open` does, and check that it is ours alone.
-
-        Raises:
-            OSError: there is none, or it is not.
-        """
-        fd = self.open(name, flags)
-        if reason := _not_ours(os.fstat(fd)):
-            os.close(fd)
-            raise PermissionError(reason)
-        return fd
-
-    def names(self) -> list[str]:
-        return os.listdir(self.fd)
-
-    def unlink(self, name: str) -> None:
-        os.unlink(name, dir_fd=self.fd)
-
-    def rename(self, old: str, new: str) -> None:
-        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def segments(self) -> list[int]:
         """Numbers of the segments that are there, in order."""
@@ -170,19 +205,6 @@ class StoreDirectory:
     def unlink_segments(self) -> None:
         for number in self.segments():
             self.unlink_segment(number)
-
-    def free_bytes(self) -> int:
-        """Bytes that its file system has left, within the control groups of this process."""
-        space = os.fstatvfs(self.fd)
-        return min(space.f_bavail * space.f_frsize, free_in_groups())
-
-    def used_bytes(self) -> int:
-        """Bytes that the files of its store take up."""
-        return sum(
-            os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512
-            for name in self.names()
-            if name.startswith((_SEGMENT, _STATE))
-        )
 
     def clear(self) -> None:
         """Unlink everything that a store makes here. An empty directory goes when it is closed."""

@@ -11,8 +11,7 @@ from kvrs.config.exposure import check_exposure, notes
 from kvrs.config.file import parse_config
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.settings import check_layouts, layout_of
-from kvrs.errors import ConfigError, KvrsError
-from kvrs.transfer.shared_memory.regions import Region
+from kvrs.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -163,9 +162,3 @@ def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model:
     assert whole is not None
     assert by_shares is not None
     assert [layout.spread(0) for layout in (spread, whole, by_shares)] == [(0, 1), (), ()]
-
-
-def test_memory_that_is_not_there_is_refused_with_its_bytes() -> None:
-    """At the start, not when a page of it is touched."""
-    with pytest.raises(KvrsError, match=rf"no room for {1 << 60} bytes of shared memory"):
-        Region.anonymous("too-much", 1 << 60)
