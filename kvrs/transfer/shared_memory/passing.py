@@ -9,6 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+# As plain numbers: an operation on the members of `socket` takes longer than the call itself.
+_CLOEXEC, _NO_ROOM, _CUT = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_CTRUNC, socket.MSG_TRUNC))
 
 
 def listen_in(directory: Path, name: str, kind: socket.SocketKind) -> socket.socket:
@@ -58,14 +61,14 @@ def receive(
     Raises:
         OSError: there are more than `most` in `found`, or a message is longer than `view`.
     """
-    room = socket.CMSG_SPACE(most * array.array("i").itemsize)
-    size, others, flags, _ = connection.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
+    room = socket.CMSG_SPACE(most * _DESCRIPTOR_BYTES)
+    size, others, flags, _ = connection.recvmsg_into([view], room, _CLOEXEC)
     for level, kind, packed in others:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             found += array.array("i", packed)
-    if flags & socket.MSG_CTRUNC or len(found) > most:
+    if flags & _NO_ROOM or len(found) > most:
         raise OSError(f"more than {most} descriptors")
-    if flags & socket.MSG_TRUNC:
+    if flags & _CUT:
         raise OSError(f"a message of more than {len(view)} bytes")
     return size
 

@@ -49,7 +49,7 @@ class Region:
             raise KvrsError(f"{refused}: {free} are free")
         descriptor = os.memfd_create(name)
         try:
-            reserve(descriptor, 0, max(size_bytes, mmap.PAGESIZE))
+            os.posix_fallocate(descriptor, 0, max(size_bytes, mmap.PAGESIZE))
         except OSError as error:
             os.close(descriptor)
             raise KvrsError(f"{refused}: {error.strerror}") from None
