@@ -55,7 +55,7 @@ class AnchoredPool(StepHook):
     """KV pages in the agent's memory, their ledger, and what the process before has left there."""
 
     pool: KvPool
-    place: PagePlace  # Of the first page.
+    first_page: PagePlace
     ledger: PageLedger
     kept: KeptPages
     prefill: PrefillTable | None  # That the process before has measured.

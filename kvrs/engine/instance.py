@@ -170,7 +170,7 @@ class EngineInstance(ServedInstance):
             pages,
             self.worker.pool,
             released=lambda: self.core.wake(),
-            place=None if kept is None else kept.place,
+            place=None if kept is None else kept.first_page,
         )
         hooks: list[StepHook] = [self.checkpointer]
         hooks += [hook for hook in (self.ranks, kept) if hook is not None]
