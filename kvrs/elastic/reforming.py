@@ -295,7 +295,7 @@ class Reforming:
         # Those that are gone count again from the epoch in which they are started.
         self._started |= dict.fromkeys(self._absent, self.epoch + 1)
         self._started |= dict.fromkeys(choice.fresh, self.epoch)
-        if choice.way is not Way.RESIZE:
+        if choice.way.pauses:
             self._starting |= choice.fresh
         self._awaited = {}
         for move in choice.plan.moves:
@@ -336,7 +336,7 @@ class Reforming:
         if event.epoch != self.epoch or self.phase is ReformingPhase.SERVING:
             return []
         assert self._doing is not None
-        if self._doing.way is not Way.RESIZE or self._doing.plan.after is self.layout:
+        if self._doing.way.pauses or self._doing.plan.after is self.layout:
             return self._give_up(event.reason)
         # Nothing is lost: the ranks serve as before.
         if self.phase is ReformingPhase.JOINING:

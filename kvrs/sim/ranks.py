@@ -288,7 +288,7 @@ class SimRanks:
 
     def _carry_out(self, action: CarryOut) -> None:
         self._start_s = 0.0
-        if action.way is Way.RESIZE:
+        if not action.way.pauses:
             require(
                 action.plan.host_bytes == 0,
                 f"{self._engine.id} reads what ranks have that leave or stay",
@@ -315,7 +315,7 @@ class SimRanks:
             way.value,
             ready_s,
             len(after.ranks),
-            [] if way is Way.RESIZE else self._lost,
+            self._lost if way.pauses else [],
             move_bytes,
             self._missing,
             self._page_s(),

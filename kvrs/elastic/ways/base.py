@@ -19,6 +19,11 @@ class Way(StrEnum):
     REPLACE = "replace"
     RESIZE = "resize"
 
+    @property
+    def pauses(self) -> bool:
+        """The ranks compute nothing meanwhile, since something of theirs is lost."""
+        return self is not Way.RESIZE
+
 
 @dataclass(frozen=True, slots=True)
 class StreamAtRisk:

@@ -36,7 +36,7 @@ from kvrs.elastic.reforming import (
 )
 from kvrs.elastic.units import Units
 from kvrs.elastic.waiting import AGAIN_S, MAX_STARTS
-from kvrs.elastic.ways.base import Room, StreamAtRisk, Way
+from kvrs.elastic.ways.base import Room, StreamAtRisk
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.processes import RankMessage, RankProcesses
@@ -244,7 +244,7 @@ class Reformer:
         now_s = time.monotonic()
         self._group.lost[seat.rank] = now_s
         self.deaths += 1
-        if self._begun is None or self._begun.action.way is Way.RESIZE:
+        if self._begun is None or not self._begun.action.way.pauses:
             self._first_lost_s = now_s
         if not self._settings.enabled:
             self._group.freeze(at_once=True)
@@ -283,7 +283,7 @@ class Reformer:
     def _begin(self, action: CarryOut) -> None:
         now_s = time.monotonic()
         is_first = self._begun is None
-        began_s = now_s if action.way is Way.RESIZE else self._first_lost_s
+        began_s = self._first_lost_s if action.way.pauses else now_s
         self._begun = ReformingBegun(began_s, action, is_first)
         self._waiting.begin(action.ready_s, now_s)
         _note(self._begun, "plan")
@@ -404,7 +404,7 @@ class Reformer:
             began_s=begun.began_s,
             served_s=now_s,
             predicted_s=begun.action.ready_s,
-            paused=way is not Way.RESIZE,
+            paused=way.pauses,
             degree=len(action.layout.ranks),
             host_bytes=plan.host_bytes,
             peer_bytes=plan.peer_bytes,
