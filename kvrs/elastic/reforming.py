@@ -18,7 +18,7 @@ from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.plans import MovePlan
 from kvrs.elastic.units import Unit, Units
-from kvrs.elastic.waiting import AGAIN_S, Waiting
+from kvrs.elastic.waiting import AGAIN_S, RankWaits
 from kvrs.elastic.ways import choices, resize
 from kvrs.elastic.ways.base import Costs, PossibleWay, Room, Situation, StreamAtRisk, Way
 
@@ -148,7 +148,7 @@ class Reforming:
     in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them; else units.
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
-    waiting: Waiting = field(init=False)
+    waiting: RankWaits = field(init=False)
     _dead: set[int] = field(default_factory=set)  # Memory of the layout that is gone.
     _absent: set[int] = field(default_factory=set)  # Processes that are gone, with memory or not.
     _starting: set[int] = field(default_factory=set)  # Started again, and not heard of yet.
@@ -160,7 +160,7 @@ class Reforming:
     _streams: tuple[StreamAtRisk, ...] = ()
 
     def __post_init__(self) -> None:
-        self.waiting = Waiting(self.costs.restart_s)
+        self.waiting = RankWaits(self.costs.restart_s)
 
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return the actions that it calls for, in order."""

@@ -40,7 +40,7 @@ class MissingRank:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What is to be done after waiting."""
+    """Work that is due after waiting."""
 
     start: tuple[int, ...] = ()  # Missing ranks.
     end: tuple[int, ...] = ()  # Processes of missing ranks that hang as they load.
@@ -48,7 +48,7 @@ class Due:
 
 
 @dataclass(slots=True)
-class Waiting:
+class RankWaits:
     restart_s: InitVar[float]  # Of a process, as measured at the start of the instance.
     missing: dict[int, MissingRank] = field(default_factory=dict)
     _starts: Counter[int] = field(default_factory=Counter)  # In this re-forming.

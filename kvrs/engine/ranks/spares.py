@@ -4,7 +4,7 @@ import logging
 import time
 
 from kvrs.elastic.layouts import Layout
-from kvrs.elastic.waiting import Waiting
+from kvrs.elastic.waiting import RankWaits
 from kvrs.engine.ranks.processes import RankProcesses
 from kvrs.engine.ranks.seats import RankSeat
 from kvrs.errors import KvrsError
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class SpareRanks:
-    """Starts and ends them as `Waiting` says. Used by one thread at a time."""
+    """Starts and ends them as `RankWaits` says. Used by one thread at a time."""
 
-    def __init__(self, processes: RankProcesses, full: Layout, waiting: Waiting) -> None:
+    def __init__(self, processes: RankProcesses, full: Layout, waiting: RankWaits) -> None:
         self._processes, self._full, self._waiting = processes, full, waiting
         self.seats: dict[int, RankSeat] = {}
 
