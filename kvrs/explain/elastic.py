@@ -28,6 +28,7 @@ from kvrs.elastic.plans import HOST, MovePlan, plan
 from kvrs.elastic.shapes import shape_of
 from kvrs.elastic.speed import Degree, Speed, shares
 from kvrs.elastic.units import Units
+from kvrs.elastic.ways.base import Costs, PossibleWay, Room, StreamAtRisk
 from kvrs.errors import ConfigError, LayoutError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
@@ -265,8 +266,8 @@ class _Case:
         machine = reform.Reforming(
             self._units,
             self._before,
-            reform.Room(capacity_bytes=_ROOM_BYTES, cell_bytes=0, pages=0),
-            reform.Costs(
+            Room(capacity_bytes=_ROOM_BYTES, cell_bytes=0, pages=0),
+            Costs(
                 rates=self._question.rates,
                 join_s=0.0,
                 restart_s=0.0,
@@ -275,14 +276,14 @@ class _Case:
                 step_s=lambda layout: self._token_s * shares(layout, self._units).weights / full,
             ),
         )
-        at_risk = reform.StreamAtRisk(self._pages * self._page_s(1.0))
+        at_risk = StreamAtRisk(self._pages * self._page_s(1.0))
         lost = reform.RanksLost(self._lost, streams=(at_risk,) * len(self._streams))
         actions = machine.handle(lost)
         (chosen,) = (each.way for each in actions if isinstance(each, reform.CarryOut))
         found = [self._way_on(each, is_chosen=each.way is chosen) for each in machine.choices()]
         return sorted(found, key=lambda each: not each["is_chosen"])
 
-    def _way_on(self, possible: reform.PossibleWay, *, is_chosen: bool) -> dict[str, Any]:
+    def _way_on(self, possible: PossibleWay, *, is_chosen: bool) -> dict[str, Any]:
         after, before = (
             shares(layout, self._units) for layout in (possible.plan.after, self._before)
         )
