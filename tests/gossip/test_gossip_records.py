@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvrs.gossip.facts import FactRecord, Key, start_for
-from kvrs.gossip.wire import MAX_ENTRIES, RecordDelta
+from kvrs.gossip.wire import MAX_ENTRIES, RecordDelta, encoded_bytes
 from kvrs.ids import NodeId
 
 OWNER = NodeId("owner")
@@ -28,6 +28,7 @@ def pull(reader: FactRecord, source: FactRecord, room: int = 10_000, now_s: floa
     start = start_for(reader.version, reader.floor, source.version, source.floor)
     made = source.delta(OWNER, 1, start, room, now_s) if start is not None else None
     if made is not None:
+        assert encoded_bytes(made) <= room
         reader.apply(made, now_s)
     return made is not None
 
