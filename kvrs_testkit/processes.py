@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.ports import resolve_ports
-from kvrs.cluster.segments import make_segments, own_segments
+from kvrs.cluster.run_directory import segments_of, with_segments
 from kvrs.config.file import ENV_NAME, Config, dump_config
 from kvrs.errors import KvrsError
 
@@ -67,9 +67,8 @@ class Processes:
     def __enter__(self) -> Self:
         # A short name: below it DistServe's Ray has sockets with long ones.
         self.directory = Path(tempfile.mkdtemp(prefix="kvrs-run-"))
-        self.config, segments = own_segments(self.config, self.directory)
-        self._guard = start_guard(self.directory, *segments)
-        make_segments(segments)
+        self._guard = start_guard(self.directory, segments_of(self.config, self.directory))
+        self.config = with_segments(self.config, self.directory)
         # One thread per engine: several share the cores, and one order of additions is what makes
         # KV exact.
         self._environment = os.environ | {ENV_NAME: self.secret.decode(), "OMP_NUM_THREADS": "1"}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from kvrs.cluster.guard import members
@@ -52,8 +53,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def nursery_of(instance: int) -> int:
+    """The process that has forked this one, with the same command and parent."""
+    process = psutil.Process(instance)
+    (nursery,) = (
+        each
+        for each in process.parent().children()
+        if each.pid != instance and each.cmdline() == process.cmdline()
+    )
+    return int(nursery.pid)
 
 
 class UpCluster:
@@ -170,7 +178,7 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
         if victim is None and len(text) > 40:
             (stream,) = up.state()["streams"]
             victim = up.instance(stream["decode"])
-            nursery = parent_of(victim["pid"])
+            nursery = nursery_of(victim["pid"])
             os.kill(victim["pid"], signal.SIGKILL)
 
     assert victim is not None
@@ -178,10 +186,10 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
     assert [recovery["outcome"] for recovery in up.state()["recoveries"]] == ["resumed"]
     back = up.successor(victim)
     assert back["epoch"] > victim["epoch"]
-    assert parent_of(back["pid"]) == nursery
+    assert nursery_of(back["pid"]) == nursery
     os.kill(nursery, signal.SIGKILL)
     os.kill(back["pid"], signal.SIGKILL)
-    assert parent_of(up.successor(back)["pid"]) != nursery
+    assert nursery_of(up.successor(back)["pid"]) != nursery
     assert up.state()["proxies"][0]["url"].endswith(f":{up.port}")
     # The preset best: every node keeps checkpoints.
     assert [row["health"] for row in up.state()["agents"]] == ["up", "up"]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.cluster.fault_injection import rows_of
-from kvrs.cluster.keepers import LaunchError
 from kvrs.cluster.launcher import Cluster
+from kvrs.cluster.processes import LaunchError
 from kvrs.config.file import Config
 from kvrs.faults.language import VictimRole
 

@@ -18,7 +18,7 @@ import uvloop
 from experiments.record import Record
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.rolling import RollingRestart
+from kvrs.cluster.upkeep import RollingRestart
 from kvrs.config.file import Config, parse_config
 from kvrs.demo import BACKUP_BYTES, PACE
 from kvrs_testkit.processes import nodes_with_pairs

@@ -8,15 +8,15 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
+from socket import AF_UNIX, SOCK_SEQPACKET, socket, socketpair
 from typing import Any
 
 import aiohttp
 import torch
 
-from kvrs.cluster.keeper import forked, nursery_of
 from kvrs.config.file import ENV_NAME, Config, parse_config
 from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.nursery import AdoptedChild, Nursery
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
 from kvrs.protocol.secrets import Scope, scoped_key
@@ -97,19 +97,21 @@ def run(kills: int, seed: int) -> dict[str, Any]:
         processes.wait_ready("agent-n0")
         reference = Reference(processes.config, seed)
         with (processes.directory / "engine.log").open("a") as log:
-            path = processes.directory / "config.yaml"
-            nursery = nursery_of(path, ENGINE, {ENV_NAME: processes.secret.decode()}, log)
-            line = forked(nursery)
+            path = str(processes.directory / "config.yaml")
+            command = ["kvrs.cluster.hosted", "--config", path, "--name", ENGINE]
+            nursery = Nursery(command, {ENV_NAME: processes.secret.decode()}, log)
+            line, process = _forked(nursery)
             for start in range(1, kills + 1):
                 line.send(f"start {start}".encode())
                 if line.recv(1000) != b"ready":
                     raise RuntimeError((processes.directory / "engine.log").read_text()[-2000:])
-                following = forked(nursery)
+                following = _forked(nursery)
                 asyncio.run(_work(processes, reference, choose, start))
-                _end(line)
-                line = following
+                _end(line, process)
+                line, process = following
                 _check(processes, reference, found)
             line.close()
+            process.close()
         text = (processes.directory / "engine.log").read_text()
         found.not_new = text.count("is_new=False")
     return vars(found)
@@ -151,12 +153,19 @@ async def _read(client: aiohttp.ClientSession, stream: str, prompt: list[int]) -
                 pass
 
 
-def _end(line: socket) -> None:
+def _forked(nursery: Nursery) -> tuple[socket, AdoptedChild]:
+    """A process with its line."""
+    ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+    with theirs:
+        return ours, nursery.fork(theirs)
+
+
+def _end(line: socket, process: AdoptedChild) -> None:
     """Wait until the process is gone."""
     line.settimeout(30.0)
     with line:
-        while line.recv(1000):
-            continue  # How it ended.
+        assert line.recv(1000) == b""
+    process.close()
 
 
 def _check(processes: Processes, reference: Reference, found: Found) -> None:

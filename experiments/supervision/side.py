@@ -64,22 +64,19 @@ def serve(descriptor: int) -> None:
 def kept_by_threads(
     count: int, directory: Path
 ) -> tuple[Callable[[], list[int]], Callable[[], None]]:
-    from kvrs.cluster.keeper import Keeper, Spawner
+    from kvrs.cluster.supervised import WithLine
+    from kvrs.engine.nursery import spawn
 
     running: dict[int, subprocess.Popen[bytes]] = {}
     os.environ[READY] = str(directory)
 
-    def spawn(number: int, line: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "experiments.supervision.side", "--line", str(line)]
-        running[number] = subprocess.Popen(command, pass_fds=[line])
+    def make(number: int, line: socket.socket) -> subprocess.Popen[bytes]:
+        running[number] = spawn(["experiments.supervision.side"], {}, None, line)
         return running[number]
 
-    keepers = [
-        Keeper(f"side-{number}", Spawner(partial(spawn, number)).make, with_spare=False)
-        for number in range(count)
-    ]
-    for keeper in keepers:
-        keeper.start()
+    supervised = [WithLine(f"side-{number}", partial(make, number)) for number in range(count)]
+    for each in supervised:
+        each.start()
 
     def pids() -> list[int]:
         """Once all are ready."""
@@ -90,9 +87,9 @@ def kept_by_threads(
         return (directory / str(process.pid)).exists() and process.poll() is None
 
     def end() -> None:
-        for keeper in keepers:
-            keeper.close()
-            keeper.join(_PATIENCE_S)
+        for each in supervised:
+            each.close()
+            each.join(_PATIENCE_S)
 
     return pids, end
 

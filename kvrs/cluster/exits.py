@@ -1,18 +1,17 @@
-"""How processes of instances end, as their keeper learns it, and the news of it for the proxies.
+"""How processes of instances end, as what supervises them learns it, and the news of it for the
+proxies.
 
-A proxy refuses a request that has ended several instances (`kvrs.core`). What ended from outside
-no request has ended; the keeper alone can tell that.
+A proxy refuses a request that has ended several instances (`kvrs.core`). What ended from outside no
+request has ended; the supervising process alone can tell that.
 """
 
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvrs.cluster.proxies import ProxyProcess
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError
 from kvrs.protocol.instance import ExitReport
@@ -31,18 +30,8 @@ _CGROUP_FILES = (  # By the controllers of a line of /proc/self/cgroup; "": vers
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """The end of one process of an instance: that of its start of this number."""
-
-    instance: InstanceId
-    start: int
-    cause: str
-    is_external: bool
-
-    @property
-    def report(self) -> ExitReport:
-        return ExitReport(self.start, self.cause, self.is_external)
+# Told of the end of a process of an instance.
+Ended = Callable[[InstanceId, ExitReport], object]
 
 
 def classify(status: int, *, kernel_killed: bool | None) -> tuple[str, bool] | None:
@@ -125,33 +114,32 @@ class ExitNews:
     streams have met no death.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
-        self._queues: list[SimpleQueue[Exit | None]] = []
+        self._queues: list[SimpleQueue[tuple[InstanceId, ExitReport] | None]] = []
 
-    def add(self, proxy: ProxyProcess) -> None:
-        """Tell this proxy too from now on."""
-        for admin in proxy.admins:
-            queue: SimpleQueue[Exit | None] = SimpleQueue()
-            self._queues.append(queue)
-            sending = threading.Thread(
-                target=self._send, args=(admin, queue), name="exits", daemon=True
-            )
-            sending.start()
+    def add(self, admins: Iterable[AdminClient]) -> None:
+        """Tell a proxy with these admin ports too from now on."""
+        for admin in admins:
+            self._queues.append(SimpleQueue())
+            arguments = admin, self._queues[-1]
+            threading.Thread(target=self._send, args=arguments, name="exits", daemon=True).start()
 
-    def tell(self, news: Exit) -> None:
+    def tell(self, instance: InstanceId, report: ExitReport) -> None:
         for queue in self._queues:
-            queue.put(news)
+            queue.put((instance, report))
 
     def close(self) -> None:
         for queue in self._queues:
             queue.put(None)
 
-    def _send(self, admin: AdminClient, queue: "SimpleQueue[Exit | None]") -> None:
+    def _send(
+        self, admin: AdminClient, queue: "SimpleQueue[tuple[InstanceId, ExitReport] | None]"
+    ) -> None:
         while (news := queue.get()) is not None:
             try:
-                admin.note_exit(news.instance, news.report)
+                admin.note_exit(*news)
             except AdminError as error:
                 # Without a status it is not reached; 404 and 409: it has not seen that process up.
                 if error.status not in (None, 404, 409):
-                    self._say(f"a proxy is not told how {news.instance} ended: {error}")
+                    self._say(f"a proxy is not told how {news[0]} ended: {error}")

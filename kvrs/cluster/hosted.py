@@ -1,13 +1,15 @@
-"""Runs one process of a cluster for its keeper: `python -m kvrs.cluster.hosted --config FILE --name
-ID --line FD`; an instance of several ranks, the host of a stage of one, a server of DistServe, or
-the agent of a node.
+"""Runs one process of a cluster for the one that supervises it: an instance, the host of a stage of
+one, a server of DistServe, or the agent of a node.
 
-What it hears and says on its line is in `keeper.py`. Instances of one process are forked by a
-nursery instead (`kvrs.engine.nursery`).
+`python -m kvrs.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` it is a
+nursery (`kvrs.engine.nursery`), which has imported what an instance needs. A process that it forks
+loads the model at once, and is a spare until it is told to start. Messages on lines are those of
+`kvrs.cluster.supervised`.
 """
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -16,59 +18,81 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from kvrs.cluster.processes import Kind, Process, processes_of
+from kvrs.cluster.processes import Kind, processes_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
+from kvrs.engine.nursery import tend
 from kvrs.errors import ConfigError, KvrsError, RanksLostError
 from kvrs.garbage import collect_nothing_yet
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 from kvrs.logs import log_to_stderr
+
+if TYPE_CHECKING:
+    from kvrs.engine.instance import LoadedModel
+
+log = logging.getLogger("kvrs.cluster.hosted")  # Not of the module that is run.
 
 # The exit status of a process with wrong options or configuration.
 USER_ERRED = 2
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
-class _Hosted:
+class Hosted:
     """`serve` runs until the process is to end."""
 
-    def __init__(self, config_path: Path, process: Process, line: socket.socket) -> None:
-        self._config_path, self._process, self._line = config_path, process, line
-        word, _, number = line.recv(_MAX_MESSAGE_BYTES).decode().partition(" ")
-        if word != "start":
-            raise KvrsError("the keeper of this process has ended")
-        self._start = int(number)
+    def __init__(self, config_path: Path, name: InstanceId, line: socket.socket) -> None:
+        self._config_path, self._name, self._line = config_path, name, line
+        self._document: bytes | None = None
 
-    def serve(self) -> None:
+    def serve(self, *, is_forked: bool = False) -> None:
         """Raises KvrsError: it cannot serve."""
-        config = self._read()
+        config = self.config()
         log_to_stderr(**config.logs.options)
+        loaded = self._load(config) if is_forked else None
+        word, _, number = self._line.recv(_MAX_MESSAGE_BYTES).decode().partition(" ")
+        if word != "start":
+            return  # What supervises it has ended.
+        # A running cluster may have changed its settings by now.
+        config, start = self.config(), int(number)
+        (process,) = (each for each in processes_of(config) if each.name == self._name)
         secrets = read_secrets(config.security, os.environ)
-        match self._process.kind:
+        if process.kind is not Kind.SERVER:
+            collect_nothing_yet()
+        match process.kind:
             case Kind.INSTANCE:
-                collect_nothing_yet()
-                asyncio.run(self._serve_instance(config, secrets))
+                asyncio.run(self._serve_instance(config, start, secrets, loaded))
             case Kind.STAGE:
-                collect_nothing_yet()
                 asyncio.run(self._serve_stage(config, secrets))
             case Kind.AGENT:
-                collect_nothing_yet()
                 import uvloop
 
-                uvloop.run(self._serve_agent(config, secrets))
+                uvloop.run(self._serve_agent(config, process.node, secrets))
             case Kind.SERVER:
-                self._serve_distserve(config, secrets)
+                self._serve_distserve(config, process.node, start, secrets)
 
-    def report_fault(self, fault: str) -> None:
-        self._tell(f"fault {fault}")
+    def report_fault(self, error: KvrsError) -> None:
+        self._tell(f"fault {error}")
+        if isinstance(error, RanksLostError):
+            self._report_exit(error.status)
 
-    def report_exit(self, status: int | None) -> None:
-        """Tell the status of the process whose end ends this one; None: it is not known."""
+    def config(self) -> Config:
+        """The configuration of the file; it is parsed again only if it has changed.
+
+        Raises:
+            ConfigError: it cannot be read, or holds faults.
+        """
+        document = b""
+        with suppress(OSError):  # Which the parser reports.
+            document = self._config_path.read_bytes()
+        if document != self._document:
+            self._config, self._document = load_config(self._config_path), document
+        return self._config
+
+    def _report_exit(self, status: int | None) -> None:
         self._tell("exit" if status is None else f"exit {status}")
-
-    def _read(self) -> Config:
-        return load_config(self._config_path)
 
     def _ready(self) -> None:
         self._tell("ready")
@@ -86,15 +110,32 @@ class _Hosted:
         else:
             stop()
 
-    async def _serve_instance(self, config: Config, secrets: list[bytes]) -> None:
+    def _load(self, config: Config) -> "LoadedModel":
+        from kvrs.engine.instance import LoadedModel
+
+        secret, *_ = read_secrets(config.security, os.environ)
+        loaded = LoadedModel.load(config, self._name, secret)
+        log.info("loaded", extra={"instance": self._name, "pid": os.getpid()})
+        return loaded
+
+    async def _serve_instance(
+        self, config: Config, start: int, secrets: list[bytes], loaded: "LoadedModel | None"
+    ) -> None:
         """Its epochs are the numbers of its starts."""
         from kvrs.engine.server import serve  # Loads torch.
 
-        stop = asyncio.Event()
+        stop, (secret, *older) = asyncio.Event(), secrets
         asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
-        name, (secret, *older) = self._process.name, secrets
         await serve(
-            config, name, self._start, secret, stop, self._ready, older=older, read=self._read
+            config,
+            self._name,
+            start,
+            secret,
+            stop,
+            self._ready,
+            older=older,
+            loaded=loaded,
+            read=self.config,
         )
 
     async def _serve_stage(self, config: Config, secrets: list[bytes]) -> None:
@@ -104,27 +145,29 @@ class _Hosted:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.
         stop, (secret, *older) = asyncio.Event(), secrets
         asyncio.get_running_loop().add_reader(self._line, self._heard, stop.set)
-        host = StageHost(config, *find_stage(config, self._process.name), secret, older)
+        host = StageHost(config, *find_stage(config, self._name), secret, older)
         await host.serve(self._ready, stop)
 
-    async def _serve_agent(self, config: Config, secrets: list[bytes]) -> None:
+    async def _serve_agent(self, config: Config, node: NodeId, secrets: list[bytes]) -> None:
         """Its epoch is stored beside its segments."""
         from kvrs.agent.server import serve
 
         # Cancelled rather than stopped: its successor adopts the checkpoints.
-        node, (secret, *older) = self._process.node, secrets
+        secret, *older = secrets
         serving = asyncio.ensure_future(
-            serve(config, node, secret, asyncio.Event(), self._ready, older, read=self._read)
+            serve(config, node, secret, asyncio.Event(), self._ready, older, read=self.config)
         )
         asyncio.get_running_loop().add_reader(self._line, self._heard, serving.cancel)
         await asyncio.wait({serving})
         if not serving.cancelled():
             serving.result()
 
-    def _serve_distserve(self, config: Config, secrets: list[bytes]) -> None:
+    def _serve_distserve(
+        self, config: Config, node: NodeId, start: int, secrets: list[bytes]
+    ) -> None:
         """A server of DistServe, with a user's command line; it ends with this process."""
-        ours = ["--kvrs-config", str(self._config_path), "--kvrs-node", self._process.node]
-        ours += ["--epoch", str(self._start), "--end-with", str(os.getpid())]
+        ours = ["--kvrs-config", str(self._config_path), "--kvrs-node", node]
+        ours += ["--epoch", str(start), "--end-with", str(os.getpid())]
         # distserve_patches stands beside this package, installed or not.
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
@@ -158,7 +201,7 @@ class _Hosted:
                     last = line.strip()
         if server.returncode == USER_ERRED:
             raise ConfigError([last])
-        self.report_exit(server.returncode)
+        self._report_exit(server.returncode)
 
 
 def main() -> None:
@@ -166,26 +209,33 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--name", type=InstanceId, required=True)
     parser.add_argument("--line", type=int, required=True)
+    parser.add_argument("--parent", type=int)
     given = parser.parse_args()
     os.set_inheritable(given.line, False)  # Open in a child, it would hide the end of this process.
-    line, status = socket.socket(fileno=given.line), 1
-    try:
-        processes = processes_of(load_config(given.config))
-        (process,) = (each for each in processes if each.name == given.name)
-        hosted = _Hosted(given.config, process, line)
+
+    def run(line: socket.socket) -> NoReturn:
+        status = 1
         try:
-            hosted.serve()
-            status = 0
-        except KvrsError as error:
-            print(error, file=sys.stderr)
-            hosted.report_fault(str(error))
-            if isinstance(error, RanksLostError):
-                hosted.report_exit(error.status)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+            hosted = Hosted(given.config, given.name, line)
+            try:
+                hosted.serve(is_forked=given.parent is not None)
+                status = 0
+            except KvrsError as error:
+                print(error, file=sys.stderr)
+                hosted.report_fault(error)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    line = socket.socket(fileno=given.line)
+    if given.parent is None:
+        run(line)
+    collect_nothing_yet()
+    import kvrs.engine.server  # noqa: F401 - forked processes have it
+
+    tend(given.parent, line, run)
 
 
 if __name__ == "__main__":

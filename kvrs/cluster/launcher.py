@@ -9,12 +9,15 @@ import contextlib
 import os
 import secrets
 import signal
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from kvrs.cluster.exits import ExitNews
 from kvrs.cluster.fault_injection import (
@@ -24,23 +27,26 @@ from kvrs.cluster.fault_injection import (
     open_stage_hosts,
     rows_of,
 )
-from kvrs.cluster.fleet import Nodes, with_added
-from kvrs.cluster.guard import start_guard
-from kvrs.cluster.keepers import START_TIMEOUT, Keepers, LaunchError, StartWait, wait_ready
 from kvrs.cluster.loopback_ray import LoopbackRay
 from kvrs.cluster.placing import faults_of_ray, faults_without_ray
 from kvrs.cluster.ports import resolve_all, several_proxies
-from kvrs.cluster.processes import Process, Progress, check_home, processes_of
+from kvrs.cluster.processes import (
+    LaunchError,
+    Process,
+    Progress,
+    check_home,
+    processes_of,
+    with_added,
+)
 from kvrs.cluster.proxies import ProxyProcess
-from kvrs.cluster.remote_keepers import RemoteKeepers
+from kvrs.cluster.remote import RemoteSupervisor
 from kvrs.cluster.run_directory import RunDirectory
-from kvrs.cluster.segments import make_segments, own_segments
 from kvrs.cluster.signals import EndingSignals
+from kvrs.cluster.supervised import START_TIMEOUT, MachineSupervisor, StartWait, wait_ready
 from kvrs.config.cluster import Backend
 from kvrs.config.file import (
     ENV_NAME,
     Config,
-    SecuritySettings,
     read_admin_tokens,
     read_secret,
 )
@@ -75,7 +81,7 @@ class Cluster:
     """A running cluster; a context manager that leaves nothing behind."""
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
-    _fleet: Nodes = ()  # As the proxies had it last.
+    _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -104,7 +110,7 @@ class Cluster:
         self.proxies: list[ProxyProcess] = []
         self._exit_news = ExitNews(progress)
         tell = self._exit_news.tell
-        self._remote = None if ray is None else RemoteKeepers(ray, progress, tell)
+        self._remote = None if ray is None else RemoteSupervisor(ray, progress, tell)
         self._behind: set[int] = set()  # Proxies that have not read their last file.
 
     def __enter__(self) -> Self:
@@ -116,18 +122,15 @@ class Cluster:
         self._signals = EndingSignals()
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
-        self._environment = {"OMP_NUM_THREADS": "1"}
-        here = Keepers(self._run, self._environment, self._exit_news.tell)
-        self.keepers: Keepers | RemoteKeepers = self._remote or here
+        self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
+        self.supervisor: MachineSupervisor | RemoteSupervisor = self._remote or MachineSupervisor(
+            self._run, self._environment, self._exit_news.tell
+        )
         self._progress(f"logs are in {self.run_directory} while it runs")
         self.config = config
-        segments: list[Path] = []
-        if self._remote is None:
-            self.config, segments = own_segments(config, self.run_directory)
-        self._guard = start_guard(self.run_directory, *segments)
+        self._run.guard(config)
         try:
             self._signals.interrupt()
-            make_segments(segments)
             self._start()
             self._signals.hand_back()
         except BaseException:
@@ -147,12 +150,10 @@ class Cluster:
             give_up_s = time.monotonic() + STOP_TIMEOUT_S
             for proxy in self.proxies:
                 proxy.wait(give_up_s - time.monotonic())
-            self.keepers.stop()
+            self.supervisor.stop()
             self._ray.stop()
         finally:
-            assert self._guard.stdin is not None
-            self._guard.stdin.close()
-            self._guard.wait()
+            self._run.close()
             self._signals.restore()
 
     @property
@@ -244,7 +245,7 @@ class Cluster:
 
     def end(self, name: InstanceId) -> None:
         """Have an instance, DistServe server or agent drain and end. It is started again."""
-        self.keepers.end(name)
+        self.supervisor.end(name)
 
     def wait_all_up(self, timeout_s: float | None = None) -> float:
         """Wait until every proxy sees every instance, agent and other proxy up; the seconds it
@@ -279,14 +280,14 @@ class Cluster:
         return down
 
     def _start(self) -> None:
-        if self._remote is None:
-            self.secret = _shared_secret(self.config.security)
-        else:  # Each machine has it.
-            self.secret = read_secret(self.config.security, os.environ)
-        tokens = read_admin_tokens(self.config.security, os.environ)
+        security = self.config.security
+        if self._remote is None and security.secret_file is None and ENV_NAME not in os.environ:
+            os.environ[ENV_NAME] = secrets.token_hex(32)  # For this run; other clients have none.
+        self.secret = read_secret(security, os.environ)
+        tokens = read_admin_tokens(security, os.environ)
         self._admin_token = tokens[0] if tokens else None
         if self._remote is None:
-            self._name_model()
+            self.config = self._run.own(self.config, self._progress)
             check_layouts(self.config)
         else:
             self.config = self._remote.join(self.config)
@@ -299,9 +300,9 @@ class Cluster:
         kinds = Counter(process.kind for process in self.processes.values())
         counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
         self._progress(f"starting {counts}")
-        self.keepers.start(self.processes.values(), self.config)
-        log_tail = self._run.log_tail if self._remote is None else self._remote.log_tail
-        wait_ready(self.processes, self.keepers.status, log_tail, self._progress)
+        supervisor = self.supervisor
+        supervisor.start(self.processes.values(), self.config)
+        wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
         self._progress(
             "starting the proxy"
             if len(self._proxy_settings) == 1
@@ -309,21 +310,6 @@ class Cluster:
         )
         self._start_proxies()
         self.wait_all_up()
-
-    def _name_model(self) -> None:
-        """With a model that all instances of the run have."""
-        cluster = self.config.cluster
-        if cluster.model is None:
-            self._progress("generating a tiny random model")
-            model = self.run_directory / "tiny-llama"
-            # In a process of its own, so that the launcher never loads torch.
-            generator = ("-m", "kvrs.engine.tiny", str(model), str(cluster.engine.seed))
-            if self._run.spawn("tiny", *generator).wait():
-                raise LaunchError(
-                    f"the tiny random model could not be generated\n{self._run.log_tail('tiny')}"
-                )
-            cluster = cluster.model_copy(update={"model": str(model)})
-        self.config = self.config.model_copy(update={"cluster": cluster})
 
     def renew(self, config: Config, launch: UpCommand | None = None) -> None:
         """Start processes with another configuration of this cluster from now on.
@@ -398,7 +384,7 @@ class Cluster:
 
     def _write_files(self) -> None:
         config = with_added(self.config, self._fleet)
-        self.keepers.learn(config)
+        self.supervisor.learn(config)
         for settings in self._proxy_settings:
             self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
 
@@ -407,16 +393,16 @@ class Cluster:
             self.proxies.append(
                 ProxyProcess(
                     settings,
-                    partial(self._run.spawn_proxy, settings.id, lambda: self._launch),
+                    partial(self._spawn_proxy, settings.id),
                     partial(self._run.log_tail, settings.id),
                     self._admin_token,
                 )
             )
             self.proxies[-1].start()
-            self._exit_news.add(self.proxies[-1])
+            self._exit_news.add(self.proxies[-1].admins)
         wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
         for proxy in self.proxies:
-            while not proxy.served():
+            while not proxy.status.has_served:
                 self.check()
                 name = proxy.settings.id
                 if wait.is_over([name]):
@@ -425,22 +411,29 @@ class Cluster:
                     )
                 time.sleep(0.05)
 
+    def _spawn_proxy(self, name: str) -> subprocess.Popen[bytes]:
+        """The environment's settings are in its file already, each proxy's own beside them."""
+        arguments = [
+            "-m",
+            "kvrs",
+            "proxy",
+            "--no-env",
+            "--config",
+            str(self._run.config_path(name)),
+        ]
+        if self._launch is not None:
+            arguments += ["--launch", msgspec.json.encode(self._launch).decode()]
+        return self._run.spawn(name, *arguments)
+
     def check(self) -> None:
         """Raises LaunchError, or ProxyError: DistServe's Ray has ended, no proxy can be restarted,
         or one has never served.
         """
-        none_serves = all(proxy.fault is not None for proxy in self.proxies)
+        none_serves = all(proxy.status.fault is not None for proxy in self.proxies)
         for proxy in self.proxies:
-            if none_serves or not proxy.served():
+            if none_serves or not proxy.status.has_served:
                 proxy.check()
         self._ray.check()
 
     def keep_logs(self, directory: Path) -> None:
         self._run.keep_logs(directory)
-
-
-def _shared_secret(security: SecuritySettings) -> bytes:
-    """The configured secret, for clusters with other clients; else a new one for this run."""
-    if security.secret_file is None and ENV_NAME not in os.environ:
-        os.environ[ENV_NAME] = secrets.token_hex(32)
-    return read_secret(security, os.environ)

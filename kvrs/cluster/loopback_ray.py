@@ -6,8 +6,7 @@ import secrets
 from functools import cache
 from typing import Any
 
-from kvrs.cluster.keepers import LaunchError
-from kvrs.cluster.processes import gpus_of
+from kvrs.cluster.processes import LaunchError, gpus_of
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
 

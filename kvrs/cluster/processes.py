@@ -1,21 +1,27 @@
 """The processes of a cluster beside the proxies, by backend."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NoReturn, assert_never
+from typing import Any, NoReturn, assert_never
 
 from kvrs.config.cluster import Backend
-from kvrs.config.file import Config
-from kvrs.errors import ConfigError
+from kvrs.config.file import Config, parse_config
+from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
 
 HOME_ENV = "DISTSERVE_HOME"
 _CONVERSION_S = 1800.0  # DistServe converts the weights of a model before it loads them first.
 
-Progress = Callable[[str], None]  # Takes a line about what is done.
+Progress = Callable[[str], object]  # Takes a line about what is done.
+
+
+class LaunchError(KvrsError):
+    """The cluster did not come up; the message names the process and ends with its last log
+    lines.
+    """
 
 
 class Kind(StrEnum):
@@ -91,6 +97,30 @@ def instances_in(config: Config, process: Process) -> list[InstanceId]:
             return []
         case _:
             assert_never(process.kind)
+
+
+def with_added(config: Config, nodes: Sequence[Mapping[str, Any]]) -> Config:
+    """The configuration with the instances and nodes that `nodes`, in plain data with all keys,
+    have beside its own. Its own ones stay as they are: their processes go on until the end of the
+    run.
+
+    Raises:
+        ConfigError: together they have faults.
+    """
+    document = config.model_dump(mode="json")
+    own = {node["id"]: node for node in document["cluster"]["nodes"]}
+    ids = {instance["id"] for node in own.values() for instance in node["instances"]}
+    is_changed = False
+    for node in nodes:
+        added = [dict(instance) for instance in node["instances"] if instance["id"] not in ids]
+        if not added:
+            continue
+        is_changed = True
+        if node["id"] in own:
+            own[node["id"]]["instances"] += added
+        else:
+            document["cluster"]["nodes"].append({**node, "instances": added})
+    return parse_config(document) if is_changed else config
 
 
 def check_home(config: Config, environ: Mapping[str, str]) -> None:

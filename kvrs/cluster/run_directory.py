@@ -1,17 +1,19 @@
-"""The private directory of one run, with its configuration and log files."""
+"""The files of one run: a private directory with its configuration and log files, and another one
+for the agents' segments, which a killed agent leaves to its successor. The guard removes both.
+"""
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
+from kvrs.cluster.guard import start_guard
+from kvrs.cluster.processes import LaunchError, Progress
 from kvrs.config.file import Config, dump_config
-from kvrs.config.origin import UpCommand
+from kvrs.errors import ConfigError
 
 # Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
 _LONGEST = 40
@@ -26,6 +28,46 @@ class RunDirectory:
         if len(str(self.path)) > _LONGEST:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix="kvrs-", dir="/tmp"))
+        self._owned: Config | None = None
+
+    def guard(self, config: Config, *, apart: bool = False) -> None:
+        """Start the guard, before anything else is made. `apart`: as `start_guard`."""
+        self._guard = start_guard(self.path, segments_of(config, self.path), apart=apart)
+
+    def close(self) -> None:
+        """Have the guard end what is left, and remove the files."""
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.close()
+        self._guard.wait()
+
+    def own(self, config: Config, progress: Progress = str) -> Config:
+        """The configuration with segments of this run, and with a model where it names none; both
+        are made the first time.
+
+        Raises:
+            ConfigError: there can be no segments.
+            LaunchError: the model cannot be generated.
+        """
+        if self._owned is None:
+            self._owned = self._with_model(with_segments(config, self.path), progress)
+        model = {"model": self._owned.cluster.model}
+        changes = {"backup": self._owned.backup, "cluster": config.cluster.model_copy(update=model)}
+        return config.model_copy(update=changes)
+
+    def _with_model(self, config: Config, progress: Progress) -> Config:
+        if config.cluster.model is not None:
+            return config
+        progress("generating a tiny random model")
+        model = str(self.path / "tiny-llama")
+        # In a process of its own, so that the launcher never loads torch.
+        seed = str(config.cluster.engine.seed)
+        if self.spawn("tiny", "-m", "kvrs.engine.tiny", model, seed).wait():
+            raise LaunchError(
+                f"the tiny random model could not be generated\n{self.log_tail('tiny')}"
+            )
+        cluster = config.cluster.model_copy(update={"model": model})
+        return config.model_copy(update={"cluster": cluster})
 
     def spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A Python process with a log file of this run. Ctrl-C at a terminal does not reach it."""
@@ -33,15 +75,6 @@ class RunDirectory:
             return subprocess.Popen(
                 [sys.executable, *arguments], stdout=log, stderr=log, process_group=0
             )
-
-    def spawn_proxy(
-        self, name: str, launch: Callable[[], UpCommand | None]
-    ) -> subprocess.Popen[bytes]:
-        """The environment's settings are in its file already, each proxy's own beside them."""
-        arguments = ["-m", "kvrs", "proxy", "--no-env", "--config", str(self.config_path(name))]
-        if (told := launch()) is not None:
-            arguments += ["--launch", msgspec.json.encode(told).decode()]
-        return self.spawn(name, *arguments)
 
     def config_path(self, proxy: str = "config") -> Path:
         """Path of the configuration of a proxy; without one, of all other processes."""
@@ -75,3 +108,28 @@ class RunDirectory:
 
     def _log(self, name: str) -> Path:
         return self.path / f"{name}.log"
+
+
+def segments_of(config: Config, run_directory: Path) -> Path:
+    """The directory of the agents' segments of a run, below `backup.directory`."""
+    return Path(config.backup.directory) / run_directory.name
+
+
+def with_segments(config: Config, run_directory: Path) -> Config:
+    """The configuration with that directory, which is made, if agents run. Other users have no
+    access.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if not config.agents_run:
+        return config
+    own = segments_of(config, run_directory)
+    try:
+        own.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            [f"backup.directory: {own.parent}: {error.strerror}; allowed: a directory to write in"]
+        ) from None
+    backup = config.backup.model_copy(update={"directory": str(own)})
+    return config.model_copy(update={"backup": backup})

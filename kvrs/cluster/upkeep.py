@@ -1,16 +1,23 @@
-"""The main loop of `kvrs up` while its cluster runs."""
+"""The main loop of `kvrs up` while its cluster runs, and rolling restarts: every process of the
+cluster is restarted, one at a time, without a failed stream.
+"""
 
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
+from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.rolling import RestartError, RollingRestart
+from kvrs.cluster.processes import Kind, Process, instances_in
 from kvrs.config.file import Config
 from kvrs.config.origin import UpCommand
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId
+from kvrs.load.admin import AdminError
 
 LOOK_INTERVAL_S = 0.5
+_RESTART_LOOK_S = 0.1
 
 
 class Upkeep:
@@ -58,7 +65,9 @@ class Upkeep:
     def _report_faults(self, cluster: Cluster) -> None:
         """Report, once each, proxies that cannot be restarted while others serve."""
         faults = {
-            proxy.settings.id: proxy.fault for proxy in cluster.proxies if proxy.fault is not None
+            proxy.settings.id: proxy.status.fault
+            for proxy in cluster.proxies
+            if proxy.status.fault is not None
         }
         for name in faults.keys() - self._reported:
             self._say(f"{faults[name]}\nit is restarted from time to time; the other proxies serve")
@@ -99,8 +108,126 @@ class Upkeep:
 
 
 def _starts(cluster: Cluster) -> dict[InstanceId, int]:
-    return {name: one.starts for name, one in cluster.keepers.status().items()}
+    return {name: one.starts for name, one in cluster.supervisor.status().items()}
 
 
 def _pids(cluster: Cluster) -> dict[str, int | None]:
     return {proxy.settings.id: proxy.pid for proxy in cluster.proxies}
+
+
+class RestartError(KvrsError):
+    """A process failed to restart; the rollout stops, and the other processes run on."""
+
+
+class RollingRestart:
+    """`run` restarts proxies, then instances, then agents. Each has to be up in the state of every
+    proxy before the next one. Those that were removed at the proxies are left as they are.
+    """
+
+    def __init__(
+        self, cluster: Cluster, say: Callable[[str], None], goes_on: Callable[[], bool]
+    ) -> None:
+        """`goes_on` is polled; when it returns False, no further process is restarted."""
+        self._cluster = cluster
+        self._start_s = cluster.config.cluster.start_timeout_s
+        self._say = say
+        self._goes_on = goes_on
+
+    def run(self) -> bool:
+        """Restart all; False if `goes_on` ended it.
+
+        Raises:
+            RestartError: a process failed to restart.
+            LaunchError, ProxyError: no proxy serves any more, or DistServe's Ray has ended.
+        """
+        cluster = self._cluster
+        # Wait for processes that are being restarted already.
+        if not self._until(lambda: not cluster.down(), "the restart has not begun", self._start_s):
+            return False
+        for number in range(len(cluster.proxies)):
+            if not self._restart_proxy(number):
+                return False
+        for kinds in ((Kind.INSTANCE, Kind.SERVER), (Kind.AGENT,)):
+            for process in [each for each in cluster.processes.values() if each.kind in kinds]:
+                if not self._restart(process):
+                    return False
+        return True
+
+    def _restart_proxy(self, number: int) -> bool:
+        cluster, proxy = self._cluster, self._cluster.proxies[number]
+        former = cluster.stop_proxy(number)
+        name = proxy.settings.id
+
+        def is_new() -> bool:
+            if proxy.status.fault is not None:
+                raise RestartError(proxy.status.fault)
+            return proxy.pid != former and not cluster.down()
+
+        return self._until(
+            is_new, name, self._start_s + proxy.settings.drain_delay_s + proxy.settings.drain_s
+        ) and self._all_up(name, self._start_s)
+
+    def _restart(self, process: Process) -> bool:
+        cluster = self._cluster
+        former: dict[int, set[int]] = {}
+
+        def is_known() -> bool:
+            former.update(
+                {number: self._pids(number, process) for number in range(len(cluster.proxies))}
+            )
+            return all(former.values()) or self._is_removed(process)
+
+        if not self._until(is_known, process.label, self._start_s):
+            return False
+        if not all(former.values()):
+            self._say(f"{process.label} was removed, and is not restarted")
+            return True
+        cluster.end(process.name)
+
+        def is_new() -> bool:
+            if fault := cluster.supervisor.status()[process.name].fault:
+                raise RestartError(f"{process.label}: {fault}")
+            found = {number: self._pids(number, process) for number in former}
+            is_other = all(found[each] and not former[each] & found[each] for each in former)
+            return is_other or self._is_removed(process)
+
+        start_s = process.start_timeout_s
+        within_s = start_s + cluster.config.cluster.drain_s
+        return self._until(is_new, process.label, within_s) and self._all_up(process.label, start_s)
+
+    def _pids(self, proxy: int, process: Process) -> set[int]:
+        """The process ids of a process in the state of a proxy, under all of its names."""
+        return {row["pid"] for row in self._rows(proxy, process) or ()} - {None}
+
+    def _is_removed(self, process: Process) -> bool:
+        """An operator has had all proxies remove the process."""
+        return all(self._rows(each, process) == [] for each in range(len(self._cluster.proxies)))
+
+    def _rows(self, proxy: int, process: Process) -> list[dict[str, Any]] | None:
+        """None: the proxy does not answer."""
+        try:
+            rows = rows_of(self._cluster.state(proxy))
+        except AdminError:
+            return None
+        names = instances_in(self._cluster.config, process) or [process.name]
+        return [rows[name] for name in names if name in rows]
+
+    def _all_up(self, name: str, within_s: float) -> bool:
+        if not self._until(lambda: not self._cluster.down(), name, within_s):
+            return False
+        self._say(f"{name} is up again")
+        return True
+
+    def _until(self, holds: Callable[[], bool], name: str, within_s: float) -> bool:
+        """Wait for a condition; False: `goes_on` ended it."""
+        give_up_s = time.monotonic() + within_s
+        while not holds():
+            if not self._goes_on():
+                return False
+            self._cluster.check()
+            if time.monotonic() > give_up_s:
+                raise RestartError(
+                    f"{name}: {within_s:.0f} s later these are not up: {self._cluster.down()}"
+                )
+            time.sleep(_RESTART_LOOK_S)
+        return self._goes_on()

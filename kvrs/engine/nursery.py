@@ -1,141 +1,236 @@
-"""Makes the processes of an instance before they are needed.
+"""Nurseries: processes that have imported what others need, and fork them in milliseconds.
 
-`python -m kvrs.engine.nursery --config FILE --instance ID --line FD` imports what an engine needs
-and forks, which takes milliseconds. Each message on its line brings a descriptor, the line of a new
-process; that process loads the model and serves when it is told the number of its start. Until then
-it is a spare, with its weights mapped.
-
-    to a process:  "start N"; then "stop" (drain and end), "learn" (read the file again for peers
-                   that are new); a closed line ends it at once
-    from it:       "ready", once it takes requests; "fault TEXT", before it ends, where a start of
-                   the same configuration would end likewise
-    for it:        "exit STATUS", from the nursery, when it has ended; 0: it has drained
-
-A nursery ends when its line is closed; its processes do not.
+A nursery computes nothing and has one thread: locks of others would be copied as they are, and a
+child of a process with OpenMP threads hangs. What it forks are children of the process that needs
+them. They are killed when that one ends, and do not need the nursery.
 """
 
-import argparse
-import asyncio
-import logging
+import ctypes
+import gc
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
-import traceback
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
-import torch
-
-from kvrs.config.file import Config, load_config, read_secrets
-from kvrs.engine.forking import tend
-from kvrs.engine.instance import LoadedModel
-from kvrs.engine.server import serve
 from kvrs.errors import KvrsError
-from kvrs.garbage import collect_nothing_yet
-from kvrs.ids import InstanceId
-from kvrs.logs import log_to_stderr
 
-log = logging.getLogger("kvrs.engine.nursery")  # Not of the module that is run.
+_MAX_MESSAGE_BYTES = 1 << 16
+_TASKS = Path("/proc/self/task")
+_LOOK_S = 0.0002
+_FORK_S = 120.0  # Until a nursery that has to import everything first has forked.
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # Of prctl(2).
+_library = ctypes.CDLL(None)
 
-MAX_MESSAGE_BYTES = 1 << 16
+Child = Callable[[socket.socket], NoReturn]
 
 
-class Spare:
-    """One process of an instance."""
+def spawn(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: IO[str] | None,
+    theirs: socket.socket,
+) -> subprocess.Popen[bytes]:
+    """Start a Python module, which is given the descriptor of its line as well."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, "--line", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        # One thread: several engines share the cores, and a nursery is forked.
+        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        process_group=0,  # Ctrl-C at a terminal is for the process that needs it.
+    )
 
-    def __init__(self, config_path: Path, instance: InstanceId, line: socket.socket) -> None:
-        self._config_path, self._instance, self._line = config_path, instance, line
-        self._stop = asyncio.Event()
-        self._document: bytes | None = None
 
-    def run(self) -> None:
-        """Until its line is closed, or it was stopped and has drained."""
-        config = self.config()
-        log_to_stderr(**config.logs.options)
-        secret, *_ = read_secrets(config.security, os.environ)
-        loaded = LoadedModel.load(config, self._instance, secret)
-        log.info("loaded", extra={"instance": self._instance, "pid": os.getpid()})
-        word, _, number = self._line.recv(MAX_MESSAGE_BYTES).decode().partition(" ")
-        if word == "start":
-            # A running cluster may have changed its settings by now.
-            asyncio.run(self._serve(self.config(), int(number), loaded))
+class _Adopting:
+    """Orphans are adopted while a thread waits for a child, and only then: what is orphaned at
+    another time is no child that this process knows of.
+    """
 
-    def report_fault(self, fault: str) -> None:
-        self._tell(f"fault {fault}")
+    def __init__(self) -> None:
+        self._threads, self._counting = 0, threading.Lock()
 
-    def _tell(self, message: str) -> None:
-        self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
+    def __enter__(self) -> None:
+        self._count(1)
 
-    def config(self) -> Config:
-        """The configuration of the file; it is parsed again only if it has changed.
+    def __exit__(self, *_: object) -> None:
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._threads += change
+            _library.prctl(_SET_CHILD_SUBREAPER, int(self._threads > 0), 0, 0, 0)
+
+
+_adopting = _Adopting()
+
+
+class Nursery:
+    """The side of the process that needs others. A nursery that has ended is made again when one is
+    needed, which takes as long as to import everything. One thread uses it.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        output: IO[str] | None = None,
+    ) -> None:
+        """`command`: a Python module that calls `tend` with `--parent` and `--line`."""
+        self._command = [*command, "--parent", str(os.getpid())]
+        self._environment, self._output = environment or {}, output
+        self._line: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()
+
+    def fork(self, theirs: socket.socket) -> "AdoptedChild":
+        """Have a process forked that gets this descriptor: a child of this process.
 
         Raises:
-            ConfigError: it cannot be read, or holds faults.
+            KvrsError: none was forked.
         """
-        document = b""
-        with suppress(OSError):  # Which the parser reports.
-            document = self._config_path.read_bytes()
-        if document != self._document:
-            self._config, self._document = load_config(self._config_path), document
-        return self._config
+        with _adopting:
+            line = self._line
+            for _ in range(2):  # The first nursery may have ended, or end with the request.
+                line = line or self._begin()
+                with suppress(OSError):
+                    socket.send_fds(line, [b"fork"], [theirs.fileno()])
+                    line.settimeout(_FORK_S)
+                    if answer := line.recv(_MAX_MESSAGE_BYTES):
+                        return AdoptedChild(int(answer))
+                line = None
+        raise KvrsError("no process could be forked")
 
-    async def _serve(self, config: Config, start: int, loaded: LoadedModel) -> None:
-        asyncio.get_running_loop().add_reader(self._line, self._heard)
-        ring = read_secrets(config.security, os.environ)
-        ready = partial(self._tell, "ready")
-        await serve(
-            config,
-            self._instance,
-            start,
-            ring[0],
-            self._stop,
-            ready,
-            older=ring[1:],
-            loaded=loaded,
-            read=self.config,
-        )
+    def close(self) -> None:
+        """End it; its children stay. Another thread that waits for a child waits no more."""
+        with self._closing:
+            self._is_closed = True
+            self._end()
 
-    def _heard(self) -> None:
-        word = self._line.recv(MAX_MESSAGE_BYTES)
-        if not word:
-            os._exit(1)  # As if it had been killed: its memory stays as it is.
-        if word == b"learn":
-            signal.raise_signal(signal.SIGHUP)
-        else:
-            self._stop.set()
+    def _begin(self) -> socket.socket:
+        with self._closing:
+            if self._is_closed:
+                raise KvrsError("no process is forked any more")
+            self._end()  # What it may still answer would be taken for the next child.
+            self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = spawn(self._command, self._environment, self._output, theirs)
+            return self._line
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._line is not None:
+            self._line.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvrs.engine.nursery", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--instance", type=InstanceId, required=True)
-    parser.add_argument("--line", type=int, required=True)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+class AdoptedChild:
+    """A child of this process that another one has forked for it. Any thread may use it."""
 
-    def be_spare(line: socket.socket) -> NoReturn:
-        status = 1
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.has_ended = False
+        self.status: int | None = None  # As `exit_status`; None: it runs, or that is not known.
+        self._handle = os.pidfd_open(pid)
+        self._one = threading.Lock()
+
+    def poll(self) -> bool:
+        """Return whether the process has ended."""
+        with self._one:
+            if not self.has_ended:
+                try:
+                    found = os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOHANG)
+                    self.has_ended = found is not None
+                    self.status = None if found is None else exit_status(found)
+                except ChildProcessError:  # Buried by a signal handler of this process.
+                    self.has_ended = True
+        return self.has_ended
+
+    def wait(self, patience_s: float | None = None) -> bool:
+        """Wait until the process has ended, at most for so long; None: without a limit."""
+        if self.poll():
+            return True
+        with self._one:
+            if self.has_ended:
+                return True
+            handle = os.dup(self._handle)  # Another thread may close it meanwhile.
         try:
-            spare = Spare(given.config, given.instance, line)
-            try:
-                spare.run()
-                status = 0
-            except KvrsError as error:
-                print(error, file=sys.stderr, flush=True)
-                spare.report_fault(str(error))
-        except BaseException:
-            traceback.print_exc()
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            ended.poll(None if patience_s is None else 1000 * patience_s)
         finally:
-            sys.stderr.flush()
-            os._exit(status)
+            os.close(handle)
+        return self.poll()
 
-    with socket.socket(fileno=given.line) as line:
-        tend(line, be_spare)
+    def kill(self) -> None:
+        """Let it end; `wait` says when it has."""
+        with self._one, suppress(ProcessLookupError):
+            if not self.has_ended:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, if it has not, and give its handle back; other threads do not wait any more."""
+        self.kill()
+        self.wait()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
-collect_nothing_yet()
-if __name__ == "__main__":
-    main()
+def exit_status(found: os.waitid_result) -> int:
+    """The status of a process that has ended, as `subprocess` has it: below 0 minus a signal."""
+    status = int(found.si_status)
+    return status if found.si_code == os.CLD_EXITED else -status
+
+
+def tend(parent: int, line: socket.socket, child: Child) -> None:
+    """Fork for each message, until the line is closed; the descriptor that comes with it goes to
+    `child`, in a process that `parent` adopts and that is killed when it ends, even while it is
+    stopped.
+    """
+    gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
+    die_with_parent(parent)
+    while True:
+        message, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 1)
+        if not message:
+            return
+        with socket.socket(fileno=fds[0]) as theirs:
+            between = _fork()
+            if between == 0:
+                own = os.getpid()
+                if os.fork() != 0:
+                    os._exit(0)
+                while os.getppid() == own:
+                    time.sleep(_LOOK_S)
+                die_with_parent(parent)
+                line.send(str(os.getpid()).encode())
+                line.close()
+                child(theirs)
+            os.waitpid(between, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the parent ends.
+
+    Raises:
+        KvrsError: it has ended already.
+    """
+    _library.prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        raise KvrsError("the parent of this process has ended")
+
+
+def _fork() -> int:
+    assert len(list(_TASKS.iterdir())) == 1, "a fork would copy locks of other threads"
+    return os.fork()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrs.cluster.fleet import with_added
+from kvrs.cluster.processes import with_added
 from kvrs.config.file import ENV_NAME, parse_config
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster import launches

@@ -34,6 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 END_S = 60.0
+TRIES = len(proxies.PAUSES_S)  # Until one that does not take a request has a fault.
 
 
 def test_each_worker_of_a_proxy_has_an_admin_port() -> None:
@@ -82,7 +83,7 @@ class Spawned:
 
     def until_served(self, former: int | None = None) -> int:
         deadline_s = time.monotonic() + END_S
-        while not self.kept.served() or self.kept.pid in (None, former):
+        while not self.kept.status.has_served or self.kept.pid in (None, former):
             assert time.monotonic() < deadline_s
             self.kept.check()
             time.sleep(0.01)
@@ -92,7 +93,7 @@ class Spawned:
 
 @pytest.fixture
 def spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawned]:
-    monkeypatch.setattr(proxies, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(proxies, "PAUSES_S", (*[0.001] * (TRIES - 1), 5.0))
     one = Spawned(tmp_path)
     yield one
     one.kept.stop()
@@ -104,12 +105,12 @@ def test_a_killed_proxy_is_restarted(spawned: Spawned) -> None:
     spawned.kept.start()
     former = spawned.until_served()
 
-    for _ in range(proxies.QUICK_ENDS + 1):
+    for _ in range(TRIES + 1):
         until(lambda: spawned.requests() >= spawned.starts, END_S)
         assert spawned.kept.signal(signal.SIGKILL) == former
         former = spawned.until_served(former)
 
-    assert spawned.starts == proxies.QUICK_ENDS + 2
+    assert spawned.starts == TRIES + 2
 
 
 def test_a_proxy_that_never_served_is_not_tried_again(spawned: Spawned) -> None:
@@ -130,9 +131,9 @@ def test_one_that_ends_again_and_again_before_it_serves_is_given_up(spawned: Spa
 
     spawned.kept.signal(signal.SIGKILL)
 
-    often = f"{proxies.QUICK_ENDS} times before it took a request"
+    often = f"{TRIES} times before it took a request"
     assert spawned.until_fault() == f"proxy-0 ended with status 3, {often}\nthe last words"
-    assert spawned.starts == 1 + proxies.QUICK_ENDS
+    assert spawned.starts == 1 + TRIES
 
 
 def test_a_stopped_proxy_has_no_successor(spawned: Spawned) -> None:
@@ -169,23 +170,23 @@ def test_a_failing_proxy_is_restarted_from_time_to_time_while_others_serve(
     spawned: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file may be mended. A rolling restart with a bad file must not end the other proxies."""
-    monkeypatch.setattr(proxies, "LONG_PAUSE_S", 0.01)
+    monkeypatch.setattr(proxies, "PAUSES_S", (*[0.001] * (TRIES - 1), 0.01))
     spawned.good_starts = 1
     spawned.kept.start()
     former = spawned.until_served()
     cluster, others = Cluster.__new__(Cluster), ProxyProcess(ProxySettings(), spawned, lambda: "")
     cluster.proxies = [spawned.kept, others]
     cluster._ray = LoopbackRay(Config(), RunDirectory())
-    others._served.set()
+    others.status.has_served = True
 
     spawned.kept.signal(signal.SIGKILL)
     fault = spawned.until_fault()
     cluster.check()
-    others.fault = "it ended"
+    others.status.fault = "it ended"
     with pytest.raises(ProxyError):
         cluster.check()
     spawned.good_starts = 1_000_000
-    until(lambda: spawned.kept.fault is None, END_S)
+    until(lambda: spawned.kept.status.fault is None, END_S)
 
     assert "before it took a request" in fault
     assert spawned.kept.pid != former

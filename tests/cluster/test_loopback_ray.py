@@ -20,7 +20,7 @@ RUN = """
 import time
 from kvrs.cluster.loopback_ray import LoopbackRay
 from kvrs.cluster.run_directory import RunDirectory
-from kvrs.cluster.keepers import LaunchError
+from kvrs.cluster.processes import LaunchError
 from kvrs.config.file import Config
 
 run = RunDirectory()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster import keepers
+from kvrs.cluster import supervised
 from kvrs.cluster.fault_injection import FaultError, open_processes
-from kvrs.cluster.keepers import LaunchError, ProcessStatus, wait_ready
-from kvrs.cluster.processes import HOME_ENV, check_home, gpus_of, processes_of
+from kvrs.cluster.processes import HOME_ENV, LaunchError, check_home, gpus_of, processes_of
+from kvrs.cluster.supervised import ProcessStatus, wait_ready
 from kvrs.config.cluster import demo_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
@@ -172,13 +172,13 @@ def test_a_start_that_takes_too_long_says_what_it_waits_for(
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    monkeypatch.setattr(supervised, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     nodes = [node.model_dump(mode="json") for node in demo_nodes(1)]
     config = parse_config({"cluster": {"nodes": nodes, "start_timeout_s": 25}})
     processes = {one.name: one for one in processes_of(config)}
 
     def status() -> dict[InstanceId, ProcessStatus]:
-        return {name: ProcessStatus(name == "p0", 1, None) for name in processes}
+        return {name: ProcessStatus(1, name == "p0") for name in processes}
 
     with pytest.raises(LaunchError) as raised:
         wait_ready(processes, status, lambda name: f"log of {name}", said.append)

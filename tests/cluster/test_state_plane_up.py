@@ -16,6 +16,7 @@ import pytest
 
 from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
 from kvrs.cluster.launcher import Cluster
+from kvrs.cluster.supervised import MachineSupervisor
 from kvrs.config.file import parse_config
 from kvrs.faults.language import FaultSchedule, parse_faults
 from kvrs.ids import InstanceId
@@ -70,24 +71,31 @@ def pid_of(cluster: Cluster) -> int:
     return int(rows_of(cluster.state())[InstanceId("e0")]["pid"])
 
 
-def nursery_of(pid: int) -> int:
-    """The parent of an engine."""
+def nursery_of(cluster: Cluster) -> int:
+    assert isinstance(cluster.supervisor, MachineSupervisor)
+    (nursery,) = cluster.supervisor._nurseries
+    assert nursery._process is not None
+    return nursery._process.pid
+
+
+def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def spares(cluster: Cluster, nursery: int) -> list[int]:
-    """Its other children, which have the weights mapped."""
+def spares(cluster: Cluster) -> list[int]:
+    """The launcher's children, without the engine, that have the weights mapped."""
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            if nursery_of(pid) == nursery and "/weights-" in Path(f"/proc/{pid}/maps").read_text():
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            if parent_of(pid) == os.getpid() and "/weights-" in maps:
                 found.append(pid)
     return [pid for pid in found if pid != pid_of(cluster)]
 
 
-def spare_of(cluster: Cluster, nursery: int) -> int:
+def spare_of(cluster: Cluster) -> int:
     """Its only one, once it has one."""
-    return until(lambda: found if len(found := spares(cluster, nursery)) == 1 else None)[0]
+    return until(lambda: found if len(found := spares(cluster)) == 1 else None)[0]
 
 
 def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = False) -> list[int]:
@@ -109,25 +117,25 @@ def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster) -> None:
     """
     expected = Stream(cluster).read()
     first = pid_of(cluster)
-    nursery = nursery_of(first)
-    spare = spare_of(cluster, nursery)
+    nursery = nursery_of(cluster)
+    spare = spare_of(cluster)
 
     assert go_on(cluster, (first, signal.SIGKILL)) == expected
     assert pid_of(cluster) == spare
     (recovery,) = cluster.state()["recoveries"]
     assert recovery["option"] == "reuse"
 
-    second = spare_of(cluster, nursery)
+    second = spare_of(cluster)
     assert go_on(cluster, (second, signal.SIGKILL), (spare, signal.SIGKILL)) == expected
-    assert nursery_of(pid_of(cluster)) == nursery
+    assert nursery_of(cluster) == nursery
 
-    third = spare_of(cluster, nursery)
+    third = spare_of(cluster)
     fourth = (nursery, signal.SIGKILL), (pid_of(cluster), signal.SIGKILL)
     assert go_on(cluster, *fourth) == expected
     assert pid_of(cluster) == third
-    until(lambda: len(spares(cluster, nursery_of(third))) <= 1)
+    until(lambda: len(spares(cluster)) <= 1)
     assert go_on(cluster, (third, signal.SIGKILL)) == expected
-    assert nursery_of(pid_of(cluster)) != nursery
+    assert nursery_of(cluster) != nursery
 
 
 async def test_a_lost_device_takes_its_pages_along(cluster: Cluster) -> None:

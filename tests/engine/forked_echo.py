@@ -1,5 +1,5 @@
-"""A nursery of processes that stay until their line closes or brings a word: children of a process,
-which send its id, or with 0 for it the nursery's own, which send theirs.
+"""A nursery of processes that send the id of their parent, and stay until their line closes or
+brings a word.
 """
 
 import os
@@ -7,19 +7,16 @@ import socket
 import sys
 from typing import NoReturn
 
-from kvrs.engine.forking import tend, tend_for
+from kvrs.engine.nursery import tend
 
 
 def echo(line: socket.socket) -> NoReturn:
-    line.send(str(os.getpid() if parent == 0 else os.getppid()).encode())
+    line.send(str(os.getppid()).encode())
     line.recv(1)
     os._exit(0)
 
 
-parent = int(sys.argv[1])
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[-1])) as line:
-        if parent == 0:
-            tend(line, echo)
-        else:
-            tend_for(parent, line, echo)
+    _, _, parent, _, descriptor = sys.argv
+    with socket.socket(fileno=int(descriptor)) as line:
+        tend(int(parent), line, echo)

@@ -1,25 +1,186 @@
-"""A process that waits for its start, and the file that it reads again then."""
+"""Nurseries: processes that are forked for others."""
 
+import ctypes
+import os
+import select
+import signal
 import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvrs.engine.nursery import Spare
-from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId
+from kvrs.engine import nursery as nurseries
+from kvrs.engine.nursery import AdoptedChild, Nursery
+from kvrs.errors import KvrsError
+
+pytestmark = pytest.mark.process
+
+_GET_CHILD_SUBREAPER = 37  # Of prctl(2).
 
 
-def test_a_file_is_parsed_again_if_it_has_changed(tmp_path: Path) -> None:
-    path = tmp_path / "kvrs.yaml"
-    path.write_text("transfer: {lease_s: 7}")
-    line, other = socket.socketpair()
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    found = Nursery(["tests.engine.forked_echo"])
+    yield found
+    found.close()
+
+
+def adopted(nursery: Nursery) -> tuple[AdoptedChild, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, ExitStack() as undo:
+        undo.enter_context(ours)
+        child = nursery.fork(theirs)
+        undo.pop_all()
+    return child, ours
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_a_forked_process_is_a_child_of_the_one_that_needs_it(nursery: Nursery) -> None:
+    """So it is killed with it, and its end is seen. Other orphans are not adopted."""
+    child, line = adopted(nursery)
+
+    with line:
+        assert int(line.recv(100)) == os.getpid()
+        assert parent_of(child.pid) == os.getpid()
+        assert not child.poll()
+        assert not child.wait(0.0)
+    assert child.wait()
+    child.close()
+    adopts = ctypes.c_int(1)
+    ctypes.CDLL(None).prctl(_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    assert adopts.value == 0
+
+
+def test_a_child_is_killed_and_buried(nursery: Nursery) -> None:
+    child, line = adopted(nursery)
+
+    with line:
+        child.kill()
+
+    assert child.wait()
+    assert not Path(f"/proc/{child.pid}").exists()
+    child.close()
+    child.close()
+
+
+def test_a_nursery_that_has_ended_is_made_again_and_its_children_stay(nursery: Nursery) -> None:
+    first, line = adopted(nursery)
+    os.kill(_nursery_beside(first), signal.SIGKILL)
+
+    second, other = adopted(nursery)
+
     with line, other:
-        spare = Spare(path, InstanceId("e0"), line)
-        first = spare.config()
-        assert spare.config() is first
-        path.write_text("transfer: {lease_s: 8}")
-        assert (first.transfer.lease_s, spare.config().transfer.lease_s) == (7, 8)
-        path.unlink()
-        with pytest.raises(ConfigError, match="No such file"):
-            spare.config()
+        assert not first.poll()
+        assert int(other.recv(100)) == os.getpid()
+    for child in (first, second):
+        assert child.wait()
+        child.close()
+
+
+def test_a_nursery_that_hangs_is_made_again(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended: its late answer would be taken for that to the next request."""
+    monkeypatch.setattr(nurseries, "_FORK_S", 5.0)
+    first, line = adopted(nursery)
+    stopped = _nursery_beside(first)
+    os.kill(stopped, signal.SIGSTOP)
+
+    second, other = adopted(nursery)
+
+    with line, other:
+        assert not Path(f"/proc/{stopped}").exists()
+        assert int(other.recv(100)) == os.getpid()
+    for child in (first, second):
+        assert child.wait()
+        child.close()
+
+
+def test_a_child_may_be_buried_while_another_thread_waits_for_it(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment: what it waits with is not the handle that is given back."""
+    child, line = adopted(nursery)
+    poll = select.poll
+
+    def bury_first() -> "select.poll":
+        monkeypatch.setattr(select, "poll", poll)
+        child.close()
+        return poll()
+
+    monkeypatch.setattr(select, "poll", bury_first)
+
+    with line:
+        assert child.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, None])
+def test_a_child_knows_how_it_has_ended(nursery: Nursery, number: signal.Signals | None) -> None:
+    child, line = adopted(nursery)
+
+    with line:
+        before = child.status
+        if number is None:
+            line.send(b"end")
+        else:
+            os.kill(child.pid, number)
+        assert child.wait()
+
+    assert (before, child.status) == (None, 0 if number is None else -number)
+    child.close()
+
+
+def test_children_are_forked_for_several_threads_at_once(nursery: Nursery) -> None:
+    """Each waits for a nursery of its own; none stops adopting for the others."""
+    others = [Nursery(["tests.engine.forked_echo"]) for _ in range(3)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(adopted, [nursery, *others]))
+
+    for child, line in found:
+        with line:
+            assert int(line.recv(100)) == os.getpid()
+        assert child.wait()
+        child.close()
+    for other in others:
+        other.close()
+
+
+def test_a_nursery_that_is_closed_meanwhile_forks_none(nursery: Nursery) -> None:
+    """A cluster may end while it starts: no other nursery is made, and the thread ends."""
+    with ThreadPoolExecutor(1) as thread:
+        first, line = adopted(nursery)
+        os.kill(_nursery_beside(first), signal.SIGSTOP)
+        forking = thread.submit(adopted, nursery)
+        time.sleep(0.1)
+
+        nursery.close()
+
+        with pytest.raises(KvrsError, match="no process is forked any more"):
+            forking.result(60.0)
+    line.close()
+    first.close()
+
+
+def _nursery_beside(child: AdoptedChild) -> int:
+    (made,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit()
+        and int(entry.name) not in (child.pid, os.getpid())
+        and b"tests.engine.forked_echo\0--parent\0" + str(os.getpid()).encode() in _command(entry)
+    )
+    return made
+
+
+def _command(entry: Path) -> bytes:
+    try:
+        return entry.joinpath("cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,7 +1,6 @@
 """The processes of an instance's ranks: their start, the weights that they get, and formations."""
 
 import logging
-import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.units import Unit
-from kvrs.engine.forking import Nursery
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import unit_name
 from kvrs.engine.models.unit_blocks import UnitBlocks
 from kvrs.engine.models.weights import Weights
+from kvrs.engine.nursery import Nursery
 from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.seats import (
@@ -88,7 +87,7 @@ class RankProcesses:
         # Units that a rank computes with where a lost one had them, which has them until the next
         # layout serves: of a rank and a unit, that other rank.
         self._lent: dict[tuple[int, Unit], int] = {}
-        self._nursery = Nursery(["kvrs.engine.ranks.nursery", str(os.getpid())], {})
+        self._nursery = Nursery(["kvrs.engine.ranks.rank"])
 
     def start(
         self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True

@@ -3,8 +3,12 @@ heads.
 
 It obeys the instance at the other end of a socket until that closes. The memory of its cells
 belongs to the instance, so it outlives the process.
+
+`python -m kvrs.engine.ranks.rank` forks such processes for an instance (`kvrs.engine.nursery`):
+each request brings the end of the rank's socket.
 """
 
+import argparse
 import mmap
 import os
 import socket
@@ -35,6 +39,7 @@ from kvrs.engine.models.loading import proven, read_decoder
 from kvrs.engine.models.ranges import RangeReader
 from kvrs.engine.models.unit_blocks import UnitBlock, UnitBlocks, assemble
 from kvrs.engine.models.weights import Weights
+from kvrs.engine.nursery import tend
 from kvrs.engine.ranks.cells import CellPool, of_layers
 from kvrs.engine.ranks.exchange import Areas, FormationEndedError, FormationMemory, SharedMemory
 from kvrs.engine.ranks.futex import Life
@@ -374,3 +379,16 @@ def obey(pair: socket.socket) -> NoReturn:
         traceback.print_exc()
     # `rank` is there until now: its end is told by the memory of its life, while that is mapped.
     os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvrs.engine.ranks.rank", description=__doc__)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--line", type=int, required=True)
+    given = parser.parse_args()
+    with socket.socket(fileno=given.line) as line:
+        tend(given.parent, line, obey)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from kvrs.elastic.units import Unit
-from kvrs.engine.forking import Nursery
+from kvrs.engine.nursery import Nursery
 from kvrs.engine.ranks.futex import Life
 from kvrs.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
 from kvrs.errors import RanksLostError
@@ -95,7 +95,7 @@ class RankSeat:
             self._pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             self._answers = Receiver(self._pair, Answer)
             with theirs:
-                self.process = nursery.adopt(theirs)
+                self.process = nursery.fork(theirs)
             undo.pop_all()
         self._threads = [self._run(self._read)]
 

@@ -18,10 +18,10 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.plans import HOST, Move
 from kvrs.elastic.units import Unit, UnitKind
-from kvrs.engine.forking import Nursery
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.unit_blocks import UnitBlocks
 from kvrs.engine.models.weights import Weights
+from kvrs.engine.nursery import Nursery
 from kvrs.engine.ranks.cells import memory_bytes
 from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.futex import Life
@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_descriptor(
 
     monkeypatch.setattr(socket, "socketpair", fail)
     with pytest.raises(OSError, match="none is left"):
-        RankSeat(0, Nursery([], {}), lambda told: None)
+        RankSeat(0, Nursery([]), lambda told: None)
 
     assert len(descriptors("kvrs-life")) == before
 

@@ -1,20 +1,30 @@
-"""Processes on the machines of a Ray cluster that runs already."""
+"""Processes on the machines of a Ray cluster that runs already.
+
+Each node of the configuration has an actor of Ray, which supervises its processes on a machine. The
+machine's own directories hold its files, and the secret is read there: Ray carries the
+configuration, which has none, and no request, token or page.
+"""
 
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
+from queue import SimpleQueue
 from typing import Any
 
-from kvrs.cluster.exits import Exit
-from kvrs.cluster.keepers import LaunchError, ProcessStatus
-from kvrs.cluster.node_keeper import NodeKeeper, mark_of
+from kvrs.cluster.exits import Ended
+from kvrs.cluster.guard import PATIENCE_S
 from kvrs.cluster.placing import Machine, faults_of_ray, host_of, moved, place
-from kvrs.cluster.processes import Process, Progress
+from kvrs.cluster.processes import LaunchError, Process, Progress, processes_of
+from kvrs.cluster.run_directory import RunDirectory
+from kvrs.cluster.supervised import MachineSupervisor, ProcessStatus
 from kvrs.config.cluster import NodeSettings
-from kvrs.config.file import Config, dump_config, read_secret
-from kvrs.errors import ConfigError
+from kvrs.config.file import Config, read_secret
+from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.instance import ExitReport
+from kvrs.protocol.secrets import derive
 
 _ANSWER_S = 10.0
 _JOIN_S = 1.0
@@ -23,10 +33,53 @@ _EXITS = "exits"  # Calls to an actor that wait, beside the others.
 _STARTS_UNSEEN = 1000
 
 
-class RemoteKeepers:
+class NodeSupervisor(MachineSupervisor):
+    """One per node. Its calls come one after another; `next_exit` has a thread of its own."""
+
+    def __init__(self, node: NodeId) -> None:
+        self._node = node
+        self._exits: SimpleQueue[tuple[InstanceId, ExitReport] | None] = SimpleQueue()
+        super().__init__(RunDirectory(), {}, lambda *news: self._exits.put(news))
+
+    def begin(self, config: Config, starts: int, secret_mark: str) -> str | None:
+        """Start the node's processes; why not, or None. `starts`: how many there have been before,
+        at any machine.
+        """
+        try:
+            # Beyond this process, which Ray ends with all its children.
+            self._run.guard(config, apart=True)
+            if mark_of(read_secret(config.security, os.environ)) != secret_mark:
+                return "the secret there is another one; allowed: the same at all machines"
+            self.learn(config)
+            processes = [each for each in processes_of(config) if each.node == self._node]
+            self.start(processes, config, starts)
+        except KvrsError as error:
+            return str(error)
+        return None
+
+    def next_exit(self) -> tuple[InstanceId, ExitReport] | None:
+        """Wait for the end of a process of an instance; None: `stop` was called."""
+        return self._exits.get()
+
+    def stop(self) -> None:
+        """End all processes, and leave nothing behind."""
+        self._exits.put(None)
+        super().stop()
+        self._run.close()  # Waits for the shell that has started the guard.
+        give_up_s = time.monotonic() + PATIENCE_S
+        while self._run.path.exists() and time.monotonic() < give_up_s:
+            time.sleep(0.05)
+
+
+def mark_of(secret: bytes) -> str:
+    """Equal for equal secrets, and tells nothing else of one."""
+    return derive(secret, b"kvrs-ray")[:16].hex()
+
+
+class RemoteSupervisor:
     """`join`, then `start`, then `look` now and again until `stop`. Calls come from one thread."""
 
-    def __init__(self, address: str, progress: Progress, ended: Callable[[Exit], object]) -> None:
+    def __init__(self, address: str, progress: Progress, ended: Ended) -> None:
         """`ended` is called from other threads."""
         self._address, self._progress, self._ended = address, progress, ended
         self._following: list[threading.Thread] = []
@@ -35,8 +88,6 @@ class RemoteKeepers:
         self._status: dict[InstanceId, ProcessStatus] = {}
         self._nodes: list[NodeSettings] = []
         self._node_of: dict[InstanceId, NodeId] = {}
-        self._document = ""
-        self._mark = ""
         self._runs = False
 
     def join(self, config: Config) -> Config:
@@ -74,7 +125,6 @@ class RemoteKeepers:
     def start(self, processes: Iterable[Process], config: Config) -> None:
         """Raises LaunchError: a machine cannot start its processes."""
         self._node_of = {process.name: process.node for process in processes}
-        self._document = dump_config(config)
         self._create(config, self._placed, 0)
 
     def _create(self, config: Config, placed: Mapping[NodeId, Machine], starts: int) -> None:
@@ -82,13 +132,13 @@ class RemoteKeepers:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         started = {}
-        keeper = ray.remote(concurrency_groups={_EXITS: 1})(NodeKeeper)
+        supervisor = ray.remote(concurrency_groups={_EXITS: 1})(NodeSupervisor)
         for node, machine in placed.items():
             at = NodeAffinitySchedulingStrategy(machine.id, soft=False)
             # Not restarted by Ray: it may be placed on another machine.
             options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": at}
-            actor = self._actors[node] = keeper.options(**options).remote(node)
-            started[node] = actor.start.remote(self._document, starts, self._mark)
+            actor = self._actors[node] = supervisor.options(**options).remote(node)
+            started[node] = actor.begin.remote(config, starts, self._mark)
         for node, reference in started.items():
             where = f"node {node} at {placed[node].address}"
             try:
@@ -113,7 +163,7 @@ class RemoteKeepers:
         next_exit = actor.next_exit.options(concurrency_group=_EXITS)
         try:
             while (news := ray.get(next_exit.remote())) is not None:
-                self._ended(news)
+                self._ended(*news)
         except ray.exceptions.RayError:
             return
 
@@ -140,7 +190,6 @@ class RemoteKeepers:
             return None
         self._placed |= found
         config = moved(config, found)
-        self._document = dump_config(config)
         starts = max((each.starts for each in self._status.values()), default=0) + _STARTS_UNSEEN
         for node, machine in found.items():
             self._progress(f"node {node} lies on {machine.address} now")
@@ -167,15 +216,10 @@ class RemoteKeepers:
                 del self._actors[node]
         return dict(self._status)
 
-    def fault(self, name: InstanceId) -> str | None:
-        """Why a process cannot serve, as it is configured now."""
-        return self.status()[name].fault
-
     def log_tail(self, name: InstanceId) -> str:
         import ray
 
-        node = self._node_of[name]
-        if (actor := self._actors.get(node)) is None:
+        if (actor := self._actors.get(self._node_of[name])) is None:
             return "(its machine is gone)"
         try:
             return str(ray.get(actor.log_tail.remote(name), timeout=_ANSWER_S))
@@ -189,9 +233,8 @@ class RemoteKeepers:
 
     def learn(self, config: Config) -> None:
         """Have all processes read this configuration."""
-        self._document = dump_config(config)
         for actor in self._actors.values():
-            actor.learn.remote(self._document)
+            actor.learn.remote(config)
 
     def stop(self) -> None:
         """End all processes."""
