@@ -7,6 +7,7 @@ python -m experiments.proxy_kills.run [--kills 100] [--proxies 2] [--mirror asyn
 import argparse
 import asyncio
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,7 +56,7 @@ async def kill_all(cluster: Cluster, kills: int, mix: bool, rng: random.Random) 
         if mix:
             instances += 1
             await asyncio.to_thread(cluster.kill, rng.choice(DECODE))
-        cluster.kill_proxy(number)
+        cluster.proxies[number].signal(signal.SIGKILL)
     await asyncio.to_thread(cluster.wait_all_up)
     return {
         "kills": len(hit),

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 from urllib.parse import urlsplit
@@ -363,6 +363,24 @@ def closing_process(process: int) -> Iterator[None]:
         os.close(process)
 
 
+def _open(pid: int, what: str, is_right: Callable[[], bool], otherwise: str) -> int:
+    """A handle on a process that is the right one. Raises FaultError."""
+    try:
+        process = os.pidfd_open(pid)
+    except (OSError, TypeError, ValueError) as error:
+        raise FaultError(f"{what}: process {pid}: {error}") from None
+    if not is_right():
+        os.close(process)
+        raise FaultError(f"{what}: process {pid} {otherwise}")
+    return process
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def open_process(row: Mapping[str, Any]) -> int:
     """A handle on the process of an instance or agent of the state, on this machine.
 
@@ -375,17 +393,12 @@ def open_process(row: Mapping[str, Any]) -> int:
         raise FaultError(
             f"{what}: it runs on another machine; allowed: faults on processes of this one"
         )
-    try:
-        process = os.pidfd_open(row["pid"])
-    except (OSError, TypeError, ValueError) as error:
-        raise FaultError(f"{what}: process {row['pid']}: {error}") from None
-    if not _listens(row["pid"], address.port or 0):
-        os.close(process)
-        raise FaultError(
-            f"{what}: process {row['pid']} of this machine does not listen there, so it "
-            f"is another one"
-        )
-    return process
+    return _open(
+        row["pid"],
+        what,
+        lambda: _listens(row["pid"], address.port or 0),
+        "of this machine does not listen there, so it is another one",
+    )
 
 
 def open_processes(
@@ -416,19 +429,6 @@ def open_processes(
     return handles
 
 
-def open_stage_hosts(rows: Iterable[Mapping[str, Any]], node: NodeId) -> list[int]:
-    """Handles on the hosts, on this node, of stages of instances of other nodes."""
-    hosts = set()
-    for row in rows:
-        for rank in row.get("ranks") or []:
-            if rank["node"] == node != row["node"]:
-                os.close(open_rank(row, rank["rank"]))
-                # Its host has started it.
-                stat = Path(f"/proc/{rank['pid']}/stat").read_text()
-                hosts.add(int(stat.rpartition(")")[2].split()[1]))
-    return [os.pidfd_open(host) for host in hosts]
-
-
 def open_rank(row: Mapping[str, Any], rank: int) -> int:
     """A handle on the process of one rank of an instance of the state, on this machine.
 
@@ -437,31 +437,17 @@ def open_rank(row: Mapping[str, Any], rank: int) -> int:
     """
     pids = _pids_of(row)
     os.close(open_process(row))
-    if rank not in pids:
+    if (pid := pids.get(rank)) is None:
         raise FaultError(f"{_named(row)} has no rank {rank}; allowed: {sorted(pids)}")
-    try:
-        process = os.pidfd_open(pids[rank])
-        command = Path(f"/proc/{pids[rank]}/cmdline").read_bytes()
-    except OSError as error:
-        raise FaultError(f"rank {rank} of {_named(row)}: {error}") from None
-    if b"kvrs.engine.ranks" not in command:
-        os.close(process)
-        raise FaultError(f"rank {rank} of {_named(row)}: process {pids[rank]} is another one")
-    return process
+    what = f"rank {rank} of {_named(row)}"
+    return _open(pid, what, lambda: b"kvrs.engine.ranks" in _command(pid), "is another one")
 
 
 def _open_worker(row: Mapping[str, Any], pid: int) -> int:
-    what = f"worker process {pid} of {_named(row)}"
-    try:
-        process = os.pidfd_open(pid)
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError as error:
-        raise FaultError(f"{what}: {error}") from None
     # The form of names of Ray's workers.
-    if not command.startswith(b"ray::"):
-        os.close(process)
-        raise FaultError(f"{what}: this process is no worker of Ray, so it is another one")
-    return process
+    what = f"a worker process of {_named(row)}"
+    otherwise = "is no worker of Ray, so it is another one"
+    return _open(pid, what, lambda: _command(pid).startswith(b"ray::"), otherwise)
 
 
 def _named(row: Mapping[str, Any]) -> str:

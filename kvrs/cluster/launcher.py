@@ -24,7 +24,6 @@ from kvrs.cluster.fault_injection import (
     closing_process,
     members_of,
     open_processes,
-    open_stage_hosts,
     rows_of,
 )
 from kvrs.cluster.loopback_ray import LoopbackRay
@@ -53,7 +52,7 @@ from kvrs.config.file import (
 from kvrs.config.origin import UpCommand
 from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminError
 
 STOP_TIMEOUT_S = 15.0
@@ -190,16 +189,6 @@ class Cluster:
                 return self.state(number)
         return self.state(len(self.proxies) - 1)
 
-    def kill_proxy(self, number: int) -> int:
-        """Send SIGKILL; return the process id. The proxy is restarted."""
-        return self.proxies[number].signal(signal.SIGKILL)
-
-    def stop_proxy(self, number: int) -> int:
-        """Send SIGTERM, so that it hands its streams over; return the process id. The proxy is
-        restarted.
-        """
-        return self.proxies[number].signal(signal.SIGTERM)
-
     def kill(self, *names: InstanceId) -> list[int]:
         """SIGKILL the processes of instances and agents that are up, all at once; return their
         process ids by the state. They are started again. Of an instance with worker processes,
@@ -209,39 +198,20 @@ class Cluster:
             LaunchError: one is not up; none was killed.
             FaultError: the state of one is wrong or outdated.
         """
-        return self._kill(names, servers_too=False)
-
-    def _kill(
-        self, names: Sequence[InstanceId], *, servers_too: bool, hosts_on: NodeId | None = None
-    ) -> list[int]:
         rows = rows_of(self.state())
         for name in names:
             if name not in rows or rows[name]["health"] != "up":
                 raise LaunchError(f"{name!r} is not up, so it cannot be killed")
         with contextlib.ExitStack() as stack:
             processes = [
-                process
-                for name in names
-                for process in open_processes(rows[name], server_too=servers_too)
-            ]
-            if hosts_on is not None:
-                processes += open_stage_hosts(rows.values(), hosts_on)
-            for process in processes:
                 stack.enter_context(closing_process(process))
+                for name in names
+                for process in open_processes(rows[name])
+            ]
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
         return [int(rows[name]["pid"]) for name in names]
-
-    def kill_node(self, node: NodeId) -> list[int]:
-        """SIGKILL all processes of a node, with its agent, and the hosts of stages of instances of
-        other nodes; as `kill`.
-        """
-        return self._kill(
-            [name for name, member in members_of(self.config).items() if member.node == node],
-            servers_too=True,
-            hosts_on=node,
-        )
 
     def end(self, name: InstanceId) -> None:
         """Have an instance, DistServe server or agent drain and end. It is started again."""

@@ -2,6 +2,7 @@
 cluster is restarted, one at a time, without a failed stream.
 """
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -155,7 +156,7 @@ class RollingRestart:
 
     def _restart_proxy(self, number: int) -> bool:
         cluster, proxy = self._cluster, self._cluster.proxies[number]
-        former = cluster.stop_proxy(number)
+        former = proxy.signal(signal.SIGTERM)  # It hands its streams over.
         name = proxy.settings.id
 
         def is_new() -> bool:

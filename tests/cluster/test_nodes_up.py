@@ -14,7 +14,6 @@ import pytest
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.engine.tiny import write_tiny_model
-from kvrs.ids import NodeId
 from tests.cluster.test_ranks_up import LONG, complete, greedy, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -44,13 +43,14 @@ def cluster() -> Iterator[Cluster]:
         yield running
 
 
-async def test_hosts_of_stages_end_with_their_node(cluster: Cluster) -> None:
-    """Also those of instances of another node, which start again with others."""
+async def test_instances_of_another_node_start_again_with_other_hosts(cluster: Cluster) -> None:
+    """All processes of a node end at once, with the hosts of stages of instances of another."""
     before = [await until(cluster, name, lambda row: True) for name in ("p0", "d0", "d1")]
     hosts = {parent_of(row["ranks"][1]["pid"]) for row in before[:2]}
     await asyncio.to_thread(cluster.wait_all_up)
 
-    cluster.kill_node(NodeId("n1"))
+    for pid in (*hosts, before[2]["pid"]):
+        os.kill(pid, signal.SIGKILL)
     for old in before[:2]:
         await until(cluster, old["id"], partial(has_restarted, old))
 
