@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError
@@ -108,38 +107,24 @@ def _count(file: Path) -> int | None:
     return None
 
 
-class ExitNews:
-    """Tells proxies, and each of their workers, of exits: each in a thread of its own, so that one
+def tell_exit(
+    admins: Iterable[AdminClient],
+    instance: InstanceId,
+    report: ExitReport,
+    say: Callable[[str], object],
+) -> None:
+    """Tell proxies, and each of their workers, of an exit: each in a thread of its own, so that one
     that hangs delays no other. A proxy that is not reached does without: it is starting, and its
     streams have met no death.
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
-        self._queues: list[SimpleQueue[tuple[InstanceId, ExitReport] | None]] = []
+    def tell(admin: AdminClient) -> None:
+        try:
+            admin.note_exit(instance, report)
+        except AdminError as error:
+            # Without a status it is not reached; 404 and 409: it has not seen that process up.
+            if error.status not in (None, 404, 409):
+                say(f"a proxy is not told how {instance} ended: {error}")
 
-    def add(self, admins: Iterable[AdminClient]) -> None:
-        """Tell a proxy with these admin ports too from now on."""
-        for admin in admins:
-            self._queues.append(SimpleQueue())
-            arguments = admin, self._queues[-1]
-            threading.Thread(target=self._send, args=arguments, name="exits", daemon=True).start()
-
-    def tell(self, instance: InstanceId, report: ExitReport) -> None:
-        for queue in self._queues:
-            queue.put((instance, report))
-
-    def close(self) -> None:
-        for queue in self._queues:
-            queue.put(None)
-
-    def _send(
-        self, admin: AdminClient, queue: "SimpleQueue[tuple[InstanceId, ExitReport] | None]"
-    ) -> None:
-        while (news := queue.get()) is not None:
-            try:
-                admin.note_exit(*news)
-            except AdminError as error:
-                # Without a status it is not reached; 404 and 409: it has not seen that process up.
-                if error.status not in (None, 404, 409):
-                    self._say(f"a proxy is not told how {news[0]} ended: {error}")
+    for admin in admins:
+        threading.Thread(target=tell, args=(admin,), name="exits", daemon=True).start()

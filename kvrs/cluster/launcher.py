@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from kvrs.cluster.exits import ExitNews
+from kvrs.cluster.exits import tell_exit
 from kvrs.cluster.fault_injection import (
     closing_process,
     members_of,
@@ -54,6 +54,7 @@ from kvrs.engine.ranks.settings import check_layouts
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminError
+from kvrs.protocol.instance import ExitReport
 
 STOP_TIMEOUT_S = 15.0
 
@@ -107,9 +108,7 @@ class Cluster:
             process.name: process for process in processes_of(config)
         }
         self.proxies: list[ProxyProcess] = []
-        self._exit_news = ExitNews(progress)
-        tell = self._exit_news.tell
-        self._remote = None if ray is None else RemoteSupervisor(ray, progress, tell)
+        self._remote = None if ray is None else RemoteSupervisor(ray, progress, self._tell_exit)
         self._behind: set[int] = set()  # Proxies that have not read their last file.
 
     def __enter__(self) -> Self:
@@ -123,7 +122,7 @@ class Cluster:
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
         self.supervisor: MachineSupervisor | RemoteSupervisor = self._remote or MachineSupervisor(
-            self._run, self._environment, self._exit_news.tell
+            self._run, self._environment, self._tell_exit
         )
         self._progress(f"logs are in {self.run_directory} while it runs")
         self.config = config
@@ -142,7 +141,6 @@ class Cluster:
         directory.
         """
         self._signals.ignore()
-        self._exit_news.close()
         try:
             for proxy in self.proxies:
                 proxy.stop()
@@ -369,7 +367,6 @@ class Cluster:
                 )
             )
             self.proxies[-1].start()
-            self._exit_news.add(self.proxies[-1].admins)
         wait = StartWait(self.config.cluster.start_timeout_s, self._progress)
         for proxy in self.proxies:
             while not proxy.status.has_served:
@@ -380,6 +377,10 @@ class Cluster:
                         f"{name} did not answer within {wait.limit}\n{self._run.log_tail(name)}"
                     )
                 time.sleep(0.05)
+
+    def _tell_exit(self, instance: InstanceId, report: ExitReport) -> None:
+        admins = [admin for proxy in self.proxies for admin in proxy.admins]
+        tell_exit(admins, instance, report, self._progress)
 
     def _spawn_proxy(self, name: str) -> subprocess.Popen[bytes]:
         """The environment's settings are in its file already, each proxy's own beside them."""

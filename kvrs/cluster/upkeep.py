@@ -11,10 +11,10 @@ from typing import Any
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.processes import Kind, Process, instances_in
+from kvrs.cluster.proxies import ProxyProcess
 from kvrs.config.file import Config
 from kvrs.config.origin import UpCommand
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminError
 
 LOOK_INTERVAL_S = 0.5
@@ -37,8 +37,7 @@ class Upkeep:
         self._read_config = read_config  # Reads the file again.
         self._read_launch = read_launch
         self._reported: set[str] = set()  # Proxies that are reported to be down.
-        self._pids: dict[str, int | None] = {}
-        self._starts: dict[InstanceId, int] = {}  # Of instances, servers and agents.
+        self._starts: dict[str, int] = {}  # Of all processes, when they were looked at last.
         # Requests for a rolling restart that are not answered yet.
         self._requested = 0
 
@@ -48,7 +47,7 @@ class Upkeep:
     def run(self, cluster: Cluster) -> None:
         """Raises LaunchError, or ProxyError: the cluster cannot go on."""
         self._requested = 0  # A request during the start is fulfilled by it.
-        self._note(cluster)
+        self._starts = _starts(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
             cluster.follow_fleet()
@@ -57,11 +56,7 @@ class Upkeep:
             if self._requested:
                 self._requested = 0
                 self._restart_all(cluster)
-                self._note(cluster)
-
-    def _note(self, cluster: Cluster) -> None:
-        """Processes that ended until now are not reported."""
-        self._pids, self._starts = _pids(cluster), _starts(cluster)
+                self._starts = _starts(cluster)
 
     def _report_faults(self, cluster: Cluster) -> None:
         """Report, once each, proxies that cannot be restarted while others serve."""
@@ -75,14 +70,14 @@ class Upkeep:
         self._reported = set(faults)
 
     def _report_ends(self, cluster: Cluster) -> None:
-        pids, starts = self._pids, self._starts
-        self._note(cluster)
-        for name, pid in self._pids.items():
-            if pid != pids[name]:
-                self._say(f"{name} ended and was restarted, as process {pid}")
-        for process, count in self._starts.items():
-            if count > starts.get(process, count):
-                self._say(f"{cluster.processes[process].label} ended and is started again")
+        former, self._starts = self._starts, _starts(cluster)
+        ended = {name for name, count in self._starts.items() if count > former.get(name, count)}
+        for proxy in cluster.proxies:
+            if (name := proxy.settings.id) in ended:
+                self._say(f"{name} ended and was restarted, as process {proxy.pid}")
+        for process in cluster.processes.values():
+            if process.name in ended:
+                self._say(f"{process.label} ended and is started again")
 
     def _restart_all(self, cluster: Cluster) -> None:
         try:
@@ -108,16 +103,18 @@ class Upkeep:
             self._say("a rolling restart is under way already: the request is ignored")
 
 
-def _starts(cluster: Cluster) -> dict[InstanceId, int]:
-    return {name: one.starts for name, one in cluster.supervisor.status().items()}
-
-
-def _pids(cluster: Cluster) -> dict[str, int | None]:
-    return {proxy.settings.id: proxy.pid for proxy in cluster.proxies}
+def _starts(cluster: Cluster) -> dict[str, int]:
+    """How often each process was started."""
+    found = {proxy.settings.id: proxy.status.starts for proxy in cluster.proxies}
+    return found | {name: each.starts for name, each in cluster.supervisor.status().items()}
 
 
 class RestartError(KvrsError):
     """A process failed to restart; the rollout stops, and the other processes run on."""
+
+
+class _StoppedError(KvrsError):
+    """No further process is to be restarted."""
 
 
 class RollingRestart:
@@ -142,93 +139,91 @@ class RollingRestart:
             LaunchError, ProxyError: no proxy serves any more, or DistServe's Ray has ended.
         """
         cluster = self._cluster
-        # Wait for processes that are being restarted already.
-        if not self._until(lambda: not cluster.down(), "the restart has not begun", self._start_s):
+        try:
+            # Wait for processes that are being restarted already.
+            self._until(lambda: not cluster.down(), "the restart has not begun", self._start_s)
+            for proxy in cluster.proxies:
+                self._restart_proxy(proxy)
+            for kinds in ((Kind.INSTANCE, Kind.SERVER), (Kind.AGENT,)):
+                for process in cluster.processes.values():
+                    if process.kind in kinds:
+                        self._restart(process)
+        except _StoppedError:
             return False
-        for number in range(len(cluster.proxies)):
-            if not self._restart_proxy(number):
-                return False
-        for kinds in ((Kind.INSTANCE, Kind.SERVER), (Kind.AGENT,)):
-            for process in [each for each in cluster.processes.values() if each.kind in kinds]:
-                if not self._restart(process):
-                    return False
         return True
 
-    def _restart_proxy(self, number: int) -> bool:
-        cluster, proxy = self._cluster, self._cluster.proxies[number]
+    def _restart_proxy(self, proxy: ProxyProcess) -> None:
         former = proxy.signal(signal.SIGTERM)  # It hands its streams over.
-        name = proxy.settings.id
 
         def is_new() -> bool:
             if proxy.status.fault is not None:
                 raise RestartError(proxy.status.fault)
-            return proxy.pid != former and not cluster.down()
+            return proxy.pid != former and not self._cluster.down()
 
-        return self._until(
-            is_new, name, self._start_s + proxy.settings.drain_delay_s + proxy.settings.drain_s
-        ) and self._all_up(name, self._start_s)
+        drain_s = proxy.settings.drain_delay_s + proxy.settings.drain_s
+        self._until_new(is_new, proxy.settings.id, drain_s, self._start_s)
 
-    def _restart(self, process: Process) -> bool:
-        cluster = self._cluster
-        former: dict[int, set[int]] = {}
+    def _restart(self, process: Process) -> None:
+        former: list[set[int]] | None = None
 
         def is_known() -> bool:
-            former.update(
-                {number: self._pids(number, process) for number in range(len(cluster.proxies))}
-            )
-            return all(former.values()) or self._is_removed(process)
+            nonlocal former
+            former = self._pids(process)
+            return former is None or all(former)
 
-        if not self._until(is_known, process.label, self._start_s):
-            return False
-        if not all(former.values()):
+        self._until(is_known, process.label, self._start_s)
+        if former is None:
             self._say(f"{process.label} was removed, and is not restarted")
-            return True
-        cluster.end(process.name)
+            return
+        known = former
+        self._cluster.end(process.name)
 
         def is_new() -> bool:
-            if fault := cluster.supervisor.status()[process.name].fault:
+            if fault := self._cluster.supervisor.status()[process.name].fault:
                 raise RestartError(f"{process.label}: {fault}")
-            found = {number: self._pids(number, process) for number in former}
-            is_other = all(found[each] and not former[each] & found[each] for each in former)
-            return is_other or self._is_removed(process)
+            if (found := self._pids(process)) is None:
+                return True
+            return all(new and not new & old for new, old in zip(found, known, strict=True))
 
-        start_s = process.start_timeout_s
-        within_s = start_s + cluster.config.cluster.drain_s
-        return self._until(is_new, process.label, within_s) and self._all_up(process.label, start_s)
+        drain_s = self._cluster.config.cluster.drain_s
+        self._until_new(is_new, process.label, drain_s, process.start_timeout_s)
 
-    def _pids(self, proxy: int, process: Process) -> set[int]:
-        """The process ids of a process in the state of a proxy, under all of its names."""
-        return {row["pid"] for row in self._rows(proxy, process) or ()} - {None}
-
-    def _is_removed(self, process: Process) -> bool:
-        """An operator has had all proxies remove the process."""
-        return all(self._rows(each, process) == [] for each in range(len(self._cluster.proxies)))
-
-    def _rows(self, proxy: int, process: Process) -> list[dict[str, Any]] | None:
-        """None: the proxy does not answer."""
-        try:
-            rows = rows_of(self._cluster.state(proxy))
-        except AdminError:
-            return None
+    def _pids(self, process: Process) -> list[set[int]] | None:
+        """The process ids of a process in the state of each proxy, under all of its names; None: an
+        operator has had all proxies remove it.
+        """
         names = instances_in(self._cluster.config, process) or [process.name]
-        return [rows[name] for name in names if name in rows]
+        found: list[list[Any] | None] = []
+        for number in range(len(self._cluster.proxies)):
+            try:
+                rows = rows_of(self._cluster.state(number))
+                found.append([rows[name]["pid"] for name in names if name in rows])
+            except AdminError:
+                found.append(None)
+        if all(pids == [] for pids in found):
+            return None
+        return [{*(pids or ())} - {None} for pids in found]
 
-    def _all_up(self, name: str, within_s: float) -> bool:
-        if not self._until(lambda: not self._cluster.down(), name, within_s):
-            return False
+    def _until_new(
+        self, is_new: Callable[[], bool], name: str, drain_s: float, start_s: float
+    ) -> None:
+        self._until(is_new, name, start_s + drain_s)
+        self._until(lambda: not self._cluster.down(), name, start_s)
         self._say(f"{name} is up again")
-        return True
 
-    def _until(self, holds: Callable[[], bool], name: str, within_s: float) -> bool:
-        """Wait for a condition; False: `goes_on` ended it."""
+    def _until(self, holds: Callable[[], bool], name: str, within_s: float) -> None:
+        """Wait for a condition. Raises _StoppedError: `goes_on` ended it."""
         give_up_s = time.monotonic() + within_s
         while not holds():
-            if not self._goes_on():
-                return False
+            self._check_goes_on()
             self._cluster.check()
             if time.monotonic() > give_up_s:
                 raise RestartError(
                     f"{name}: {within_s:.0f} s later these are not up: {self._cluster.down()}"
                 )
             time.sleep(_RESTART_LOOK_S)
-        return self._goes_on()
+        self._check_goes_on()
+
+    def _check_goes_on(self) -> None:
+        if not self._goes_on():
+            raise _StoppedError
