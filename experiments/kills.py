@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config
+from kvrs.demo import run_load
 from kvrs.faults.language import Fault, parse_faults
+from kvrs.load.passes import Run
 from kvrs.report.report import Report
 from kvrs.report.table import terminal_table
 from kvrs.traces.records import ReplayRequest

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
+from kvrs.demo import run_load
 from kvrs.faults.language import Fault
+from kvrs.load.passes import Run
 from kvrs.traces.records import ReplayRequest
 
 PACE = "opt-13b-a100-distserve-tp1"

@@ -1,23 +1,33 @@
 """`kvrs demo`: kill a decode instance of a cluster under load, and compare with a run without."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 
-from kvrs.cluster.drill import Run, run_load
-from kvrs.cluster.fault_injection import members_of, unknown_victims
+from kvrs.cluster.fault_injection import (
+    check_faults,
+    inject_faults,
+    members_of,
+    unknown_victims,
+)
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
-from kvrs.faults.language import load_faults, parse_faults
+from kvrs.faults.language import Fault, load_faults, parse_faults
+from kvrs.load.admin import AdminPort
+from kvrs.load.passes import Run, Target, run_pass
+from kvrs.load.progress import LiveView
 from kvrs.report.html import write_html
 from kvrs.report.output import claim_directory
 from kvrs.report.report import Report, build_report, write_report
 from kvrs.report.table import terminal_table
 from kvrs.tables import output
+from kvrs.tls import load_certificates
 from kvrs.traces.formats import load_trace
 from kvrs.traces.generator import GeneratorSettings, generate
 from kvrs.traces.mooncake import Trace, at_rate, jitter, replay_requests, scale, window
@@ -91,6 +101,36 @@ def run_demo(options: DemoOptions) -> bool:
     report = _report(options, config, faulted, clean)
     _write(report, options.out, console)
     return bool(report["exact"]) and not faulted.faults_left
+
+
+def run_load(
+    cluster: Cluster,
+    requests: Sequence[ReplayRequest],
+    faults: list[Fault],
+    seed: int,
+    console: Console,
+    title: str,
+    timeout_s: float = 300.0,
+) -> Run:
+    """Replay the requests through the proxy on an empty cache, and carry the faults out when they
+    are due. A request that takes longer than `timeout_s` fails.
+
+    Raises:
+        ConfigError: a fault has an unknown victim, or one that refuses it.
+        FaultError: a fault could not be carried out.
+    """
+
+    async def run(view: LiveView) -> Run:
+        tls = load_certificates("security.tls", cluster.config.security.tls)
+        async with AdminPort(cluster.proxies[0].admin, cluster.secret, tls) as port:
+            await check_faults(faults, port)
+            target = Target(
+                cluster.url, timeout_s=timeout_s, port=port, inject_faults=inject_faults
+            )
+            return await run_pass(target, requests, faults, seed, view.show)
+
+    with LiveView(console, title, len(requests)) as view:
+        return uvloop.run(run(view))
 
 
 def demo_config(policy: PolicyName, seed: int, backup: BackupMode = BackupMode.OFF) -> Config:

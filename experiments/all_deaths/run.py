@@ -20,11 +20,11 @@ from experiments.all_deaths.rest import wait_for_no_leaks, wait_for_rest
 from experiments.all_deaths.schedule import FAULT_SCENARIOS, HIT_AT_LEAST, Act, schedule
 from experiments.kills import as_text
 from experiments.record import Record
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, load_config
-from kvrs.demo import REQUESTS_PER_S, scaled_requests
+from kvrs.demo import REQUESTS_PER_S, run_load, scaled_requests
+from kvrs.load.passes import Run
 from kvrs.protocol.instance import Role
 from kvrs.report.report import Report, build_report
 from kvrs.traces.generator import GeneratorSettings, generate

@@ -17,9 +17,9 @@ from rich.console import Console
 from experiments.conversation_trace.trace import DEFAULT_TRACE, is_there, sampled
 from experiments.kills import as_text, hit_figures, hit_words, kills, with_and_without
 from experiments.record import Record
-from kvrs.cluster.drill import Run
 from kvrs.config.policy import PolicyName
 from kvrs.demo import FIRST_ORDINARY_TOKEN, VOCAB_SIZE, demo_config
+from kvrs.load.passes import Run
 from kvrs.report.report import Report, build_report
 from kvrs.traces.mooncake import prefix_hit_ratio, replay_requests
 

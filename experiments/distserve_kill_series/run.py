@@ -15,13 +15,13 @@ from rich.console import Console
 from experiments.kill_series.run import summary
 from experiments.kills import as_text, hit_words, with_and_without
 from experiments.record import Record
-from kvrs.cluster.drill import Run
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.demo import scaled_requests
 from kvrs.faults.language import Fault, parse_faults
+from kvrs.load.passes import Run
 from kvrs.report.report import build_report
 from kvrs.traces.generator import GeneratorSettings, generate
 

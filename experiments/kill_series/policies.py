@@ -33,10 +33,10 @@ from experiments.kill_series.run import (
 )
 from experiments.kills import kills
 from experiments.record import Record
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.policy import PolicyName
-from kvrs.demo import REQUESTS_PER_S, demo_config, scaled_requests
+from kvrs.demo import REQUESTS_PER_S, demo_config, run_load, scaled_requests
+from kvrs.load.passes import Run
 from kvrs.report.metrics import spread
 from kvrs.report.report import build_report
 from kvrs.report.student import Interval, interval

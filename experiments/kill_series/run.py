@@ -11,9 +11,9 @@ from rich.console import Console
 
 from experiments.kills import as_text, hit_figures, hit_words, kills, with_and_without
 from experiments.record import Record
-from kvrs.cluster.drill import Run
 from kvrs.config.policy import PolicyName
 from kvrs.demo import REQUESTS_PER_S, demo_config, scaled_requests
+from kvrs.load.passes import Run
 from kvrs.report.report import Report, build_report
 from kvrs.traces.generator import GeneratorSettings, generate
 

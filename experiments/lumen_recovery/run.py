@@ -23,11 +23,11 @@ from experiments.cells import Cells
 from experiments.record import Record
 from experiments.rig import stretched
 from experiments.schemes import PACE, Scheme
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config
-from kvrs.demo import LINK_BYTES_PER_S, scaled_requests
+from kvrs.demo import LINK_BYTES_PER_S, run_load, scaled_requests
 from kvrs.faults.language import Fault, parse_faults
+from kvrs.load.passes import Run
 from kvrs.report.report import Report, build_report
 from kvrs.report.student import interval
 from kvrs.traces.generator import GeneratorSettings, generate

@@ -23,12 +23,12 @@ from rich.console import Console
 
 from experiments.cells import Cells
 from experiments.record import Record
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
-from kvrs.demo import FIRST_ORDINARY_TOKEN, VOCAB_SIZE
+from kvrs.demo import FIRST_ORDINARY_TOKEN, VOCAB_SIZE, run_load
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
+from kvrs.load.passes import Run
 from kvrs.report.metrics import max_gap_s, percentile
 from kvrs.report.student import interval
 from kvrs.traces.records import ReplayRequest

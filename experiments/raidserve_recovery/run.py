@@ -19,9 +19,9 @@ from rich.console import Console
 from experiments.conversation_trace.trace import DEFAULT_TRACE, is_there, sampled
 from experiments.record import Record
 from experiments.schemes import PACE, Scheme, run_scheme
-from kvrs.cluster.drill import Run
 from kvrs.demo import FIRST_ORDINARY_TOKEN, LINK_BYTES_PER_S, VOCAB_SIZE
 from kvrs.faults.language import parse_faults
+from kvrs.load.passes import Run
 from kvrs.report import oracle
 from kvrs.report.metrics import max_gap_s, percentile
 from kvrs.traces.mooncake import replay_requests

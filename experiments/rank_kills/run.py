@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from experiments.record import Record
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
+from kvrs.demo import run_load
 from kvrs.faults.language import Fault, parse_faults
+from kvrs.load.passes import Run
 from kvrs.report.oracle import judge, total
 from kvrs.traces.records import ReplayRequest
 

@@ -356,9 +356,9 @@ def _send(process: int, number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def closing_process(process: int) -> Iterator[None]:
+def closing_process(process: int) -> Iterator[int]:
     try:
-        yield
+        yield process
     finally:
         os.close(process)
 

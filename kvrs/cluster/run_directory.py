@@ -41,7 +41,7 @@ class RunDirectory:
             self._guard.stdin.close()
         self._guard.wait()
 
-    def own(self, config: Config, progress: Progress = str) -> Config:
+    def own(self, config: Config, progress: Progress = lambda line: None) -> Config:
         """The configuration with segments of this run, and with a model where it names none; both
         are made the first time.
 

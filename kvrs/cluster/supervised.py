@@ -103,7 +103,7 @@ class Supervised:
 
     def _fault(self, failure: str, failures: int) -> str | None:
         """The fault that a failure to serve is, the last one of so many in turn."""
-        raise NotImplementedError
+        return failure or None
 
     def _note_served(self) -> None:
         self.status.has_served, self.status.fault = True, None
@@ -198,9 +198,6 @@ class WithLine(Supervised):
             self._note_served()
             return None
         return fault if word == "fault" else ""
-
-    def _fault(self, failure: str, failures: int) -> str | None:
-        return failure or None
 
 
 def _wait(process: Made) -> int | None:
