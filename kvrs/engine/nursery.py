@@ -52,7 +52,7 @@ def spawn(
 
 
 class _Adopting:
-    """Orphans are adopted while a thread waits for a child, and only then: what is orphaned at
+    """Orphans are adopted while a thread waits for a fork, and only then: what is orphaned at
     another time is no child that this process knows of.
     """
 
@@ -90,7 +90,7 @@ class Nursery:
         self._environment, self._output = environment or {}, output
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
+        self._is_ready = self._is_closed = False
         self._closing = threading.Lock()
 
     def fork(self, theirs: socket.socket) -> "AdoptedChild":
@@ -99,16 +99,17 @@ class Nursery:
         Raises:
             KvrsError: none was forked.
         """
-        with _adopting:
-            line = self._line
-            for _ in range(2):  # The first nursery may have ended, or end with the request.
-                line = line or self._begin()
-                with suppress(OSError):
+        line = self._line
+        for _ in range(2):  # The first nursery may have ended, or end with the request.
+            line = line or self._begin()
+            with suppress(OSError):
+                line.settimeout(_FORK_S)
+                self._is_ready = self._is_ready or bool(line.recv(_MAX_MESSAGE_BYTES))
+                with _adopting:
                     socket.send_fds(line, [b"fork"], [theirs.fileno()])
-                    line.settimeout(_FORK_S)
                     if answer := line.recv(_MAX_MESSAGE_BYTES):
                         return AdoptedChild(int(answer))
-                line = None
+            line = None
         raise KvrsError("no process could be forked")
 
     def close(self) -> None:
@@ -125,6 +126,7 @@ class Nursery:
             self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = spawn(self._command, self._environment, self._output, theirs)
+            self._is_ready = False
             return self._line
 
     def _end(self) -> None:
@@ -201,6 +203,7 @@ def tend(parent: int, line: socket.socket, child: Child) -> None:
     """
     gc.freeze()  # Processes share the memory of what is there; a collection would write to it.
     die_with_parent(parent)
+    line.send(b"ready")
     while True:
         message, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 1)
         if not message:
