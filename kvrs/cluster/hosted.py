@@ -2,8 +2,8 @@
 one, a server of DistServe, or the agent of a node.
 
 `python -m kvrs.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` it is a
-nursery (`kvrs.engine.nursery`), which has imported what an instance needs. A process that it forks
-loads the model at once, and is a spare until it is told to start. Messages on lines are those of
+nursery (`kvrs.engine.nursery`), which has imported what an instance needs. An instance loads its
+model at once, and is a spare until it is told to start. Messages on lines are those of
 `kvrs.cluster.supervised`.
 """
 
@@ -47,20 +47,20 @@ class Hosted:
         self._config_path, self._name, self._line = config_path, name, line
         self._document: bytes | None = None
 
-    def serve(self, *, is_forked: bool = False) -> None:
+    def serve(self) -> None:
         """Raises KvrsError: it cannot serve."""
         config = self.config()
         log_to_stderr(**config.logs.options)
-        loaded = self._load(config) if is_forked else None
+        (process,) = (each for each in processes_of(config) if each.name == self._name)
+        if process.kind is not Kind.SERVER:
+            collect_nothing_yet()
+        loaded = self._load(config) if process.kind is Kind.INSTANCE else None
         word, _, number = self._line.recv(_MAX_MESSAGE_BYTES).decode().partition(" ")
         if word != "start":
             return  # What supervises it has ended.
         # A running cluster may have changed its settings by now.
         config, start = self.config(), int(number)
-        (process,) = (each for each in processes_of(config) if each.name == self._name)
         secrets = read_secrets(config.security, os.environ)
-        if process.kind is not Kind.SERVER:
-            collect_nothing_yet()
         match process.kind:
             case Kind.INSTANCE:
                 asyncio.run(self._serve_instance(config, start, secrets, loaded))
@@ -218,7 +218,7 @@ def main() -> None:
         try:
             hosted = Hosted(given.config, given.name, line)
             try:
-                hosted.serve(is_forked=given.parent is not None)
+                hosted.serve()
                 status = 0
             except KvrsError as error:
                 print(error, file=sys.stderr)
