@@ -172,7 +172,7 @@ class Cluster:
 
     @property
     def admin_urls(self) -> list[str]:
-        return [proxy.admin_url for proxy in self.proxies]
+        return [proxy.admin.url for proxy in self.proxies]
 
     def state(self, proxy: int | None = None) -> Any:
         """`/kvrs/v1/state` of a proxy; without a number, of the first that answers.
@@ -397,13 +397,14 @@ class Cluster:
         return self._run.spawn(name, *arguments)
 
     def check(self) -> None:
-        """Raises LaunchError, or ProxyError: DistServe's Ray has ended, no proxy can be restarted,
-        or one has never served.
+        """Raises LaunchError: DistServe's Ray has ended, no proxy can be restarted, or one never
+        served.
         """
-        none_serves = all(proxy.status.fault is not None for proxy in self.proxies)
-        for proxy in self.proxies:
-            if none_serves or not proxy.status.has_served:
-                proxy.check()
+        states = [proxy.status for proxy in self.proxies]
+        none_serves = all(state.fault is not None for state in states)
+        for state in states:
+            if state.fault is not None and (none_serves or not state.has_served):
+                raise LaunchError(state.fault)
         self._ray.check()
 
     def keep_logs(self, directory: Path) -> None:

@@ -19,8 +19,8 @@ Progress = Callable[[str], object]  # Takes a line about what is done.
 
 
 class LaunchError(KvrsError):
-    """The cluster did not come up; the message names the process and ends with its last log
-    lines.
+    """The cluster did not come up, or cannot go on; the message names the process and ends with its
+    last log lines.
     """
 
 

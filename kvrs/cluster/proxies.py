@@ -9,7 +9,6 @@ from collections.abc import Callable
 from kvrs.cluster.supervised import Supervised
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import netloc
-from kvrs.errors import KvrsError
 from kvrs.load.admin import AdminClient, AdminError
 
 LOOK_INTERVAL_S = 0.05
@@ -17,10 +16,6 @@ _LOOK_TIMEOUT_S = 1.0
 # After each start in turn that did not take a request; from the last one on others may serve
 # meanwhile, and the file may be mended.
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 5.0)
-
-
-class ProxyError(KvrsError):
-    """A proxy ends whenever it is started; the message has its name and last log lines."""
 
 
 class ProxyProcess(Supervised):
@@ -46,10 +41,6 @@ class ProxyProcess(Supervised):
         return f"{scheme}://{netloc(self.settings.host, self.settings.port)}"
 
     @property
-    def admin_url(self) -> str:
-        return self.admin.url
-
-    @property
     def admin(self) -> AdminClient:
         return self.admins[0]
 
@@ -68,11 +59,6 @@ class ProxyProcess(Supervised):
     def pid(self) -> int | None:
         """The process id, of the last process if there is none."""
         return None if self._process is None else self._process.pid
-
-    def check(self) -> None:
-        """Raises ProxyError: it cannot be restarted."""
-        if self.status.fault is not None:
-            raise ProxyError(self.status.fault)
 
     def signal(self, number: signal.Signals) -> int:
         """Signal the process; return its id. It is restarted if it ends."""

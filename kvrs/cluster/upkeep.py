@@ -45,7 +45,7 @@ class Upkeep:
         self._requested += 1
 
     def run(self, cluster: Cluster) -> None:
-        """Raises LaunchError, or ProxyError: the cluster cannot go on."""
+        """Raises LaunchError: the cluster cannot go on."""
         self._requested = 0  # A request during the start is fulfilled by it.
         self._starts = _starts(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
@@ -136,7 +136,7 @@ class RollingRestart:
 
         Raises:
             RestartError: a process failed to restart.
-            LaunchError, ProxyError: no proxy serves any more, or DistServe's Ray has ended.
+            LaunchError: no proxy serves any more, or DistServe's Ray has ended.
         """
         cluster = self._cluster
         try:
