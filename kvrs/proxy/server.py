@@ -329,7 +329,7 @@ class Proxy:
             return
         if self._supervisor is not None:
             await self._stop_taking_clients()  # Other workers, if they go on, take them.
-        self._api.draining = True
+        self._api.admissions.draining = True
         log.info("draining", extra={"streams": len(self._driver.streams)})
         if self._remaining_peers():
             self._mirror.hand_over()

@@ -1,4 +1,4 @@
-"""Bodies of clients' requests: counted as they come, then as requests that are open."""
+"""Bodies of clients' requests at aiohttp's server, counted as they come."""
 
 import asyncio
 import logging
@@ -6,16 +6,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from aiohttp import StreamReader
+from aiohttp import StreamReader, web
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.direct import DirectConnection, DirectRequest
+from kvrs.direct import DirectConnection
 from kvrs.errors import RequestError
 from kvrs.http_connection import HttpConnection
-from kvrs.proxy.api.tenants import Use
 from kvrs.proxy.streams.metrics import AdmissionMetrics
-from kvrs.proxy.wire.budget import Held
-from kvrs.proxy.wire.downstream import ClientRequest
+from kvrs.proxy.wire.requests import RequestUsage
 from kvrs.unfinished import Cut, UnfinishedBodies
 
 log = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class ClientBodies:
         self._clock = clock
         metrics.unfinished_bytes.set_function(lambda: self.unfinished.held_bytes)
 
-    async def read(self, request: ClientRequest, held: Held, use: Use) -> bytes:
+    async def read(self, request: web.Request, held: RequestUsage) -> bytes:
         """The body of a request. A body that has no room among open requests is refused before it
         is read, and takes of that room when it is whole; of a tenant's limit it takes what it
         declares at once, and otherwise what has come.
@@ -93,27 +91,23 @@ class ClientBodies:
             RequestError: it is compressed, too long or too slow, there is no room for it, or it
                 was cut in favour of others.
         """
-        if isinstance(request, DirectRequest):  # It is not compressed, and here.
-            self._check(request.content_length, held, use)
-            _take(request.content_length, held)
-            return request.take_body()
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             raise RequestError(
                 f"Content-Encoding {encoding!r:.80} is not supported; allowed: 'identity'",
                 status=415,
             )
-        self._check(request.content_length or 0, held, use)
+        held.allow(request.content_length or 0)
         content, connection = request.content, request.protocol
         if content.is_eof():  # All of it came with the head, or right behind it.
             whole = content.read_nowait()
         else:
-            whole = await self._read_rest(content, connection, held, use)
-        self._check(len(whole), held, use)
-        _take(len(whole), held)
+            whole = await self._read_rest(content, connection, held)
+        held.allow(len(whole))
+        held.resize(len(whole))
         return whole
 
     async def _read_rest(
-        self, content: StreamReader, connection: object, held: Held, use: Use
+        self, content: StreamReader, connection: object, held: RequestUsage
     ) -> bytes:
         counted = connection if isinstance(connection, HttpConnection) else None
         body = None
@@ -128,7 +122,7 @@ class ClientBodies:
                     body.add(await content.readany())
                     self._note(body)
                     if not body.is_cut:
-                        self._check(body.read_bytes, held, use)
+                        held.allow(body.read_bytes)
         except TimeoutError:
             if body is None or not body.is_cut:
                 raise RequestError(
@@ -165,23 +159,3 @@ class ClientBodies:
         log.warning("unfinished body cut", extra=facts)
         self._metrics.bodies_cut.inc()
         cut.body.cut()
-
-    def _check(self, size_bytes: int, held: Held, use: Use) -> None:
-        """Raises RequestError: a body of that size is too long, or there is no room for it."""
-        if size_bytes > self._settings.max_body_bytes:
-            raise RequestError(
-                f"the body must be at most {self._settings.max_body_bytes} bytes", status=413
-            )
-        use.grow(size_bytes)
-        if not held.has_room(size_bytes):
-            raise RequestError(
-                "the requests that are open take up the memory for bodies",
-                status=503,
-                code="no_room",
-            )
-
-
-def _take(size_bytes: int, held: Held) -> None:
-    """There is room: it was checked in the same turn of the event loop."""
-    has_room = held.grow(size_bytes)
-    assert has_room

@@ -9,29 +9,8 @@ from aiohttp import web
 from kvrs.core.fleet.known import Instances
 from kvrs.core.fleet.names import ServedName
 from kvrs.errors import RequestError
+from kvrs.proxy.api.admission import find_model
 from kvrs.proxy.api.answers import json_response
-
-
-def find_model(instances: Instances, model: str | None) -> ServedName:
-    """The model that a request names; before an instance is up, that may be any name.
-
-    Raises:
-        RequestError: no instance serves this name.
-    """
-    if model is None or model == instances.model:
-        return ServedName(instances.model or "")
-    if instances.model is None:
-        return ServedName(model, model)
-    served = instances.names.served(instances.model)
-    found = served.get(model)
-    if found is None:
-        raise RequestError(
-            f"the model {model!r:.200} does not exist; allowed: {', '.join(map(repr, served))}",
-            param="model",
-            status=404,
-            code="model_not_found",
-        )
-    return found
 
 
 def add_models(app: web.Application, instances: Instances) -> None:

@@ -5,7 +5,6 @@ proxy's own tokenizer answers those about tokens.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -21,14 +20,13 @@ from kvrs.protocol.openai.fields import VLLM
 from kvrs.protocol.openai.requests import HIGHEST_ID, Fields, decode_as
 from kvrs.protocol.openai.structure import check_structure
 from kvrs.protocol.token_ids import encode
+from kvrs.proxy.api.admission import Admissions, find_model
 from kvrs.proxy.api.answers import json_response, refusal
-from kvrs.proxy.api.models import find_model
-from kvrs.proxy.api.tenants import TENANT, Use
+from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import Failed, OpenStream
-from kvrs.proxy.wire.budget import ByteBudget, Held
 from kvrs.proxy.wire.peer import BusyError
 from kvrs.proxy.wire.request_context import CURRENT
 from kvrs.proxy.wire.watchdog import silence_limit
@@ -100,19 +98,13 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _MODEL = msgspec.json.Decoder(str | None)
 
 
-class BodyReader(Protocol):
-    """The part of the client port that these endpoints need."""
-
-    budget: ByteBudget
-
-    async def read(self, held: Held, use: Use, request: web.Request) -> bytes: ...
-
-
 class Passed:
     """The routes of these endpoints."""
 
-    def __init__(self, api: BodyReader, backend: str, driver: Driver, large: LargeWork) -> None:
-        self._api = api
+    def __init__(
+        self, admissions: Admissions, backend: str, driver: Driver, large: LargeWork
+    ) -> None:
+        self._admissions = admissions
         self._backend = backend
         self._driver = driver
         self._large = large
@@ -123,11 +115,11 @@ class Passed:
             app.router.add_post(path, partial(self._serve, path))
 
     async def _serve(self, path: str, request: web.Request) -> web.Response:
-        use = Use(request[TENANT])
-        with Held(self._api.budget, request.remote or "") as held, use:
-            body = await self._api.read(held, use, request)
-            use.open(1)
-            return await self._answer(path, body)
+        call = self._admissions.begin(request, request[TENANT])
+        with call.held:
+            await self._admissions.read_body(call)
+            call.held.open(1)
+            return await self._answer(path, call.body)
 
     async def _answer(self, path: str, body: bytes) -> web.Response:
         """The answer to a request with this body.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -30,23 +30,21 @@ from kvrs.protocol.openai.responses import (
     Translator,
     parse_response_request,
 )
+from kvrs.proxy.api.admission import ClientCall
 from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.response_client import ResponseClient, ResponseReader, RunningResponse
-from kvrs.proxy.api.tenants import TENANT, Tenants, Use
+from kvrs.proxy.api.serving import Serving
+from kvrs.proxy.api.tenants import TENANT, Tenants
 from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import KEY, ResumeRequest
-from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.records import CLAIM_S, Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.keep_alive import KeepAlives
 from kvrs.proxy.streams.live import Failed, Outcome
-from kvrs.proxy.wire.budget import ByteBudget, Held
 from kvrs.proxy.wire.downstream import Sent
-from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.requests import CHAT, ParsedRequest, read
+from kvrs.proxy.wire.requests import CHAT, read
 
 _FLUSH_TIMEOUT_S = 1.0
 # A stream that waits for its first token begins after this time, so that its client has the id;
@@ -59,47 +57,15 @@ _CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED
 _TRANSIENT_CODES = ("shutting_down", "handed_over", "superseded")
 
 
-class AdmittedChat(Protocol):
-    """A chat that has passed every check."""
-
-    @property
-    def journals(self) -> list[Journal]: ...
-    @property
-    def resume(self) -> ResumeRequest | None: ...
-    @property
-    def found(self) -> Record | None: ...
-
-
-class ChatRunner(Protocol):
-    """The admission of the chats of responses, and the runs of their streams."""
-
-    keep_alives: KeepAlives
-    budget: ByteBudget
-
-    async def read(self, held: Held, use: Use, request: web.Request) -> bytes: ...
-    async def parse(self, read: Callable[..., Any], body: bytes) -> Any: ...
-    async def admit(
-        self,
-        held: Held,
-        use: Use,
-        parsed: ParsedRequest,
-        resume: ResumeRequest | None,
-        request: web.Request,
-    ) -> AdmittedChat: ...
-    async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: None) -> Outcome: ...
-    def count(self, outcome: Outcome) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class BegunResponse:
     """The response that `_run` begins with, new or found."""
 
     stored: Stored
     asked: ResponseRequest
-    admitted: AdmittedChat
 
 
-Enter = Callable[[Held, Use], Awaitable[BegunResponse]]
+Enter = Callable[[ClientCall], Awaitable[BegunResponse]]
 
 
 class ResponsesApi:
@@ -107,14 +73,15 @@ class ResponsesApi:
 
     def __init__(
         self,
-        api: ChatRunner,
+        serving: Serving,
         backend: str,
         settings: ProxySettings,
         driver: Driver,
         mirror: Mirror,
         tenants: Tenants,
     ) -> None:
-        self._api = api
+        self._serving = serving
+        self._admissions = serving.admissions
         self._backend = backend
         self._settings = settings
         self._driver = driver
@@ -211,7 +178,7 @@ class ResponsesApi:
         name = request.match_info["id"]
         if ID.fullmatch(name) is None:
             raise _unknown(name)
-        return self._tenants.secret_of(request).record_keys(f"response {name}")
+        return self._tenants.secret_of(request, request[TENANT]).record_keys(f"response {name}")
 
     def _running_of(self, keys: Sequence[str]) -> RunningResponse | None:
         return next((self._running[key] for key in keys if key in self._running), None)
@@ -247,15 +214,14 @@ class ResponsesApi:
     async def _run(
         self, request: web.Request, enter: Enter, started: "asyncio.Future[RunningResponse]"
     ) -> Outcome:
-        use = Use(request[TENANT])
-        with Held(self._api.budget, request.remote or "") as held, use:
-            entry = await enter(held, use)
-            admitted = entry.admitted
-            (journal,) = admitted.journals
+        call = self._admissions.begin(request, request[TENANT])
+        with call.held:
+            entry = await enter(call)
+            (journal,) = call.journals
             journal.marks = []
-            assert admitted.resume is not None
+            assert call.resume is not None
             client = ResponseClient()
-            keyed = self._mirror.open(admitted.resume, journal, admitted.found, client, sync=True)
+            keyed = self._mirror.open(call.resume, journal, call.found, client, sync=True)
             key = keyed.record.key
             task = asyncio.current_task()
             assert task is not None
@@ -264,7 +230,7 @@ class ResponsesApi:
             try:
                 await keyed.flushed(_FLUSH_TIMEOUT_S)
                 started.set_result(running)
-                outcome = await self._api.run_keyed(keyed, journal, None)
+                outcome = await self._serving.run_keyed(keyed, journal, None)
                 return await self._end(running, outcome)
             finally:
                 keyed.close()
@@ -288,7 +254,7 @@ class ResponsesApi:
             else:
                 keyed.release()
             await keyed.flushed(_FLUSH_TIMEOUT_S)
-        self._api.count(outcome)
+        self._serving.count(outcome)
         if not running.asked.store and keyed.record.state.complete:
             await drop_record(self._mirror, [keyed.record.key])
         return outcome
@@ -303,7 +269,7 @@ class ResponsesApi:
         gone = asyncio.ensure_future(reader.gone.wait())
         begin = asyncio.get_running_loop().call_later(_BEGIN_AFTER_S, _begin, reader)
         try:
-            with self._api.keep_alives.over(sse):
+            with self._serving.keep_alives.over(sse):
                 if keyed.given:
                     reader.send([event.data for event in keyed.given])
                 elif running.asked.background:
@@ -348,37 +314,32 @@ class ResponsesApi:
 
     # What a response begins with.
 
-    async def _new(self, request: web.Request, held: Held, use: Use) -> BegunResponse:
-        body = await self._api.read(held, use, request)
-        asked = await self._api.parse(parse_response_request, body)
-        parsed = await self._api.parse(partial(read, CHAT, backend=self._backend), asked.chat)
-        stored = Stored(f"resp_{secrets.token_hex(24)}", int(time.time()), body)
-        resume = self._resume(request, stored.id, stored.encode())
-        return BegunResponse(stored, asked, await self._admit(held, use, parsed, resume, request))
+    async def _new(self, request: web.Request, call: ClientCall) -> BegunResponse:
+        await self._admissions.read_body(call)
+        stored = Stored(f"resp_{secrets.token_hex(24)}", int(time.time()), call.body)
+        asked = await self._parse(call, stored.body)
+        call.resume = self._resume(request, stored.id, stored.encode())
+        await self._admissions.admit_parsed(call)
+        return BegunResponse(stored, asked)
 
-    async def _again(
-        self, request: web.Request, record: Record, held: Held, use: Use
-    ) -> BegunResponse:
+    async def _again(self, request: web.Request, record: Record, call: ClientCall) -> BegunResponse:
         stored = Stored.decode(record.header.request)
-        asked = await self._api.parse(parse_response_request, stored.body)
-        parsed = await self._api.parse(partial(read, CHAT, backend=self._backend), asked.chat)
+        asked = await self._parse(call, stored.body)
         resume = self._resume(request, stored.id, record.header.request)
         # The very stream that the client knows.
-        resume = replace(resume, stream=record.stream)
-        return BegunResponse(stored, asked, await self._admit(held, use, parsed, resume, request))
+        call.resume = replace(resume, stream=record.stream)
+        await self._admissions.admit_parsed(call)
+        return BegunResponse(stored, asked)
 
-    async def _admit(
-        self,
-        held: Held,
-        use: Use,
-        parsed: ParsedRequest,
-        resume: ResumeRequest,
-        request: web.Request,
-    ) -> AdmittedChat:
-        return await self._api.admit(held, use, parsed, resume, request)
+    async def _parse(self, call: ClientCall, body: bytes) -> ResponseRequest:
+        asked = await self._admissions.parse(parse_response_request, body)
+        read_chat = partial(read, CHAT, backend=self._backend)
+        call.parsed = await self._admissions.parse(read_chat, asked.chat)
+        call.body = b""
+        return asked
 
     def _resume(self, request: web.Request, name: str, kept: bytes) -> ResumeRequest:
-        secret = self._tenants.secret_of(request)
+        secret = self._tenants.secret_of(request, request[TENANT])
         keys = tuple(secret.record_keys(f"response {name}"))
         digest = blake2b(f"{PATH}\0{name}".encode(), digest_size=32).digest()
         return ResumeRequest(keys, digest, tenant=secret.mark, request=kept)

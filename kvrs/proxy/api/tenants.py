@@ -1,4 +1,4 @@
-"""The tenant of a request, by its API key, and what of the tenant's limits it may use."""
+"""The tenant of a request, by its API key."""
 
 import asyncio
 import ipaddress
@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvrs.config.file import Config
 from kvrs.config.tenants import TenantSettings, key_hash, read_tenants
-from kvrs.core.books.tenants import RETRY_S, Excess, GuessLimit, TenantMeter
+from kvrs.core.books.tenants import GuessLimit, TenantMeter
 from kvrs.errors import ConfigError, RequestError
 from kvrs.http_connection import retry_after
 from kvrs.protocol.tenants import TenantSecret
@@ -27,79 +26,21 @@ log = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 1.0
 _LONGEST_KEY_BYTES = 512
 _OPEN_PATHS = ("/healthz", "/readyz", "/health", "/ping")
-_UNLIMITED = TenantSettings(keys=["0" * 64])
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """`secret` is None where no keys are configured: everything is the same tenant, but for records
-    of streams, which belong to a value of `Authorization`.
+    """Without API keys everything is one tenant, which has no limits and no secret; but records of
+    streams belong to a value of `Authorization`.
     """
 
-    name: str
-    meter: TenantMeter
-    secret: TenantSecret | None
-
-    @property
-    def mark(self) -> str:
-        return "" if self.secret is None else self.secret.mark
-
-    def describe(self) -> dict[str, Any]:
-        meter = self.meter
-        return {
-            "tenant": self.name,
-            "enabled": meter.limits.enabled,
-            "open_streams": meter.open_streams,
-            "open_bytes": meter.open_bytes,
-            "refused": meter.refused,
-        }
-
-    def check(self, excess: Excess | None) -> None:
-        """Raises RequestError: a limit is exceeded."""
-        if excess is not None:
-            raise RequestError(
-                excess.message,
-                status=429,
-                code="rate_limit_exceeded",
-                kind=excess.kind,
-                headers={"Retry-After": retry_after(RETRY_S)},
-            )
+    name: str = ""
+    mark: str = ""  # That of the secret.
+    meter: TenantMeter | None = None
+    secret: TenantSecret | None = None
 
 
 TENANT = web.RequestKey("tenant", Tenant)
-
-
-class Use:
-    """The use of its tenant's limits that one request makes, until its block is left."""
-
-    __slots__ = ("_size_bytes", "_streams", "tenant")
-
-    def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
-        self._size_bytes = 0
-        self._streams = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.tenant.meter.give_bytes(self._size_bytes)
-        self.tenant.meter.give_streams(self._streams)
-
-    def grow(self, size_bytes: int) -> None:
-        """Take what the body lacks to its size; raises RequestError, as `open` does."""
-        if (lacking_bytes := size_bytes - self._size_bytes) > 0:
-            self.tenant.check(self.tenant.meter.take_bytes(lacking_bytes))
-            self._size_bytes = size_bytes
-
-    def open(self, streams: int) -> None:
-        self.tenant.check(self.tenant.meter.take_streams(streams))
-        self._streams = streams
 
 
 class Tenants:
@@ -116,7 +57,7 @@ class Tenants:
         self._ring = ring
         self._clock = clock
         self._guesses = GuessLimit()
-        self._anonymous = Tenant("", TenantMeter(_UNLIMITED), None)
+        self._anonymous = Tenant()
         self._by_name: dict[str, Tenant] = {}
         self._by_hash: dict[bytes, Tenant] = {}
         self._settings = read_tenants(config.security, os.environ)
@@ -129,26 +70,21 @@ class Tenants:
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Give each request its tenant, before anything of its body is read."""
         if request.path not in _OPEN_PATHS:
-            self.admit(request)
+            request[TENANT] = self.of(request)
         return await handler(request)
 
-    def admit(self, request: ClientRequest) -> None:
-        """Raises RequestError: it is no tenant's."""
-        if self._settings is None:
-            request[TENANT] = self._anonymous
-            return
-        request[TENANT] = self._tenant_of(request)
-
-    def secret_of(self, request: ClientRequest) -> TenantSecret:
+    def secret_of(self, request: ClientRequest, tenant: Tenant) -> TenantSecret:
         """For records of streams."""
-        if (secret := request[TENANT].secret) is not None:
-            return secret
+        if tenant.secret is not None:
+            return tenant.secret
         given = ", ".join(request.headers.getall("Authorization", ()))
         owner = b"authorization\0" + given.encode("utf-8", "surrogateescape")
         return TenantSecret(self._ring, owner)
 
-    def _tenant_of(self, request: ClientRequest) -> Tenant:
+    def of(self, request: ClientRequest) -> Tenant:
         """Raises RequestError: the key is missing or unknown, or its tenant is not enabled."""
+        if self._settings is None:
+            return self._anonymous
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not given or len(given) > _LONGEST_KEY_BYTES:
@@ -158,7 +94,7 @@ class Tenants:
         tenant = self._by_hash.get(digest)
         if tenant is None:
             raise self._refused(request, "incorrect API key", "invalid_api_key")
-        if not tenant.meter.limits.enabled:
+        if tenant.meter is not None and not tenant.meter.limits.enabled:
             raise RequestError(
                 "the tenant of this API key is not enabled",
                 status=403,
@@ -217,7 +153,17 @@ class Tenants:
                 apply()
 
     def describe(self) -> list[dict[str, Any]]:
-        return [tenant.describe() for tenant in self._by_name.values()]
+        return [
+            {
+                "tenant": name,
+                "enabled": meter.limits.enabled,
+                "open_streams": meter.open_streams,
+                "open_bytes": meter.open_bytes,
+                "refused": meter.refused,
+            }
+            for name, tenant in self._by_name.items()
+            if (meter := tenant.meter) is not None
+        ]
 
     def _apply(self, settings: dict[str, TenantSettings]) -> None:
         self._settings = settings
@@ -225,9 +171,9 @@ class Tenants:
         by_hash: dict[bytes, Tenant] = {}
         for name, limits in settings.items():
             tenant = self._by_name.get(name)
-            if tenant is None:
+            if tenant is None or tenant.meter is None:
                 secret = TenantSecret(self._ring, b"tenant\0" + name.encode())
-                tenant = Tenant(name, TenantMeter(limits), secret)
+                tenant = Tenant(name, secret.mark, TenantMeter(limits), secret)
             else:
                 tenant.meter.limits = limits
             by_name[name] = tenant

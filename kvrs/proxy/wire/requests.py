@@ -1,12 +1,18 @@
-"""The two endpoints of the OpenAI API, and a client's request at one of them."""
+"""The two endpoints of the OpenAI API, a client's request at one of them, and what it holds of the
+memory for bodies and of its tenant's limits.
+"""
 
 from array import array
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
+from kvrs.core.books.tenants import RETRY_S, Excess, TenantMeter
 from kvrs.errors import RequestError
+from kvrs.http_connection import retry_after
 from kvrs.protocol.openai.chunks import (
     ChatChunkChoice,
     ChatDelta,
@@ -28,7 +34,6 @@ from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 from kvrs.protocol.tags import salt_of
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.wire.budget import Held
 from kvrs.text.output import TextDelta
 
 # Takes the body of either endpoint, as SageMaker sends them.
@@ -99,6 +104,111 @@ CHAT = Endpoint(
 )
 
 
+class ByteBudget:
+    """Bytes of requests that are open. One address leaves a quarter to the others; a gateway in
+    front may be the only one. No body is longer than `max_body_bytes`.
+    """
+
+    def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
+        self.held_bytes = 0
+        self.max_body_bytes = max_body_bytes
+        self._total_bytes = total_bytes
+        self._of_one_bytes = total_bytes * 3 // 4
+        self._of_address: dict[str, int] = {}
+
+    def has_room(self, address: str, size_bytes: int) -> bool:
+        return (
+            self.held_bytes + size_bytes <= self._total_bytes
+            and self._of_address.get(address, 0) + size_bytes <= self._of_one_bytes
+        )
+
+    def change(self, address: str, by_bytes: int) -> None:
+        self.held_bytes += by_bytes
+        left = self._of_address[address] = self._of_address.get(address, 0) + by_bytes
+        if not left:
+            del self._of_address[address]
+
+
+class RequestUsage:
+    """Bytes of the budget, and bytes and streams of its tenant's limits, that one request holds
+    until its block is left. `meter`: of the tenant; None: it has no limits.
+    """
+
+    __slots__ = (
+        *("_address", "_budget", "_is_over", "_meter", "_streams", "_taken_bytes"),
+        "size_bytes",
+    )
+
+    def __init__(self, budget: ByteBudget, address: str, meter: TenantMeter | None = None) -> None:
+        self._budget = budget
+        self._address = address
+        self._meter = meter
+        self._taken_bytes = 0  # Of the tenant's limit: those of the body, to its end.
+        self._streams = 0
+        self._is_over = False
+        self.size_bytes = 0  # Of the budget: those that are kept.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.resize(0)
+        self._is_over = True
+        if self._meter is not None:
+            self._meter.give_bytes(self._taken_bytes)
+            self._meter.give_streams(self._streams)
+
+    def allow(self, size_bytes: int) -> None:
+        """Check that the body may have this size now, and take that of the tenant's limit.
+
+        Raises:
+            RequestError: it is too long, or there is no room for it.
+        """
+        if size_bytes > self._budget.max_body_bytes:
+            raise RequestError(
+                f"the body must be at most {self._budget.max_body_bytes} bytes", status=413
+            )
+        if self._meter is not None and size_bytes > self._taken_bytes:
+            _check(self._meter.take_bytes(size_bytes - self._taken_bytes))
+            self._taken_bytes = size_bytes
+        lacking_bytes = size_bytes - self.size_bytes
+        if lacking_bytes > 0 and not self._budget.has_room(self._address, lacking_bytes):
+            raise RequestError(
+                "the requests that are open take up the memory for bodies",
+                status=503,
+                code="no_room",
+            )
+
+    def resize(self, size_bytes: int) -> None:
+        """Note what is held in any case."""
+        if not self._is_over:
+            self._budget.change(self._address, size_bytes - self.size_bytes)
+            self.size_bytes = size_bytes
+
+    def open(self, streams: int) -> None:
+        """Take streams of the tenant's limit; raises RequestError: there are none left."""
+        if self._meter is not None:
+            _check(self._meter.take_streams(streams))
+            self._streams = streams
+
+
+def _check(excess: Excess | None) -> None:
+    """Raises RequestError: a limit of the tenant is exceeded."""
+    if excess is not None:
+        raise RequestError(
+            excess.message,
+            status=429,
+            code="rate_limit_exceeded",
+            kind=excess.kind,
+            headers={"Retry-After": retry_after(RETRY_S)},
+        )
+
+
 class PackedFields(Mapping[str, msgspec.Raw]):
     """Fields as one JSON object, where each by itself would take two objects."""
 
@@ -135,8 +245,8 @@ class ParsedRequest:
     size_bytes: int
     prompt_ids: "array[int] | None" = None  # None until the client or an engine has given them.
     more: "tuple[ParsedRequest, ...]" = ()  # Those of the prompts behind the first one.
-    held: Held | None = None  # Follows what is kept.
-    counted_bytes: int = 0  # Its share of that.
+    held: RequestUsage | None = None  # Follows what is kept.
+    counted_bytes: int = 0  # What is kept, as far as the budget knows.
     fields_bytes: int = 0  # Of the values in `fields`, or more.
     is_packed: bool = False  # What is kept is no more than is needed.
 
@@ -168,7 +278,18 @@ class ParsedRequest:
         self.is_packed = True
         if isinstance(self.request, CompletionRequest) and self.request.n == 1:
             self._drop_prompt()
-        self.count()
+        if self.held is not None:  # The budget follows what is kept.
+            before_bytes, kept_bytes = self.counted_bytes, self._count()
+            self.held.resize(self.held.size_bytes - before_bytes + kept_bytes)
+
+    def hold(self, held: RequestUsage) -> None:
+        """Keep no more of the body than is needed, and have the budget follow that."""
+        kept_bytes = 0
+        for parsed in (self, *self.more):
+            parsed.held = held
+            parsed.strip()
+            kept_bytes += parsed._count()
+        held.resize(kept_bytes)
 
     def strip(self) -> None:
         """Drop what was decoded to be checked, and is in `fields` as well."""
@@ -184,21 +305,12 @@ class ParsedRequest:
                 self._drop_prompt()
         if not self.is_packed:
             self.fields_bytes = sum(map(len, self.fields.values()))
-        self.count()
 
-    def count(self) -> None:
-        """Have the budget follow what is kept."""
-        if self.held is not None:
-            ids, before_bytes = self.prompt_ids or (), self.counted_bytes
-            self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(ids)
-            self.held.resize(self.held.size_bytes - before_bytes + self.counted_bytes)
-
-    def hold(self, held: Held) -> None:
-        """Keep no more of the body than is needed, and have the budget follow that."""
-        self.counted_bytes = held.size_bytes
-        for parsed in self.prompts:
-            parsed.held = held
-            parsed.strip()
+    def _count(self) -> int:
+        """The bytes that are kept from now on."""
+        ids = self.prompt_ids or ()
+        self.counted_bytes = self.fields_bytes + _BYTES_PER_ID * len(ids)
+        return self.counted_bytes
 
     def _drop_prompt(self) -> None:
         # The others are copied: one that lies in the body keeps all of it.

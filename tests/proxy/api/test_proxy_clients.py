@@ -201,7 +201,7 @@ async def test_an_internal_error_has_an_openai_body(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvrs.proxy.api.app.parse_resume_headers", broken)
+    monkeypatch.setattr("kvrs.proxy.api.admission.deadlines_of", broken)
     status, body = await system.complete(**REQUEST)
 
     assert (status, msgspec.json.decode(body)["error"]["type"]) == (500, "server_error")

@@ -7,8 +7,7 @@ import pytest
 
 from kvrs.errors import RequestError
 from kvrs.protocol.token_ids import packed
-from kvrs.proxy.wire.budget import ByteBudget, Held
-from kvrs.proxy.wire.requests import COMPLETIONS, read
+from kvrs.proxy.wire.requests import COMPLETIONS, ByteBudget, RequestUsage, read
 
 
 def completion(**fields: Any) -> bytes:
@@ -28,10 +27,11 @@ def test_each_of_several_prompts_is_checked(wrong: Any) -> None:
 def test_the_budget_follows_all_prompts_of_a_request() -> None:
     """The budget holds what is kept of each while their ids come, and nothing after their end."""
     body = completion(prompt=["a" * 100, "b" * 200, [1, 2, 3]], user="u" * 50)
-    budget = ByteBudget(1 << 20)
+    budget = ByteBudget(1 << 20, len(body))
 
-    with Held(budget, "host") as held:
-        assert held.grow(len(body))
+    with RequestUsage(budget, "host") as held:
+        held.allow(len(body))
+        held.resize(len(body))
         parsed = read(COMPLETIONS, body)
         parsed.hold(held)
         kept = [sum(map(len, one.fields.values())) for one in parsed.prompts]

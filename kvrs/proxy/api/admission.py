@@ -1,0 +1,403 @@
+"""Admission of a request at the clients' port: a row of steps over one record. Each step is passed,
+or refuses the request by a RequestError of one kind.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+from multidict import CIMultiDictProxy
+
+from kvrs.config.proxy import Inexact, ProxySettings
+from kvrs.core.fleet.known import Instances
+from kvrs.core.fleet.names import ServedName
+from kvrs.core.fleet.self_tests import Continues
+from kvrs.core.model import events as ev
+from kvrs.direct import DirectRequest
+from kvrs.errors import ConfigError, RequestError
+from kvrs.ids import StreamId
+from kvrs.large_work import LARGE_BYTES, LargeWork
+from kvrs.protocol.openai.chunks import TOO_LONG
+from kvrs.protocol.openai.fields import VLLM, whole
+from kvrs.protocol.openai.requests import ECHOED_BY_ENGINE, CompletionRequest, Fields
+from kvrs.protocol.openai.structure import MAX_ELEMENTS, bytes_within, elements_within
+from kvrs.proxy.api import generate
+from kvrs.proxy.api.bodies import ClientBodies
+from kvrs.proxy.api.choices import Merger
+from kvrs.proxy.api.tenants import Tenant, Tenants
+from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
+from kvrs.proxy.mirror.records import Record
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.streams.clients import SseClient
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.metrics import AdmissionMetrics
+from kvrs.proxy.wire.downstream import ClientRequest
+from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.requests import ByteBudget, ParsedRequest, RequestUsage, salted
+
+# The highest value of each header, in seconds. The configuration has the same bounds.
+_LONGEST_S = {"x-kvrs-ttft-s": 86400, "x-kvrs-recovery-gap-s": 3600, "x-kvrs-deadline-s": 86400}
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?", re.ASCII)
+_INEXACT = {"X-Kvrs-Exact": "no"}
+_NO_HEADERS: Mapping[str, str] = {}
+
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(slots=True, eq=False)
+class ClientCall:
+    """One request of a client: what the steps have found of it, which its response needs."""
+
+    request: ClientRequest
+    is_generate: bool  # Of DistServe's endpoint, which has one choice.
+    tenant: Tenant
+    held: RequestUsage
+    body: bytes = b""  # Until it is parsed.
+    parsed: ParsedRequest = field(init=False)
+    # The field because of which one engine answers it whole; None: it is a stream.
+    whole: str | None = None
+    resume: ResumeRequest | None = None
+    found: Record | None = None  # That of the stream to be resumed; None: the stream is new.
+    name: ServedName = field(init=False)
+    inexact: tuple[str, ...] = ()  # What could not be continued exactly.
+    deadlines: ev.Deadlines = ev.NO_DEADLINES
+    echoes: Sequence[str | None] = ()  # For each journal the prompt to send before the output.
+    journals: list[Journal] = field(init=False)
+    client: SseClient | None = None  # None: the client did not ask for a stream.
+    merger: Merger | None = None  # For the choices of a stream; None: the engine's one is all.
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers of the response beside the usual ones."""
+        return _INEXACT if self.inexact else _NO_HEADERS
+
+
+class Admissions:
+    """The steps, and what they look at. `draining`: no new streams are admitted."""
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        backend: str,
+        driver: Driver,
+        mirror: Mirror,
+        metrics: AdmissionMetrics,
+        clock: Callable[[], float],
+        tenants: Tenants,
+        large: LargeWork,
+    ) -> None:
+        self.draining = False
+        self.bodies = ClientBodies(settings, metrics, clock)
+        self._settings = settings
+        self._backend = backend
+        self._driver = driver
+        self._instances = driver.control.instances
+        self._mirror = mirror
+        self._clock = clock
+        self._tenants = tenants
+        self._large = large
+        self._budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
+        self._marked = lru_cache(maxsize=1024)(partial(_marked, secrets.token_bytes(16)))
+        metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
+
+    def begin(self, request: ClientRequest, tenant: Tenant) -> ClientCall:
+        """The record of a request, whose tenant is known. It holds nothing before its first step;
+        what it holds is given back at the end of `with call.held`.
+        """
+        held = RequestUsage(self._budget, request.remote or "", tenant.meter)
+        return ClientCall(request, request.path == generate.PATH, tenant, held)
+
+    async def admit(self, call: ClientCall, read: Callable[..., ParsedRequest]) -> None:
+        """Take a request of a stream through all steps, in this order. `read` parses its body.
+
+        Raises:
+            RequestError: a step refuses it.
+        """
+        most = await self.read_body(call)
+        call.parsed = await self.parse(
+            read, call.body, most if len(call.body) == call.request.content_length else None
+        )
+        self._read_key(call)
+        check_whole(call)
+        await self.admit_parsed(call)
+
+    async def admit_parsed(self, call: ClientCall) -> None:
+        """Take a request through the steps behind its parsing, as `admit` does."""
+        parsed, tenant = call.parsed, call.tenant
+        call.name = name = find_model(self._instances, parsed.request.model)
+        if tenant.secret is not None or name.parent is not None:
+            call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
+        await self._check_exactness(call)
+        call.deadlines = deadlines_of(call.request.headers)
+        await self._find_echoes(call)
+        streams = parsed.streams
+        self._check_room(streams)
+        self._take_streams(call, streams)
+        if call.resume is not None:
+            call.found = await self._mirror.find(call.resume)
+            self._check_room(streams)  # Again: that took a while.
+        self._open_journals(call)
+        if parsed.request.stream:
+            call.client = SseClient(call.request, self._settings.write_timeout_s, call.headers)
+        parsed.hold(call.held)
+        if isinstance(call.request, DirectRequest):
+            call.request.drop_headers()
+
+    # The steps, in their order.
+
+    def _check_room(self, choices: int) -> None:
+        open_streams, allowed = len(self._driver.control.streams), self._settings.max_streams
+        if open_streams + choices > allowed:
+            raise RequestError(f"{open_streams} of {allowed} streams are open", status=503)
+        if self.draining:
+            raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
+
+    async def read_body(self, call: ClientCall) -> int:
+        """Read the body of a request that there is room for; how many elements it may have, if it
+        has the length that was declared.
+        """
+        self._check_room(1)
+        request, held = call.request, call.held
+        size_bytes = request.content_length or 0
+        most = self._max_elements(size_bytes)  # Too many bytes are not read at all.
+        if isinstance(request, DirectRequest):  # It is not compressed, and here.
+            held.allow(size_bytes)
+            held.resize(size_bytes)
+            call.body = request.take_body()
+        else:
+            call.body = await self.bodies.read(request, held)
+        return most
+
+    def _max_elements(self, size_bytes: int) -> int:
+        """How many elements a body may have for the model that is served.
+
+        Raises:
+            RequestError: it has more bytes than the longest prompt.
+        """
+        served = self._instances.max_model_len
+        if served is None:
+            return MAX_ELEMENTS
+        longest_token = self._driver.tokenizer.longest_token
+        # vLLM's models may see pictures, which are no text.
+        if longest_token is not None and self._backend != VLLM:
+            most = bytes_within(served, longest_token)
+            if size_bytes > most:
+                raise RequestError(
+                    f"the body has {size_bytes} bytes, which are more than {served} tokens; "
+                    f"allowed: at most {most}",
+                    code=TOO_LONG,
+                )
+        return elements_within(served)
+
+    async def parse(
+        self, read: Callable[..., Parsed], body: bytes, max_elements: int | None = None
+    ) -> Parsed:
+        """Parse a body; `max_elements` is found by its length if it is not known yet."""
+        most = self._max_elements(len(body)) if max_elements is None else max_elements
+        if len(body) <= LARGE_BYTES:
+            return read(body, max_elements=most)
+        return await self._large.run(len(body), partial(read, body, max_elements=most))
+
+    def _read_key(self, call: ClientCall) -> None:
+        """Read the headers of a stream that can be resumed; most have none. Nothing needs the body
+        any more.
+        """
+        headers, body = call.request.headers, call.body
+        call.body = b""
+        if KEY in headers or LAST_EVENT in headers:
+            secret = partial(self._tenants.secret_of, call.request, call.tenant)
+            call.resume = parse_resume_headers(
+                headers, call.request.path, body, call.parsed, secret
+            )
+
+    async def _check_exactness(self, call: ClientCall) -> None:
+        """Find what of the request the instances in use could not continue exactly."""
+        plain, (least, continues) = self._instances.plain(), self._driver.control.self_tests.least()
+        if plain is None and continues is Continues.SEEDED:  # Nothing, whatever the request is.
+            return
+        parsed = call.parsed
+        if plain is not None:
+            find = partial(
+                inexact_features,
+                parsed,
+                has_tokenizer=self._driver.tokenizer.available,
+                continues=continues,
+            )
+            call.inexact = await self._large.run(parsed.size_bytes, find)
+        else:
+            call.inexact = tokens_at_risk(parsed, continues)
+        if call.inexact and self._settings.inexact is Inexact.REFUSE:
+            feature = call.inexact[0]
+            raise RequestError(
+                f"{feature} cannot be continued exactly by instance {plain or least!r}, "
+                f"should the stream be cut, and "
+                "proxy.inexact is 'refuse'; allowed: a request without it",
+                param=feature,
+            )
+
+    async def _find_echoes(self, call: ClientCall) -> None:
+        """Find the prompts that are sent before the output."""
+        parsed = call.parsed
+        is_echoed = parsed.echo and call.whole is None
+        if is_echoed or (call.is_generate and not parsed.request.stream):
+            call.echoes = [
+                await self._echo(one) for one in parsed.prompts for _ in range(one.request.n)
+            ]
+
+    async def _echo(self, parsed: ParsedRequest) -> str:
+        assert isinstance(parsed.request, CompletionRequest)
+        if self._backend == VLLM and parsed.request.return_token_ids:
+            return ""  # As vLLM has it: the ids of the prompt take the place of its text.
+        if isinstance(parsed.request.prompt, str):
+            return parsed.request.prompt
+        try:
+            return (await self._driver.tokenizer.load()).decode(parsed.request.prompt)
+        except ConfigError as error:
+            raise RequestError(f"a prompt of ids cannot be echoed: {error}", param="echo") from None
+
+    def _take_streams(self, call: ClientCall, streams: int) -> None:
+        """Take streams from the tenant's limit. A stream that goes on was admitted before: the
+        earlier connection of its client, if it is still open, is about to be closed.
+        """
+        resume = call.resume
+        runs = resume is not None and any(key in self._mirror.streams for key in resume.keys)
+        call.held.open(0 if runs else streams)
+
+    def _open_journals(self, call: ClientCall) -> None:
+        """Open a journal for each choice of each prompt, or that of the stream that goes on."""
+        parsed, tenant, name = call.parsed, call.tenant, call.name.key
+        if call.found is not None:
+            call.journals = [reopened(call.found, parsed, self._clock())]
+        else:
+            # The tenant or, without keys, the address, in a form that logs may hold.
+            remote = call.request.remote or ""
+            client = self._marked(remote if tenant.secret is None else tenant.name)
+            call.journals = []
+            for one in (parsed, *parsed.more):
+                self._add_journals(one, call, client)
+            wants_usage = parsed.request.wants_usage and len(call.journals) == 1
+            call.journals[0].wants_usage = wants_usage
+        for journal in call.journals:
+            journal.tenant, journal.name = tenant.mark, name
+        if not call.echoes:
+            call.echoes = [None] * len(call.journals)
+        if not call.is_generate and (len(call.journals) > 1 or call.echoes[0] is not None):
+            call.merger = Merger()
+
+    def _add_journals(self, parsed: ParsedRequest, call: ClientCall, client: str) -> None:
+        """Add the journals of a prompt, each with a seed that all its attempts sample with."""
+        request, seed, now_s = parsed.request, parsed.request.seed, self._clock()
+        if request.temperature > 0 and seed is None:
+            seed = int.from_bytes(secrets.token_bytes(8)) >> 2
+        for index in range(request.n):
+            journal = Journal(
+                stream=StreamId(secrets.token_hex(16)),
+                parsed=parsed,
+                arrived_s=now_s,
+                seed=None if seed is None else _wrapped(seed + index),
+                prompt_ids=parsed.prompt_ids,
+                deadlines=call.deadlines,
+                client=client,
+                inexact=call.inexact,
+            )
+            call.journals.append(journal)
+
+
+def check_whole(call: ClientCall) -> None:
+    """Note a request that one engine answers whole: it asks for a result of the prompt, or for
+    several outputs at once, which a stream of tokens that goes from prefill to decode could not
+    give.
+
+    Raises:
+        RequestError: it is to be streamed or resumed.
+    """
+    parsed = call.parsed
+    fields, names = parsed.fields, whole(parsed.endpoint.api)
+    if not names.isdisjoint(fields):
+        call.whole = next(name for name in fields if name in names)
+    elif parsed.echo and (
+        parsed.request.max_tokens == 0 or any(name in fields for name in ECHOED_BY_ENGINE)
+    ):
+        call.whole = "echo"
+    if call.whole is not None and (parsed.request.stream or call.resume is not None):
+        raise RequestError(
+            f"{call.whole} is answered in one piece by one engine; allowed: without stream and "
+            "without Idempotency-Key",
+            param=call.whole,
+        )
+
+
+def whole_fields(parsed: ParsedRequest) -> Fields:
+    """The body for the engine that answers a request whole."""
+    fields = dict(parsed.fields)
+    if "messages" in fields:
+        return fields
+    prompts = [
+        one.fields.get("prompt") or msgspec.Raw(msgspec.json.encode([*(one.prompt_ids or ())]))
+        for one in parsed.prompts
+    ]
+    together = msgspec.Raw(b"[" + b",".join(map(bytes, prompts)) + b"]")
+    return fields | {"prompt": together if parsed.more else prompts[0]}
+
+
+def find_model(instances: Instances, model: str | None) -> ServedName:
+    """The model that a request names; before an instance is up, that may be any name.
+
+    Raises:
+        RequestError: no instance serves this name.
+    """
+    served = instances.model
+    if model is None or model == served:
+        return ServedName(served or "")
+    if served is None:
+        return ServedName(model, model)
+    names = instances.names.served(served)
+    found = names.get(model)
+    if found is None:
+        raise RequestError(
+            f"the model {model!r:.200} does not exist; allowed: {', '.join(map(repr, names))}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+    return found
+
+
+def deadlines_of(headers: CIMultiDictProxy[str]) -> ev.Deadlines:
+    """The deadlines in the headers, which take the place of section `slo` of the configuration: the
+    OpenAI API has no fields for them.
+
+    Raises:
+        RequestError: a header is not a number of seconds, or out of range.
+    """
+    if not any(map(headers.__contains__, _LONGEST_S)):  # As nearly always.
+        return ev.NO_DEADLINES
+    return ev.Deadlines(
+        *(_seconds(headers, name) if name in headers else None for name in _LONGEST_S)
+    )
+
+
+def _seconds(headers: CIMultiDictProxy[str], name: str) -> float:
+    values = headers.getall(name)
+    text, longest_s = ", ".join(values), _LONGEST_S[name]
+    seconds = float(text) if _NUMBER.fullmatch(text) else 0.0
+    if not 0 < seconds <= longest_s:
+        raise RequestError(
+            f"got {text!r:.80}; allowed: seconds above 0, up to {longest_s}", param=name
+        )
+    return seconds
+
+
+def _marked(key: bytes, name: str) -> str:
+    return blake2b(name.encode(), key=key, digest_size=8).hexdigest()
+
+
+def _wrapped(seed: int) -> int:
+    """The seed wrapped to 64 bits."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,232 @@
+"""Requests of streams are admitted, their streams run, and their clients get responses."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, assert_never
+
+from aiohttp import web
+
+from kvrs.core.live import Complete
+from kvrs.direct import DirectRequest
+from kvrs.errors import RequestError
+from kvrs.protocol.openai.chunks import error_body
+from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
+from kvrs.proxy.api.answers import bug_response, error_response, json_response, refusal
+from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
+from kvrs.proxy.api.generate import GenerateClient, WholeGenerateClient
+from kvrs.proxy.api.passed import Passed
+from kvrs.proxy.api.tenants import TENANT, Tenant, Tenants
+from kvrs.proxy.backends.backend import is_the_clients_fault
+from kvrs.proxy.mirror.failures import SUPERSEDED
+from kvrs.proxy.mirror.headers import ResumeRequest
+from kvrs.proxy.mirror.keyed import KeyedStream
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.keep_alive import KeepAlives
+from kvrs.proxy.streams.live import Failed, Outcome
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
+from kvrs.proxy.wire.downstream import ClientRequest, Sent, StreamedResponse
+from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.requests import ParsedRequest
+
+_FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
+
+Read = Callable[..., ParsedRequest]
+Response = web.Response | StreamedResponse
+
+
+class Serving:
+    """Serves requests of streams; `passed` has those answered that one engine answers whole."""
+
+    def __init__(
+        self,
+        admissions: Admissions,
+        tenants: Tenants,
+        driver: Driver,
+        mirror: Mirror,
+        passed: Passed,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        keep_alive_s: float | None,
+    ) -> None:
+        self.admissions = admissions
+        self.keep_alives = KeepAlives(keep_alive_s)
+        self._tenants = tenants
+        self._driver = driver
+        self._mirror = mirror
+        self._passed = passed
+        self._counts = metrics.requests
+        self._clock = clock
+
+    async def in_full(self, read: Read, request: web.Request) -> web.StreamResponse:
+        """Serve a request of aiohttp's server."""
+        response = await self._serve(read, request, request[TENANT])
+        return Sent(response) if isinstance(response, StreamedResponse) else response
+
+    async def directly(self, read: Read, request: DirectRequest) -> Response:
+        """Serve a request without aiohttp's server, and without its middlewares."""
+        try:
+            request[TENANT] = tenant = self._tenants.of(request)
+            return await self._serve(read, request, tenant)
+        except RequestError as error:
+            return error_response(error)
+        except Exception:
+            if request.is_begun:
+                raise
+            return bug_response()
+
+    async def _serve(self, read: Read, request: ClientRequest, tenant: Tenant) -> Response:
+        """Admit a request and respond to it; count it by its outcome."""
+        call = self.admissions.begin(request, tenant)
+        with call.held:
+            try:
+                await self.admissions.admit(call, read)
+            except (RequestError, web.HTTPException):
+                self._counts["rejected"].inc()
+                raise
+            try:
+                client = call.client
+                with self.keep_alives.over(client):
+                    if client is None or call.resume is not None:
+                        outcome, response = await self._respond(call)
+                    else:
+                        outcome = await self._stream(call, client)
+                        missing = missing_end(call) if outcome == Complete() else []
+                        response = await end_stream(client, outcome, missing)
+            except asyncio.CancelledError:
+                self._counts["client_gone"].inc()
+                raise
+            except ClientGoneError:
+                self._counts["client_gone"].inc()
+                assert call.client is not None
+                return call.client.response or web.Response(status=499)
+            self.count(outcome)
+            return response
+
+    def count(self, outcome: Outcome) -> None:
+        name = "complete"
+        if isinstance(outcome, Failed):
+            name = "rejected" if outcome.rejected else "failed"
+        self._counts[name].inc()
+
+    def _respond(self, call: ClientCall) -> Coroutine[Any, Any, tuple[Outcome, Response]]:
+        if call.whole is not None:
+            return self._respond_by_one(call)
+        if call.resume is not None:
+            return self._respond_resumable(call, call.resume)
+        return self._respond_whole(call)
+
+    def _stream(self, call: ClientCall, client: SseClient) -> Awaitable[Outcome]:
+        """Run the streams of a response. A coroutine of its own would last as long as they do."""
+        journals, merger = call.journals, call.merger
+        if call.is_generate:
+            return self._driver.run(journals[0], GenerateClient(client))
+        if merger is None:
+            return self._driver.run(journals[0], client)
+        streams: list[tuple[Journal, Client]] = [
+            (journal, ChoiceClient(client, merger, index, journal, echo))
+            for index, (journal, echo) in enumerate(zip(journals, call.echoes, strict=True))
+        ]
+        return run_together(self._driver.run, streams)
+
+    async def _respond_whole(self, call: ClientCall) -> tuple[Outcome, Response]:
+        journals = call.journals
+        if call.is_generate:
+            gathered = WholeGenerateClient(self._clock)
+            outcome = await self._driver.run(journals[0], gathered)
+            answer_of = partial(gathered.answer, call.echoes[0] or "")
+            return outcome, whole_response(outcome, answer_of, call.headers)
+        clients = [WholeClient() for _ in journals]
+        outcome = await run_together(self._driver.run, list(zip(journals, clients, strict=True)))
+        make = partial(answer, call.parsed, journals, clients, call.echoes)
+        return outcome, whole_response(outcome, make, call.headers)
+
+    async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
+        """One engine answers; another one where it dies."""
+        await asyncio.sleep(0)  # In a task from here on, as above.
+        path, fields = call.parsed.endpoint.path, whole_fields(call.parsed)
+        answer = await self._passed.ask(path, fields, call.name.key)
+        answer.headers.update(call.headers)
+        if answer.status == 200:
+            return Complete(), answer
+        is_rejected = is_the_clients_fault(answer.status)
+        return Failed(answer.status, b"", rejected=is_rejected), answer
+
+    async def _respond_resumable(
+        self, call: ClientCall, resume: ResumeRequest
+    ) -> tuple[Outcome, Response]:
+        """Respond to a request with a key, whose stream is new or was found and taken over."""
+        (journal,), (echo,) = call.journals, call.echoes
+        gathered = WholeClient()
+        journal.marks = []
+        keyed = self._mirror.open(resume, journal, call.found, call.client or gathered)
+        try:
+            sends_echo = call.client is not None and not keyed.record.events
+            outcome = await self.run_keyed(keyed, journal, echo if sends_echo else None)
+            is_refused = isinstance(outcome, Failed) and outcome.status < 500
+            if is_refused and not keyed.failure and not keyed.record.events:
+                self._mirror.forget(keyed)
+            elif isinstance(outcome, Failed) and outcome is not SUPERSEDED:
+                keyed.release()
+                await keyed.flushed(_FLUSH_TIMEOUT_S)
+            keyed.close()  # No event follows the end of the response.
+            if call.client is not None:
+                return outcome, await end_stream(call.client, outcome, [])
+            make = partial(answer, call.parsed, [journal], [gathered], [echo])
+            return outcome, whole_response(outcome, make, call.headers)
+        finally:
+            self._mirror.close(keyed)
+
+    async def run_keyed(self, keyed: KeyedStream, journal: Journal, echo: str | None) -> Outcome:
+        """Run a stream until its client has all of it."""
+        if keyed.failure is not None:  # It was cancelled, or went elsewhere, before it began here.
+            return keyed.failure
+        outcome: Outcome = Complete()
+        if not journal.finished and not keyed.record.state.complete:
+            client = keyed if echo is None else ChoiceClient(keyed, Merger(), 0, journal, echo)
+            outcome = await self._driver.run(journal, client)
+        if outcome == Complete():
+            await keyed.finish([] if keyed.record.state.complete else journal.missing_end())
+            if keyed.after > keyed.record.seq:
+                message = "Last-Event-ID lies behind the end of the stream"
+                return Failed(400, error_body(message, code="beyond_end"))
+        return keyed.failure or outcome
+
+
+def missing_end(call: ClientCall) -> list[bytes]:
+    """The events that a complete response still lacks."""
+    first, parsed, merger = call.journals[0], call.parsed, call.merger
+    if len(call.journals) == 1:
+        return first.missing_end()
+    assert merger is not None
+    assert merger.head is not None
+    usage = [parsed.endpoint.event(merger.head, [], total_usage(call.journals))]
+    return usage if parsed.request.wants_usage else []
+
+
+async def end_stream(client: SseClient, outcome: Outcome, missing: Sequence[bytes]) -> Response:
+    """End a streamed response, after the events that it still lacks."""
+    match outcome:
+        case Complete():
+            return await client.end(missing)
+        case Failed() if client.response is None:
+            return refusal(outcome)
+        case Failed():
+            return await client.fail(outcome.body)
+        case _:
+            assert_never(outcome)
+
+
+def whole_response(
+    outcome: Outcome, make_body: Callable[[], bytes], headers: Mapping[str, str]
+) -> Response:
+    match outcome:
+        case Complete():
+            return json_response(make_body(), headers=headers)
+        case Failed():
+            return refusal(outcome)
+        case _:
+            assert_never(outcome)
