@@ -106,9 +106,7 @@ class MultiProxyCluster:
         return proxy
 
     def mirror(self, number: int) -> Mirror:
-        mirror = self.proxy(number)._mirror
-        assert mirror is not None
-        return mirror
+        return self.proxy(number).parts.mirror
 
     def book(self, number: int) -> RecordBook:
         return self.mirror(number).book
@@ -120,8 +118,7 @@ class MultiProxyCluster:
         proxy = Proxy(self.configs[number], ring[0], ring[1:])
         await proxy.start()
         self.proxies[number] = proxy
-        driver = proxy._driver
-        assert driver is not None
+        driver = proxy.parts.driver
         instances = driver.control.instances
         async with asyncio.timeout(WITHIN_S):
             # One that its peers have removed leaves, before it was seen up or after.
@@ -133,8 +130,8 @@ class MultiProxyCluster:
         proxy, self.proxies[number] = self.proxy(number), None
         for task in proxy._background:
             task.cancel()
-        for session in proxy._sessions:
-            await session.close()
+        if proxy._links is not None:
+            await proxy._links.close()
         for port in proxy._ports:
             server = port._runner.server
             assert server is not None
@@ -158,11 +155,7 @@ class MultiProxyCluster:
     async def know_each_other(self) -> None:
         alive = [proxy for proxy in self.proxies if proxy is not None]
         async with asyncio.timeout(WITHIN_S):
-            while any(
-                len(proxy._mirror.peers.live) < len(alive) - 1
-                for proxy in alive
-                if proxy._mirror is not None
-            ):
+            while any(len(proxy.parts.mirror.peers.live) < len(alive) - 1 for proxy in alive):
                 await asyncio.sleep(0.005)
 
 

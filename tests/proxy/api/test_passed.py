@@ -23,8 +23,7 @@ async def test_the_proxy_s_tokenizer_answers_in_vllm_s_form(
 ) -> None:
     """Text to ids and back, special tokens included."""
     system = await build(model=model)
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     ids = tokenizer.encode("play cjk.").ids
 

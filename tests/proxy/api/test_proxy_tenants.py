@@ -55,8 +55,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 
 
 def tenants_of(system: ProxyCluster) -> Tenants:
-    assert system.proxy.tenants is not None
-    return system.proxy.tenants
+    return system.proxy.parts.tenants
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,6 @@ async def test_another_process_is_another_epoch(vllms: Builder) -> None:
 async def test_the_same_process_is_used_again_when_it_has_run_dry(vllms: Builder) -> None:
     """It cannot be fenced: what it may still be writing has to end first."""
     system = await vllms()
-    driver = system.proxy._driver
-    assert driver is not None
     system.servers["d0"].running = 1
     system.servers["d0"].kill_engine()
     await system.until_health(d0="down")

@@ -64,8 +64,7 @@ async def test_a_proxy_without_a_peer_does_not_hand_over_its_streams() -> None:
         gate = group.system.script.gate = asyncio.Event()
         group.system.script.gate_at = 3
         await group.kill(1)
-        mirror = group.proxy(0)._mirror
-        assert mirror is not None
+        mirror = group.proxy(0).parts.mirror
         async with asyncio.timeout(WITHIN_S):
             while mirror.peers.live:
                 await asyncio.sleep(0.005)
@@ -101,8 +100,7 @@ async def test_a_stream_that_ends_as_it_is_moved_is_forgotten_by_everybody(
     """
     system = await build(policy={"recovery": {"gather_s": 0.0}})
     asked = await held_open(system)
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
     (live,) = driver.streams.values()
     live.journal.finish_reason, live.journal.usage_sent = "length", True
 
@@ -118,8 +116,7 @@ async def test_a_resume_that_is_looked_up_while_its_proxy_is_told_to_end_does_no
 ):
     """All that lived there has been handed over by then, and this one would be cut off."""
     async with open_proxy_group(2) as group:
-        mirror, api = group.mirror(0), group.proxy(0)._api
-        assert api is not None
+        mirror, api = group.mirror(0), group.proxy(0).parts.api
         find = mirror.find
 
         async def told_meanwhile(resume: ResumeRequest) -> Record | None:

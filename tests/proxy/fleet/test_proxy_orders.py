@@ -70,8 +70,7 @@ async def test_an_instance_that_is_added_or_removed_is_so_at_all_proxies() -> No
 async def test_what_cannot_be_removed_yet_elsewhere_is_removed_later() -> None:
     """A proxy that sees no other instance of the role keeps the last one until it does."""
     async with open_proxy_group(2) as group:
-        driver = group.proxy(1)._driver
-        assert driver is not None
+        driver = group.proxy(1).parts.driver
         drains = driver.control.drains
         drains.begin(InstanceId("d1"), 3600.0, driver.clock())  # Not by an order: here only.
 
@@ -90,8 +89,7 @@ async def test_what_cannot_be_removed_yet_elsewhere_is_removed_later() -> None:
 async def test_what_cannot_be_carried_out_keeps_nothing_else_from_it() -> None:
     """Reloads, and orders that come later; it is shown, and carried out when it can be."""
     async with open_proxy_group(2) as group, further(group.system, "d9") as (row,):
-        driver, reloads = group.proxy(1)._driver, group.proxy(1).reloads
-        assert driver is not None
+        driver, reloads = group.proxy(1).parts.driver, group.proxy(1).reloads
         drains = driver.control.drains
         drains.begin(InstanceId("d1"), 3600.0, driver.clock())  # Not by an order: here only.
 
@@ -138,8 +136,7 @@ async def _change(
 
 
 def _instances(group: MultiProxyCluster, proxy: int) -> dict[InstanceId, Health]:
-    driver = group.proxy(proxy)._driver
-    assert driver is not None
+    driver = group.proxy(proxy).parts.driver
     return {known.id: known.health for known in driver.control.instances.present()}
 
 
@@ -157,8 +154,7 @@ async def _order(group: MultiProxyCluster, proxy: int, method: str, instance: st
 
 
 def _drained(group: MultiProxyCluster, proxy: int) -> list[Any]:
-    driver = group.proxy(proxy)._driver
-    assert driver is not None
+    driver = group.proxy(proxy).parts.driver
     drains, known = driver.control.drains, driver.control.instances.known
     return [name for name in known if drains.describe(name, 0.0) is not None]
 

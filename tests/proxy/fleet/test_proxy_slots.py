@@ -243,8 +243,7 @@ async def test_an_agent_that_is_back_hears_at_once_of_what_is_held(
     monkeypatch.setattr(slots, "LEASE_S", 3600.0)
     system, asked = await victims(build, 3, transfer={"lease_s": 3600.0})
     agent = system.agents["agent-n1"]
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
     # Else the first renewal, which is due at once, comes when the agent is back.
     await system.until(lambda: _truth(agent.id in driver.control.slots._met))
     await system.instances[

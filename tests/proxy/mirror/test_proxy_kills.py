@@ -31,11 +31,7 @@ def text_in(reader: Reader) -> str:
 
 def _has_two_copies(group: MultiProxyCluster, reader: Reader) -> bool:
     """True if two proxies have the stream, or none has anything of it."""
-    books = [
-        proxy._mirror.book
-        for proxy in group.proxies
-        if proxy is not None and proxy._mirror is not None
-    ]
+    books = [proxy.parts.mirror.book for proxy in group.proxies if proxy is not None]
     key = record_key(reader.key)
     found = [book.records[key] for book in books if key in book.records]
     latest = max((record.owner_epoch for record in found), default=-1)
@@ -51,11 +47,7 @@ def _has_two_copies(group: MultiProxyCluster, reader: Reader) -> bool:
 
 def _is_mirrored(proxy: Proxy | None, reader: Reader) -> bool | None:
     """True if the mirror of this proxy's stream has its header. None: it does not run here."""
-    if (
-        proxy is None
-        or proxy._mirror is None
-        or (keyed := proxy._mirror.streams.get(record_key(reader.key))) is None
-    ):
+    if proxy is None or (keyed := proxy.parts.mirror.streams.get(record_key(reader.key))) is None:
         return None
     return keyed.outbox.mirror is not None and keyed.outbox.acked is not None
 

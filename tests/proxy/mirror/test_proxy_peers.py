@@ -29,7 +29,7 @@ async def test_proxies_come_and_go_at_a_reload() -> None:
         await _reload(group, _with_peers(whole, [stays]))
         await _until(lambda: _mirror_of(group) == stays)
         known = [*group.mirror(0).peers.known]
-        share = group.proxy(0)._driver.control.slots._share  # type: ignore[union-attr]
+        share = group.proxy(0).parts.driver.control.slots._share
         await _until(lambda: all(task.cancelled() for task in of_the_removed))
         await _reload(group, whole)
         await _until(lambda: group.mirror(0).peers.live_ids == {leaves, stays})

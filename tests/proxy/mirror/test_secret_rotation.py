@@ -41,8 +41,7 @@ def are_copied(group: MultiProxyCluster) -> bool:
 
 
 def is_up(group: MultiProxyCluster, number: int, name: str) -> bool:
-    driver = group.proxy(number)._driver
-    assert driver is not None
+    driver = group.proxy(number).parts.driver
     return driver.control.instances.is_up(InstanceId(name))
 
 

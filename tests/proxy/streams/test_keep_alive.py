@@ -22,8 +22,7 @@ STREAMED = REQUEST | {"stream": True}
 
 
 def keep_alives(system: ProxyCluster) -> KeepAlives:
-    assert system.proxy._api is not None
-    return system.proxy._api.serving.keep_alives
+    return system.proxy.parts.api.serving.keep_alives
 
 
 async def post(system: ProxyCluster) -> aiohttp.ClientResponse:

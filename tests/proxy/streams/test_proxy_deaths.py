@@ -252,8 +252,7 @@ async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing
     """The policy has just counted another attempt: the end of the stream is that of this one."""
     system = await build(policy={"recovery": {"gather_s": 0.0}})
     (asked,) = await held_open(system)
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
     (live,) = driver.streams.values()
     assert live.plan is not None
 
@@ -277,8 +276,7 @@ async def test_an_instance_that_only_fell_silent_may_live(
 ) -> None:
     """The policy learns with the loss whether the instance may still live."""
     system = await build()
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
     told: list[ev.InstanceLost] = []
 
     def tell(event: ev.Event, now_s: float) -> None:

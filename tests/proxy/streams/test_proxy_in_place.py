@@ -144,8 +144,7 @@ async def test_an_operator_has_a_rank_leave_and_come_back(build: ProxyClusterBui
 async def test_a_rank_leaves_a_gpu_that_fails(build: ProxyClusterBuilder) -> None:
     """And comes back; the proxy orders each once, however often gossip is looked at."""
     system = await build()
-    d0, driver = system.instances["d0"], system.proxy._driver
-    assert driver is not None
+    d0, driver = system.instances["d0"], system.proxy.parts.driver
     d0.full_degree = d0.degree = 2
     d0.ranks = [RankInfo(at, 0, 100 + at, NodeId("n0"), 4, [at], [f"gpu{at}"]) for at in range(2)]
     await system.until(lambda: shows_ranks(system, 100, 101))
@@ -169,8 +168,7 @@ async def test_a_rank_leaves_a_gpu_that_fails(build: ProxyClusterBuilder) -> Non
 
 async def gone_from(system: ProxyCluster, gpu: str) -> bool:
     """True if the instance has answered that its rank leaves it."""
-    assert system.proxy._driver is not None
-    asked = system.proxy._driver.control.gpus._asked
+    asked = system.proxy.parts.driver.control.gpus._asked
     return asked[InstanceId("d0"), gpu].has_agreed is True
 
 
@@ -234,8 +232,7 @@ async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterB
     await system.instances["d1"].kill()
     await system.until_health(d1="down")
     asked = await held_open(system, at=5)
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
 
     d0.reforming = report(30.0)
     await system.until(lambda: stays_somewhere(system))

@@ -173,8 +173,7 @@ async def test_an_instance_that_is_removed_within_its_test_ends_that_alone(
         return "d1" not in await system.health()
 
     async def is_over() -> bool:
-        assert system.proxy._driver is not None
-        return not system.proxy._driver.control.self_tests._running
+        return not system.proxy.parts.driver.control.self_tests._running
 
     system = await build(proxy=ON, prepare=prepare, cluster_drain_s=0.0)
     await system.until(is_tested)

@@ -21,8 +21,7 @@ async def test_a_bug_in_a_watcher_costs_no_stream(
     serving = asyncio.create_task(system.proxy.run())
     stream = asyncio.create_task(system.complete(**REQUEST))
     await system.until_streams_hold(2)
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
     report, bugs = driver.control.load_reported, [RuntimeError("a bug")]
 
     def broken(*arguments: Any) -> None:
@@ -60,8 +59,7 @@ async def test_a_bug_that_repeats_ends_the_proxy(
     """It is not hidden: a proxy that does not know its instances must not seem alive."""
     system = await build(transfer={"lease_s": 1.0})
     serving = asyncio.create_task(system.proxy.run())
-    driver = system.proxy._driver
-    assert driver is not None
+    driver = system.proxy.parts.driver
 
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")

@@ -1,0 +1,218 @@
+"""The parts of a proxy, and their assembly: it binds no port, sends nothing, begins no task."""
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from kvrs.config.cluster import NodeSettings
+from kvrs.config.file import Config
+from kvrs.config.proxy import PeerSettings
+from kvrs.core.books.agent_slots import slot_share
+from kvrs.core.event_log import header_line
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
+from kvrs.proving import Address, address_of, agent_keys
+from kvrs.proxy.api.app import ClientApi
+from kvrs.proxy.api.observing import RequestObserver, open_tracer
+from kvrs.proxy.api.tenants import Tenants
+from kvrs.proxy.backends.agent import AgentBackend
+from kvrs.proxy.backends.cluster import new_engine_links, open_backends
+from kvrs.proxy.fleet.following import FleetFollower
+from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.fleet.services import ServiceNames
+from kvrs.proxy.mirror.peers import ProxyPeer
+from kvrs.proxy.mirror.replication import Mirror
+from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs.proxy.streams.driver import Driver
+from kvrs.proxy.streams.event_log import EventLog
+from kvrs.proxy.streams.metrics import Metrics
+from kvrs.proxy.watch.fleet import Fleet, FleetLinks
+from kvrs.proxy.watch.gossip_view import GossipView
+from kvrs.proxy.wire.capacity import Capacity
+from kvrs.proxy.wire.certificates import TlsOfPorts
+from kvrs.proxy.wire.peer import new_session
+from kvrs.proxy.wire.pool import Access, EngineLinks
+
+
+class ProxyLinks:
+    """Connections of a proxy to instances, agents and other proxies."""
+
+    def __init__(self, config: Config, secret: bytes, tls: TlsOfPorts) -> None:
+        self._config = config
+        self._secret = secret
+        self._agent_keys: dict[Address, ScopedKey] = {}
+        self.engines = new_engine_links(config, secret, tls.inner)
+        self._peers = EngineLinks(Access({}, tls.inner))
+        self._agents = new_session(self._agent_keys, tls.inner) if config.agents_run else None
+
+    @property
+    def all(self) -> list[aiohttp.ClientSession | EngineLinks]:
+        return [each for each in (self.engines, self._agents, self._peers) if each is not None]
+
+    async def close(self) -> None:
+        for each in self.all:
+            await each.close()
+
+    def new_agent(self, node: NodeSettings) -> AgentBackend:
+        assert self._agents is not None
+        self._agent_keys.update(agent_keys(self._secret, [node]))
+        return AgentBackend(self._agents, self._config.url_of(node.agent))
+
+    def new_agents(self) -> dict[InstanceId, AgentBackend]:
+        nodes = self._config.cluster.nodes if self._config.agents_run else []
+        return {node.agent_id: self.new_agent(node) for node in nodes}
+
+    def new_peers(self, peers: Iterable[PeerSettings]) -> dict[str, ProxyPeer]:
+        me = self._config.proxy.id
+        urls = {peer.id: self._config.inner_url(peer.host, peer.peer_port) for peer in peers}
+        self._peers.admit(
+            {
+                address_of(url): scoped_key(self._secret, Scope.PROXY, name)
+                for name, url in urls.items()
+            }
+        )
+        return {name: ProxyPeer(self._peers, me, name, url) for name, url in urls.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of a proxy but its ports."""
+
+    metrics: Metrics
+    observer: RequestObserver
+    event_log: EventLog | None
+    driver: Driver
+    mirror: Mirror
+    tenants: Tenants
+    api: ClientApi
+    gossip_view: GossipView
+    fleet: Fleet
+    follower: FleetFollower
+    services: ServiceNames
+
+
+def build(
+    config: Config,
+    capacity: Capacity,
+    ring: Sequence[bytes],
+    tls: TlsOfPorts,
+    links: ProxyLinks,
+    reloads: Reloads,
+) -> Parts:
+    """Assemble a proxy; each part that follows the configuration is among `reloads` from now on.
+    `ring`: the cluster's secrets, the one in use first.
+
+    Raises:
+        ConfigError: the configuration names an unknown profile, or what it names cannot be read.
+    """
+    clock = time.monotonic
+    metrics = metrics_of(config)
+    metrics.orders_aside.set_function(lambda: len(reloads.orders.aside))
+    backends, agents = open_backends(config, links.engines), links.new_agents()
+    event_log = new_event_log(config, reloads)
+    driver = Driver(config, backends, agents, metrics, clock, time.time, event_log)
+    control, follower = driver.control, FleetFollower(reloads)
+    mirror = Mirror(
+        config.proxy,
+        driver.run_id,
+        links.new_peers(config.proxy.every_peer()),
+        clock,
+        texts=driver.tokenizer,
+        kept=control.policy.kept,
+        stop=driver.end_early,
+        count=lambda outcome: metrics.resumes.labels(outcome).inc(),
+        orders=StandingOrders(control.orders, reloads.orders, clock, follower.heard),
+    )
+    tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
+    engine = config.cluster.backend
+    api = ClientApi(settings, engine, driver, mirror, metrics, clock, tenants, large)
+    gossip_view = GossipView(control.link_measured, control.gpus_seen, clock)
+    reached = FleetLinks(ring[0], links.engines, backends, links.new_agent, agents)
+    fleet = Fleet(config, driver, reached, metrics, gossip_view)
+    for part in (
+        policy_part(reloads, driver),
+        peers_part(reloads, driver, mirror, links),
+        ReloadingPart("certificates", tls.prepare),
+        ReloadingPart("keys", tenants.prepare),
+        fleet.part,
+    ):
+        reloads.add(part)
+    # The last one: a tracer has a thread.
+    tracer, logs_access = open_tracer(config.proxy.id, engine, os.environ), config.logs.access
+    observer = RequestObserver(metrics.registry, clock, logs_access=logs_access, tracer=tracer)
+    return Parts(
+        metrics,
+        observer,
+        event_log,
+        driver,
+        mirror,
+        tenants,
+        api,
+        gossip_view,
+        fleet,
+        follower,
+        ServiceNames(reloads),
+    )
+
+
+def metrics_of(config: Config) -> Metrics:
+    instances = (instance for _, instance in config.cluster.instances())
+    agents = (node.agent_id for node in config.cluster.nodes) if config.agents_run else ()
+    return Metrics({instance.id: instance.role for instance in instances}, agents)
+
+
+def new_event_log(config: Config, reloads: Reloads) -> EventLog | None:
+    settings = config.proxy
+    if settings.event_log is None:
+        return None
+
+    def header(part: int) -> str:
+        used = reloads.config
+        return header_line(used.policy, used.slo, used.backup, part)
+
+    return EventLog(Path(settings.event_log), settings.event_log_bytes, header, time.time)
+
+
+def policy_part(reloads: Reloads, driver: Driver) -> ReloadingPart:
+    def prepare(config: Config) -> Apply | None:
+        used = reloads.config
+        if (config.policy, config.slo) == (used.policy, used.slo):
+            return None
+        return lambda: driver.control.reload(used, config, driver.clock())
+
+    return ReloadingPart("policy", prepare, ("policy", "slo"))
+
+
+def peers_part(
+    reloads: Reloads, driver: Driver, mirror: Mirror, links: ProxyLinks
+) -> ReloadingPart:
+    def prepare(config: Config) -> Apply | None:
+        """Raises ConfigError: a peer is at another address under the same id."""
+        before = {peer.id: peer for peer in reloads.config.proxy.every_peer()}
+        after = {peer.id: peer for peer in config.proxy.every_peer()}
+        if before == after:
+            return None
+        if moved := [name for name in before.keys() & after if before[name] != after[name]]:
+            raise ConfigError(
+                [
+                    f"proxy.peers: {name!r} has another address; allowed: as it was, or another id"
+                    for name in sorted(moved)
+                ]
+            )
+
+        def apply() -> None:
+            for name in before.keys() - after.keys():
+                mirror.peers.remove(name)
+            added = [after[name] for name in after.keys() - before.keys()]
+            for peer in links.new_peers(added).values():
+                mirror.peers.add(peer)
+            driver.control.slots.reload(slot_share(config))
+
+        return apply
+
+    return ReloadingPart("peers", prepare, ("proxy.peers",))
