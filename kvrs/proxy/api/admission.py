@@ -36,9 +36,9 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import AdmissionMetrics
-from kvrs.proxy.wire.downstream import ClientRequest
 from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.request_context import ClientRequest
 from kvrs.proxy.wire.requests import ByteBudget, ParsedRequest, RequestUsage, salted
 
 # The highest value of each header, in seconds. The configuration has the same bounds.
@@ -123,7 +123,9 @@ class Admissions:
         call.parsed = await self.parse(
             read, call.body, most if len(call.body) == call.request.content_length else None
         )
-        self._read_key(call)
+        if KEY in call.request.headers or LAST_EVENT in call.request.headers:
+            self._read_key(call)
+        call.body = b""
         check_whole(call)
         await self.admit_parsed(call)
 
@@ -135,7 +137,8 @@ class Admissions:
             call.parsed = parsed = salted(parsed, tenant.secret, name.adapter)
         await self._check_exactness(call)
         call.deadlines = deadlines_of(call.request.headers)
-        await self._find_echoes(call)
+        if (parsed.echo and call.whole is None) or call.is_generate:
+            await self._find_echoes(call)
         streams = parsed.streams
         self._check_room(streams)
         self._take_streams(call, streams)
@@ -205,16 +208,12 @@ class Admissions:
         return await self._large.run(len(body), partial(read, body, max_elements=most))
 
     def _read_key(self, call: ClientCall) -> None:
-        """Read the headers of a stream that can be resumed; most have none. Nothing needs the body
-        any more.
-        """
-        headers, body = call.request.headers, call.body
-        call.body = b""
-        if KEY in headers or LAST_EVENT in headers:
-            secret = partial(self._tenants.secret_of, call.request, call.tenant)
-            call.resume = parse_resume_headers(
-                headers, call.request.path, body, call.parsed, secret
-            )
+        """Read the headers of a stream that can be resumed."""
+        request = call.request
+        secret = partial(self._tenants.secret_of, request, call.tenant)
+        call.resume = parse_resume_headers(
+            request.headers, request.path, call.body, call.parsed, secret
+        )
 
     async def _check_exactness(self, call: ClientCall) -> None:
         """Find what of the request the instances in use could not continue exactly."""
@@ -242,12 +241,10 @@ class Admissions:
             )
 
     async def _find_echoes(self, call: ClientCall) -> None:
-        """Find the prompts that are sent before the output."""
-        parsed = call.parsed
-        is_echoed = parsed.echo and call.whole is None
-        if is_echoed or (call.is_generate and not parsed.request.stream):
+        """Find the prompts that are sent before the output; events of `/generate` have none."""
+        if call.parsed.echo or not call.parsed.request.stream:
             call.echoes = [
-                await self._echo(one) for one in parsed.prompts for _ in range(one.request.n)
+                await self._echo(one) for one in call.parsed.prompts for _ in range(one.request.n)
             ]
 
     async def _echo(self, parsed: ParsedRequest) -> str:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -19,8 +21,9 @@ from kvrs.proxy.wire.request_context import (
     CURRENT,
     REQUEST_ID,
     REQUEST_ID_KEY,
+    TRACEPARENT,
+    ClientRequest,
     RequestContext,
-    context_of,
 )
 from kvrs.tracing.settings import trace_settings
 
@@ -35,6 +38,12 @@ CLIENT_GONE = 499
 _TOGETHER_S = 0.2  # Lines of this time are one write.
 _MOST_TOGETHER = 256
 _CODES = {*map(int, HTTPStatus), CLIENT_GONE}
+# Characters that need no quotes in a header and in a log.
+_ID = re.compile(r"[A-Za-z0-9._~:/@+=-]{1,128}", re.ASCII)
+# W3C Trace Context, level 1: version, trace and span, both other than 0, and flags.
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 
 
 class AccessLog:
@@ -140,8 +149,16 @@ class RequestObserver:
         if self._tracer is not None:
             await self._tracer.close()
 
-    def _begin(self, request: web.Request | DirectRequest) -> RequestContext:
-        context = context_of(request.headers)
+    def _begin(self, request: ClientRequest) -> RequestContext:
+        """Begin the context of a request. An id that could not stand in a log or a header is
+        replaced, and a trace that is none is dropped.
+        """
+        headers = request.headers
+        given, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
+        context = RequestContext(
+            given if _ID.fullmatch(given) else secrets.token_hex(16),
+            trace if _TRACEPARENT.fullmatch(trace) else None,
+        )
         if self._tracer is not None:
             self._tracer.begin(context, request.method)
         CURRENT.set(context)
@@ -150,7 +167,7 @@ class RequestObserver:
 
     def _end(
         self,
-        request: web.Request | DirectRequest,
+        request: ClientRequest,
         context: RequestContext,
         path: str,
         status: int,
@@ -159,7 +176,7 @@ class RequestObserver:
         series = self._series.get((path, status))
         if series is None:
             series = self._series[path, status] = self._responses.of(path, _code(status))
-        series.inc()
+        series.value += 1
         if context.trace is not None:
             context.trace.end(path, status)
         if self._access is None:

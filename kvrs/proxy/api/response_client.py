@@ -8,7 +8,6 @@ from kvrs.protocol.openai.responses import ResponseRequest, Stored, Tokens, Tran
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.streams.clients import ClientGoneError, SseClient
 from kvrs.proxy.streams.live import Outcome
-from kvrs.proxy.wire.downstream import StreamedResponse
 
 
 class ResponseReader:
@@ -31,7 +30,7 @@ class ResponseReader:
         made = [event for data in events for event in self._translator.take(data)]
         encoded(made, self._after, self.sse.send_framed)
 
-    async def end(self, tokens: Tokens) -> StreamedResponse:
+    async def end(self, tokens: Tokens) -> SseClient:
         last: list[bytes] = []
         self.begin()
         encoded(self._translator.end(tokens), self._after, last.append)

@@ -40,10 +40,9 @@ from kvrs.proxy.mirror.headers import KEY, ResumeRequest
 from kvrs.proxy.mirror.records import CLAIM_S, Record
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.stored import StoredRecord, drop_record, read_record
-from kvrs.proxy.streams.clients import ClientGoneError, SseClient
+from kvrs.proxy.streams.clients import ClientGoneError, Sent, SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import Failed, Outcome
-from kvrs.proxy.wire.downstream import Sent
 from kvrs.proxy.wire.requests import CHAT, read
 
 _FLUSH_TIMEOUT_S = 1.0
@@ -269,17 +268,17 @@ class ResponsesApi:
         gone = asyncio.ensure_future(reader.gone.wait())
         begin = asyncio.get_running_loop().call_later(_BEGIN_AFTER_S, _begin, reader)
         try:
-            with self._serving.keep_alives.over(sse):
-                if keyed.given:
-                    reader.send([event.data for event in keyed.given])
-                elif running.asked.background:
-                    reader.begin()
-                client.attach(reader)
-                ends: set[asyncio.Future[Any]] = {task, gone}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                outcome: Outcome = task.result() if task.done() else SUPERSEDED
+            self._serving.keep_alives.begin(sse)
+            if keyed.given:
+                reader.send([event.data for event in keyed.given])
+            elif running.asked.background:
+                reader.begin()
+            client.attach(reader)
+            ends: set[asyncio.Future[Any]] = {task, gone}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            outcome: Outcome = task.result() if task.done() else SUPERSEDED
             is_over = keyed.record.state.complete
-            if isinstance(outcome, Failed) and sse.response is None:
+            if isinstance(outcome, Failed) and not sse.has_begun:
                 return refusal(outcome)
             if isinstance(outcome, Failed) and not is_over:
                 return Sent(await sse.fail(outcome.body))
@@ -291,6 +290,7 @@ class ResponsesApi:
         except ClientGoneError:
             return _left(sse)
         finally:
+            self._serving.keep_alives.end(sse)
             begin.cancel()
             gone.cancel()
             if client.reader is reader:
@@ -364,7 +364,7 @@ class ResponsesApi:
 
 
 def _left(sse: SseClient) -> web.StreamResponse:
-    return web.Response(status=499) if sse.response is None else Sent(sse.response)
+    return Sent(sse) if sse.has_begun else web.Response(status=499)
 
 
 def _begin(reader: ResponseReader) -> None:

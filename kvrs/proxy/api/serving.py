@@ -22,20 +22,19 @@ from kvrs.proxy.mirror.failures import SUPERSEDED
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
+from kvrs.proxy.streams.clients import Client, ClientGoneError, KeepAlives, Sent, SseClient
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.keep_alive import KeepAlives
 from kvrs.proxy.streams.live import Failed, Outcome
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.responses import WholeClient, answer, total_usage
-from kvrs.proxy.wire.downstream import ClientRequest, Sent, StreamedResponse
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.request_context import ClientRequest
 from kvrs.proxy.wire.requests import ParsedRequest
 
 _FLUSH_TIMEOUT_S = 1.0  # For the mirror to receive all events of a failed stream.
 
 Read = Callable[..., ParsedRequest]
-Response = web.Response | StreamedResponse
+Response = web.Response | SseClient
 
 
 class Serving:
@@ -64,12 +63,12 @@ class Serving:
     async def in_full(self, read: Read, request: web.Request) -> web.StreamResponse:
         """Serve a request of aiohttp's server."""
         response = await self._serve(read, request, request[TENANT])
-        return Sent(response) if isinstance(response, StreamedResponse) else response
+        return Sent(response) if isinstance(response, SseClient) else response
 
     async def directly(self, read: Read, request: DirectRequest) -> Response:
         """Serve a request without aiohttp's server, and without its middlewares."""
         try:
-            request[TENANT] = tenant = self._tenants.of(request)
+            request.state[TENANT] = tenant = self._tenants.of(request)
             return await self._serve(read, request, tenant)
         except RequestError as error:
             return error_response(error)
@@ -85,24 +84,27 @@ class Serving:
             try:
                 await self.admissions.admit(call, read)
             except (RequestError, web.HTTPException):
-                self._counts["rejected"].inc()
+                self._counts["rejected"].value += 1
                 raise
+            if (client := call.client) is not None:
+                self.keep_alives.begin(client)
             try:
-                client = call.client
-                with self.keep_alives.over(client):
-                    if client is None or call.resume is not None:
-                        outcome, response = await self._respond(call)
-                    else:
-                        outcome = await self._stream(call, client)
-                        missing = missing_end(call) if outcome == Complete() else []
-                        response = await end_stream(client, outcome, missing)
+                if client is None or call.resume is not None:
+                    outcome, response = await self._respond(call)
+                else:
+                    outcome = await self._stream(call, client)
+                    missing = missing_end(call) if outcome == Complete() else []
+                    response = await end_stream(client, outcome, missing)
             except asyncio.CancelledError:
-                self._counts["client_gone"].inc()
+                self._counts["client_gone"].value += 1
                 raise
             except ClientGoneError:
-                self._counts["client_gone"].inc()
-                assert call.client is not None
-                return call.client.response or web.Response(status=499)
+                self._counts["client_gone"].value += 1
+                assert client is not None
+                return client if client.has_begun else web.Response(status=499)
+            finally:
+                if client is not None:
+                    self.keep_alives.end(client)
             self.count(outcome)
             return response
 
@@ -110,7 +112,7 @@ class Serving:
         name = "complete"
         if isinstance(outcome, Failed):
             name = "rejected" if outcome.rejected else "failed"
-        self._counts[name].inc()
+        self._counts[name].value += 1
 
     def _respond(self, call: ClientCall) -> Coroutine[Any, Any, tuple[Outcome, Response]]:
         if call.whole is not None:
@@ -200,7 +202,7 @@ def missing_end(call: ClientCall) -> list[bytes]:
     """The events that a complete response still lacks."""
     first, parsed, merger = call.journals[0], call.parsed, call.merger
     if len(call.journals) == 1:
-        return first.missing_end()
+        return first.missing_end() if first.wants_usage else []
     assert merger is not None
     assert merger.head is not None
     usage = [parsed.endpoint.event(merger.head, [], total_usage(call.journals))]
@@ -212,7 +214,7 @@ async def end_stream(client: SseClient, outcome: Outcome, missing: Sequence[byte
     match outcome:
         case Complete():
             return await client.end(missing)
-        case Failed() if client.response is None:
+        case Failed() if not client.has_begun:
             return refusal(outcome)
         case Failed():
             return await client.fail(outcome.body)

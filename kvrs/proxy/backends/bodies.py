@@ -127,18 +127,25 @@ def _call(
         attempt,
         journal.prompt_tokens,
         owner_epoch=journal.owner_epoch,
-        sources=[
-            SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs
-        ],
-        checkpoints=[CheckpointTarget(place.holder, place.reserved_bytes) for place in places],
         slot_token=slot_token,
     )
+    if runs:
+        params.sources = [
+            SourceRange(run.holder, run.first_page, run.pages, run.generation) for run in runs
+        ]
+    if places:
+        params.checkpoints = [
+            CheckpointTarget(place.holder, place.reserved_bytes) for place in places
+        ]
     if endpoint is CHAT:
         params.token_ids = cast(list[int] | None, history)  # Encoded as one.
     elif has_ids:
         fields["prompt"] = history
-    request = journal.request
-    headers = "" if request is None else request.call_headers(journal.stream, attempt, traceparent)
+    headers = ""
+    if (request := journal.request) is not None:
+        # Engines take the id for that of their own request, which must differ from those of other
+        # choices and attempts.
+        headers = request.headers(f"{request.id}-{journal.stream[:8]}-{attempt}", traceparent)
     size_bytes = journal.parsed.fields_bytes
     if history is not None:
         size_bytes += _BYTES_PER_ID * len(history)

@@ -1,17 +1,44 @@
-"""The client's side of a stream: events written as they come."""
+"""The client's side of a stream: events are written as they come, straight to the transport of its
+connection. The request was served directly (`kvrs/direct.py`) or by aiohttp's server; the head and
+the framing of the body are made here, so that a write is one call and needs no task.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
+from aiohttp import HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+
+from kvrs.direct import DirectConnection, DirectRequest
 from kvrs.errors import KvrsError
+from kvrs.http_connection import SERVER, HttpConnection
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import StreamEvent
 from kvrs.protocol.openai.chunks import DONE, sse
-from kvrs.proxy.wire.downstream import ClientRequest, StreamedResponse
+from kvrs.proxy.wire.request_context import (
+    HEADERS_KEY,
+    REQUEST_ID,
+    REQUEST_ID_KEY,
+    ClientRequest,
+)
+
+# More than this unsent: the client does not read as fast as the engine writes.
+UNSENT_BYTES = 64 << 10
 
 _COMMENT = b": keep-alive\n\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+# The head of a stream of events, but for what each has of its own.
+_EVENT_STREAM = (
+    " 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
+    f"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\nServer: {SERVER}\r\n"
+)
+_CHUNKED = "Transfer-Encoding: chunked\r\n"
+_LAST_OF_CONNECTION = "Connection: close\r\n"
+
+# Each look finds the streams that were silent since the one before, so the longest silence is two.
+_LOOKS = 2
 
 
 # The token, its event, the time.
@@ -50,8 +77,20 @@ class SseClient:
     """
 
     __slots__ = (
-        *("_gone", "_headers", "_is_over", "_patience", "_request", "_waiting"),
-        *("_write_timeout_s", "blocked", "response", "was_silent"),
+        "_connection",
+        "_gone",
+        "_head",
+        "_headers",
+        "_is_chunked",
+        "_is_over",
+        "_patience",
+        "_request",
+        "_waiting",
+        "_write_timeout_s",
+        "blocked",
+        "keeps_open",
+        "transport",
+        "was_silent",
     )
 
     take_token = None
@@ -59,6 +98,7 @@ class SseClient:
     def __init__(
         self, request: ClientRequest, write_timeout_s: float, headers: Mapping[str, str]
     ) -> None:
+        """`headers` are those beside the usual ones."""
         self._request = request
         self._write_timeout_s = write_timeout_s
         self._headers = headers
@@ -68,19 +108,29 @@ class SseClient:
         self._is_over = False
         self.blocked = False
         self.was_silent = False  # Since the last look at it.
-        self.response: StreamedResponse | None = None
+        # Of the response, once it has begun.
+        self.transport: asyncio.Transport | None = None
+        self.keeps_open = False  # Another request may follow on the connection.
+        self._connection: DirectConnection | HttpConnection | None = None
+        self._is_chunked = False
+        self._head = b""  # Until the first bytes are written.
+
+    @property
+    def has_begun(self) -> bool:
+        return self.transport is not None
+
+    @property
+    def is_open(self) -> bool:
+        """The response has begun, and its connection stands."""
+        return self.transport is not None and not self.transport.is_closing()
 
     @property
     def direct(self) -> "SseClient | None":
-        return None if self.chunked_to is None else self
-
-    @property
-    def chunked_to(self) -> asyncio.Transport | None:
-        """Where the chunks of its response go; None: it has none, or has not begun."""
-        return None if self.response is None else self.response.chunked_to
+        return self if self._is_chunked else None
 
     def send(self, events: Sequence[bytes]) -> None:
-        self._write(b"".join(map(sse, events)))
+        """Send events, of which there is at least one."""
+        self._write(b"data: %b\n\n" % b"\n\ndata: ".join(events))
 
     def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
         """Send events as `send` does, with event ids, which a client that resumes sends back."""
@@ -88,11 +138,6 @@ class SseClient:
         self._write(
             b"".join([b"id: %b:%d\ndata: %b\n\n" % (name, each.seq, each.data) for each in events])
         )
-
-    @property
-    def is_open(self) -> bool:
-        """The response has begun, and its connection stands."""
-        return self.response is not None and self.response.is_open
 
     def send_framed(self, data: bytes) -> None:
         """Send events that are framed already."""
@@ -108,41 +153,75 @@ class SseClient:
                 self._write(_COMMENT)
         self.was_silent = True
 
-    async def end(self, missing: Sequence[bytes]) -> StreamedResponse:
+    async def end(self, missing: Sequence[bytes]) -> "SseClient":
         """Send the events that are missing and the end of a complete stream."""
         return await self._finish(b"".join(map(sse, missing)) + DONE)
 
-    async def end_framed(self, data: bytes) -> StreamedResponse:
+    async def end_framed(self, data: bytes) -> "SseClient":
         """End a complete stream with events that are framed already, and no [DONE]."""
         return await self._finish(data or _COMMENT)
 
-    async def fail(self, error: bytes) -> StreamedResponse:
+    async def fail(self, error: bytes) -> "SseClient":
         """Send an error, without the [DONE] of a complete stream."""
         return await self._finish(sse(error))
 
-    async def _finish(self, data: bytes) -> StreamedResponse:
+    async def _finish(self, data: bytes) -> "SseClient":
         self._is_over = True
         self._write(data, is_last=True)
-        assert self.response is not None
         if self.blocked:
             read = asyncio.Event()
             self.when_free(read.set)
             await read.wait()
-        return self.response
+        return self
+
+    def leave(self) -> None:
+        """The connection goes on to another request."""
+        if self._connection is not None:
+            self._connection.room_changed = None
 
     def _write(self, data: bytes, *, is_last: bool = False) -> None:
-        response = self.response or self._open()
-        if not response.is_open:
+        transport = self.transport or self._open()
+        if transport.is_closing():
             raise ClientGoneError(self._gone or "the client closed its connection")
         self.was_silent = False
-        response.send(data, is_last=is_last)
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK if is_last else b"")
+        if self._head:
+            data, self._head = self._head + data, b""
+        transport.write(data)
 
-    def _open(self) -> StreamedResponse:
-        try:
-            self.response = StreamedResponse(self._request, self._headers, self._room_changed)
-        except ConnectionError as error:
-            raise ClientGoneError(str(error)) from None
-        return self.response
+    def _open(self) -> asyncio.Transport:
+        """Make the head, which is written with the first bytes."""
+        request = self._request
+        transport, connection = request.transport, request.protocol
+        if transport is None:
+            raise ClientGoneError("the client closed its connection")
+        self.transport = transport
+        self._is_chunked = request.version >= HttpVersion11
+        self.keeps_open = request.keep_alive and self._is_chunked
+        transport.set_write_buffer_limits(high=UNSENT_BYTES, low=UNSENT_BYTES)
+        if isinstance(connection, DirectConnection | HttpConnection):
+            self._connection = connection
+            connection.room_changed = self._room_changed
+        state = request.state if isinstance(request, DirectRequest) else request
+        lines = ""
+        for name, value in self._headers.items():
+            lines += f"{name}: {value}\r\n"
+        if (request_id := state.get(REQUEST_ID_KEY)) is not None:
+            lines += f"{REQUEST_ID}: {request_id}\r\n"
+        for name, value in state.get(HEADERS_KEY, {}).items():
+            lines += f"{name}: {value}\r\n"
+        if self._is_chunked:
+            lines += _CHUNKED if self.keeps_open else _CHUNKED + _LAST_OF_CONNECTION
+        version = f"HTTP/{request.version.major}.{request.version.minor}"
+        date = rfc822_formatted_time()
+        self._head = f"{version}{_EVENT_STREAM}{lines}Date: {date}\r\n\r\n".encode()
+        # No error is sent after this.
+        if isinstance(request, DirectRequest):
+            request.is_begun = True
+        else:
+            request.writer.output_size += len(self._head)
+        return transport
 
     def _room_changed(self, has_room: bool) -> None:
         self.blocked = not has_room
@@ -159,6 +238,58 @@ class SseClient:
 
     def _give_up(self) -> None:
         # The loss of its connection cancels the request, and with it the stream.
-        assert self.response is not None
+        assert self.transport is not None
         self._gone = f"the client did not read for {self._write_timeout_s} s"
-        self.response.abort()
+        self.transport.abort()
+
+
+class Sent(web.StreamResponse):
+    """A streamed response, for aiohttp's server when its handler has returned."""
+
+    def __init__(self, client: SseClient) -> None:
+        super().__init__()
+        self._client = client
+        if not client.keeps_open:
+            self.force_close()
+        else:
+            self._keep_alive = True
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        self._client.leave()
+
+
+class KeepAlives:
+    """Comments for streams that wait or recover: a proxy in front of this one cuts what is silent
+    for too long. Where nothing was sent yet the head goes before the first comment, so an error
+    before that has a status of its own. One timer for all streams that are open, while there are
+    any; None: no comments.
+    """
+
+    def __init__(self, interval_s: float | None) -> None:
+        self._interval_s = interval_s
+        self._open: set[SseClient] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, client: SseClient) -> None:
+        """Keep the connection of this client alive, until `end`."""
+        if self._interval_s is not None:
+            self._open.add(client)
+            if self._timer is None:
+                self._arm(self._interval_s)
+
+    def end(self, client: SseClient) -> None:
+        self._open.discard(client)
+
+    def _arm(self, interval_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(interval_s / _LOOKS, self._look, interval_s)
+
+    def _look(self, interval_s: float) -> None:
+        self._timer = None
+        for client in list(self._open):
+            client.break_silence()
+        if self._open:
+            self._arm(interval_s)

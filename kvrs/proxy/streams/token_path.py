@@ -88,11 +88,12 @@ class TokenPath:
         assert journal.head is not None
         self._journal = journal
         self._attempt = journal.attempt
-        self._most_tokens = _MOST_TOKENS if journal.max_tokens is None else journal.max_tokens
+        most = journal.parsed.request.max_tokens
+        self._most_tokens = _MOST_TOKENS if most is None else most
         self._client = client
         self._take_token = client.take_token
         self._direct = direct = client.direct
-        self._transport = None if direct is None else direct.chunked_to
+        self._transport = None if direct is None else direct.transport
         self._delivered = delivered
         self._silence = silence
         self._clock = clock
@@ -104,7 +105,7 @@ class TokenPath:
         self._after = shared(template.after + _END_OF_EVENT + _END_OF_CHUNK)
         self._after_bytes = len(self._after)
         # The bytes for the client: the opening, what lies between that and the ids, and the end.
-        self._wants_ids = journal.wants_ids
+        self._wants_ids = journal.parsed.request.return_token_ids
         data = b"" if direct is None else _DATA
         self._opening, self._skipped_bytes = b"", -len(data)
         if template.before[:head_bytes] != journal.head:

@@ -8,7 +8,7 @@ import msgspec
 import openai
 import pytest
 
-from kvrs.proxy.streams.keep_alive import KeepAlives
+from kvrs.proxy.streams.clients import KeepAlives
 from kvrs_testkit.plays import SCENARIOS
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Cut, Fault

@@ -24,7 +24,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.spans import RequestTracer
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.request_context import context_of
+from kvrs.proxy.wire.request_context import RequestContext
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import ProxyCluster
@@ -271,7 +271,7 @@ async def test_engines_are_told_of_a_trace_that_the_sampler_leaves_out(
 
 def test_what_waits_to_be_sent_holds_no_stream() -> None:
     """Spans of 2,048 requests may wait, each of which may have megabytes."""
-    context, waiting = context_of({}), InMemorySpanExporter()
+    context, waiting = RequestContext("id"), InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(waiting))
     journal = Journal(StreamId("s"), read(COMPLETIONS, msgspec.json.encode(REQUEST)), 0.0)

@@ -65,7 +65,7 @@ class Client:
         self.wire = wire
         self.blocked = False
         self.was_silent = True
-        self.chunked_to = wire
+        self.transport = wire
         self.direct = cast(SseClient, self) if is_direct else None
 
     def send(self, events: Sequence[bytes]) -> None:
