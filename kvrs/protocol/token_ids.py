@@ -46,11 +46,6 @@ def decode(text: bytes) -> "array[int]":
     return ids
 
 
-def encode(value: Any) -> bytes:
-    """JSON of a value in which packed ids are lists of integers."""
-    return _ENCODER.encode(value)
-
-
 def _encodable(value: Any) -> Any:
     """The hook of msgspec for values of types that are not its own; by its contract it raises
     NotImplementedError for those that it cannot encode.
@@ -63,4 +58,5 @@ def _encodable(value: Any) -> Any:
     return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(step)[1:-1] for step in steps) + b"]")
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_encodable)
+# JSON of a value in which packed ids are lists of integers.
+encode = msgspec.json.Encoder(enc_hook=_encodable).encode

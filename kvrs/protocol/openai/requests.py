@@ -209,7 +209,8 @@ def read_completion(
     request, fields, more = _read(_COMPLETION, body, ApiKind.COMPLETIONS, backend, max_elements)
     echoes_only = backend == VLLM and request.echo and request.max_tokens == 0
     _check(request, fields, "max_tokens" if echoes_only else None)
-    _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
+    if request.logprobs is not None:
+        _check_range("logprobs", request.logprobs, *LOGPROBS_RANGE)
     if request.n * (1 + len(more)) > MAX_STREAMS:
         raise RequestError(
             f"prompt has {1 + len(more)} prompts for {request.n} choices each; allowed: at most "
@@ -310,15 +311,16 @@ def _read(
         check_structure(body, max_elements=max_elements)
     more: list[msgspec.Raw] = []
     try:
-        request = decode_as(decoder, body)
-        fields = decode_as(_FIELDS, body)
-    except RequestError:
-        plain = _plainly(body)
-        if plain is None:
-            raise
-        given, more = plain
-        request = decode_as(decoder, msgspec.json.encode(given))
-        fields = given if more else decode_as(_FIELDS, body)
+        request, fields = decoder.decode(body), _FIELDS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        if (plain := _plainly(body)) is None:
+            given = body  # Refused below.
+        else:
+            fields, more = plain
+            given = msgspec.json.encode(fields)
+        request = decode_as(decoder, given)
+        if not more:
+            fields = decode_as(_FIELDS, body)
     return request, check_fields(fields, api, backend), more
 
 
@@ -360,14 +362,16 @@ def _check(
         raise RequestError("stream_options needs stream=true", param="stream_options")
     for name in given:  # Defaults are in range.
         if (allowed := RANGES.get(name)) is not None and name != in_any_range:
-            _check_range(name, getattr(request, name), *allowed)
+            value, (lowest, highest) = getattr(request, name), allowed
+            if value is not None and not lowest <= value <= highest:
+                raise _out_of_range(name, value, lowest, highest)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         raise RequestError(
             f"min_tokens must be at most max_tokens ({request.max_tokens}), got "
             f"{request.min_tokens}",
             param="min_tokens",
         )
-    stop = request.stop_strings
+    stop = None if request.stop is None else request.stop_strings
     if stop and (len(stop) > MAX_STOP_STRINGS or "" in stop):
         raise RequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings, none of them empty", param="stop"
@@ -404,9 +408,11 @@ def _check_words(request: CompletionRequest | ChatRequest) -> None:
 
 def _check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
     if value is not None and not lowest <= value <= highest:
-        raise RequestError(
-            f"{name} must be in [{lowest}, {highest}], got {value!r:.80}", param=name
-        )
+        raise _out_of_range(name, value, lowest, highest)
+
+
+def _out_of_range(name: str, value: float, lowest: float, highest: float) -> RequestError:
+    return RequestError(f"{name} must be in [{lowest}, {highest}], got {value!r:.80}", param=name)
 
 
 def _check_ids(name: str, token_ids: list[int]) -> None:

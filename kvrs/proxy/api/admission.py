@@ -141,7 +141,8 @@ class Admissions:
             await self._find_echoes(call)
         streams = parsed.streams
         self._check_room(streams)
-        self._take_streams(call, streams)
+        if tenant.meter is not None:
+            self._take_streams(call, streams)
         if call.resume is not None:
             call.found = await self._mirror.find(call.resume)
             self._check_room(streams)  # Again: that took a while.

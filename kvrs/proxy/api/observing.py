@@ -162,7 +162,9 @@ class RequestObserver:
         if self._tracer is not None:
             self._tracer.begin(context, request.method)
         CURRENT.set(context)
-        request[REQUEST_ID_KEY] = context.id  # For responses that write their head themselves.
+        # For responses that write their head themselves.
+        state = request.state if isinstance(request, DirectRequest) else request
+        state[REQUEST_ID_KEY] = context.id
         return context
 
     def _end(

@@ -29,7 +29,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.wire.peer import BusyError
 from kvrs.proxy.wire.request_context import CURRENT
-from kvrs.proxy.wire.watchdog import silence_limit
+from kvrs.proxy.wire.watchdog import Watchdog
 
 _OF_TEXT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 _OF_CHAT = (
@@ -208,7 +208,7 @@ class Passed:
         headers = "" if context is None else context.headers(context.id)
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
         limit_s = progress.first_token_timeout_s(name)
-        with silence_limit(
+        with Watchdog(
             lambda: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())
         ):
             return await self._driver.backends[name].ask(call)

@@ -107,7 +107,8 @@ def _call(
     slot_token: int = 0,
     traceparent: str | None,
 ) -> Call:
-    endpoint, history = journal.parsed.endpoint, journal.history
+    endpoint = journal.parsed.endpoint
+    history, prompt_tokens = journal.history, journal.prompt_tokens
     # A plain engine would render a chat's messages again; it takes ids in completions only.
     is_continued_chat = endpoint is CHAT and not exact and bool(journal.output_ids)
     if is_continued_chat:
@@ -125,7 +126,7 @@ def _call(
     fields["kvrs"] = params = KvrsParams(
         journal.stream,
         attempt,
-        journal.prompt_tokens,
+        prompt_tokens,
         owner_epoch=journal.owner_epoch,
         slot_token=slot_token,
     )

@@ -88,16 +88,18 @@ class OpenAiPeer(Peer):
             body = call.spend()
         else:
             body = await self._large.run(size_bytes, call.spend)
+        head = pool.head(call.path, len(body), call.headers)
         upstream = await pool.take()
         try:
-            await upstream.send(pool.head(call.path, len(body), call.headers), body, reader)
-            del call, body  # The answer may take minutes.
+            await upstream.send(head, body, reader)
+            del call, head, body  # The answer may take minutes.
             need = await upstream.ended()
-            if upstream.status in _DENIED:
+            status = upstream.status
+            if status in _DENIED:
                 answer = _as_openai(upstream.refusal)
-                raise DeniedError(upstream.status, self.UNAUTHORISED, answer)
-            if upstream.status != 200:
-                raise _refusal(upstream.status, upstream.headers, upstream.refusal)
+                raise DeniedError(status, self.UNAUTHORISED, answer)
+            if status != 200:
+                raise _refusal(status, upstream.headers, upstream.refusal)
             if need is Need.END:
                 await upstream.read_rest(_END_TIMEOUT_S)
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S, SilenceTimer
 from kvrs.core.live import CannotContinue
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -31,7 +31,7 @@ from kvrs.proxy.wire.peer import (
     DeniedError,
     NotConnectedError,
 )
-from kvrs.proxy.wire.watchdog import SilentError, silence_limit
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 if TYPE_CHECKING:
     from kvrs.proxy.streams.spans import CallSpan, RequestTrace
@@ -75,9 +75,9 @@ class Attempt:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
     __slots__ = (
-        *("_attempt", "_control", "_driver", "_first_token_timeout_s", "_has_resumed"),
-        *("_instance", "_instances", "_live", "_plan", "_prefilling", "_produced_before"),
-        *("_relay", "_span"),
+        *("_asks_slot", "_attempt", "_control", "_driver", "_first_token_timeout_s"),
+        *("_has_resumed", "_instance", "_instances", "_live", "_plan", "_prefilling"),
+        *("_produced_before", "_relay", "_span"),
     )
 
     def __init__(
@@ -91,6 +91,7 @@ class Attempt:
         self._instances = driver.control.instances
         self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
         self._has_resumed = False
+        self._asks_slot = False  # It fetches history, or is about to.
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
         # Facts of an attempt that is one call: the instance that computes the history, and how much
         # of the output belongs to that.
@@ -143,7 +144,8 @@ class Attempt:
             is_busy = isinstance(error, BusyError | NotConnectedError)
             self._failed(error, ev.FailureKind.BUSY if is_busy else ev.FailureKind.BROKEN)
         finally:
-            self._release_slot()
+            if self._asks_slot:
+                self._release_slot()
 
     def _failed(self, error: KvrsError, failure: ev.FailureKind) -> None:
         self._driver.attempt_failed(
@@ -199,7 +201,8 @@ class Attempt:
         self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
-        self._new_relay(continuation).end_alone()
+        exact = self._instances.resumes_exactly(self._plan.decode)
+        self._new_relay(continuation, exact).end_alone()
         self._driver.completed(self._live)
 
     async def _continuation(self) -> Continuation | EngineText | None:
@@ -221,14 +224,14 @@ class Attempt:
         journal = self._live.journal
         self._calls_prefill(instance)
         timeout_s = self._control.progress.first_token_timeout_s(instance)
-        places = self._instances.places(instance, self._plan)
+        places = self._instances.places(instance, self._plan) if self._plan.places else ()
 
         def excused() -> bool:
             return self._stays() or self._is_making_progress(instance)
 
         with (
             self._traced("prefill", instance) as span,
-            silence_limit(lambda: timeout_s, excused),
+            Watchdog(lambda: timeout_s, excused),
         ):
             call = prefill_call(
                 journal,
@@ -259,30 +262,31 @@ class Attempt:
     ) -> None:
         live, plan = self._live, self._plan
         self._instance = plan.decode
-        self._check_exactness(plan.decode)
+        if live.journal.output_ids:
+            self._check_exactness(plan.decode)
         if self._prefilling is None:
             live.enter(StreamPhase.DECODE, plan.decode)
-        # An attempt that fetches no history needs none: the hand-off of a prefill is not counted.
-        slot = (
-            await self._driver.slots.acquire(
+        slot = 0
+        if plan.runs:  # A hand-off of a prefill is not counted.
+            self._asks_slot = True
+            slot = await self._driver.slots.acquire(
                 plan.decode, live.id, live.journal.owner_epoch, self._attempt
             )
-            if plan.runs
-            else 0
-        )
         progress = self._control.progress
-        self._first_token_timeout_s = max(map(progress.first_token_timeout_s, self._waits_at()))
-        self._relay = relay = self._new_relay(continuation)
+        self._first_token_timeout_s = progress.first_token_timeout_s(plan.decode)
+        if self._prefilling is not None:
+            self._first_token_timeout_s = max(
+                self._first_token_timeout_s, progress.first_token_timeout_s(self._prefilling)
+            )
+        exact = self._instances.resumes_exactly(plan.decode)
+        watchdog = Watchdog(self._limit_s, self._is_excused)
+        self._relay = relay = self._new_relay(continuation, exact, watchdog.silence)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
         is_handed_off = transfer is not None and plan.prefill is not None
         try:
-            with (
-                self._traced("decode", plan.decode) as self._span,
-                silence_limit(self._limit_s, self._is_excused) as watchdog,
-            ):
-                relay.silence = watchdog.silence
-                decoded = backend.decode(self._decode_call(transfer, slot), relay)
+            with self._traced("decode", plan.decode) as self._span, watchdog:
+                decoded = backend.decode(self._decode_call(transfer, slot, exact), relay)
                 del transfer, continuation  # The answer may take minutes.
                 await decoded
                 relay.check_end()
@@ -297,15 +301,15 @@ class Attempt:
             if self._attempt == live.journal.attempt:
                 live.expect_token = None
 
-    def _decode_call(self, transfer: msgspec.Raw | None, slot: int) -> Call:
+    def _decode_call(self, transfer: msgspec.Raw | None, slot: int, exact: bool) -> Call:
         plan, instances, journal = self._plan, self._instances, self._live.journal
         call = decode_call(
             journal,
             self._attempt,
             plan.runs,
-            instances.places(plan.decode, plan),
+            instances.places(plan.decode, plan) if plan.places else (),
             transfer,
-            exact=instances.resumes_exactly(plan.decode),
+            exact=exact,
             slot_token=slot,
             traceparent=None if self._span is None else self._span.traceparent,
         )
@@ -354,9 +358,7 @@ class Attempt:
         live = self._live
         is_sampled = live.journal.parsed.request.temperature > 0
         tests = self._control.self_tests
-        if not live.journal.output_ids or tests.goes_on(
-            live.decoded_by, target, sampled=is_sampled
-        ):
+        if tests.goes_on(live.decoded_by, target, sampled=is_sampled):
             return
         if self._driver.refuses_inexact:
             raise ConfigError([f"cannot be continued exactly: {target} computes other tokens"])
@@ -375,7 +377,8 @@ class Attempt:
         if self._span is not None:
             self._span.first_token()
         self._live.decoded_by = self._control.self_tests.process(self._plan.decode)
-        self._release_slot()
+        if self._asks_slot:
+            self._release_slot()
         if self._prefilling is not None:
             self._control.prefilled(
                 self._live,
@@ -392,7 +395,12 @@ class Attempt:
     def _completed(self) -> None:
         self._driver.completed(self._live)
 
-    def _new_relay(self, continuation: Continuation | EngineText | None) -> Relay:
+    def _new_relay(
+        self,
+        continuation: Continuation | EngineText | None,
+        exact: bool,
+        silence: SilenceTimer | None = None,
+    ) -> Relay:
         live = self._live
         return Relay(
             live.journal,
@@ -402,8 +410,9 @@ class Attempt:
             resumed=self._resumed,
             delivered=self._control.progress.of(self._plan.decode),
             completed=self._completed,
-            exact=self._instances.resumes_exactly(self._plan.decode),
+            exact=exact,
             continuation=continuation,
+            silence=silence,
         )
 
 

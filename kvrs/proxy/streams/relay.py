@@ -64,17 +64,10 @@ class Relay:
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_each"),
-        *(
-            "_counts_text",
-            "_delivered",
-            "_first_event",
-            "_flow",
-            "_foreign_head",
-            "_head_bytes",
-            "_is_first",
-        ),
+        *("_counts_text", "_delivered", "_first_event", "_flow", "_foreign_head"),
+        *("_head_bytes", "_is_first"),
         *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_resumed"),
-        *("_splitter", "_template", "is_complete", "silence"),
+        *("_splitter", "_template", "_wants_ids", "is_complete", "silence"),
     )
 
     def __init__(
@@ -89,6 +82,7 @@ class Relay:
         completed: Callable[[], None] = lambda: None,
         exact: bool = True,
         continuation: Continuation | EngineText | None = None,
+        silence: SilenceTimer | None = None,
     ) -> None:
         self._journal = journal
         self._client = client
@@ -98,16 +92,18 @@ class Relay:
         self._delivered = delivered
         self._completed = completed
         self._flow: Flow | None = None
-        self.silence = SilenceTimer(clock())  # Told of every read.
+        self.silence = silence or SilenceTimer(clock())  # Told of every read.
         self.is_complete = False
         self._continuation = continuation
         self._counts_text = not exact and continuation is None
         self._reads_all = self._counts_text or continuation is not None
-        self._most_tokens = inf if journal.max_tokens is None else journal.max_tokens
+        request = journal.parsed.request
+        self._wants_ids = request.return_token_ids
+        self._most_tokens = inf if request.max_tokens is None else request.max_tokens
         self._splitter = EventSplitter()
         self._template: EventTemplate | None = None
         self._path: TokenPath | None = None  # Of events that fit it.
-        self._counts_each = journal.parsed.request.wants_each_usage
+        self._counts_each = request.stream_options is not None and request.wants_each_usage
         self._lessons = 0 if self._reads_all or self._counts_each else _MOST_LESSONS
         self._is_first = not journal.output_ids
         self._first_event = True
@@ -219,29 +215,32 @@ class Relay:
 
     def _pass_on(self, payloads: list[bytes]) -> bool:
         """Relay the events of one chunk in one write; whether the stream is complete."""
-        had_tokens = len(self._journal.output_ids)
+        journal = self._journal
+        had_tokens = len(journal.output_ids)
         events: list[bytes] = []
         fault: UpstreamError | RefusedError | None = None
         done = False
         try:
             for payload in payloads:
-                done = self._is_done(payload)
-                if done:
+                if payload == b"[DONE]":
+                    if journal.finish_reason is None:
+                        raise UpstreamError("sent [DONE] without a finish reason")
+                    done = True
                     break
                 if (event := self._take(payload)) is not None:
                     events.append(self._counted(event) if self._counts_each else event)
-                    if self._journal.marks is not None:
-                        self._journal.marks.append(self._journal.seq)
+                    if journal.marks is not None:
+                        journal.marks.append(journal.seq)
                 # The proxy found the end itself; the rest of the engine's events is not needed.
-                if self._continuation is not None and self._journal.finished:
+                if self._continuation is not None and journal.finish_reason is not None:
                     done = True
                     break
         except (UpstreamError, RefusedError) as error:
             # Events before the fault in the same chunk are in the journal, so the client must get
             # them.
             fault = error
-        new_tokens = len(self._journal.output_ids) - had_tokens
-        if new_tokens or self._journal.finished:
+        new_tokens = len(journal.output_ids) - had_tokens
+        if not self._noted and (new_tokens or journal.finish_reason is not None):
             self._note_resumed()
         if events:
             self._client.send(events)
@@ -249,7 +248,7 @@ class Relay:
                 self.wait_for_room()
         if new_tokens:
             now_s = self._clock()
-            self._journal.wrote(now_s)
+            journal.wrote(now_s)
             self._delivered.last_s = now_s
             self._delivered.tokens += new_tokens
         if fault is not None:
@@ -263,19 +262,12 @@ class Relay:
             self._noted = True
             self._resumed()
 
-    def _is_done(self, payload: bytes) -> bool:
-        if payload != b"[DONE]":
-            return False
-        if not self._journal.finished:
-            raise UpstreamError("sent [DONE] without a finish reason")
-        return True
-
     def _take(self, data: bytes) -> bytes | None:
         """Append one event to the journal; returns the client's form of it, if it gets any."""
         if self._template is not None and (found := self._template.read(data)) is not None:
             token_id, ids_at = found
             self._append([token_id])
-            if self._foreign_head or self._journal.wants_ids:
+            if self._foreign_head or self._wants_ids:
                 return self._trim(data)
             return data[:ids_at] + self._template.rest
         ids = None if self._reads_all else next_token_ids(data)
@@ -345,7 +337,7 @@ class Relay:
             and journal.parsed.request.wanted_logprobs is not None
         ):
             choice.logprobs = _continued(received, piece)
-        if journal.wants_ids:
+        if self._wants_ids:
             choice.token_ids = piece.token_ids
         event = journal.parsed.endpoint.event(journal.head, [choice])
         # Only what the client gets is in the journal.
@@ -366,7 +358,7 @@ class Relay:
 
     def _append(self, ids: list[int]) -> None:
         journal = self._journal
-        if journal.finished:
+        if journal.finish_reason is not None:
             raise UpstreamError("went on after its finish reason")
         if len(journal.output_ids) + len(ids) > self._most_tokens:
             raise UpstreamError("sent more than max_tokens tokens")
@@ -385,7 +377,7 @@ class Relay:
                 journal.parsed.pack()
             # Prompt ids belong to the first event of the stream; those of a later attempt are the
             # history.
-            if journal.head is not None or not journal.wants_ids:
+            if journal.head is not None or not self._wants_ids:
                 data = cut_list(data, PROMPT_TOKEN_IDS)
             journal.head = journal.head or head
             self._head_bytes = len(head)
@@ -393,7 +385,7 @@ class Relay:
         if self._foreign_head:
             assert journal.head is not None
             data = journal.head + data[len(head_of(data)) :]
-        if not journal.wants_ids:
+        if not self._wants_ids:
             data = cut_list(data, TOKEN_IDS)
         return data
 

@@ -179,23 +179,25 @@ class StreamMetrics:
 
     def ended(self, live: OpenStream, now_s: float) -> None:
         journal = live.journal
-        self.active.inc(-1)
+        self.active.value -= 1
         reason = journal.finish_reason if journal.finish_reason in FINISH_REASONS else "none"
-        self._ended[reason or "none", "no" if journal.inexact else "yes"].inc()
-        for stage, seconds in live.phase_seconds(now_s).items():
-            self._stages[stage].observe(seconds)
-        if journal.first_write_s is not None:
-            self._gap.observe(journal.longest_gap_s)
+        self._ended[reason or "none", "no" if journal.inexact else "yes"].value += 1
+        found = [(self._stages[stage], s) for stage, s in live.phase_seconds(now_s).items()]
+        first_s, arrived_s = journal.first_write_s, journal.arrived_s
+        if first_s is not None:
+            found.append((self._gap, journal.longest_gap_s))
         if (interval_s := journal.token_interval_s) is not None:
-            self._tpot.observe(interval_s)
+            found.append((self._tpot, interval_s))
         # A stream resumed from another proxy has arrived there, and had its first token there.
-        if journal.owner_epoch:
-            return
-        self._prompt_tokens.inc(journal.prompt_tokens)
-        if journal.first_write_s is not None:
-            self._ttft.observe(journal.first_write_s - journal.arrived_s)
-        if journal.finished:
-            self._e2e.observe(now_s - journal.arrived_s)
+        if not journal.owner_epoch:
+            self._prompt_tokens.value += journal.prompt_tokens
+            if first_s is not None:
+                found.append((self._ttft, first_s - arrived_s))
+            if journal.finish_reason is not None:
+                found.append((self._e2e, now_s - arrived_s))
+        for durations, seconds in found:
+            durations.counts[bisect_left(durations.bounds, seconds)] += 1
+            durations.sum_s += seconds
 
 
 def durations_of(

@@ -26,7 +26,7 @@ from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import DeathCause
 from kvrs.proxy.watch.gossip_view import GossipView
 from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
-from kvrs.proxy.wire.watchdog import SilentError, Watchdog, silence_limit
+from kvrs.proxy.wire.watchdog import SilentError, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Watcher(ABC):
     @asynccontextmanager
     async def _limit(self) -> AsyncIterator[Callable[[], None]]:
         """A block that ends when no report was `heard` for too long."""
-        with silence_limit(self._silence_s) as watchdog:
+        with Watchdog(self._silence_s) as watchdog:
 
             def heard() -> None:
                 self._reported_s = time.monotonic()

@@ -133,7 +133,8 @@ class HttpResponse:
         """The bytes of the body in `data`."""
         if self._framing is _Framing.CHUNKS:
             # The usual read: one chunk, and all of it.
-            if self.is_between_chunks and (match := _CHUNK.match(data)) is not None:
+            is_begun = self._left or self._rest or self._is_closing
+            if not is_begun and (match := _CHUNK.match(data)) is not None:
                 start = match.end()
                 end = start + int(match[1], 16)
                 if start < end == len(data) - 2 and data.endswith(_END_OF_CHUNK):

@@ -111,22 +111,10 @@ class ByteBudget:
 
     def __init__(self, total_bytes: int, max_body_bytes: int) -> None:
         self.held_bytes = 0
+        self.of_address: dict[str, int] = {}
         self.max_body_bytes = max_body_bytes
-        self._total_bytes = total_bytes
-        self._of_one_bytes = total_bytes * 3 // 4
-        self._of_address: dict[str, int] = {}
-
-    def has_room(self, address: str, size_bytes: int) -> bool:
-        return (
-            self.held_bytes + size_bytes <= self._total_bytes
-            and self._of_address.get(address, 0) + size_bytes <= self._of_one_bytes
-        )
-
-    def change(self, address: str, by_bytes: int) -> None:
-        self.held_bytes += by_bytes
-        left = self._of_address[address] = self._of_address.get(address, 0) + by_bytes
-        if not left:
-            del self._of_address[address]
+        self.total_bytes = total_bytes
+        self.of_one_bytes = total_bytes * 3 // 4
 
 
 class RequestUsage:
@@ -169,15 +157,20 @@ class RequestUsage:
         Raises:
             RequestError: it is too long, or there is no room for it.
         """
-        if size_bytes > self._budget.max_body_bytes:
+        budget = self._budget
+        if size_bytes > budget.max_body_bytes:
             raise RequestError(
-                f"the body must be at most {self._budget.max_body_bytes} bytes", status=413
+                f"the body must be at most {budget.max_body_bytes} bytes", status=413
             )
         if self._meter is not None and size_bytes > self._taken_bytes:
             _check(self._meter.take_bytes(size_bytes - self._taken_bytes))
             self._taken_bytes = size_bytes
         lacking_bytes = size_bytes - self.size_bytes
-        if lacking_bytes > 0 and not self._budget.has_room(self._address, lacking_bytes):
+        of_address = budget.of_address.get(self._address, 0)
+        if lacking_bytes > 0 and (
+            budget.held_bytes + lacking_bytes > budget.total_bytes
+            or of_address + lacking_bytes > budget.of_one_bytes
+        ):
             raise RequestError(
                 "the requests that are open take up the memory for bodies",
                 status=503,
@@ -186,9 +179,14 @@ class RequestUsage:
 
     def resize(self, size_bytes: int) -> None:
         """Note what is held in any case."""
-        if not self._is_over:
-            self._budget.change(self._address, size_bytes - self.size_bytes)
-            self.size_bytes = size_bytes
+        if self._is_over:
+            return
+        budget, by_bytes = self._budget, size_bytes - self.size_bytes
+        self.size_bytes = size_bytes
+        budget.held_bytes += by_bytes
+        left = budget.of_address[self._address] = budget.of_address.get(self._address, 0) + by_bytes
+        if not left:
+            del budget.of_address[self._address]
 
     def open(self, streams: int) -> None:
         """Take streams of the tenant's limit; raises RequestError: there are none left."""
@@ -249,6 +247,7 @@ class ParsedRequest:
     counted_bytes: int = 0  # What is kept, as far as the budget knows.
     fields_bytes: int = 0  # Of the values in `fields`, or more.
     is_packed: bool = False  # What is kept is no more than is needed.
+    echo: bool = False
 
     @property
     def prompts(self) -> "tuple[ParsedRequest, ...]":
@@ -318,10 +317,6 @@ class ParsedRequest:
         self.fields = PackedFields(others)
         self.fields_bytes = sum(map(len, others.values()))
 
-    @property
-    def echo(self) -> bool:
-        return isinstance(self.request, CompletionRequest) and self.request.echo
-
 
 def read(
     endpoint: Endpoint, body: bytes, backend: str = EMBEDDED, max_elements: int = MAX_ELEMENTS
@@ -372,7 +367,10 @@ def _parsed(
     size_bytes: int,
 ) -> ParsedRequest:
     parsed = ParsedRequest(endpoint, request, fields, size_bytes, fields_bytes=size_bytes)
-    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+    if not isinstance(request, CompletionRequest):
+        return parsed
+    parsed.echo = request.echo
+    if not isinstance(request.prompt, str):
         try:
             given = packed(request.prompt)
         except ValueError:

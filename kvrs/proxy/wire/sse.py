@@ -64,8 +64,7 @@ class EventSplitter:
         self._rest = parts.pop()
         if len(self._rest) > self._max_event_bytes:
             raise UpstreamError(f"sent an event of more than {self._max_event_bytes} bytes")
-        payloads = (_payload(part) for part in parts)
-        return [payload for payload in payloads if payload is not None]
+        return [payload for payload in map(_payload, parts) if payload is not None]
 
 
 def _payload(part: bytes) -> bytes | None:

@@ -189,7 +189,8 @@ class Upstream(asyncio.Protocol):
         response, self._response = self._response, None
         self._reader = self._take = self._refusal = self._ended = self._shortcut = None
         if response is not None and response.allows_reuse and self._is_sent and self.is_open:
-            self.resume()
+            if self._is_paused:
+                self.resume()
             return True
         self.close()
         return False
@@ -297,7 +298,8 @@ class Upstream(asyncio.Protocol):
             self._room = None
 
     def _end(self, need: Need) -> None:
-        self.resume_writing()
+        if self._room is not None:
+            self.resume_writing()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(need)
 

@@ -92,7 +92,9 @@ class Watchdog:
         *("_task", "_tick", "exceeded_s", "has_expired", "silence"),
     )
 
-    def __init__(self, limit_s: Callable[[], float], paused: Callable[[], bool]) -> None:
+    def __init__(
+        self, limit_s: Callable[[], float], paused: Callable[[], bool] = lambda: False
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
         self._paused = paused
@@ -183,10 +185,3 @@ def reset_timeout() -> None:
     assert task is not None
     if (watchdog := _wheel_of(task.get_loop()).blocks.get(task)) is not None:
         watchdog.heard()
-
-
-def silence_limit(
-    limit_s: Callable[[], float], paused: Callable[[], bool] = lambda: False
-) -> Watchdog:
-    """For `with`, in a task."""
-    return Watchdog(limit_s, paused)
