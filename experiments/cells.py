@@ -17,15 +17,13 @@ class Cells:
     common; `runs` has the circumstances of the runs before the last one.
     """
 
-    def __init__(self, out: Path, folder: str, name: str, settings: Mapping[str, Any]) -> None:
-        """`folder` is that of the experiment; cells of other code, of other settings and of a void
-        run do not count.
-        """
+    def __init__(self, out: Path, name: str, settings: Mapping[str, Any]) -> None:
+        """Cells of other code, of other settings and of a void run do not count."""
         self._out, self._name, self._settings = out, name, dict(settings)
         self.found: dict[str, Any] = {}
         self._runs: list[Any] = []
         path = out / f"{name}.json"
-        if not is_of_this_code(path, folder):
+        if not is_of_this_code(path):
             return
         document = json.loads(path.read_text())
         # As they come back from the file.

@@ -96,7 +96,7 @@ class Record:
         reasons = list(self._reasons)
         if self._timed:
             reasons += reasons_against(self.others_before, during)
-        if self._commit != commit and not _same_code(self._commit, commit):
+        if self._commit != commit and not same_code(self._commit, commit):
             went = f"the tree went from {shown(self._commit)} to {shown(commit)}"
             reasons.append(f"{went} during the run")
         run = {
@@ -179,10 +179,11 @@ def commit_of(root: Path) -> str:
     return f"{commit}-dirty" if changed.stdout else commit
 
 
-def _same_code(one: str, other: str) -> bool:
+def same_code(one: str, other: str, root: Path = ROOT) -> bool:
+    """True if the two commits have the same files that a run depends on."""
     if "-dirty" in one + other:
         return False
-    return _git(ROOT, "diff", "--quiet", one, other, "--", ".", *NOT_CODE).returncode == 0
+    return _git(root, "diff", "--quiet", one, other, "--", ".", *NOT_CODE).returncode == 0
 
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,9 @@ it again.
     python -m experiments.run_all --only poison tls  # Run these.
     python -m experiments.run_all --readme           # Put the kept results into the READMEs.
 
-A result is a dated measurement, which a change of the product makes older and nothing else. It is
-void if the run said so, or if its method has changed since (experiments/results.py). Nothing else
-should run on the machine during a run. A run that takes three times as long as listed is ended.
-Exit status 1: a run failed, missed a bar, or is void.
+A result is a dated measurement, which a change makes older and nothing else. It is void if the run
+said so (experiments/results.py). Nothing else should run on the machine during a run. A run that
+takes three times as long as listed is ended. Exit status 1: a run failed, missed a bar, or is void.
 """
 
 import argparse
@@ -99,7 +98,7 @@ class Experiment:
 
     def state(self) -> str:
         """The state of the first result that is not simply kept."""
-        states = [state(path, self.folder) for path in self.paths]
+        states = [state(path) for path in self.paths]
         return next((found for found in states if found != KEPT), KEPT)
 
     def missing(self) -> list[str]:
@@ -394,7 +393,7 @@ def listing(experiments: Sequence[Experiment]) -> str:
             old = "-" if run is None else age(run)
             lines.append(
                 f"{f'{each.folder}/{name}':<38}{each.minutes:>8g}  {needs:<22}{commit:<18}{old:<10}"
-                f"{state(path, each.folder)}"
+                f"{state(path)}"
             )
         lines.append(f"    {each.command}")
         lines += [f"    cannot run here: {why}" for why in each.missing()]

@@ -25,14 +25,12 @@ class Quiet(Record):
 def code(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """A switch: under `same`, the code counts as that of the kept result."""
     of = {"same": True}
-    monkeypatch.setattr(
-        cells_module, "is_of_this_code", lambda path, folder: of["same"] and path.exists()
-    )
+    monkeypatch.setattr(cells_module, "is_of_this_code", lambda path: of["same"] and path.exists())
     return of
 
 
 def open_at(out: Path, size: int = 1) -> Cells:
-    return Cells(out, "poison", "result", {"size": size})
+    return Cells(out, "result", {"size": size})
 
 
 def measured(out: Path, *names: str, void: str = "", size: int = 1) -> list[str]:

@@ -21,7 +21,7 @@ from experiments.kill_series import policies
 from experiments.kill_series.run import missed
 from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, renewed, shown_in
-from experiments.results import age, is_of_this_code, method_of, run_of, state
+from experiments.results import age, is_of_this_code, run_of, state
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
 from experiments.verdicts import Verdict
 
@@ -184,17 +184,6 @@ def test_every_kept_result_names_its_commit_and_its_time() -> None:
         assert age(run).endswith(("day", "days")), path
 
 
-def test_the_method_is_the_folder_and_what_it_imports_of_experiments_and_tests() -> None:
-    """Product and the keeping of results are none of it."""
-    kills = {*method_of("kill_series")}
-
-    assert {"experiments/kill_series", "experiments/kills.py"} <= kills
-    assert not {"experiments/record.py", "experiments/results.py"} & kills
-    assert not any(path.startswith("kvrs") for path in kills)
-    assert "kvrs_testkit/proxy_cluster.py" in method_of("poison")
-    assert "experiments/kill_series/run.py" in method_of("distserve_kill_series")
-
-
 def test_a_result_has_its_age_in_days() -> None:
     now = datetime(2026, 3, 3, 12, tzinfo=UTC)
 
@@ -213,7 +202,7 @@ def git_in(folder: Path, *words: str) -> str:
 
 
 class Repository:
-    """A temporary one, with one experiment, its harness and a product; results name commits."""
+    """A temporary one, with one experiment and a product; results name commits."""
 
     RESULT = "experiments/kill_series/results/a.json"
 
@@ -223,9 +212,6 @@ class Repository:
         for name in (
             "experiments/kill_series/run.py",
             "experiments/kill_series/README.md",
-            "experiments/kills.py",
-            "experiments/decision/run.py",
-            "experiments/record.py",
             "kvrs/core/rules.py",
         ):
             self.write(name, "before")
@@ -247,11 +233,11 @@ class Repository:
 
     def state(self, **run: Any) -> str:
         self.write(self.RESULT, json.dumps({"run": run}))
-        return state(self.root / self.RESULT, "kill_series", self.root)
+        return state(self.root / self.RESULT, self.root)
 
     def may_go_on(self) -> bool:
         self.write(self.RESULT, json.dumps({"run": {"commit": self.commit}}))
-        return is_of_this_code(self.root / self.RESULT, "kill_series", self.root)
+        return is_of_this_code(self.root / self.RESULT, self.root)
 
     def _git(self, *words: str) -> str:
         return git_in(self.root, *words)
@@ -259,55 +245,17 @@ class Repository:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("after", "found"),
-    [
-        ('"""Words."""\nfrom kvrs.b import B\nRATE = B(2)\n\ndef added() -> None: ...\n', "kept"),
-        ("from kvrs.a import A\nRATE = A(3)\n", "void: method changed"),
-        ("from kvrs.a import A\nRATE = A(2)\nRATE += 1\n", "void: method changed"),
-        ("def added() -> None: ...\n", "void: method changed"),
-    ],
-)
-def test_words_imports_and_added_definitions_change_no_method(
-    tmp_path: Path, after: str, found: str
-) -> None:
-    """A statement that is another one, that is gone, or that is run in addition does."""
-    repository = Repository(tmp_path)
-    repository.write("experiments/kills.py", "from kvrs.a import A\nRATE = A(2)\n")
-    commit = repository.committed()
-    repository.write("experiments/kills.py", after)
-
-    assert repository.state(commit=commit) == found
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("changed", ["experiments/kill_series/run.py", "experiments/kills.py"])
-def test_a_changed_method_makes_a_result_void(tmp_path: Path, changed: str) -> None:
-    """The change is in the experiment's own folder or its harness, committed or not."""
-    repository = Repository(tmp_path)
-    assert repository.state(commit=repository.commit) == "kept"
-
-    repository.write(changed, "after")
-
-    assert repository.state(commit=repository.commit) == "void: method changed"
-    repository.committed()
-    assert repository.state(commit=repository.commit) == "void: method changed"
-    assert not repository.may_go_on()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
     ("changed", "may_go_on"),
     [
         ("kvrs/core/rules.py", False),
-        ("experiments/decision/run.py", True),
-        ("experiments/record.py", True),
+        ("experiments/kill_series/run.py", False),
         ("experiments/kill_series/README.md", True),
     ],
 )
-def test_any_other_change_makes_a_result_only_older(
-    tmp_path: Path, changed: str, may_go_on: bool
-) -> None:
-    """That of the product, too; but one measurement has one product, so no run goes on then."""
+def test_a_change_makes_a_result_only_older(tmp_path: Path, changed: str, may_go_on: bool) -> None:
+    """Its program lies at its commit. One measurement has one code, so no run goes on after a
+    change of it.
+    """
     repository = Repository(tmp_path)
 
     repository.write(changed, "after")
@@ -318,11 +266,11 @@ def test_any_other_change_makes_a_result_only_older(
 
 
 @pytest.mark.process
-def test_what_has_changed_since_a_result_may_be_unknown(tmp_path: Path) -> None:
+def test_the_commit_of_a_result_may_be_unknown(tmp_path: Path) -> None:
     """Without its commit nothing is claimed; a run that was void stays so."""
     repository = Repository(tmp_path)
 
-    assert state(tmp_path / "none.json", "kill_series", tmp_path) == "no result"
+    assert state(tmp_path / "none.json", tmp_path) == "no result"
     assert repository.state() == "unknown: it names no commit"
     assert repository.state(commit=repository.commit, void="busy") == "void: busy"
     dirty = repository.state(commit=f"{repository.commit}-dirty")
@@ -334,7 +282,7 @@ def test_what_has_changed_since_a_result_may_be_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_without_a_repository_it_is_unknown_what_has_changed(
+def test_without_a_repository_the_commit_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of the tree, or a machine without git."""
@@ -342,7 +290,7 @@ def test_without_a_repository_it_is_unknown_what_has_changed(
     result.write_text(json.dumps({"run": {"commit": "1" * 40}}))
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    found = state(result, "kill_series", tmp_path)
+    found = state(result, tmp_path)
 
     assert found == "unknown: there is no commit 1111111111 here"
 

@@ -199,7 +199,7 @@ def main() -> int:
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     record, console = Record(*seeds), Console()
-    cells = Cells(arguments.out, "kill_series", NAME, {"streams": arguments.streams})
+    cells = Cells(arguments.out, NAME, {"streams": arguments.streams})
     cells.measure(
         map(str, seeds),
         arguments.limit_s,

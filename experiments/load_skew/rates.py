@@ -66,7 +66,7 @@ def kept(path: Path, seconds: float, rates: Sequence[float]) -> Rows:
     rates those that are kept, if there are any.
     """
     nothing: Rows = {f"{rate:g}": {mode.value: [] for mode in MODES} for rate in rates}
-    if not is_of_this_code(path, "load_skew"):
+    if not is_of_this_code(path):
         return nothing
     found = json.loads(path.read_text())
     rows: Rows = found["rows"]

@@ -265,7 +265,7 @@ def main() -> int:
         "reload_s": RELOAD_S,
         "seed": arguments.seed,
     }
-    cells = Cells(arguments.out, "lumen_recovery", "lumen_recovery", settings)
+    cells = Cells(arguments.out, "lumen_recovery", settings)
     names = [f"{case}#{repeat}" for case in arguments.cases for repeat in range(arguments.repeats)]
     with tempfile.TemporaryDirectory(prefix="kvrs-lumen-") as directory:
         cells.measure(

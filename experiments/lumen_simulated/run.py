@@ -305,7 +305,7 @@ def main() -> int:
     options = parser.parse_args()
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)
-    cells = Cells(options.out, NAME, options.keep, {"reload_s": RELOAD_S})
+    cells = Cells(options.out, options.keep, {"reload_s": RELOAD_S})
     clean: dict[tuple[int, float, int], Run] = {}
     names = [f"{case}#{seed}" for seed in seeds for case in options.cases]
     cells.measure(names, options.limit_s, lambda name: cell(name, clean))

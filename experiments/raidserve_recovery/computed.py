@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     record, console = Record(arguments.seed), Console()
-    cells = Cells(arguments.out, "raidserve_recovery", NAME, {"prompt_tokens": PROMPT_TOKENS})
+    cells = Cells(arguments.out, NAME, {"prompt_tokens": PROMPT_TOKENS})
     names = [
         f"{way}#{repeat}"
         for repeat in range(arguments.repeats)
