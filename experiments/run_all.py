@@ -2,7 +2,7 @@
 it again.
 
     python -m experiments.run_all                    # The list.
-    python -m experiments.run_all --only poison tls  # Run these.
+    python -m experiments.run_all --only decision soak  # Run these.
     python -m experiments.run_all --readme           # Put the kept results into the READMEs.
 
 A result is a dated measurement, which a change makes older and nothing else. It is void if the run
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -62,19 +61,11 @@ def _file_missing(path: Path) -> str | None:
 
 
 ROOT_USER = Need("root", _networks_missing)
-GPU = Need("GPU", lambda: None if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU")
 TRACE = Need("trace", lambda: _file_missing(DEFAULT_TRACE))
 AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
-PROMETHEUS = Need(
-    "prometheus", lambda: None if shutil.which("prometheus") else "no prometheus command"
-)
-OPENSSL = Need("openssl", lambda: None if shutil.which("openssl") else "no openssl command")
-TASKSET = Need("taskset", lambda: None if shutil.which("taskset") else "no taskset command")
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
 KINSHIP = _variable("KVRS_KINSHIP_PYTHON", "the interpreter of an environment with kinship")
-BEFORE = _variable("KVRS_BEFORE", "a checkout of another commit, with a .venv")
-SOURCES = _variable("KVRS_PROFILE_SOURCES", "the folder of the published tables")
 PACKAGES = _variable("KVRS_DOWNLOADS", "set where packages may be installed from PyPI")
 
 
@@ -129,26 +120,12 @@ ALL = (
     _plain("decision", 1),
     _plain("request_path", 1),
     Experiment("request_path", ("gauge",), 1, "python -m experiments.request_path.gauge"),
-    _plain("supervision", 3),
     _plain("innocents", 15),
     _plain("anchortp_plans", 1),
-    _plain("cost_ladder", 3),
-    Experiment("cost_ladder", ("broken_word",), 5, "python -m experiments.cost_ladder.broken_word"),
     _plain("prefill_shares", 1),
     _plain("raidserve_throughput", 5, AVAILABILITY),
-    _plain("elastic_bits", 36, options="--seconds 300"),
     _plain("rank_kills", 10),
     Experiment("rank_kills", ("on_nodes",), 10, "python -m experiments.rank_kills.run --on-nodes"),
-    *_kinds(
-        "state_plane",
-        10,
-        state_plane_memory_tiny="--part memory",
-        state_plane_memory_large="--part memory --model large",
-        state_plane_gaps_tiny="--part gaps",
-        state_plane_gaps_large="--part gaps --model large",
-        state_plane_attach_large="--part attach --model large",
-        state_plane_kills="--part kills",
-    ),
     _plain("in_place", 14),
     _plain("rank_balance", 12),
     Experiment(
@@ -164,15 +141,6 @@ ALL = (
         anchortp_planners="--part planners",
         anchortp_bytes="--part bytes",
     ),
-    _plain("local_restore", 1),
-    _plain("page_transfer", 1),
-    Experiment(
-        "page_transfer",
-        ("one_cpu/page_transfer",),
-        1,
-        "taskset -c 1 python -m experiments.page_transfer.run",
-        (TASKSET,),
-    ),
     _plain("healthy_path", 2),
     Experiment(
         "healthy_path",
@@ -181,28 +149,11 @@ ALL = (
         "python -m experiments.healthy_path.run --paced --pairs 10 --tokens 200",
     ),
     _plain("bench_proxy", 15),
-    *_kinds(
-        "telemetry_cost",
-        12,
-        telemetry_cost="--each",
-        telemetry_cost_300="--each --tokens 300",
-        page="--part page",
-    ),
-    _plain("tls", 1, OPENSSL),
-    Experiment(
-        "paired_trees",
-        ("cpu",),
-        2,
-        "python -m experiments.paired_trees.run --before $KVRS_BEFORE",
-        (BEFORE,),
-    ),
     _plain("checkpoint_cost", 14),
     _plain("notice", 4),
     *_kinds("notice", 4, starved="--spinning 4"),
-    _plain("alerts", 8, PROMETHEUS),
     _plain("crossover", 7),
     _plain("hand_off_crossover", 5),
-    _plain("recovery_grid", 15),
     _plain("load_skew", 22),
     Experiment(
         "load_skew",
@@ -247,9 +198,6 @@ ALL = (
         "python -m experiments.conversation_trace.aiperf",
         (TRACE, PACKAGES),
     ),
-    _plain("first_steps", 6, PACKAGES),
-    *_kinds("cuts", 10, scripted=""),
-    *_kinds("cuts", 1, real="--real"),
     _plain("all_deaths", 10),
     _plain("two_proxies", 3),
     *_kinds(
@@ -264,21 +212,6 @@ ALL = (
     ),
     _plain("responses_kills", 6),
     *_kinds("proxy_kills", 10, **{"2_async_mix": "--mix --kills 40"}),
-    _plain("rolling_upgrade", 2),
-    _plain("many_deaths", 1),
-    _plain("busy_survivors", 1),
-    _plain("sick_instances", 1),
-    *_kinds("sick_instances", 2, paused="--part paused", busy="--part busy"),
-    _plain("poison", 1),
-    Experiment("poison", ("worlds",), 12, "python -m experiments.poison.worlds"),
-    _plain("overload", 3),
-    _plain("abuse", 3),
-    _plain("strangers", 1),
-    _plain("large_bodies", 3),
-    Experiment("large_bodies", ("served",), 1, "python -m experiments.large_bodies.served"),
-    Experiment("large_bodies", ("unfinished",), 2, "python -m experiments.large_bodies.unfinished"),
-    Experiment("tenants", ("attacks", "memory"), 6, "python -m experiments.tenants.run"),
-    _plain("networks", 5, ROOT_USER),
     _plain("link_monitor", 6, ROOT_USER),
     Experiment(
         "link_monitor",
@@ -302,9 +235,10 @@ ALL = (
         "python -m experiments.gossip_agents.run --kinship-python $KVRS_KINSHIP_PYTHON",
         (KINSHIP,),
     ),
-    _plain("gossip_fuzz", 1),
-    _plain("fuzz", 10),
     _plain("simulated_deaths", 10),
+    Experiment(
+        "simulated_deaths", ("poisons",), 12, "python -m experiments.simulated_deaths.poisons"
+    ),
     _plain("placement_spread", 1),
     *_kinds(
         "distserve_kill_series",
@@ -361,17 +295,6 @@ ALL = (
         15,
         "python -m experiments.vllm_kill_series.run",
         (VLLM,),
-    ),
-    Experiment(
-        "derived_profiles",
-        ("fit_errors",),
-        1,
-        "python -m experiments.derived_profiles.run --sources $KVRS_PROFILE_SOURCES",
-        (SOURCES,),
-    ),
-    *(
-        Experiment("gpu", (name,), 5, f"python -m experiments.gpu.{name}", (GPU,))
-        for name in ("page_bandwidth", "tpot", "recovery", "holder")
     ),
     Experiment(
         "gossip_detection",

@@ -15,7 +15,6 @@ from experiments.bench_proxy import proxies, table
 from experiments.bench_proxy.engines import (
     PAIR,
     VLLM_PAIR,
-    BenchError,
     Engines,
     Instance,
     Load,
@@ -24,21 +23,7 @@ from experiments.bench_proxy.engines import (
     run_load,
 )
 from experiments.bench_proxy.run import Bench, parsed
-from experiments.bench_proxy.steady import IDLE, T200, Cores, Setting
-from experiments.telemetry_cost.run import (
-    ALL,
-    BAR_TELEMETRY,
-    CONTROL,
-    NONE,
-    PAGE,
-    SAMPLED,
-    added,
-    check,
-    error_of,
-    in_order,
-    measure,
-    observed,
-)
+from experiments.bench_proxy.steady import IDLE, T200
 from kvrs.protocol.instance import Role
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
@@ -175,92 +160,6 @@ def test_mocks_are_as_many_as_a_large_cluster_has(programs: Programs) -> None:
         ports = engines.ports
 
     assert len({*ports.values()}) == 64
-
-
-def test_observed_proxies_under_load_at_once_tell_of_every_request(
-    programs: Programs, tmp_path: Path
-) -> None:
-    """Each has its access line and its spans at the collector, and the metrics are scraped."""
-    setting = Setting(programs, Cores(None, None), tmp_path, tmp_path, 0, quick=True)
-    options = {"streams": 4, "tokens": 10, "rate": 100_000, "warm_ms": 100, "window_ms": 300}
-
-    with (
-        observed(setting, ALL) as proxy,
-        observed(setting, SAMPLED) as sampled,
-        observed(setting, PAGE) as page,
-    ):
-        row = measure([proxy, sampled, page], options | {"limit_ms": 60_000})
-    told = proxy.told()
-
-    assert [*row] == ["all", "sampled", "page"]
-    assert min(row.values()) > 0
-    assert told["requests"] > 4
-    check(ALL, told)
-    assert sampled.told()["lines"] == sampled.whole > 4
-    assert sampled.told()["spans"] % 3 == 0
-
-
-@pytest.mark.parametrize("what", ["scrapes", "lines", "spans"])
-def test_what_was_not_told_fails_the_comparison(what: str) -> None:
-    """The cost of a proxy that tells nothing is no cost of telling."""
-    told = {"requests": 5, "scrapes": 1, "lines": 5, "spans": 15}
-    check(ALL, told)
-
-    with pytest.raises(BenchError, match=what):
-        check(ALL, told | {what: 0})
-    with pytest.raises(BenchError, match=what):
-        check(NONE, {**told, "scrapes": 0, "lines": 0, "spans": 0, what: 1})
-
-
-@pytest.mark.parametrize("spans", [0, 16, 15])
-def test_a_sampled_proxy_sends_whole_traces_of_a_part(spans: int) -> None:
-    """None, half of one, and all are not what the environment asks for."""
-    told = {"requests": 5, "scrapes": 1, "lines": 5, "spans": 6}
-    check(SAMPLED, told)
-
-    with pytest.raises(BenchError, match="spans"):
-        check(SAMPLED, told | {"spans": spans})
-
-
-def test_subjects_are_compared_within_a_round() -> None:
-    """A slow round changes no ratio; the two subjects that are not observed are one measure."""
-    rows = [{"none": speed * 2, "control": speed * 4, "all": speed * 3.3} for speed in (1, 5, 9)]
-
-    assert added(rows, "all").mean == pytest.approx(0.1)
-    assert added(rows, "all").half_width == pytest.approx(0, abs=1e-9)
-    assert added(rows, "control").mean == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("ratios", "why"),
-    [
-        ([1.005, 0.995, 1.005, 0.995], None),
-        ([1.01, 1.012, 1.011, 1.012], "differ"),
-        ([1 + BAR_TELEMETRY, 1 - BAR_TELEMETRY], "at most"),
-        ([1.0], "no interval"),
-    ],
-    ids=["can tell", "biased", "too wide", "one round"],
-)
-def test_two_equal_proxies_say_whether_the_bar_can_be_told(
-    ratios: list[float], why: str | None
-) -> None:
-    """Their interval includes zero, and is narrow."""
-    rows = [{"none": 40.0, "control": 40 * each} for each in ratios]
-
-    found = error_of(added(rows, CONTROL.name), BAR_TELEMETRY)
-
-    assert found is None if why is None else why in (found or "")
-
-
-def test_each_subject_starts_at_each_place_as_often() -> None:
-    """The first subject of a round may have more of a cache."""
-    subjects = [NONE, CONTROL, SAMPLED, ALL]
-    orders = [in_order(subjects, number) for number in range(2 * len(subjects))]
-
-    for place in range(len(subjects)):
-        assert sorted(order[place].name for order in orders) == sorted(
-            each.name for each in subjects * 2
-        )
 
 
 def test_a_killed_instance_breaks_its_streams(programs: Programs) -> None:

@@ -125,12 +125,12 @@ def test_the_evidence_shows_the_kept_results() -> None:
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
     waiting = Exhibit(
-        *("a", "1 s", How.REAL, "small", lambda: "2 s", "tls", "tls/results/none.json"),
+        *("a", "1 s", How.REAL, "small", lambda: "2 s", "soak", "soak/results/none.json"),
         judged=Verdict.OTHER,
         because="another measure",
     )
     asking = replace(waiting, name="c", needs="a GPU")
-    filled = replace(asking, name="b", result="tls/results/tls.json")
+    filled = replace(asking, name="b", result="soak/results/soak.json")
 
     rows = {row["exhibit"]: row for row in evidence.rows({"X": (waiting, filled, asking)})}
 
@@ -160,7 +160,7 @@ def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:
 
 def test_every_experiment_is_listed_with_its_commands() -> None:
     """A folder with a script, and every kept result; each result is of one command."""
-    folders = {path.parent.name for path in EXPERIMENTS.glob("*/run.py")} | {"gpu"}
+    folders = {path.parent.name for path in EXPERIMENTS.glob("*/run.py")}
     results = [path for each in ALL for path in each.paths]
     kept = {*EXPERIMENTS.glob("*/results/**/*.json")}
 
@@ -319,8 +319,8 @@ def test_names_choose_folders_and_single_results() -> None:
     """A name that is neither is an error that lists the folders."""
     assert len(chosen([])) == len(ALL)
     assert [each.name for each in chosen(["kill_series/auto"])] == ["kill_series/auto"]
-    assert {each.folder for each in chosen(["tls", "cuts"])} == {"tls", "cuts"}
-    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: abuse, "):
+    assert {each.folder for each in chosen(["soak", "notice"])} == {"soak", "notice"}
+    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: all_deaths, "):
         chosen(["nothing"])
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.elastic_bits.models import MODELS, write_model
-from experiments.elastic_bits.run import LENGTH, SEQUENCES, Bench, Count
+from tests.engine.exact_models import MODELS, write_model
+from tests.engine.ownership import LENGTH, SEQUENCES, Bench, Count
 
 pytestmark = pytest.mark.engine
 

@@ -1,8 +1,7 @@
 """The oracle of cuts: every stream here, cut anywhere, must give its client the bytes of the
 uninterrupted run.
 
-A case is a request; a cut is a kind of break before one event of its stream. `experiments/cuts`
-makes all of them, a test a part.
+A case is a request; a cut is a kind of break before one event of its stream. A test makes some.
 """
 
 import re

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.elastic_bits.models import LAYERS, MODELS, write_model
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import validate
 from kvrs.engine.layers.proofs import same_bytes
@@ -14,6 +13,7 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import exchange
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
+from tests.engine.exact_models import LAYERS, MODELS, write_model
 from tests.engine.ranks.in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine

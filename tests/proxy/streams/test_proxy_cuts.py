@@ -1,6 +1,4 @@
-"""The oracle in small: what `experiments/cuts` does with every cut, here with some of every
-stream.
-"""
+"""The oracle of cut streams, with some cuts of every stream."""
 
 import asyncio
 import random

@@ -1,4 +1,5 @@
-"""A model that is divided among ranks at random, all of them in one process.
+"""A model that is divided among ranks at random, all of them in one process, and a comparison of
+its bytes with an engine that computes each sequence alone.
 
 Each rank has copies of its own units at addresses of its own, and the cells of its own KV heads in
 pools of its own. It computes with nothing else, and what it hands over are the sums of its largest
@@ -9,19 +10,25 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kvrs.config.engine import EngineSettings
 from kvrs.elastic.trees import Node, combine, cover, steps
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.attention import attend
+from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.layers.step import BatchStep, build_step
 from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, RowUnits, product
 from kvrs.engine.models.decoder import Decoder
+from kvrs.engine.worker import Worker
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.scheduling.sequences import Chunk
 
+SEQUENCES, LENGTH = 5, 110
+CHUNKS = (1, 1, 1, 2, 5, 16, 17, 33, 64)
 _VECTOR_FLOATS = 16
 Place = tuple[str, int, int]  # Kind of a unit, its layer and its number.
 
@@ -241,3 +248,83 @@ def _node_sums(summands: dict[int, Tensor], units: int) -> dict[Node, Tensor]:
 
 def _biased(columns: Tensor, units: ColumnUnits, unit: int) -> Tensor:
     return columns + units.biases[unit] if units.biases else columns
+
+
+@dataclass
+class Count:
+    rows: int = 0
+    rows_different: int = 0
+    cells: int = 0
+    cells_different: int = 0
+    batches: int = 0
+    deals: int = 0
+
+
+class Bench:
+    """A model, and what one engine computes of some sequences."""
+
+    def __init__(self, directory: Path, page_size_tokens: int, seed: int) -> None:
+        self.size = page_size_tokens
+        self.each = -(-LENGTH // page_size_tokens)
+        self.worker = Worker(
+            directory,
+            EngineSettings(page_size_tokens=page_size_tokens, pages=2 * SEQUENCES * self.each),
+        )
+        choose = random.Random(seed)
+        self.token_ids = [
+            choose.choices(range(self.worker.vocab_size), k=LENGTH) for _ in range(SEQUENCES)
+        ]
+        self.expected = [self._alone(sequence) for sequence in range(SEQUENCES)]
+
+    def _alone(self, sequence: int) -> Tensor:
+        """Logits of every position."""
+        pages = range(sequence * self.each, (sequence + 1) * self.each)
+        chunk = Chunk(self.token_ids[sequence], 0, pages, wants_logits=True)
+        with torch.inference_mode():
+            step = all_rows(build_step([chunk], self.worker.pool))
+            return self.worker.model.forward(step, self.worker.pool)
+
+    def trial(self, choose: random.Random, count: Count, *, in_order: bool = False) -> None:
+        """All sequences to their ends in random batches, with new owners now and then."""
+        pages = choose.sample(range(self.worker.pool.pages), k=SEQUENCES * self.each)
+        held = [pages[at * self.each : (at + 1) * self.each] for at in range(SEQUENCES)]
+        done = [0] * SEQUENCES
+        formation = Formation(
+            self.worker.model,
+            self.worker.geometry,
+            self.worker.pool.pages,
+            choose,
+            in_order=in_order,
+        )
+        count.deals += 1
+        while open_ones := [at for at in range(SEQUENCES) if done[at] < LENGTH]:
+            if choose.random() < 0.1:
+                formation.deal()
+                count.deals += 1
+            members = choose.sample(open_ones, choose.randint(1, len(open_ones)))
+            chunks, expected = [], []
+            for at in members:
+                last = min(LENGTH, done[at] + choose.choice(CHUNKS))
+                chunks.append(Chunk(self.token_ids[at][done[at] : last], done[at], held[at], True))
+                expected.append(self.expected[at][done[at] : last])
+                done[at] = last
+            logits = formation.forward(chunks)
+            count.batches += 1
+            count.rows += logits.shape[0]
+            for row, own in zip(logits, torch.cat(expected), strict=True):
+                count.rows_different += not same_bytes(row, own)
+        self._compare_cells(formation, held, count)
+
+    def _compare_cells(self, formation: Formation, held: list[list[int]], count: Count) -> None:
+        geometry, oracle = self.worker.geometry, self.worker.pool.tensor
+        for layer in range(geometry.layers):
+            for head in range(geometry.kv_heads):
+                cells = formation.cell(layer, head)
+                for sequence, pages in enumerate(held):
+                    for at, page in enumerate(pages):
+                        filled = slice(min(self.size, LENGTH - at * self.size))
+                        own = oracle[sequence * self.each + at, layer, head]
+                        count.cells += 1
+                        count.cells_different += not same_bytes(
+                            cells[page][:, filled], own[:, filled]
+                        )

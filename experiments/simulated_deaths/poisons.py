@@ -1,7 +1,7 @@
 """Outages that no request caused, and poisoned requests that come at once, in virtual time: both
 sides of `recovery.poison_deaths`.
 
-python -m experiments.poison.worlds [--outages 40] [--attacks 30] [--out DIR]
+python -m experiments.simulated_deaths.poisons [--outages 40] [--attacks 30] [--out DIR]
 """
 
 import argparse
@@ -159,7 +159,7 @@ def main() -> int:
         print(f"{cell.name}, {cell.allowed} deaths allowed: done", flush=True)
     text = as_text(rows)
     print(text)
-    record.keep(options.out, "worlds", {"rows": rows}, text)
+    record.keep(options.out, "poisons", {"rows": rows}, text)
     return 0 if all(map(is_met, rows)) else 1
 
 
