@@ -7,8 +7,7 @@ from experiments import exhibit_figures as figures
 from experiments.kept import EXPERIMENTS, figure_at, kept, misses
 
 WIDTH = 100
-_BACKUP = "distserve_overhead/results/backup.json"
-_PATCHES = "distserve_overhead/results/distserve_overhead.json"
+_BACKUP = "measured_once/results/distserve_backup.json"
 
 
 def differences() -> str:
@@ -190,20 +189,18 @@ def distserve() -> str:
                 "under each policy: `--policy rom`, `always_migrate`, `always_recompute`, "
                 "`always_restore` (with `--backup both`). How long their pauses are cannot be "
                 "compared by one run each.",
-                "What does host backup cost? `distserve_overhead.backup`, 13 minutes: `off`, "
-                "`local` and `both` in turns over the same processes, CPU by kind of process. "
-                f"{costs[0]} of the CPU of a token with `local`, {costs[1]} with `both`; its "
-                "README says where, and what was mended.",
-                "What do the patches cost? `distserve_overhead.run`, 19 minutes. Nothing: the "
+                "What does host backup cost? Measured once ([distserve_backup](../experiments/"
+                "measured_once)): `off`, `local` and `both` in turns over the same processes. "
+                f"{costs[0]} of the CPU of a token with `local`, {costs[1]} with `both`.",
+                "What do the patches cost? Measured once (distserve_overhead): nothing, the "
                 "patched server takes less CPU for a token than the plain one.",
                 "Is a hand-off to another server worth it under skew, and from which queue on? "
-                "`load_skew.run` and `load_skew.rates`, `hand_off_crossover.run`, each with "
+                "`load_skew.run` and `load_skew.rates`, `crossover.hand_off`, each with "
                 "`--distserve`.",
                 "Migrate or recompute, decided by the tables that the stages measure themselves: "
                 "`crossover.run --distserve`. `rom` is wrong there where a stage reads many known "
                 "tokens one a step.",
-                "All of it: `run_all --only distserve_kill_series distserve_overhead load_skew "
-                "crossover hand_off_crossover`.",
+                "All of it: `run_all --only distserve_kill_series load_skew crossover`.",
             ),
             "What no command answers yet:",
             _list("**A GPU.** Copies of pages between device and host run there only."),

@@ -1,47 +1,30 @@
-"""Kept results in READMEs.
-
-    <!-- results: poison.txt -->
-    <!-- end of results -->
-
-Between the two lines stands `results/poison.txt`, put there by `python -m experiments.run_all
---readme`. Prose under the heading of a block gives no figure that is not in one of its blocks.
+"""Kept results in READMEs: a link `[NAME](results/NAME.txt)` to the text of each, and prose under
+the same heading that gives no figure which is not in one of these texts.
 """
 
 import re
 from pathlib import Path
 
-_BLOCK = re.compile(r"<!-- results: (\S+) -->\n.*?<!-- end of results -->\n", re.DOTALL)
+_LINK = re.compile(r"\]\(results/(\S+\.txt)\)")
 _FIGURE = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?!\w)")
 _NO_FIGURES = re.compile(r"`[^`]*`|\[[^]]*\]\([^)]*\)")  # Names and links.
 
 
-def renewed(readme: str, folder: Path) -> str:
-    """The text with every block as `folder` has it now."""
-
-    def block(match: re.Match[str]) -> str:
-        kept = (folder / "results" / match[1]).read_text()
-        return f"<!-- results: {match[1]} -->\n```\n{kept}```\n<!-- end of results -->\n"
-
-    return _BLOCK.sub(block, readme)
-
-
 def shown_in(readme: str) -> list[str]:
-    return _BLOCK.findall(readme)
+    """The texts that a README links to."""
+    return _LINK.findall(readme)
 
 
-def without_blocks(readme: str) -> str:
-    return _BLOCK.sub("", readme)
-
-
-def figures_not_kept(readme: str) -> list[str]:
-    """Figures of the prose beside blocks, up to the next heading, that none of the blocks has."""
+def figures_not_kept(readme: str, folder: Path) -> list[str]:
+    """Figures of the prose beside links, up to the next heading, that none of the texts has."""
     missing = []
     for section in re.split(r"^#", readme, flags=re.MULTILINE):
-        blocks = "\n".join(match[0] for match in _BLOCK.finditer(section))
-        if blocks:
-            kept = set(_figures(blocks))
-            prose = _NO_FIGURES.sub("", without_blocks(section))
-            missing += [figure for figure in _figures(prose) if figure not in kept]
+        if texts := shown_in(section):
+            kept = {
+                each for name in texts for each in _figures((folder / "results" / name).read_text())
+            }
+            prose = _figures(_NO_FIGURES.sub("", section))
+            missing += [figure for figure in prose if figure not in kept]
     return missing
 
 

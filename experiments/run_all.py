@@ -2,8 +2,8 @@
 it again.
 
     python -m experiments.run_all                    # The list.
-    python -m experiments.run_all --only decision soak  # Run these.
-    python -m experiments.run_all --readme           # Put the kept results into the READMEs.
+    python -m experiments.run_all --only decision notice  # Run these.
+    python -m experiments.run_all --readme           # Renew docs/evidence.md and marked figures.
 
 A result is a dated measurement, which a change makes older and nothing else. It is void if the run
 said so (experiments/results.py). Nothing else should run on the machine during a run. A run that
@@ -26,8 +26,7 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.conversation_trace.trace import DEFAULT_TRACE
-from experiments.raidserve_throughput.run import DEFAULT_TRACE as AVAILABILITY_TRACE
-from experiments.readme import renewed
+from experiments.raidserve.throughput import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.record import ROOT, shown
 from experiments.results import KEPT, age, run_of, state
 
@@ -50,23 +49,14 @@ def _variable(name: str, what: str) -> Need:
     return Need(name, lambda: None if name in os.environ else f"{name} is not set: {what}")
 
 
-def _networks_missing() -> str | None:
-    from tests.networks.network_cluster import missing  # It makes a network to see.
-
-    return missing()
-
-
 def _file_missing(path: Path) -> str | None:
     return None if path.is_file() else f"no file {path.name}"
 
 
-ROOT_USER = Need("root", _networks_missing)
 TRACE = Need("trace", lambda: _file_missing(DEFAULT_TRACE))
 AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
-KINSHIP = _variable("KVRS_KINSHIP_PYTHON", "the interpreter of an environment with kinship")
-PACKAGES = _variable("KVRS_DOWNLOADS", "set where packages may be installed from PyPI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +66,7 @@ class Experiment:
     folder: str
     results: tuple[str, ...]  # Without the suffix; of one directory.
     minutes: float
-    command: str
+    command: str  # Empty: the script is gone.
     needs: tuple[Need, ...] = ()
 
     @property
@@ -93,6 +83,8 @@ class Experiment:
         return next((found for found in states if found != KEPT), KEPT)
 
     def missing(self) -> list[str]:
+        if not self.command:
+            return ["the script is gone; it lies at the commit of the result"]
         return [why for need in self.needs if (why := need.missing())]
 
     def words(self) -> list[str]:
@@ -100,209 +92,79 @@ class Experiment:
         return [*shlex.split(line), "--out", str(self.paths[0].parent)]
 
 
-def _plain(name: str, minutes: float, *needs: Need, options: str = "") -> Experiment:
-    """The usual case: `run.py` keeps one result that has the folder's name."""
-    command = f"python -m experiments.{name}.run {options}".strip()
-    return Experiment(name, (name,), minutes, command, needs)
+def _of(folder: str, result: str, minutes: float, words: str = "run", *needs: Need) -> Experiment:
+    """A module of the folder with its options, that keeps one result."""
+    return Experiment(folder, (result,), minutes, f"python -m experiments.{folder}.{words}", needs)
 
 
-def _kinds(folder: str, minutes: float, *needs: Need, **options: str) -> list[Experiment]:
-    """One result for each way to run it, by name."""
-    command = f"python -m experiments.{folder}.run"
-    return [
-        Experiment(folder, (name,), minutes, f"{command} {words}".strip(), needs)
-        for name, words in options.items()
-    ]
-
+_MEASURED_ONCE = (
+    *("anchortp_planners", "anchortp_recovery", "distserve_backup", "distserve_overhead"),
+    *("gossip_agents", "link_computed", "lumen_recovery", "raidserve_computed", "rank_balance"),
+    *("soak", "two_proxies"),
+)
 
 # In the order in which they are run: decisions and costs, then exactness, then what takes hours.
 ALL = (
-    _plain("decision", 1),
-    _plain("request_path", 1),
-    Experiment("request_path", ("gauge",), 1, "python -m experiments.request_path.gauge"),
-    _plain("innocents", 15),
-    _plain("anchortp_plans", 1),
-    _plain("prefill_shares", 1),
-    _plain("raidserve_throughput", 5, AVAILABILITY),
-    _plain("rank_kills", 10),
-    Experiment("rank_kills", ("on_nodes",), 10, "python -m experiments.rank_kills.run --on-nodes"),
-    _plain("in_place", 14),
-    _plain("rank_balance", 12),
+    _of("request_path", "decision", 1, "decision"),
+    _of("request_path", "request_path", 1),
+    _of("request_path", "gauge", 1, "gauge"),
+    _of("innocents", "innocents", 15),
+    _of("anchortp", "plans", 1, "plans"),
+    _of("anchortp", "in_place", 14, "in_place"),
+    _of("raidserve", "shares", 1, "shares"),
+    _of("raidserve", "throughput", 5, "throughput", AVAILABILITY),
+    _of("raidserve", "in_place", 1, "in_place"),
+    _of("rank_kills", "rank_kills", 10),
+    _of("rank_kills", "on_nodes", 10, "run --on-nodes"),
+    _of("healthy_path", "healthy_path", 2),
+    _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
+    _of("bench_proxy", "bench_proxy", 15),
+    _of("checkpoint_cost", "checkpoint_cost", 14),
+    _of("notice", "notice", 4),
+    _of("notice", "starved", 4, "run --spinning 4"),
+    _of("crossover", "crossover", 7),
+    _of("crossover", "hand_off", 5, "hand_off"),
+    _of("load_skew", "load_skew", 22),
+    _of("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
+    _of("lumen", "lumen", 60),
+    _of("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5"),
+    _of("lumen", "placement", 1, "placement"),
+    _of("kill_series", "simulated", 4, "simulated"),
+    _of("kill_series", "one_kill", 4, "one_kill"),
+    _of("kill_series", "auto", 3),
+    _of("kill_series", "policies", 50, "policies --seeds 8 --limit-s 3600"),
+    _of("conversation_trace", "auto", 3, "run", TRACE),
+    _of("all_deaths", "all_deaths", 10),
+    _of("proxy_kills", "2_async", 5),
+    _of("proxy_kills", "2_sync", 5, "run --mirror sync"),
+    _of("proxy_kills", "3_async", 5, "run --proxies 3"),
+    _of("proxy_kills", "3_sync", 5, "run --proxies 3 --mirror sync"),
+    _of("responses_kills", "responses_kills", 6),
+    _of("proxy_kills", "2_async_mix", 10, "run --mix --kills 40"),
+    _of("link_monitor", "simulated", 1),
+    _of("simulated_deaths", "simulated_deaths", 10),
+    _of("simulated_deaths", "poisons", 12, "poisons"),
+    _of("distserve_kill_series", "auto-backup-off", 5, "run", DISTSERVE),
+    _of("distserve_kill_series", "auto-backup-both", 5, "run --backup both", DISTSERVE),
+    _of("distserve_kill_series", "rom-backup-off", 5, "run --policy rom", DISTSERVE),
+    *(
+        _of("distserve_kill_series", f"{way}-backup-off", 5, f"run --policy {way}", DISTSERVE)
+        for way in ("always_migrate", "always_recompute")
+    ),
+    _of(
+        *("distserve_kill_series", "always_restore-backup-both", 5),
+        *("run --policy always_restore --backup both", DISTSERVE),
+    ),
+    _of("load_skew", "distserve", 12, "run --distserve --repeats 1", DISTSERVE),
+    _of("load_skew", "distserve_rates", 17, "rates --distserve --seconds 20", DISTSERVE),
+    _of("crossover", "distserve", 8, "run --distserve --repeats 5", DISTSERVE),
+    _of("crossover", "hand_off_distserve", 6, "hand_off --distserve", DISTSERVE),
+    _of("vllm_kill_series", "kill_series", 15, "run", VLLM),
     Experiment(
-        "rank_balance",
-        ("rank_balance_degrees",),
-        4,
-        "python -m experiments.rank_balance.degrees",
-    ),
-    *_kinds(
-        "anchortp_recovery",
-        10,
-        anchortp_recovery="",
-        anchortp_planners="--part planners",
-        anchortp_bytes="--part bytes",
-    ),
-    _plain("healthy_path", 2),
-    Experiment(
-        "healthy_path",
-        ("paced/healthy_path",),
-        3,
-        "python -m experiments.healthy_path.run --paced --pairs 10 --tokens 200",
-    ),
-    _plain("bench_proxy", 15),
-    _plain("checkpoint_cost", 14),
-    _plain("notice", 4),
-    *_kinds("notice", 4, starved="--spinning 4"),
-    _plain("crossover", 7),
-    _plain("hand_off_crossover", 5),
-    _plain("load_skew", 22),
-    Experiment(
-        "load_skew",
-        ("rates",),
-        55,
-        "python -m experiments.load_skew.rates --repeats 10 --limit-s 3600",
-    ),
-    _plain("lumen_recovery", 110, options="--limit-s 7200"),
-    _plain("lumen_simulated", 60),
-    Experiment(
-        "lumen_simulated",
-        ("ten",),
-        60,
-        "python -m experiments.lumen_simulated.run --keep ten --cases 10x1 10x5 10x1:7.5",
-    ),
-    _plain("raidserve_recovery", 8, TRACE),
-    Experiment(
-        "raidserve_recovery", ("in_place",), 1, "python -m experiments.raidserve_recovery.in_place"
-    ),
-    Experiment(
-        "raidserve_recovery",
-        ("computed",),
-        40,
-        "python -m experiments.raidserve_recovery.computed --limit-s 3300",
-    ),
-    Experiment("kill_series", ("simulated",), 4, "python -m experiments.kill_series.simulated"),
-    Experiment("kill_series", ("one_kill",), 4, "python -m experiments.kill_series.one_kill"),
-    Experiment("kill_series", ("auto",), 3, "python -m experiments.kill_series.run"),
-    Experiment(
-        "kill_series",
-        ("policies",),
-        50,
-        "python -m experiments.kill_series.policies --seeds 8 --limit-s 3600",
-    ),
-    Experiment(
-        "conversation_trace", ("auto",), 3, "python -m experiments.conversation_trace.run", (TRACE,)
-    ),
-    Experiment(
-        "conversation_trace",
-        ("aiperf",),
-        5,
-        "python -m experiments.conversation_trace.aiperf",
-        (TRACE, PACKAGES),
-    ),
-    _plain("all_deaths", 10),
-    _plain("two_proxies", 3),
-    *_kinds(
-        "proxy_kills",
-        5,
-        **{
-            "2_async": "",
-            "2_sync": "--mirror sync",
-            "3_async": "--proxies 3",
-            "3_sync": "--proxies 3 --mirror sync",
-        },
-    ),
-    _plain("responses_kills", 6),
-    *_kinds("proxy_kills", 10, **{"2_async_mix": "--mix --kills 40"}),
-    _plain("link_monitor", 6, ROOT_USER),
-    Experiment(
-        "link_monitor",
-        ("times_5",),
-        6,
-        "python -m experiments.link_monitor.run --times 5",
-        (ROOT_USER,),
-    ),
-    Experiment("link_monitor", ("simulated",), 1, "python -m experiments.link_monitor.simulated"),
-    Experiment(
-        "link_monitor",
-        ("computed",),
-        22,
-        "python -m experiments.link_monitor.computed",
-        (ROOT_USER,),
-    ),
-    Experiment(
-        "gossip_agents",
-        ("gossip_agents",),
-        14,
-        "python -m experiments.gossip_agents.run --kinship-python $KVRS_KINSHIP_PYTHON",
-        (KINSHIP,),
-    ),
-    _plain("simulated_deaths", 10),
-    Experiment(
-        "simulated_deaths", ("poisons",), 12, "python -m experiments.simulated_deaths.poisons"
-    ),
-    _plain("placement_spread", 1),
-    *_kinds(
-        "distserve_kill_series",
-        5,
-        DISTSERVE,
-        **{
-            "auto-backup-off": "",
-            "auto-backup-both": "--backup both",
-            "rom-backup-off": "--policy rom",
-            "always_migrate-backup-off": "--policy always_migrate",
-            "always_recompute-backup-off": "--policy always_recompute",
-            "always_restore-backup-both": "--policy always_restore --backup both",
-        },
-    ),
-    Experiment(
-        "load_skew",
-        ("distserve",),
-        12,
-        "python -m experiments.load_skew.run --distserve --repeats 1",
-        (DISTSERVE,),
-    ),
-    Experiment(
-        "load_skew",
-        ("distserve_rates",),
-        17,
-        "python -m experiments.load_skew.rates --distserve --seconds 20",
-        (DISTSERVE,),
-    ),
-    Experiment(
-        "crossover",
-        ("distserve",),
-        8,
-        "python -m experiments.crossover.run --distserve --repeats 5",
-        (DISTSERVE,),
-    ),
-    Experiment(
-        "hand_off_crossover",
-        ("distserve",),
-        6,
-        "python -m experiments.hand_off_crossover.run --distserve",
-        (DISTSERVE,),
-    ),
-    _plain("distserve_overhead", 19, DISTSERVE),
-    Experiment(
-        "distserve_overhead",
-        ("backup",),
-        13,
-        "python -m experiments.distserve_overhead.backup",
-        (DISTSERVE,),
-    ),
-    Experiment(
-        "vllm_kill_series",
-        ("kill_series",),
-        15,
-        "python -m experiments.vllm_kill_series.run",
-        (VLLM,),
-    ),
-    Experiment(
-        "gossip_detection",
-        ("gossip_detection", "hours"),
-        30,
+        *("gossip_detection", ("gossip_detection", "hours"), 30),
         "python -m experiments.gossip_detection.run",
     ),
-    _plain("soak", 125),
+    Experiment("measured_once", _MEASURED_ONCE, 0, ""),
 )
 
 
@@ -318,24 +180,9 @@ def listing(experiments: Sequence[Experiment]) -> str:
                 f"{f'{each.folder}/{name}':<38}{each.minutes:>8g}  {needs:<22}{commit:<18}{old:<10}"
                 f"{state(path)}"
             )
-        lines.append(f"    {each.command}")
+        lines += [f"    {each.command}"] * bool(each.command)
         lines += [f"    cannot run here: {why}" for why in each.missing()]
     return "\n".join(lines)
-
-
-def put_into_readmes() -> list[str]:
-    """Renew the kept results in all READMEs and in docs/evidence.md; returns the folders whose
-    README has changed.
-    """
-    evidence.renew()
-    changed = []
-    for path in sorted(EXPERIMENTS.glob("*/README.md")):
-        before = path.read_text()
-        after = renewed(before, path.parent)
-        if after != before:
-            path.write_text(after)
-            changed.append(path.parent.name)
-    return changed
 
 
 def run(experiment: Experiment, log: Path) -> str:
@@ -401,7 +248,7 @@ def run_all(experiments: Sequence[Experiment], logs: Path) -> bool:
         time.sleep(_REST_S)  # What ends of the one before is not load of this one.
         log = logs / f"{each.name.replace('/', '-')}.log"
         how = run(each, log)
-        put_into_readmes()
+        evidence.renew()
         after = each.state()
         print(f"    {how}; result: {after}", flush=True)
         if not how.startswith("done") or after != KEPT:
@@ -435,12 +282,12 @@ def main() -> int:
     parser.add_argument(
         "--readme",
         action="store_true",
-        help="renew the results in READMEs and docs only",
+        help="renew docs/evidence.md and marked figures only",
     )
     parser.add_argument("--logs", type=Path, help="for the output of the runs; default: temporary")
     arguments = parser.parse_args()
     if arguments.readme:
-        print("\n".join(put_into_readmes()) or "all READMEs show the kept results")
+        evidence.renew()
         return 0
     try:
         experiments = chosen(arguments.only)

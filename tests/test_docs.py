@@ -26,13 +26,9 @@ FOUNDATION = {"ids", "errors", "logs", "config"}
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Without tables and kept results."""
-    is_kept = False
+    """Without tables."""
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        is_kept = (
-            is_kept or line.startswith("<!-- results:")
-        ) and line != "<!-- end of results -->"
-        if not is_kept and not line.startswith("|"):
+        if not line.startswith("|"):
             yield number, line
 
 

@@ -1,5 +1,5 @@
-"""READMEs of experiments show the kept results; the list of experiments is whole and says how old
-results are and which are void.
+"""READMEs of experiments link to the kept results; the list of experiments is whole and tells how
+old results are and which are void.
 """
 
 import json
@@ -20,7 +20,7 @@ from experiments.exhibits import Exhibit, How
 from experiments.kill_series import policies
 from experiments.kill_series.run import missed
 from experiments.load_skew import rates
-from experiments.readme import figures_not_kept, renewed, shown_in
+from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
 from experiments.verdicts import Verdict
@@ -30,12 +30,11 @@ READMES = sorted(EXPERIMENTS.glob("*/README.md"))
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
-def test_readmes_show_the_kept_results(path: Path) -> None:
-    """To the letter; `python -m experiments.run_all --readme` puts them there."""
+def test_readmes_link_to_the_kept_results(path: Path) -> None:
+    """To each of them; prose beside a link gives figures of its text only."""
     readme = path.read_text()
 
-    assert readme == renewed(readme, path.parent)
-    assert figures_not_kept(readme) == []
+    assert figures_not_kept(readme, path.parent) == []
     kept = path.parent / "results"
     texts = {str(text.relative_to(kept)) for text in kept.rglob("*.txt")}
     assert set(shown_in(readme)) == texts
@@ -125,12 +124,12 @@ def test_the_evidence_shows_the_kept_results() -> None:
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
     waiting = Exhibit(
-        *("a", "1 s", How.REAL, "small", lambda: "2 s", "soak", "soak/results/none.json"),
+        *("a", "1 s", How.REAL, "small", lambda: "2 s", "notice", "notice/results/none.json"),
         judged=Verdict.OTHER,
         because="another measure",
     )
     asking = replace(waiting, name="c", needs="a GPU")
-    filled = replace(asking, name="b", result="soak/results/soak.json")
+    filled = replace(asking, name="b", result="healthy_path/results/healthy_path.json")
 
     rows = {row["exhibit"]: row for row in evidence.rows({"X": (waiting, filled, asking)})}
 
@@ -141,34 +140,31 @@ def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     assert rows["c"]["why"] == "not run yet, needs a GPU; small"
 
 
-def test_a_figure_beside_a_block_is_one_of_the_block(tmp_path: Path) -> None:
+def test_a_figure_beside_a_link_is_one_of_its_text(tmp_path: Path) -> None:
     """Figures of other sections, such as bars and settings, have no kept result."""
     (tmp_path / "results").mkdir()
     (tmp_path / "results/a.txt").write_text("1,500 streams, p99 3.5 ms\n")
-    block = "<!-- results: a.txt -->\n<!-- end of results -->\n"
 
-    readme = renewed(f"# A\n\n20 runs.\n\n## Results\n\n{{}}\n\n{block}", tmp_path)
+    readme = "# A\n\n20 runs.\n\n## Results\n\n{}\n\n[a](results/a.txt)\n"
 
     assert shown_in(readme) == ["a.txt"]
-    assert renewed(readme, tmp_path) == readme
-    assert "```\n1,500 streams, p99 3.5 ms\n```\n" in readme
-    assert (
-        figures_not_kept(readme.format("All 1500 within 3.5 ms, `a[44]`, [45](46.md), p50.")) == []
-    )
-    assert figures_not_kept(readme.format("All 1,501 within 3.6 ms.")) == ["1501", "3.6"]
+    all_kept = readme.format("All 1500 within 3.5 ms, `a[44]`, [45](46.md), p50.")
+    assert figures_not_kept(all_kept, tmp_path) == []
+    others = readme.format("All 1,501 within 3.6 ms.")
+    assert figures_not_kept(others, tmp_path) == ["1501", "3.6"]
 
 
 def test_every_experiment_is_listed_with_its_commands() -> None:
-    """A folder with a script, and every kept result; each result is of one command."""
-    folders = {path.parent.name for path in EXPERIMENTS.glob("*/run.py")}
+    """A folder with a README, and every kept result; each result is of one command."""
+    folders = {path.parent.name for path in READMES}
     results = [path for each in ALL for path in each.paths]
     kept = {*EXPERIMENTS.glob("*/results/**/*.json")}
 
     assert {each.folder for each in ALL} == folders
     assert len(results) == len(set(results))
     assert kept <= set(results)
-    for each in ALL:
-        words = shlex.split(each.command)
+    for command in filter(None, (each.command for each in ALL)):
+        words = shlex.split(command)
         module = words[words.index("-m") + 1]
         assert (EXPERIMENTS.parent / f"{module.replace('.', '/')}.py").is_file(), module
 
@@ -319,7 +315,7 @@ def test_names_choose_folders_and_single_results() -> None:
     """A name that is neither is an error that lists the folders."""
     assert len(chosen([])) == len(ALL)
     assert [each.name for each in chosen(["kill_series/auto"])] == ["kill_series/auto"]
-    assert {each.folder for each in chosen(["soak", "notice"])} == {"soak", "notice"}
+    assert {each.folder for each in chosen(["crossover", "notice"])} == {"crossover", "notice"}
     with pytest.raises(ValueError, match=r"--only: got nothing; allowed: all_deaths, "):
         chosen(["nothing"])
 

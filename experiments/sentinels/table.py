@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from unittest.mock import patch
 
-from experiments.anchortp_plans import run as anchortp_plans
+from experiments.anchortp import plans as anchortp_plans
 from experiments.gossip_detection.measures import death_times
 from experiments.kill_series import simulated as kill_series
-from experiments.link_monitor import simulated as link_monitor
-from experiments.link_monitor.run import OURS
-from experiments.lumen_simulated import run as lumen
-from experiments.placement_spread import run as placement
-from experiments.raidserve_recovery import in_place
-from experiments.raidserve_throughput import run as throughput
+from experiments.link_monitor import run as link_monitor
+from experiments.lumen import placement
+from experiments.lumen import run as lumen
+from experiments.raidserve import in_place, throughput
 from experiments.sentinels import situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
@@ -79,7 +77,7 @@ def link() -> Figures:
     regrets = {
         f"{row['rule']}, {row['scenario']}": row["regret"]
         for row in rows
-        if row["rule"] in (OURS, link_monitor.BOUND)
+        if row["rule"] in (link_monitor.OURS, link_monitor.BOUND)
     }
     return regrets | {"probes": max(row["probe_share"] for row in rows)}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.raidserve_throughput.run import answers, carry_through
+from experiments.raidserve.throughput import answers, carry_through
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import SPREAD, even, staged, uneven, validate
 from kvrs.elastic.moving import LinkRates

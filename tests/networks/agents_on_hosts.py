@@ -9,9 +9,8 @@ from typing import Any, Self
 
 import yaml
 
-from experiments.gossip_agents.members import Members
-from experiments.gossip_agents.run import Watch
 from kvrs.config.file import ENV_NAME
+from tests.networks.members import Members, Watch
 from tests.networks.network_cluster import DESK, Network
 
 PORT, PAGE_PORT, GOSSIP_PORT = 7001, 7002, 7946

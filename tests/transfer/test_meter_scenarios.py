@@ -1,7 +1,6 @@
 """The scenarios of experiments/link_monitor in virtual time, one seed each."""
 
-from experiments.link_monitor.run import BAR_PROBES, OURS
-from experiments.link_monitor.simulated import measure
+from experiments.link_monitor.run import BAR_PROBES, OURS, measure
 
 LAST = "last sample"
 
