@@ -185,7 +185,7 @@ def distserve() -> str:
                 "DISTSERVE_HOME=DIR`, then"
             ),
             _list(
-                "Are streams exact under every death? `distserve_kill_series.run`, 4 minutes; yes, "
+                "Are streams exact under every death? `kills.run everything distserve`; yes, "
                 "under each policy: `--policy rom`, `always_migrate`, `always_recompute`, "
                 "`always_restore` (with `--backup both`). How long their pauses are cannot be "
                 "compared by one run each.",
@@ -200,7 +200,7 @@ def distserve() -> str:
                 "Migrate or recompute, decided by the tables that the stages measure themselves: "
                 "`crossover.run --distserve`. `rom` is wrong there where a stage reads many known "
                 "tokens one a step.",
-                "All of it: `run_all --only distserve_kill_series load_skew crossover`.",
+                "All of it: `run_all --only kills load_skew crossover`.",
             ),
             "What no command answers yet:",
             _list("**A GPU.** Copies of pages between device and host run there only."),

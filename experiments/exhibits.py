@@ -714,7 +714,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "one that runs; the paper's is a node that joins another pipeline; the longest "
             "pauses are of one series of eight",
             figures.kill_pauses,
-            "kill_series",
+            "kills",
             result=figures.KILLS,
             judged=Verdict.OTHER,
             because="the pause of a stream that goes on elsewhere; the paper's is the return of a "

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments import evidence
-from experiments.conversation_trace.trace import DEFAULT_TRACE
+from experiments.kills.drill import TRACE as CONVERSATIONS
 from experiments.raidserve.throughput import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.record import ROOT, shown
 from experiments.results import KEPT, age, run_of, state
@@ -53,7 +53,7 @@ def _file_missing(path: Path) -> str | None:
     return None if path.is_file() else f"no file {path.name}"
 
 
-TRACE = Need("trace", lambda: _file_missing(DEFAULT_TRACE))
+TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
 AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
@@ -99,7 +99,14 @@ def _of(folder: str, result: str, minutes: float, words: str = "run", *needs: Ne
 
 _MEASURED_ONCE = (
     *("anchortp_planners", "anchortp_recovery", "distserve_backup", "distserve_overhead"),
-    *("gossip_agents", "link_computed", "lumen_recovery", "raidserve_computed", "rank_balance"),
+    *(
+        "gossip_agents",
+        "innocents",
+        "link_computed",
+        "lumen_recovery",
+        "raidserve_computed",
+        "rank_balance",
+    ),
     *("soak", "two_proxies"),
 )
 
@@ -108,14 +115,11 @@ ALL = (
     _of("request_path", "decision", 1, "decision"),
     _of("request_path", "request_path", 1),
     _of("request_path", "gauge", 1, "gauge"),
-    _of("innocents", "innocents", 15),
     _of("anchortp", "plans", 1, "plans"),
     _of("anchortp", "in_place", 14, "in_place"),
     _of("raidserve", "shares", 1, "shares"),
     _of("raidserve", "throughput", 5, "throughput", AVAILABILITY),
     _of("raidserve", "in_place", 1, "in_place"),
-    _of("rank_kills", "rank_kills", 10),
-    _of("rank_kills", "on_nodes", 10, "run --on-nodes"),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),
@@ -129,37 +133,42 @@ ALL = (
     _of("lumen", "lumen", 60),
     _of("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5"),
     _of("lumen", "placement", 1, "placement"),
-    _of("kill_series", "simulated", 4, "simulated"),
-    _of("kill_series", "one_kill", 4, "one_kill"),
-    _of("kill_series", "auto", 3),
-    _of("kill_series", "policies", 50, "policies --seeds 8 --limit-s 3600"),
-    _of("conversation_trace", "auto", 3, "run", TRACE),
-    _of("all_deaths", "all_deaths", 10),
-    _of("proxy_kills", "2_async", 5),
-    _of("proxy_kills", "2_sync", 5, "run --mirror sync"),
-    _of("proxy_kills", "3_async", 5, "run --proxies 3"),
-    _of("proxy_kills", "3_sync", 5, "run --proxies 3 --mirror sync"),
-    _of("responses_kills", "responses_kills", 6),
-    _of("proxy_kills", "2_async_mix", 10, "run --mix --kills 40"),
-    _of("link_monitor", "simulated", 1),
-    _of("simulated_deaths", "simulated_deaths", 10),
-    _of("simulated_deaths", "poisons", 12, "poisons"),
-    _of("distserve_kill_series", "auto-backup-off", 5, "run", DISTSERVE),
-    _of("distserve_kill_series", "auto-backup-both", 5, "run --backup both", DISTSERVE),
-    _of("distserve_kill_series", "rom-backup-off", 5, "run --policy rom", DISTSERVE),
+    _of("kills", "simulated", 4, "run decode simulated"),
+    _of("kills", "decode", 3, "run decode embedded"),
+    _of("kills", "policies", 50, "run decode embedded --seeds 8 --limit-s 3600"),
+    _of("kills", "decode-trace", 3, "run decode embedded --load trace", TRACE),
+    _of("kills", "rank", 10, "run rank embedded"),
+    _of("kills", "rank-on-nodes", 10, "run rank embedded --on-nodes"),
+    _of("kills", "everything", 10, "run everything embedded"),
+    _of("kills", "proxy", 5, "run proxy embedded"),
+    _of("kills", "proxy-sync", 5, "run proxy embedded --mirror sync"),
+    _of("kills", "proxy-3", 5, "run proxy embedded --proxies 3"),
+    _of("kills", "proxy-3-sync", 5, "run proxy embedded --proxies 3 --mirror sync"),
+    _of("kills", "proxy-mix", 10, "run proxy embedded --mix --kills 40"),
+    _of("kills", "proxy-responses", 6, "run proxy embedded --api responses"),
     *(
-        _of("distserve_kill_series", f"{way}-backup-off", 5, f"run --policy {way}", DISTSERVE)
-        for way in ("always_migrate", "always_recompute")
+        _of("kills", f"{victims}-{cluster}", minutes, f"run {victims} {cluster}")
+        for victims, minutes in (("prefill", 6), ("half", 2), ("poison", 1))
+        for cluster in ("embedded", "scripted")
+    ),
+    _of("kills", "worlds", 10, "run everything simulated --seed 0"),
+    _of("kills", "worlds-poison", 12, "run poison simulated"),
+    _of("link_monitor", "simulated", 1),
+    _of("kills", "distserve", 5, "run everything distserve", DISTSERVE),
+    _of("kills", "distserve-both", 5, "run everything distserve --backup both", DISTSERVE),
+    *(
+        _of("kills", f"distserve-{way}", 5, f"run everything distserve --policy {way}", DISTSERVE)
+        for way in ("rom", "always_migrate", "always_recompute")
     ),
     _of(
-        *("distserve_kill_series", "always_restore-backup-both", 5),
-        *("run --policy always_restore --backup both", DISTSERVE),
+        *("kills", "distserve-always_restore-both", 5),
+        *("run everything distserve --policy always_restore --backup both", DISTSERVE),
     ),
     _of("load_skew", "distserve", 12, "run --distserve --repeats 1", DISTSERVE),
     _of("load_skew", "distserve_rates", 17, "rates --distserve --seconds 20", DISTSERVE),
     _of("crossover", "distserve", 8, "run --distserve --repeats 5", DISTSERVE),
     _of("crossover", "hand_off_distserve", 6, "hand_off --distserve", DISTSERVE),
-    _of("vllm_kill_series", "kill_series", 15, "run", VLLM),
+    _of("kills", "vllm", 15, "run decode vllm", VLLM),
     Experiment(
         *("gossip_detection", ("gossip_detection", "hours"), 30),
         "python -m experiments.gossip_detection.run",

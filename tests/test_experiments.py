@@ -17,8 +17,8 @@ import pytest
 
 from experiments import evidence, run_all
 from experiments.exhibits import Exhibit, How
-from experiments.kill_series import policies
-from experiments.kill_series.run import missed
+from experiments.kills import drill, policies
+from experiments.kills import run as kills_run
 from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
@@ -48,6 +48,8 @@ def test_readmes_link_to_the_kept_results(path: Path) -> None:
         pytest.param(
             {"fewest_streams_hit_by_a_kill": 7}, ["a kill hit 7 streams; bar 8"], id="kills"
         ),
+        pytest.param({"kills_left": 1}, ["1 faults never came due"], id="left"),
+        pytest.param({"by_kind": {"a": {"deaths": 0}}}, ["never: a"], id="kind"),
         pytest.param(
             {"client_visible_gap_s": {"p50": 0.2, "p99": 0.3501}},
             ["pause p99 350.1 ms; bar 350"],
@@ -65,9 +67,25 @@ def test_a_kill_series_is_judged_by_all_its_bars(
         "policy": "auto",
         "exact": True,
         "fewest_streams_hit_by_a_kill": 8,
+        "kills_left": 0,
+        "by_kind": {"a": {"deaths": 1}},
         "client_visible_gap_s": {"p50": 0.2, "p99": 0.35},
     }
-    assert missed(figures | changed) == falls_short
+    assert drill.missed(figures | changed, drill.SERIES["decode"]) == falls_short
+
+
+def test_a_combination_takes_its_own_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that it would ignore is refused, as is a combination that there is not."""
+    part, options = kills_run.parsed(["decode", "embedded", "--load", "trace"])
+
+    assert (part, options.load) == (kills_run.PARTS["decode", "embedded"], "trace")
+    for words, said in (
+        (["decode", "embedded", "--mix"], "takes no --mix"),
+        (["proxy", "simulated"], "no series of proxy simulated"),
+    ):
+        with pytest.raises(SystemExit):
+            kills_run.parsed(words)
+        assert said in capsys.readouterr().err
 
 
 def test_the_policies_are_judged_by_all_their_seeds() -> None:
@@ -200,14 +218,14 @@ def git_in(folder: Path, *words: str) -> str:
 class Repository:
     """A temporary one, with one experiment and a product; results name commits."""
 
-    RESULT = "experiments/kill_series/results/a.json"
+    RESULT = "experiments/kills/results/a.json"
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._git("init", "-q")
         for name in (
-            "experiments/kill_series/run.py",
-            "experiments/kill_series/README.md",
+            "experiments/kills/run.py",
+            "experiments/kills/README.md",
             "kvrs/core/rules.py",
         ):
             self.write(name, "before")
@@ -244,8 +262,8 @@ class Repository:
     ("changed", "may_go_on"),
     [
         ("kvrs/core/rules.py", False),
-        ("experiments/kill_series/run.py", False),
-        ("experiments/kill_series/README.md", True),
+        ("experiments/kills/run.py", False),
+        ("experiments/kills/README.md", True),
     ],
 )
 def test_a_change_makes_a_result_only_older(tmp_path: Path, changed: str, may_go_on: bool) -> None:
@@ -314,9 +332,9 @@ def test_the_rates_go_on_from_repeats_of_the_same_code(
 def test_names_choose_folders_and_single_results() -> None:
     """A name that is neither is an error that lists the folders."""
     assert len(chosen([])) == len(ALL)
-    assert [each.name for each in chosen(["kill_series/auto"])] == ["kill_series/auto"]
+    assert [each.name for each in chosen(["kills/decode"])] == ["kills/decode"]
     assert {each.folder for each in chosen(["crossover", "notice"])} == {"crossover", "notice"}
-    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: all_deaths, "):
+    with pytest.raises(ValueError, match=r"--only: got nothing; allowed: anchortp, "):
         chosen(["nothing"])
 
 

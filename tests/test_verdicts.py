@@ -106,7 +106,7 @@ def test_a_row_without_a_verdict_is_refused() -> None:
 
 def test_a_row_tells_its_age_and_of_how_many_runs_it_is() -> None:
     """One whose result is computed as the page is made has no age."""
-    kills = next(each for each in FILLED if each.experiment == "kill_series")
+    kills = next(each for each in FILLED if each.experiment == "kills")
     alone = replace(kills, sentinels=())
     computed = next(each for each in FILLED if each.result is None)
 

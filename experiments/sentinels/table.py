@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from experiments.anchortp import plans as anchortp_plans
 from experiments.gossip_detection.measures import death_times
-from experiments.kill_series import simulated as kill_series
+from experiments.kills import simulated as kill_series
 from experiments.link_monitor import run as link_monitor
 from experiments.lumen import placement
 from experiments.lumen import run as lumen

@@ -151,7 +151,7 @@ def _up_config(
                 f"names its nodes)"
             ]
         )
-    # Checkpoints slow DistServe down (experiments/distserve_kill_series).
+    # Checkpoints slow DistServe down (docs/evidence.md).
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
         preset = SystemPreset.BEST

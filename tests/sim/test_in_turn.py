@@ -1,5 +1,5 @@
 """Every kind of death and fault, one after the other, and processes that are half dead, in virtual
-time. `experiments.simulated_deaths` looks at more seeds.
+time. `experiments/kills` has more seeds.
 """
 
 from collections import Counter

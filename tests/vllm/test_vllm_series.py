@@ -1,4 +1,4 @@
-"""The series of `experiments/vllm_kill_series` at full size: 100 streams for each option."""
+"""The series `decode vllm` of `experiments/kills` at full size: 100 streams for each option."""
 
 from inspect import Parameter, signature
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments.vllm_kill_series.run import faults_of, kill_series
+from experiments.kills.vllm import faults_of, kill_series
 from kvrs_testkit.vllm_servers import VllmServers
 
 pytestmark = [

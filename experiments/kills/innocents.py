@@ -1,26 +1,21 @@
 """Streams that did nothing, where instances are ended one after another or many at once, and
-requests that end what they run on.
-
-python -m experiments.innocents.run [--cell one_by_one] [--engine vllm] [--seeds 5] [--out DIR]
+requests that end what they run on; before embedded engines and scripted vLLM servers.
 """
 
 import argparse
 import asyncio
-import json
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from experiments.innocents.beds import Bed, Prompt, open_bed
+from experiments.kills.beds import Bed, Prompt, open_bed
 from experiments.record import Record
 
 TOKENS = 32
@@ -32,7 +27,7 @@ KILL_GAP_S = (1.0, 4.0)
 AGAIN_S = (0.1, 0.5)  # After a moment at which none was at work.
 KILLS = 10
 SPREAD_S = 0.06
-REQUESTS_PER_S = {"embedded": 6.0, "vllm": 20.0}
+REQUESTS_PER_S = {"embedded": 6.0, "scripted": 20.0}
 BESIDE = 40
 POISON_TOKENS = 1711  # No other prompt is so long: the state shows where it runs.
 POISON_DEATHS = 3  # The default of policy.recovery.poison_deaths.
@@ -258,93 +253,37 @@ async def _few_at_a_time(bed: Bed, prompts: Sequence[Prompt]) -> list[Answer]:
 Cell = Callable[[Bed, random.Random, int, int], Awaitable[dict[str, Any]]]
 # By name: the cell, pairs of instances, streams, kills.
 CELLS: dict[str, tuple[Cell, int, int, int]] = {
-    "one_by_one": (one_by_one, 2, 80, KILLS),
+    "prefill": (one_by_one, 2, 80, KILLS),
     "half": (half, 4, 1500, KILLS),
     "poison": (poison, 4, BESIDE, 0),
 }
-ENGINES = ("embedded", "vllm")
 
 
-def refusals(log: Path) -> list[dict[str, Any]]:
-    """For each request that was refused as poison, what the event log has of it: the losses at
-    which it was, and what a supervisor said of these.
-    """
-    events = []
-    for line in log.read_text().splitlines():
-        row = json.loads(line)
-        if "event" in row:
-            events.append(row)
-    given_up = [
-        (row, action)
-        for row in events
-        for action in row["actions"]
-        if action["kind"] == "GiveUp" and action["reason"] == "poison"
-    ]
-    exits = {
-        (row["event"]["instance"], row["event"]["epoch"]): row["event"]["cause"]
-        for row in events
-        if row["event"]["kind"] == "InstanceExited"
-    }
-    found = []
-    for last, action in given_up:
-        losses = [
-            {
-                "at_s": round(row["at_s"] - last["at_s"], 3),
-                "instance": row["event"]["instance"],
-                "exit": exits.get((row["event"]["instance"], row["event"]["epoch"])),
-                "was_there": action["stream"] in row["event"]["produced_tokens"],
-                "victims": len(row["event"]["produced_tokens"]),
-            }
-            for row in events
-            if row["event"]["kind"] == "InstanceLost" and row["at_s"] <= last["at_s"]
-        ]
-        starts = [
-            {"at_s": round(row["at_s"] - last["at_s"], 3), "plan": each.get("plan", {})}
-            for row in events
-            for each in row["actions"]
-            if each.get("stream") == action["stream"] and each["kind"] in ("Start", "Redirect")
-        ]
-        where = [
-            {"at_s": each["at_s"], **{key: each["plan"].get(key) for key in ("prefill", "decode")}}
-            for each in starts
-        ]
-        found.append(
-            {"stream": action["stream"], "message": action["message"], "starts": where}
-            | {"losses": losses[-12:]}
-        )
-    return found
-
-
-async def measure(
-    cell: str, engine: str, seed: int, policy: dict[str, Any], size: int | None, kills: int | None
-) -> dict[str, Any]:
-    run, pairs, streams, most_kills = CELLS[cell]
+async def measure(cell: str, engine: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    run, pairs, streams, kills = CELLS[cell]
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     began_s = time.monotonic()
     async with (
         aiohttp.ClientSession(connector=connector) as session,
-        open_bed(engine, pairs, seed, policy, session) as bed,
+        open_bed(engine, pairs, seed, session) as bed,
         asyncio.timeout(GIVE_UP_S),
     ):
         await bed.all_up()
         rng = random.Random(f"{seed} {cell}")
-        figures = await run(bed, rng, size or streams, kills or most_kills)
-        facts = refusals(bed.event_log)
+        figures = await run(bed, rng, options.streams or streams, options.kills or kills)
     took_s = round(time.monotonic() - began_s, 1)
-    return {"cell": cell, "engine": engine, "seed": seed, "took_s": took_s, **figures} | {
-        "refusals": facts
-    }
+    return {"cell": cell, "engine": engine, "seed": seed, "took_s": took_s, **figures}
 
 
-def is_met(row: dict[str, Any], most_deaths: int) -> bool:
+def is_met(row: dict[str, Any]) -> bool:
     kept = not any(row[key] for key in ("refused", "lost", "repeated", "different"))
     if row["cell"] != "poison":
         return kept and row["deaths"] > 0
     told = (row["poison_status"], row["poison_code"]) == (422, "poison")
-    return kept and told and 0 < row["deaths"] <= most_deaths
+    return kept and told and 0 < row["deaths"] <= POISON_DEATHS
 
 
-def as_line(row: dict[str, Any], most_deaths: int) -> str:
+def as_line(row: dict[str, Any]) -> str:
     line = (
         f"{row['cell']:10} {row['engine']:8} seed {row['seed']} {row['deaths']:3} deaths, "
         f"{row['streams']:3} streams: {row['refused']} refused, {row['lost']} lost; tokens: "
@@ -354,41 +293,18 @@ def as_line(row: dict[str, Any], most_deaths: int) -> str:
         line += f"; the poison got {row['poison_status']} {row['poison_code']}"
     if row["lost"]:
         line += f" ({', '.join(f'{n} {code}' for code, n in row['codes'].items())})"
-    return line + ("" if is_met(row, most_deaths) else ": MISSED")
+    return line + ("" if is_met(row) else ": MISSED")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cell", choices=CELLS, help="only this one")
-    parser.add_argument("--engine", choices=ENGINES, help="only this one")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from --seed on")
-    parser.add_argument("--streams", type=int, help="of each cell")
-    parser.add_argument("--kills", type=int, help="of each cell with kills")
-    parser.add_argument("--poison-deaths", type=int, help="another policy.recovery.poison_deaths")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    seeds = range(options.seed, options.seed + options.seeds)
-    # No figure is a time.
-    record = Record(*seeds, timed=False)
-    given = options.poison_deaths
-    policy, most_deaths = (
-        ({}, POISON_DEATHS) if given is None else ({"recovery": {"poison_deaths": given}}, given)
-    )
+def run(cell: str, engine: str, options: argparse.Namespace) -> int:
+    # What is killed at once, or ends by a request, is the same for every seed.
+    count = (options.seeds or 5) if cell == "prefill" else 1
+    seeds = range(options.seed, options.seed + count)
+    record = Record(*seeds, timed=False)  # No figure is a time.
     rows = []
-    for cell in CELLS if options.cell is None else [options.cell]:
-        for engine in ENGINES if options.engine is None else [options.engine]:
-            # What is killed at once, or ends by a request, is the same for every seed.
-            for seed in seeds if cell == "one_by_one" else seeds[:1]:
-                size, kills = options.streams, options.kills
-                rows.append(asyncio.run(measure(cell, engine, seed, policy, size, kills)))
-                print(as_line(rows[-1], most_deaths), f"({rows[-1]['took_s']} s)", flush=True)
-                for fact in rows[-1]["refusals"]:
-                    print("  ", json.dumps(fact), flush=True)
-    text = "\n".join(as_line(row, most_deaths) for row in rows)
-    record.keep(options.out, "innocents", {"rows": rows}, text)
-    return 0 if all(is_met(row, most_deaths) for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for seed in seeds:
+        rows.append(asyncio.run(measure(cell, engine, seed, options)))
+        print(as_line(rows[-1]), f"({rows[-1]['took_s']} s)", flush=True)
+    text = "\n".join(map(as_line, rows))
+    record.keep(options.out, f"{cell}-{engine}", {"rows": rows}, text)
+    return 0 if all(map(is_met, rows)) else 1

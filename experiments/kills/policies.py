@@ -1,8 +1,5 @@
-"""The kill series on real processes under each policy, seed by seed: pauses of all seeds together,
-and the difference of each policy to `auto` with its interval.
-
-    python -m experiments.kill_series.policies                  # what fits in 50 min of 5 seeds
-    python -m experiments.kill_series.policies --limit-s 500    # as many seeds as fit
+"""The series `decode` under each policy, seed by seed: pauses of all seeds together, and the
+difference of each policy to `auto` with its interval.
 
 The runs of a seed are a cell: the same requests once under each policy, in random order, then once
 without kills, with which all of them are compared. A run goes on from the cells that are kept, if
@@ -11,27 +8,23 @@ the code has not changed since.
 
 import argparse
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
 from experiments.cells import Cells
-from experiments.kill_series.run import (
+from experiments.kills.drill import (
     HIT_AT_LEAST,
-    KILL_GAP_S,
     PAUSE_BARS_S,
-    RESULTS,
+    kills,
     longest,
     longest_words,
     summary,
 )
-from experiments.kills import kills
 from experiments.record import Record
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.policy import PolicyName
@@ -60,7 +53,7 @@ def measured(seed: int, streams: int, console: Console) -> ByPolicy:
     """One series of kills under each policy, each with a fresh cluster."""
     trace = generate(GeneratorSettings(requests=streams), seed)
     requests = scaled_requests(trace, seed)
-    faults = kills(streams / REQUESTS_PER_S, seed, HIT_AT_LEAST, KILL_GAP_S)
+    faults = kills(streams / REQUESTS_PER_S, seed)
     runs: dict[PolicyName, Run] = {}
     for policy in random.Random(seed).sample(POLICIES, len(POLICIES)):
         with Cluster(
@@ -187,34 +180,22 @@ def as_text(figures: dict[str, Row], longest_pauses: list[Row], streams: int) ->
     return "\n".join(lines if missed(figures) else [*lines, "PASSED"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--limit-s", type=float, default=3000.0, help="no seed goes beyond")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+def run(options: argparse.Namespace) -> int:
+    streams = options.streams or 500
+    seeds = range(options.seed, options.seed + options.seeds)
     record, console = Record(*seeds), Console()
-    cells = Cells(arguments.out, NAME, {"streams": arguments.streams})
+    cells = Cells(options.out, NAME, {"streams": streams})
     cells.measure(
         map(str, seeds),
-        arguments.limit_s,
-        lambda seed: measured(int(seed), arguments.streams, console),
+        options.limit_s or 3000.0,  # No seed goes beyond.
+        lambda seed: measured(int(seed), streams, console),
     )
     rows = by_policy(cells.found)
     figures = {name: figures_of(of_seeds, rows[AUTO]) for name, of_seeds in rows.items()}
     pauses = [each for row in rows[AUTO].values() for each in row["longest_pauses"]]
     pauses.sort(key=lambda each: float(each["pause_s"]), reverse=True)
-    text = as_text(figures, pauses[: 2 * LONGEST_OF_A_SEED], arguments.streams)
+    text = as_text(figures, pauses[: 2 * LONGEST_OF_A_SEED], streams)
     print(text)
     if cells.keep(record, {"policies": figures}, text):
         return 2
     return min(1, len(missed(figures)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

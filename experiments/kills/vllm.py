@@ -13,7 +13,6 @@ import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -36,7 +35,6 @@ from kvrs.report import oracle
 from kvrs.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
 
-RESULTS = Path(__file__).parent / "results"
 OPTIONS = {"recompute": PolicyName.ALWAYS_RECOMPUTE, "migrate": PolicyName.ALWAYS_MIGRATE}
 HIT_AT_LEAST = 8
 UNDER_WAY_TOKENS = (5, 100)  # How far the last stream of a wave is when death comes.
@@ -329,21 +327,11 @@ def kill_series(
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
     document = {"streams_per_option": streams, "waves": rows}
-    record.keep(results, "kill_series", document, console.export_text())
+    record.keep(results, "vllm", document, console.export_text())
     return faults
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=100, help="for each option")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if PYTHON_ENV not in os.environ:
-        parser.error(
-            f"{PYTHON_ENV} must name the interpreter of an environment with vLLM; `make "
-            f"test-vllm` makes one"
-        )
+def run(options: argparse.Namespace) -> int:
     console = Console(record=True, width=130)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -351,9 +339,5 @@ def main() -> int:
     ):
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
-        faults = kill_series(servers, arguments.streams, arguments.seed, console, arguments.out)
-        return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        streams = options.streams or 100  # For each option.
+        return 1 if kill_series(servers, streams, options.seed, console, options.out) else 0

@@ -1,5 +1,5 @@
 """A proxy before instances that can be ended: real processes under `kvrs up`, whose ends it hears
-of, and scripted vLLM servers, of which nobody tells it how they end.
+of, and scripted vLLM servers, of which it is not told how they end.
 """
 
 import asyncio
@@ -86,21 +86,15 @@ class Bed(ABC):
     async def forget(self) -> None:
         """All caches are empty."""
 
-    @property
-    @abstractmethod
-    def event_log(self) -> Path: ...
-
 
 class UpBed(Bed):
     """The embedded engine."""
 
     engine = "embedded"
 
-    def __init__(
-        self, pairs: int, session: aiohttp.ClientSession, cluster: Cluster, log: Path
-    ) -> None:
+    def __init__(self, pairs: int, session: aiohttp.ClientSession, cluster: Cluster) -> None:
         super().__init__(pairs, session)
-        self._cluster, self._log = cluster, log
+        self._cluster = cluster
         self.url, self.admin_url = cluster.url, cluster.admin_url
 
     async def _end(self, name: str, number: signal.Signals) -> bool:
@@ -119,10 +113,6 @@ class UpBed(Bed):
     async def forget(self) -> None:
         async with AdminPort(self._cluster.proxies[0].admin, self._cluster.secret) as port:
             await port.reset_caches()
-
-    @property
-    def event_log(self) -> Path:
-        return self._log
 
 
 class TimedVllm(ScriptedVllm):
@@ -149,7 +139,7 @@ class TimedVllm(ScriptedVllm):
 
 
 class VllmBed(Bed):
-    engine = "vllm"
+    engine = "scripted"
 
     def __init__(
         self,
@@ -157,10 +147,9 @@ class VllmBed(Bed):
         session: aiohttp.ClientSession,
         servers: dict[str, TimedVllm],
         proxy: Proxy,
-        log: Path,
     ) -> None:
         super().__init__(pairs, session)
-        self._servers, self._log = servers, log
+        self._servers = servers
         self._returning: dict[str, asyncio.Task[None]] = {}
         self.url = f"http://127.0.0.1:{proxy.port}"
         self.admin_url = f"http://127.0.0.1:{proxy.admin_port}"
@@ -183,10 +172,6 @@ class VllmBed(Bed):
     async def forget(self) -> None:
         """They have none."""
 
-    @property
-    def event_log(self) -> Path:
-        return self._log
-
     async def close(self) -> None:
         for task in self._returning.values():
             task.cancel()
@@ -195,13 +180,11 @@ class VllmBed(Bed):
 
 @asynccontextmanager
 async def open_bed(
-    engine: str, pairs: int, seed: int, policy: dict[str, Any], session: aiohttp.ClientSession
+    engine: str, pairs: int, seed: int, session: aiohttp.ClientSession
 ) -> AsyncIterator[Bed]:
     async with AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(TemporaryDirectory()))
-        log = directory / "events.jsonl"
-        proxy = {"port": 0, "admin_port": 0, "event_log": str(log)}
-        document: dict[str, Any] = {"proxy": proxy, "policy": policy}
+        proxy: dict[str, Any] = {"port": 0, "admin_port": 0}
+        document: dict[str, Any] = {"proxy": proxy}
         if engine == "embedded":
             document["cluster"] = {
                 "engine": {"seed": seed, "pace": PACE},
@@ -210,12 +193,13 @@ async def open_bed(
             cluster = Cluster(parse_config(document), lambda line: print("  ", line, flush=True))
             # Its start blocks for seconds, and nothing else is to be done meanwhile.
             stack.enter_context(cluster)
-            yield UpBed(pairs, session, cluster, log)
+            yield UpBed(pairs, session, cluster)
             return
         servers = _servers(pairs)
         for server in servers.values():
             await server.start()
             stack.push_async_callback(server.close)
+        directory = Path(stack.enter_context(TemporaryDirectory()))
         save_tokenizer(directory)
         (directory / "config.json").write_text(json.dumps(CONFIG))
         ports = {name: server.port for name, server in servers.items()}
@@ -226,7 +210,7 @@ async def open_bed(
         running = Proxy(parse_config(document), SECRET)
         await running.start()
         stack.push_async_callback(running.close)
-        bed = VllmBed(pairs, session, servers, running, log)
+        bed = VllmBed(pairs, session, servers, running)
         stack.push_async_callback(bed.close)
         await bed.all_up()
         yield bed

@@ -3,18 +3,15 @@ of a machine, and `auto` beside a version of it that decides each victim for its
 """
 
 import argparse
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from experiments.kill_series.run import HIT_AT_LEAST, KILL_GAP_S, RESULTS
-from experiments.kills import kills
+from experiments.kills.drill import kills
 from experiments.record import Record
 from kvrs.config.file import Config
 from kvrs.config.policy import PolicyName
@@ -74,7 +71,7 @@ def simulate(way: str, seed: int, streams: int, found: Found) -> None:
     name, rule = WAYS[way]
     requests = scaled_requests(generate(GeneratorSettings(requests=streams), seed), seed)
     arrivals = [Arrival(each.arrival_s, each.prompt_ids, each.max_tokens) for each in requests]
-    faults = kills(streams / REQUESTS_PER_S, seed, HIT_AT_LEAST, KILL_GAP_S)
+    faults = kills(streams / REQUESTS_PER_S, seed)
     with patch.dict(rules.BY_NAME, {name: rule}):
         deaths = named_deaths(faults)
         world = World(config_of(name, seed), arrivals, deaths, seed=seed, stay_away=0.0)
@@ -122,27 +119,22 @@ def against(name: str, rows: dict[str, dict[str, Any]]) -> str:
     return f"{name}: p99 of a run {found.mean * 1000:.0f}{half} ms longer than auto's"
 
 
-def main(tell: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options_ = parser.parse_args()
-    seeds = range(options_.seed, options_.seed + options_.seeds)
+def run(options: argparse.Namespace) -> int:
+    streams = options.streams or 500
+    seeds = range(options.seed, options.seed + (options.seeds or 8))
     record = Record(*seeds, timed=False)
     found = {way: Found() for way in WAYS}
     for seed in seeds:
         for way, each in found.items():
-            simulate(way, seed, options_.streams, each)
-        tell(f"seed {seed} is done")
+            simulate(way, seed, streams, each)
+        print(f"seed {seed} is done")
     rows = {way: figures_of(each) for way, each in found.items()}
     protocol_s = rows["auto"]["p99_s_by_seed"][seeds[0]]
     passed = protocol_s <= P99_S and all(
         set(each["ended"]) == {"complete"} for each in rows.values()
     )
     lines = [
-        f"{options_.seeds} series of kills in virtual time, {options_.streams} streams each; "
+        f"{len(seeds)} series of kills in virtual time, {streams} streams each; "
         "pauses of interrupted streams in ms",
         f"{'':22}{'pauses':>7}{'mean':>9}{'p50':>9}{'p90':>9}{'p99':>9}   recoveries",
         *(row(way, figures) for way, figures in rows.items()),
@@ -153,11 +145,7 @@ def main(tell: Callable[[str], None] = print) -> int:
         "PASSED" if passed else "FAILED",
     ]
     text = "\n".join(lines)
-    tell(text)
-    figures = {"streams": options_.streams, "ways": rows, "bar_p99_s": P99_S, "passed": passed}
-    record.keep(options_.out, "simulated", figures, text)
+    print(text)
+    figures = {"streams": streams, "ways": rows, "bar_p99_s": P99_S, "passed": passed}
+    record.keep(options.out, "simulated", figures, text)
     return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Streams while something dies: no token may be lost, come twice or be another one.
+
+python -m experiments.kills.run VICTIMS CLUSTER [options]
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.kills import drill, innocents, policies, proxies, simulated, vllm, worlds
+from experiments.vllm_servers import PYTHON_ENV
+from kvrs.cluster.processes import HOME_ENV
+from kvrs.config.backup import BackupMode
+from kvrs.config.policy import PolicyName
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "policy": {"type": PolicyName, "choices": list(PolicyName)},
+    "backup": {"type": BackupMode, "choices": list(BackupMode)},
+    "load": {"choices": ["generated", "trace"], "help": "trace: Mooncake's conversations"},
+    "api": {"choices": ["completions", "responses"]},
+    "streams": {"type": int, "help": "of each series"},
+    "kills": {"type": int},
+    "proxies": {"type": int, "choices": range(2, 9), "metavar": "2..8"},
+    "mirror": {"choices": ["async", "sync"]},
+    "mix": {"action": "store_true", "help": "with each proxy a decode instance"},
+    "on_nodes": {"action": "store_true", "help": "stages on two nodes"},
+    "seeds": {"type": int, "help": "so many series or worlds; decode embedded: by each policy"},
+    "limit_s": {"type": float, "help": "no seed goes beyond; the others are for another run"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What runs one combination, and the options that it takes beside seed and out."""
+
+    run: Callable[[argparse.Namespace], int]
+    options: tuple[str, ...]
+    needs: str = ""  # A variable of the environment.
+
+
+def _decode(options: argparse.Namespace) -> int:
+    if options.seeds:
+        return policies.run(options)
+    return drill.run("decode-trace" if options.load == "trace" else "decode", options)
+
+
+def _innocents(victims: str, cluster: str) -> Part:
+    return Part(partial(innocents.run, victims, cluster), ("streams", "kills", "seeds"))
+
+
+PARTS: dict[tuple[str, str], Part] = {
+    ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
+    ("decode", "vllm"): Part(vllm.run, ("streams",), PYTHON_ENV),
+    ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
+    ("rank", "embedded"): Part(partial(drill.run, "rank"), ("policy", "streams", "on_nodes")),
+    ("proxy", "embedded"): Part(proxies.run, ("api", "kills", "proxies", "mirror", "mix")),
+    ("everything", "embedded"): Part(partial(drill.run, "everything"), ("policy", "streams")),
+    ("everything", "distserve"): Part(
+        partial(drill.run, "distserve"), ("policy", "backup", "streams"), HOME_ENV
+    ),
+    ("everything", "simulated"): Part(worlds.run, ("seeds",)),
+    ("prefill", "embedded"): _innocents("prefill", "embedded"),
+    ("prefill", "scripted"): _innocents("prefill", "scripted"),
+    ("half", "embedded"): _innocents("half", "embedded"),
+    ("half", "scripted"): _innocents("half", "scripted"),
+    ("poison", "embedded"): _innocents("poison", "embedded"),
+    ("poison", "scripted"): _innocents("poison", "scripted"),
+    ("poison", "simulated"): Part(worlds.run_poison, ("seeds",)),
+}
+
+
+def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
+    """The combination, and its options; ends with status 2 for one that it does not take."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(
+            f"{victims} {cluster}: {' '.join(map(_flag, part.options))}"
+            for (victims, cluster), part in PARTS.items()
+        ),
+    )
+    parser.add_argument("victims", choices=list(dict.fromkeys(victims for victims, _ in PARTS)))
+    parser.add_argument("cluster", choices=list(dict.fromkeys(cluster for _, cluster in PARTS)))
+    for name, settings in OPTIONS.items():
+        parser.add_argument(_flag(name), **settings)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(words)
+    part = PARTS.get((options.victims, options.cluster))
+    if part is None:
+        parser.error(f"no series of {options.victims} {options.cluster}; there are those below")
+    given = {name for name in OPTIONS if getattr(options, name)}
+    if unknown := sorted(given - {*part.options}):
+        parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
+    if part.needs and part.needs not in os.environ:
+        parser.error(f"{part.needs} is not set")
+    return part, options
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def main() -> int:
+    part, options = parsed()
+    return part.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
