@@ -169,10 +169,7 @@ ALL = (
     _of("crossover", "distserve", 8, "run --distserve --repeats 5", DISTSERVE),
     _of("crossover", "hand_off_distserve", 6, "hand_off --distserve", DISTSERVE),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
-    Experiment(
-        *("gossip_detection", ("gossip_detection", "hours"), 30),
-        "python -m experiments.gossip_detection.run",
-    ),
+    _of("gossip_detection", "gossip_detection", 30),
     Experiment("measured_once", _MEASURED_ONCE, 0, ""),
 )
 

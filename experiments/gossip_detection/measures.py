@@ -5,8 +5,8 @@ time.
 import statistics
 from dataclasses import dataclass
 
-from experiments.gossip_detection.chunks import NODES
 from experiments.gossip_detection.clusters import SEEDS, any_node, joined
+from experiments.gossip_detection.hours import NODES
 from kvrs.config.gossip import GossipSettings
 from kvrs.gossip.facts import (
     Event,

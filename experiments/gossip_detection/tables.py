@@ -6,43 +6,29 @@ BARS = {"5": ("p99", 3.0), "64": ("median", 5.0), "1000": ("median", 10.0)}
 HOURS = 1000
 TRAFFIC_BAR = 20_000
 
-Figures = dict[
-    str, Any
-]  # As in gossip_detection.json: of each row that was measured, what it found.
+Figures = dict[str, Any]
 
 
 def as_text(figures: Figures) -> str:
-    tables = {
-        "deaths": _deaths,
-        "hours": _hours,
-        "stops": _stops,
-        "storms": _storms,
-        "traffic": _traffic,
-    }
-    lines = list[str]()
-    for row, table in tables.items():
-        if row in figures:
-            lines += [*table(figures), ""]
-    former = [row for row, code in figures["code"].items() if code != figures["code"]["hours"]]
-    lines += [f"not measured with the code of the hours: {', '.join(former)}", ""] if former else []
-    return "\n".join(lines).rstrip() + "\n"
+    tables = (_deaths, _hours, _stops, _storms, _traffic)
+    return "\n\n".join("\n".join(table(figures)) for table in tables) + "\n"
 
 
 def misses(figures: Figures) -> list[str]:
     """Bars that what was measured does not hold."""
-    deaths = figures.get("deaths", {}).get("all_s", {})
+    deaths = figures["deaths"]["all_s"]
     found = [
         f"deaths at {n} nodes"
         for n, (which, bar_s) in BARS.items()
-        if deaths and deaths[f"{n} nodes"][which] > bar_s
+        if deaths[f"{n} nodes"][which] > bar_s
     ]
     if figures["hours"]["deaths"]:
         found.append("false deaths")
-    if figures.get("stops", {}).get("of_others"):
+    if figures["stops"]["of_others"]:
         found.append("deaths of others by stops")
-    if figures.get("storms", {}).get("failed"):
+    if figures["storms"]["failed"]:
         found.append("storms")
-    if any(row["bytes_per_s"] > TRAFFIC_BAR for row in figures.get("traffic", [])):
+    if any(row["bytes_per_s"] > TRAFFIC_BAR for row in figures["traffic"]):
         found.append("traffic")
     return found
 
@@ -66,7 +52,7 @@ def _hours(figures: Figures) -> list[str]:
         f"{'no deaths, 64 nodes':<26}{'hours':>8}{'false deaths':>14}{'suspicions':>12}"
         f"{'suspectors':>12}{'nearest':>9}   bar"
     ]
-    for found in (figures["hours"], *figures.get("harder", [])):
+    for found in (figures["hours"], *figures["harder"]):
         label, bar = f"{found['loss']:.0%}", ""
         if found is figures["hours"]:
             label, bar = f"{label} of all packets lost", f"   0 in {HOURS:,} h"
