@@ -628,7 +628,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             How.REAL,
             "ranks on processors with a small model: seconds of moves say nothing of large ones",
             figures.in_place,
-            "anchortp",
+            "measured_once",
             figures.IN_PLACE,
             judged=Verdict.OTHER,
             because="how long ranks with a small model pause; the paper's seconds are those of "

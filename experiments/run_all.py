@@ -97,17 +97,8 @@ def _of(folder: str, result: str, minutes: float, words: str = "run", *needs: Ne
     return Experiment(folder, (result,), minutes, f"python -m experiments.{folder}.{words}", needs)
 
 
-_MEASURED_ONCE = (
-    *("anchortp_planners", "anchortp_recovery", "distserve_backup", "distserve_overhead"),
-    *(
-        "gossip_agents",
-        "innocents",
-        "link_computed",
-        "lumen_recovery",
-        "raidserve_computed",
-        "rank_balance",
-    ),
-    *("soak", "two_proxies"),
+_MEASURED_ONCE = sorted(
+    path.stem for path in (EXPERIMENTS / "measured_once/results").glob("*.json")
 )
 
 # In the order in which they are run: decisions and costs, then exactness, then what takes hours.
@@ -116,7 +107,6 @@ ALL = (
     _of("request_path", "request_path", 1),
     _of("request_path", "gauge", 1, "gauge"),
     _of("anchortp", "plans", 1, "plans"),
-    _of("anchortp", "in_place", 14, "in_place"),
     _of("raidserve", "shares", 1, "shares"),
     _of("raidserve", "throughput", 5, "throughput", AVAILABILITY),
     _of("raidserve", "in_place", 1, "in_place"),
@@ -170,7 +160,7 @@ ALL = (
     _of("crossover", "hand_off_distserve", 6, "hand_off --distserve", DISTSERVE),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
     _of("gossip_detection", "gossip_detection", 30),
-    Experiment("measured_once", _MEASURED_ONCE, 0, ""),
+    Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )
 
 

@@ -55,7 +55,7 @@ MEANING = {
 IN_LADDER = {"recompute": "recompute", "host": "host", "full": "on demand"}
 # Of the paper: host memory over recomputing, and only what was lost over whole shards.
 LEAST_RATIOS = {("recompute", "host"): 41.0, ("host", "full"): 4.4}
-MEASURED = Path(__file__).parents[1] / "anchortp" / "results" / "in_place.json"
+MEASURED = Path(__file__).parents[1] / "measured_once" / "results" / "in_place.json"
 HOME = InstanceId("b0")
 _GROUPS = 4  # Layers that lie alike, as one: there are fewer cells to follow.
 _OUTPUT_TOKENS, _LEAST_TOKENS = 1500, 8
