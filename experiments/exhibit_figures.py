@@ -463,10 +463,6 @@ def real_kills() -> str:
     return _pauses(kept(KILLS)["policies"]["auto"]["pause_s"])
 
 
-def simulated_kills() -> str:
-    return _pauses(kept(KILLS_SIMULATED)["policies"]["auto"]["pause_s"])
-
-
 def _pauses(found: dict[str, float]) -> str:
     return f"p50 {found['p50']:.2f} s, p99 {found['p99']:.2f} s"
 

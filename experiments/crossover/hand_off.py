@@ -19,7 +19,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy
 from rich.progress import Progress
 
@@ -30,19 +29,12 @@ from kvrs.config.file import Config, parse_config
 from kvrs.profiles import catalog
 from kvrs_testkit.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.colors import LogNorm
-
 PROFILE = "opt-13b-a100-distserve-tp1"
 # Decode steps of a request ahead: three of about 20 ms, the seed's 60 ms.
 SERVICE_TOKENS = 3
-SEED_SERVICE_S = 0.06
 # 1,475 tokens are the seed's cache of 1.21 GB.
 CELLS = ((1024, 10.0), (1024, 25.0), (1475, 10.0), (1475, 25.0), (1475, 40.0), (2000, 25.0))
 DEPTHS = 5
-MAP_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-MAP_GBIT_PER_S = (1, 2.5, 5, 10, 25, 40, 50, 100)
 
 WANTED = 0.02  # As published, of q* with the service time that was measured.
 SEED_REMOTE = (1475, 25.0, 0.387)  # Published: 1.21 GB at 25 Gbit/s.
@@ -230,63 +222,6 @@ def is_missed(result: dict[str, Any]) -> bool:
     return abs(float(result["worst_off_measured"])) > WANTED
 
 
-def draw_map(path: Path) -> None:
-    """Crossover queue depth over bandwidth and length, by the formula alone, with the seed's
-    service time.
-    """
-    depths = [
-        [analytic(tokens, rate, SEED_SERVICE_S) for rate in MAP_GBIT_PER_S] for tokens in MAP_TOKENS
-    ]
-    figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    image = axis.imshow(depths, norm=LogNorm(), cmap="viridis", origin="lower", aspect="auto")
-    for row, values in enumerate(depths):
-        for column, depth in enumerate(values):
-            # Dark cells are the small ones.
-            shown = f"{depth:.3g}" if depth < 1000 else f"{depth:,.0f}"
-            axis.text(
-                column,
-                row,
-                shown,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if depth < 20 else "black",
-            )
-    axis.set_xticks(range(len(MAP_GBIT_PER_S)), [f"{rate:g}" for rate in MAP_GBIT_PER_S])
-    axis.set_yticks(range(len(MAP_TOKENS)), [f"{tokens:,}" for tokens in MAP_TOKENS])
-    axis.set(
-        xlabel="bandwidth, Gbit/s",
-        ylabel="prompt, tokens",
-        title="OPT-13B: requests ahead at which moving the KV is faster",
-    )
-    figure.colorbar(image, label="crossover queue depth q*")
-    figure.savefig(path, dpi=110)
-
-
-def draw_lines(cells: list[Cell], path: Path) -> None:
-    figure, axes = pyplot.subplots(2, 3, figsize=(10, 5.5), layout="constrained")
-    for axis, cell in zip(axes.flat, cells, strict=True):
-        depths = sorted(cell.own_s)
-        medians = [statistics.median(cell.own_s[depth]) for depth in depths]
-        axis.errorbar(
-            depths,
-            medians,
-            yerr=[interval(cell.own_s[depth]) for depth in depths],
-            marker="o",
-            capsize=2,
-            label="own node",
-        )
-        axis.axhline(statistics.median(cell.remote_s), color="C1", label="other node")
-        axis.axvline(cell.analytic, color="gray", linestyle=":", label="q* analytic")
-        axis.set(title=f"{cell.tokens:,} tokens, {cell.gbit_per_s:g} Gbit/s", ylim=(0, None))
-    for axis in axes[-1]:
-        axis.set_xlabel("requests ahead")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("time to first token, s")
-    axes[0][0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -297,8 +232,6 @@ def main() -> int:
     add_option(parser)
     arguments = parser.parse_args()
     check_option(parser, distserve=arguments.distserve)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    draw_map(arguments.out / "crossover_map.png")
     record = Record(arguments.seed)
     with processes_for(settings(distserve=arguments.distserve)) as processes:
         processes.start("p0", "d0", "d1")
@@ -329,7 +262,6 @@ def main() -> int:
     ]
     text = as_text(cells, result)
     name = "hand_off_distserve" if arguments.distserve else "hand_off"
-    draw_lines(cells, arguments.out / f"{name}.png")
     print(text, end="")
     record.check_cpu(cpu, MOST_CPU)
     is_void = record.keep(arguments.out, name, {**result, "rows": rows}, text)

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import uvloop
 from rich.progress import Progress
 
@@ -33,9 +32,6 @@ from kvrs.profiles import catalog
 from kvrs.report.metrics import Slo, meets, percentile, ttft_s
 from kvrs.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 PROFILE = "opt-13b-a100-distserve-tp1"
 GBIT_PER_S = 25.0
@@ -169,27 +165,6 @@ def as_text(rows: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, 
     return "\n".join(lines) + "\n"
 
 
-def draw_plot(
-    rows: dict[str, dict[str, list[dict[str, Any]]]], shares: list[int], path: Path
-) -> None:
-    figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for mode, found in rows.items():
-        axis.plot(
-            shares,
-            [
-                statistics.mean(run["goodput_per_s"] for run in found[str(share)])
-                for share in shares
-            ],
-            "o-",
-            label=mode,
-        )
-    axis.set(
-        xlabel="share of requests at one node, %", ylabel="goodput, requests/s", ylim=(0, None)
-    )
-    axis.legend()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -237,7 +212,6 @@ def main() -> int:
     record.check_cpu(cpu, MOST_CPU)
     name = "distserve" if arguments.distserve else "load_skew"
     is_void = record.keep(arguments.out, name, {**result, "rows": rows}, text)
-    draw_plot(rows, arguments.shares, arguments.out / f"{name}.png")
     return 2 if is_void else 0
 
 
