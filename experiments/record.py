@@ -5,7 +5,7 @@
     record.keep(options.out, "poison", {"rows": rows}, as_text(rows))
 
 `NAME.json` has the figures, with the circumstances under `run`; `NAME.txt` the table for readers,
-which ends with them. READMEs show the text between markers (experiments/readme.py).
+which ends with them. READMEs link to it (experiments/readme.py).
 """
 
 import json

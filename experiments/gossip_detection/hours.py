@@ -13,8 +13,8 @@ from typing import Any
 
 from experiments.gossip_detection.clusters import joined
 from kvrs.config.gossip import GossipSettings
-from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.detector import Suspicion
+from kvrs.gossip.facts import Event, MemberChanged
 from kvrs.gossip.wire import Status
 from kvrs.ids import NodeId
 from kvrs_testkit.gossip_net import SimNode

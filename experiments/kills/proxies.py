@@ -16,11 +16,11 @@ import openai
 import uvloop
 
 from experiments.record import Record
-from experiments.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
 from kvrs.demo import PACE
 from kvrs.ids import InstanceId
+from kvrs_testkit.resuming import BARS, Clients, Load, Way, bodies, is_exact, quiet_run, verdict
 
 REQUESTS = 48
 TOKENS = 320

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.kills import drill, innocents, policies, proxies, simulated, vllm, worlds
-from experiments.vllm_servers import PYTHON_ENV
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.backup import BackupMode
 from kvrs.config.policy import PolicyName
+from kvrs_testkit.vllm_servers import PYTHON_ENV
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "policy": {"type": PolicyName, "choices": list(PolicyName)},
