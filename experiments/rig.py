@@ -197,9 +197,9 @@ def draw(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(FIRST_ORDINARY_TOKEN, VOCAB_SIZE) for _ in range(count)]
 
 
-def stretched(profile: str, factor: float, directory: Path, reload_s: float | None = None) -> Path:
+def stretched(profile: str, factor: float, directory: Path) -> Path:
     """A profile file in which everything takes `factor` times as long: cells that last long enough
-    to be measured. `reload_s`: how long an instance loads its weights.
+    to be measured.
     """
     source = json.loads((Path(catalog.__file__).parent / "data" / f"{profile}.json").read_text())
     source["label"] = f"{profile}, {factor:g} times slower"
@@ -213,8 +213,6 @@ def stretched(profile: str, factor: float, directory: Path, reload_s: float | No
     source["prefill"]["max_tokens"] = max(8192, source["prefill"]["max_tokens"])
     for regime in ("small_ms", "large_ms"):
         source["decode"][regime] = [factor * value for value in source["decode"][regime]]
-    if reload_s is not None:
-        source["load"]["bytes_per_s"] = source["load"]["weight_bytes"] / reload_s
     path = directory / f"{profile}-x{factor:g}.json"
     path.write_text(json.dumps(source))
     return path

@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What runs one combination, and the options that it takes beside seed and out."""
+    """The program of one combination, and the options that it takes beside seed and out."""
 
     run: Callable[[argparse.Namespace], int]
     options: tuple[str, ...]
