@@ -279,7 +279,7 @@ class Bench:
     def _alone(self, sequence: int) -> Tensor:
         """Logits of every position."""
         pages = range(sequence * self.each, (sequence + 1) * self.each)
-        chunk = Chunk(self.token_ids[sequence], 0, pages, wants_logits=True)
+        chunk = Chunk(self.token_ids[sequence], 0, pages, logits=1)
         with torch.inference_mode():
             step = all_rows(build_step([chunk], self.worker.pool))
             return self.worker.model.forward(step, self.worker.pool)
@@ -305,7 +305,7 @@ class Bench:
             chunks, expected = [], []
             for at in members:
                 last = min(LENGTH, done[at] + choose.choice(CHUNKS))
-                chunks.append(Chunk(self.token_ids[at][done[at] : last], done[at], held[at], True))
+                chunks.append(Chunk(self.token_ids[at][done[at] : last], done[at], held[at], 1))
                 expected.append(self.expected[at][done[at] : last])
                 done[at] = last
             logits = formation.forward(chunks)
