@@ -15,7 +15,6 @@ from rich.console import Console
 
 from experiments.kills.schedule import schedule
 from experiments.record import Record
-from kvrs.cluster.drill import Run, run_load
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
@@ -27,9 +26,11 @@ from kvrs.demo import (
     REQUESTS_PER_S,
     VOCAB_SIZE,
     demo_config,
+    run_load,
     scaled_requests,
 )
 from kvrs.faults.language import Fault, parse_faults
+from kvrs.load.passes import Run
 from kvrs.report.report import Report, build_report
 from kvrs.report.table import terminal_table
 from kvrs.traces.formats import load_trace
