@@ -6,6 +6,7 @@ that the unmodified `openai` client resumes.
 import argparse
 import asyncio
 import random
+import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ async def kill_all(
         if options.mix:
             instances += 1
             await asyncio.to_thread(cluster.kill, rng.choice(DECODE))
-        cluster.kill_proxy(number)
+        cluster.proxies[number].signal(signal.SIGKILL)
     await asyncio.to_thread(cluster.wait_all_up)
     return {
         "kills": len(hit),
