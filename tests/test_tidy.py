@@ -62,7 +62,7 @@ ALLOWED_ROOTS = {
     "kvrs": {"kvrs"},
     "distserve_patches": {"distserve_patches", "kvrs"},
     "kvrs_testkit": {"kvrs_testkit", "distserve_patches", "kvrs"},
-    "experiments": {"experiments", "kvrs_testkit", "tests", "distserve_patches", "kvrs"},
+    "experiments": {"experiments", "kvrs_testkit", "distserve_patches", "kvrs"},
     "tests": {"experiments", "tests", "kvrs_testkit", "distserve_patches", "kvrs"},
 }
 
