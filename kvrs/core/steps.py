@@ -210,7 +210,8 @@ class Steps:
 
     def _resume(self, stream: Stream, event: ev.StreamResumed, now_s: float) -> None:
         home = stream.attempt.runs_on
-        if self._staying.is_stale_token(stream, now_s):
+        is_awaited = stream.attempt.stay_deadline is not None
+        if is_awaited and self._staying.is_stale_token(stream, now_s):
             self._ledger.arrived(stream)
             return
         if (settled := self._decisions.settle(stream, now_s)) is not None:

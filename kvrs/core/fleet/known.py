@@ -53,6 +53,7 @@ class KnownInstance:
     health: Health = Health.STARTING
     reason: str | None = None
     info: InstanceInfo | None = None
+    capabilities: frozenset[Capability] = frozenset()  # As of `info`.
     load: LoadReport | None = None
     reported_s: float = 0.0  # When `load` came.
     # When its last heartbeat came: while its event loop stalls, it has these alone.
@@ -132,6 +133,7 @@ class Instances:
     def remove(self, known: KnownInstance) -> None:
         known.health, known.reason = Health.REMOVED, None
         known.info = known.load = known.lost = self._plain = None
+        known.capabilities = frozenset()
         self.names.changed()
         known.epochs.clear()
 
@@ -170,10 +172,10 @@ class Instances:
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """The engine continues text, stop strings, usage and sampling itself."""
-        return self._can(instance, Capability.EXACT_RESUME)
+        return Capability.EXACT_RESUME in self.known[instance].capabilities
 
     def sends_checkpoints(self, instance: InstanceId) -> bool:
-        return self._can(instance, Capability.CHECKPOINT)
+        return Capability.CHECKPOINT in self.known[instance].capabilities
 
     def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
         """Where the instance is to send checkpoints; nowhere if it cannot."""
@@ -181,7 +183,7 @@ class Instances:
 
     def retains(self, instance: InstanceId) -> bool:
         """The instance keeps pages under a lease, which is to be renewed and given back."""
-        return self._can(instance, Capability.RETAIN)
+        return Capability.RETAIN in self.known[instance].capabilities
 
     def is_one_call(self, plan: act.Plan) -> bool:
         """The decode instance has the history computed by the plan's prefill instance, which is of
@@ -189,10 +191,6 @@ class Instances:
         """
         info = self.known[plan.decode].info
         return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
-
-    def _can(self, instance: InstanceId, capability: Capability) -> bool:
-        info = self.known[instance].info
-        return info is not None and capability in info.capabilities
 
     def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
         """The last report of the instance is no older than it should be."""
@@ -266,7 +264,7 @@ class Instances:
 
     def accept(self, known: KnownInstance, info: InstanceInfo) -> Instance:
         """Note that the instance is used from now on; what the policy needs of it."""
-        known.info = info
+        known.info, known.capabilities = info, frozenset(info.capabilities)
         known.health = Health.UP
         known.reason = None
         known.lost = None
@@ -280,7 +278,7 @@ class Instances:
             epoch=info.epoch,
             geometry=info.geometry,
             prefill=self._named_table(info) or PrefillTable.from_measured(info.prefill),
-            capabilities=frozenset(info.capabilities),
+            capabilities=known.capabilities,
             max_model_len=info.max_model_len or None,
             own_prefill=info.own_prefill if info.own_prefill in self.known else None,
             computes_prompts=info.computes_prompts and info.role is Role.DECODE,
