@@ -92,7 +92,7 @@ class Driver:
         if request is not None and request.trace is not None:
             request.trace.opened(journal)
         live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
-        self._metrics.streams.active.inc()
+        self._metrics.streams.active.value += 1
         try:
             self._shell.is_opening = True
             try:
@@ -170,7 +170,7 @@ class Driver:
         if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
             return
         live.task = None
-        self.recoveries.denied(live.id)
+        self.recoveries.settle(live.id, "denied")
         self.control.slot_denied(live, attempt, target, wait_s, self.clock())
 
     def completed(self, live: OpenStream) -> None:

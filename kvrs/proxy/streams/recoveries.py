@@ -99,7 +99,7 @@ class RecoveryLog:
 
     def decided(self, action: act.Recovered, live: OpenStream) -> None:
         """Note a recovery whose attempt has just been started."""
-        self._settle(action.stream, "failed")
+        self.settle(action.stream, "failed")
         recovery = Recovery(
             at_s=self._wall_clock(),
             stream=action.stream,
@@ -143,10 +143,7 @@ class RecoveryLog:
         recovery.real_s = now_s - recovery.decided_s
         if recovery.last_write_s is not None:
             recovery.gap_s = now_s - recovery.last_write_s
-        self._settle(stream, "resumed")
-
-    def denied(self, stream: StreamId) -> None:
-        self._settle(stream, "denied")
+        self.settle(stream, "resumed")
 
     def rejected(self, stream: StreamId) -> None:
         """The stream was tried again only to learn that its request is at fault."""
@@ -154,10 +151,8 @@ class RecoveryLog:
             with suppress(ValueError):  # It may be older than all that are kept.
                 self.entries.remove(recovery)
 
-    def ended(self, stream: StreamId) -> None:
-        self._settle(stream, "ended")
-
-    def _settle(self, stream: StreamId, outcome: str) -> None:
+    def settle(self, stream: StreamId, outcome: str) -> None:
+        """Note the outcome of a recovery that runs; a stream without one is left alone."""
         if (recovery := self._running.pop(stream, None)) is not None:
             recovery.outcome = outcome
             self._settled(recovery)

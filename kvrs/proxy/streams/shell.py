@@ -80,7 +80,7 @@ class TaskShell:
 
     def stream_closed(self, live: OpenStream) -> None:
         self._metrics.streams.ended(live, self._clock())
-        self._recoveries.ended(live.id)
+        self._recoveries.settle(live.id, "ended")
 
     def note(self, action: act.Record) -> None:
         match action:

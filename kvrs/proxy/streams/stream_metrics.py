@@ -53,9 +53,6 @@ class Tally:
     def __init__(self) -> None:
         self.value = 0
 
-    def inc(self, amount: int = 1) -> None:
-        self.value += amount
-
 
 class TallySeries(Collector):
     """A counter, or a gauge, that is changed without locks: every stream does so six times."""

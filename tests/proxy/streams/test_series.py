@@ -30,8 +30,8 @@ def test_tallies_read_as_counters_and_gauges_of_the_library(
         level.of()
     for label, amount in steps:
         values = [label] * len(labels)
-        count.of(*values).inc(amount)
-        level.of(*values).inc(-amount)
+        count.of(*values).value += amount
+        level.of(*values).value -= amount
         (counter.labels(*values) if labels else counter).inc(amount)
         (gauge.labels(*values) if labels else gauge).dec(amount)
     encode, _ = choose_encoder(accept)
