@@ -91,9 +91,9 @@ class OpenAiPeer(Peer):
         head = pool.head(call.path, len(body), call.headers)
         upstream = await pool.take()
         try:
-            await upstream.send(head, body, reader)
+            ended = await upstream.send(head, body, reader)
             del call, head, body  # The answer may take minutes.
-            need = await upstream.ended()
+            need = await ended
             status = upstream.status
             if status in _DENIED:
                 answer = _as_openai(upstream.refusal)

@@ -125,8 +125,8 @@ class ProxyPeer(Peer):
         reader = WholeReader(MAX_BODY_BYTES)
         upstream = await self._pool.take()
         try:
-            await upstream.send(self._pool.head(path, len(body)), body, reader)
-            await upstream.ended()
+            ended = await upstream.send(self._pool.head(path, len(body)), body, reader)
+            await ended
             status = upstream.status
             return status, reader.body if status == 200 else upstream.refusal
         finally:

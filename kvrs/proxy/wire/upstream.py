@@ -121,9 +121,13 @@ class Upstream(asyncio.Protocol):
 
     # Calls.
 
-    async def send(self, head: bytes, body: bytes, reader: Reader) -> None:
+    async def send(self, head: bytes, body: bytes, reader: Reader) -> Awaitable[Need]:
         """Send a request, and pass the body of its response on to the reader from now on. What is
-        refused, with another status than 200, is kept instead.
+        refused, with another status than 200, is kept instead. Returns a future of the call's end:
+        the response has ended, or the reader needs no more of it.
+
+        Raises:
+            UpstreamError: from the future: the connection was lost, or what came is no response.
         """
         assert self._transport is not None
         self._response, self._reader = HttpResponse(self._loop), reader
@@ -133,7 +137,7 @@ class Upstream(asyncio.Protocol):
         reader.begin(self)
         if len(body) <= LARGE_BODY_BYTES:
             self._transport.write(head + body)
-            return
+            return ended
         self._is_sent = False
         self._transport.write(head)
         rest = memoryview(body)
@@ -145,15 +149,7 @@ class Upstream(asyncio.Protocol):
             else:
                 await asyncio.wait({self._room})
         self._is_sent = not rest
-
-    def ended(self) -> Awaitable[Need]:
-        """Await the end of the response, or that the reader needs no more of it.
-
-        Raises:
-            UpstreamError: the connection was lost, or what came is no response.
-        """
-        assert self._ended is not None
-        return self._ended
+        return ended
 
     async def read_rest(self, timeout_s: float) -> None:
         """Read to the end of a response of which nothing else is needed, at most so long."""

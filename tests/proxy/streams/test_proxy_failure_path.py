@@ -6,7 +6,7 @@ import asyncio
 import io
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from kvrs.core.control import Control
 from kvrs.gossip.facts import LinkFact
-from kvrs.proxy.wire.upstream import Reader, Upstream
+from kvrs.proxy.wire.upstream import Need, Reader, Upstream
 from kvrs_testkit.scripted_model import expected_ids, text_of
 from tests.proxy.watch.test_proxy_gossip import cluster
 
@@ -103,10 +103,12 @@ def watch_requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     send = Upstream.send
 
-    async def noting_send(upstream: Upstream, head: bytes, body: bytes, reader: Reader) -> None:
+    async def noting_send(
+        upstream: Upstream, head: bytes, body: bytes, reader: Reader
+    ) -> Awaitable[Need]:
         request_line, host, _ = head.decode().split("\r\n", 2)
         asked.append((host.rpartition(":")[2], request_line.split()[1]))
-        await send(upstream, head, body, reader)
+        return await send(upstream, head, body, reader)
 
     monkeypatch.setattr(aiohttp.ClientSession, "_request", noting)
     monkeypatch.setattr(Upstream, "send", noting_send)
