@@ -67,7 +67,7 @@ class Relay:
         *("_counts_text", "_delivered", "_first_event", "_flow", "_foreign_head"),
         *("_head_bytes", "_is_first"),
         *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_resumed"),
-        *("_splitter", "_template", "_wants_ids", "is_complete", "silence"),
+        *("_splitter", "_template", "_wants_ids", "is_complete", "shortcut", "silence"),
     )
 
     def __init__(
@@ -103,6 +103,7 @@ class Relay:
         self._splitter = EventSplitter()
         self._template: EventTemplate | None = None
         self._path: TokenPath | None = None  # Of events that fit it.
+        self.shortcut: Shortcut | None = None  # To the path, between two events.
         self._counts_each = request.stream_options is not None and request.wants_each_usage
         self._lessons = 0 if self._reads_all or self._counts_each else _MOST_LESSONS
         self._is_first = not journal.output_ids
@@ -135,27 +136,27 @@ class Relay:
         if self._attempt != self._journal.attempt:
             return Need.NOTHING
         if not self._pass_on(self._splitter.feed(data)):
+            if self._template is not None:
+                self.shortcut = self._find_shortcut(self._template)
             return Need.MORE
         self.is_complete = True
+        self.shortcut = None
         # The client need not wait for the rest, and a failure in it is none of the stream's.
         self._completed()
         return Need.END if self._continuation is None else Need.NOTHING
 
-    @property
-    def shortcut(self) -> Shortcut | None:
-        """The path of the usual token, once its form is known; the journal and the client go first
-        through `feed`.
-        """
-        if self._template is None or self.is_complete or not self._splitter.is_between_events:
+    def _find_shortcut(self, template: EventTemplate) -> Shortcut | None:
+        """The path of the usual token, whose form is known."""
+        if self._splitter.rest:
             return None
         if self._path is None:
             # Its head may have another length than that of the first event.
-            has_head = self._template.before.startswith(CHOICES, self._head_bytes)
+            has_head = template.before.startswith(CHOICES, self._head_bytes)
             if not has_head or not (self._client.direct or self._client.take_token):
                 return None
             self._path = TokenPath(
                 self._journal,
-                self._template,
+                template,
                 self._head_bytes,
                 self._client,
                 delivered=self._delivered,
@@ -191,11 +192,11 @@ class Relay:
         self._noted = False
         if self._path is not None:
             self._path.close()
-            self._path = None
+            self._path = self.shortcut = None
 
     def leave(self) -> None:
         """The call is over."""
-        self._flow = self._path = None
+        self._flow = self._path = self.shortcut = None
 
     def end_alone(self) -> None:
         """Send the end of a stream that has all its ids, without an engine."""
@@ -373,7 +374,7 @@ class Relay:
             self._first_event = False
             head = head_of(data)
             if journal.prompt_ids is None:
-                journal.tokenised(prompt_ids_of(data))
+                journal.prompt_ids = journal.parsed.tokenised(prompt_ids_of(data))
                 journal.parsed.pack()
             # Prompt ids belong to the first event of the stream; those of a later attempt are the
             # history.

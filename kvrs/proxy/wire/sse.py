@@ -36,15 +36,11 @@ _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 class EventSplitter:
     """Splits a byte stream, in chunks of any size, into the payloads of its `data:` events."""
 
-    __slots__ = ("_max_event_bytes", "_rest")
+    __slots__ = ("_max_event_bytes", "rest")
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
-        self._rest = b""
+        self.rest = b""  # Of an event whose end has not come.
         self._max_event_bytes = max_event_bytes
-
-    @property
-    def is_between_events(self) -> bool:
-        return not self._rest
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The payloads that `chunk` completes.
@@ -52,8 +48,8 @@ class EventSplitter:
         Raises:
             UpstreamError: an event exceeds the limit.
         """
-        if self._rest:
-            chunk = self._rest + chunk
+        if self.rest:
+            chunk = self.rest + chunk
         elif (
             chunk.startswith(b"data: {")
             and chunk.find(b"\n") == len(chunk) - 2
@@ -61,8 +57,8 @@ class EventSplitter:
         ):
             return [chunk[6:-2]]  # The usual read: one event, and all of it.
         parts = chunk.split(b"\n\n") if b"\r" not in chunk else _BOUNDARY.split(chunk)
-        self._rest = parts.pop()
-        if len(self._rest) > self._max_event_bytes:
+        self.rest = parts.pop()
+        if len(self.rest) > self._max_event_bytes:
             raise UpstreamError(f"sent an event of more than {self._max_event_bytes} bytes")
         return [payload for payload in map(_payload, parts) if payload is not None]
 
