@@ -225,7 +225,7 @@ def steps_of(body: bytes) -> Iterator[tuple[str, Callable[[], object]]]:
     before, after, cut = journal_of(), journal_of(), journal_of()
     for journal in (after, cut):
         if journal.prompt_ids is None:
-            journal.tokenised(ids)
+            journal.prompt_ids = journal.parsed.tokenised(ids)
     cut.output_ids.extend(range(2000, 2000 + PRODUCED_TOKENS))
     transfer = msgspec.Raw(
         b'{"do_remote_prefill":true,"remote":"p0","tags":"' + b"ab" * 256 + b'"}'

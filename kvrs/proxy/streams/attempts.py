@@ -5,6 +5,7 @@ decides what follows.
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -242,7 +243,7 @@ class Attempt:
             )
             answer = await self._driver.backends[instance].prefill(call)
         if journal.prompt_ids is None:
-            journal.tokenised(answer.prompt_ids)
+            journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
         journal.note_cached(answer.cached_tokens)
         return answer
 
@@ -392,9 +393,6 @@ class Attempt:
                 self._live.enter(StreamPhase.DECODE, self._plan.decode)
         self._driver.resumed(self._live, self._attempt)
 
-    def _completed(self) -> None:
-        self._driver.completed(self._live)
-
     def _new_relay(
         self,
         continuation: Continuation | EngineText | None,
@@ -409,7 +407,7 @@ class Attempt:
             clock=self._driver.clock,
             resumed=self._resumed,
             delivered=self._control.progress.of(self._plan.decode),
-            completed=self._completed,
+            completed=partial(self._driver.completed, live),
             exact=exact,
             continuation=continuation,
             silence=silence,

@@ -7,6 +7,7 @@ event loop in which their bytes are written to the client's socket, so the two n
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.model import events as ev
@@ -15,6 +16,9 @@ from kvrs.protocol.openai.chunks import Usage, usage_of
 from kvrs.protocol.token_ids import packed
 from kvrs.proxy.wire.request_context import RequestContext
 from kvrs.proxy.wire.requests import ParsedRequest
+
+# For the estimated length of a text prompt, until prefill has counted its tokens.
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +36,7 @@ class Journal:
     # Tokens of the prompt found in a prefix cache by the first attempt that says so; None: none
     # has.
     cached_tokens: int | None = None
-    output_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    output_ids: "array[int]" = field(default_factory=partial(array, "I"))
     owner_epoch: int = (
         0  # How often the stream has gone from one proxy, or one request of its client, to another.
     )
@@ -71,7 +75,7 @@ class Journal:
 
     @property
     def prompt_tokens_guess(self) -> int:
-        return self.parsed.tokens_guess
+        return self.parsed.size_bytes // _BYTES_PER_TOKEN + 1
 
     @property
     def resumable(self) -> bool:
@@ -94,10 +98,6 @@ class Journal:
     def max_tokens(self) -> int | None:
         """None: as many as the engine has room for."""
         return self.parsed.request.max_tokens
-
-    def tokenised(self, ids: "array[int]") -> None:
-        """An engine has given the prompt's ids."""
-        self.prompt_ids = self.parsed.tokenised(ids)
 
     @property
     def history(self) -> "array[int] | None":

@@ -38,8 +38,6 @@ from kvrs.text.output import TextDelta
 
 # Takes the body of either endpoint, as SageMaker sends them.
 INVOCATIONS = "/invocations"
-# For the estimated length of a text prompt, until prefill has counted its tokens.
-_BYTES_PER_TOKEN = 4
 _BYTES_PER_ID = 4
 
 # The list of requests that are admitted, whose own lists are in their fields.
@@ -256,11 +254,6 @@ class ParsedRequest:
     @property
     def streams(self) -> int:
         return self.request.n * (1 + len(self.more))
-
-    @property
-    def tokens_guess(self) -> int:
-        """Estimated tokens of the prompt."""
-        return self.size_bytes // _BYTES_PER_TOKEN + 1
 
     def tokenised(self, ids: "array[int]") -> "array[int]":
         """The ids of the prompt, once for all choices. Of a completion they take the place of the
