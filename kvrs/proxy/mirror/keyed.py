@@ -21,7 +21,6 @@ from kvrs.proxy.mirror.partial_events import rest_of
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
 from kvrs.proxy.streams.live import Failed
-from kvrs.proxy.streams.tasks import error_of
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
 
@@ -284,7 +283,7 @@ class KeyedStream:
     def _loaded(self, loading: asyncio.Task[None]) -> None:
         if loading.cancelled():
             return
-        if (error := error_of(loading)) is not None:
+        if (error := loading.exception()) is not None:
             log.error("internal error while loading a tokenizer", exc_info=error)
             self.fail(BROKEN)
         elif self._tokenizer is None:
