@@ -28,9 +28,16 @@ from kvrs.protocol.instance import (
     RankRequest,
 )
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.backends.client_faults import is_final
 from kvrs.proxy.wire.upstream import Reader
 
+# Refusals that are final: they name a fault of the request, which every instance of the model would
+# find. Any other 4xx may be the fault of the instance, and another one is asked.
+_FINAL_STATUSES = frozenset({400, 413, 422})
+_FINAL_CODES = frozenset({"context_length_exceeded", "invalid_prompt", "string_above_max_length"})
+# Parameters that the proxy sets, or that depend on what an instance has loaded.
+_NOT_THE_CLIENTS = ("kvrs", "kv_transfer_params", "model")
+# vLLM says these without a code, and most versions without a parameter.
+_FINAL_MESSAGES = ("maximum context length", "maximum model length", "out of vocabulary")
 # These are about the proxy or the moment, not about the client's request.
 _NOT_THE_CLIENTS_FAULT = frozenset({401, 403, 407, 408, 409, 425, 429})
 
@@ -51,7 +58,18 @@ class RefusedError(KvrsError):
 
     @property
     def is_final(self) -> bool:
-        return is_final(self.status, self.body)
+        """It names a fault of the request itself: its length, or a field."""
+        if self.status not in _FINAL_STATUSES:
+            return False
+        match msgspec.json.decode(self.body):
+            case {"error": {"code": str(code)}} if code in _FINAL_CODES:
+                return True
+            case {"error": {"param": str(param)}} if param:
+                return param.split(".")[0] not in _NOT_THE_CLIENTS
+            case {"error": {"message": str(message)}}:
+                return any(words in message for words in _FINAL_MESSAGES)
+            case _:
+                return False
 
 
 @dataclass(frozen=True, slots=True)
