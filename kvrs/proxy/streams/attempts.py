@@ -244,7 +244,8 @@ class Attempt:
             answer = await self._driver.backends[instance].prefill(call)
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
-        journal.note_cached(answer.cached_tokens)
+        if journal.cached_tokens is None and not journal.output_ids:
+            journal.cached_tokens = answer.cached_tokens
         return answer
 
     def _calls_prefill(self, instance: InstanceId) -> None:

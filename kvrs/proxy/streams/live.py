@@ -74,12 +74,6 @@ class OpenStream(LiveStream):
         spent[self.phase] += now_s - self.entered_s
         return spent
 
-    def end_task(self) -> None:
-        """Cancel the running attempt; its connection is closed as its task ends."""
-        if self.task is not None:
-            self.task.cancel()
-            self.task = None
-
     def resolve(self, outcome: Outcome) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)

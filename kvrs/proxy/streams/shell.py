@@ -69,7 +69,9 @@ class TaskShell:
 
     def end_attempt(self, live: OpenStream) -> None:
         live.enter(StreamPhase.WAITING, None)
-        live.end_task()
+        if live.task is not None:
+            live.task.cancel()  # Its connection is closed as it ends.
+            live.task = None
 
     def expect_token(self, live: OpenStream) -> None:
         if live.expect_token is not None:

@@ -185,7 +185,9 @@ class HttpResponse:
             if message is not None:
                 usual = _usual_head(message) if at >= 0 else None
                 if usual is None:
-                    return self._begin_unusual(message, data)
+                    self._rest = b""
+                    self._framing = _Framing.PARSER
+                    return self._feed_parser(data)
                 if is_first and len(head) <= _MOST_KNOWN_BYTES:
                     _know(head, usual)
                 return self._begin_usual(usual, data)
@@ -207,11 +209,6 @@ class HttpResponse:
             self._payload = payload
             return message
         return None
-
-    def _begin_unusual(self, message: RawResponseMessage, data: bytes) -> bytes:
-        self._rest = b""
-        self._framing = _Framing.PARSER
-        return self._feed_parser(data)
 
     def _begin_usual(self, head: "_UsualHead", data: bytes) -> bytes:
         self._rest = b""

@@ -116,10 +116,6 @@ class Journal:
         return 0 if self.prompt_ids is None else len(self.prompt_ids)
 
     @property
-    def history_tokens(self) -> int:
-        return self.prompt_tokens + len(self.output_ids)
-
-    @property
     def remaining_tokens(self) -> int | None:
         """How many more the client wants; None: as many as the engine has room for."""
         return None if self.max_tokens is None else self.max_tokens - len(self.output_ids)
@@ -135,11 +131,6 @@ class Journal:
         each.
         """
         return len(self.output_ids) + self.finished + self.usage_sent
-
-    def note_cached(self, tokens: int | None) -> None:
-        """An engine has said what its prefix cache had; a later attempt does not count."""
-        if self.cached_tokens is None and not self.output_ids:
-            self.cached_tokens = tokens
 
     @property
     def finished(self) -> bool:
