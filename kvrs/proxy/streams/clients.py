@@ -130,18 +130,14 @@ class SseClient:
 
     def send(self, events: Sequence[bytes]) -> None:
         """Send events, of which there is at least one."""
-        self._write(b"data: %b\n\n" % b"\n\ndata: ".join(events))
+        self.send_framed(b"data: %b\n\n" % b"\n\ndata: ".join(events))
 
     def send_numbered(self, stream: StreamId, events: Sequence[StreamEvent]) -> None:
         """Send events as `send` does, with event ids, which a client that resumes sends back."""
         name = stream.encode()
-        self._write(
+        self.send_framed(
             b"".join([b"id: %b:%d\ndata: %b\n\n" % (name, each.seq, each.data) for each in events])
         )
-
-    def send_framed(self, data: bytes) -> None:
-        """Send events that are framed already."""
-        self._write(data)
 
     def when_free(self, resume: Callable[[], None]) -> None:
         self._waiting = (*self._waiting, resume)
@@ -150,7 +146,7 @@ class SseClient:
         """Send a comment, which clients ignore, if nothing was sent since the last call."""
         if self.was_silent and not self.blocked and not self._is_over:
             with suppress(ClientGoneError):  # The end of its connection ends its stream.
-                self._write(_COMMENT)
+                self.send_framed(_COMMENT)
         self.was_silent = True
 
     async def end(self, missing: Sequence[bytes]) -> "SseClient":
@@ -167,7 +163,7 @@ class SseClient:
 
     async def _finish(self, data: bytes) -> "SseClient":
         self._is_over = True
-        self._write(data, is_last=True)
+        self.send_framed(data, is_last=True)
         if self.blocked:
             read = asyncio.Event()
             self.when_free(read.set)
@@ -179,7 +175,8 @@ class SseClient:
         if self._connection is not None:
             self._connection.room_changed = None
 
-    def _write(self, data: bytes, *, is_last: bool = False) -> None:
+    def send_framed(self, data: bytes, *, is_last: bool = False) -> None:
+        """Send events that are framed already."""
         transport = self.transport or self._open()
         if transport.is_closing():
             raise ClientGoneError(self._gone or "the client closed its connection")

@@ -67,7 +67,7 @@ class Connection(SseClient):
         for resume in resumes:
             resume()
 
-    def _write(self, data: bytes, *, is_last: bool = False) -> None:
+    def send_framed(self, data: bytes, *, is_last: bool = False) -> None:
         if self.is_lost:
             raise ClientGoneError("lost")
         self.written.append(data)
