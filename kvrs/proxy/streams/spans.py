@@ -6,7 +6,6 @@ are its children, and engines get the span of their call as `traceparent`.
 Imported only where traces are asked for: OpenTelemetry is in the extra `tracing`.
 """
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -45,12 +44,7 @@ class CallSpan:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if isinstance(error, KvrsError):
             self._span.set_attribute("error.type", type(error).__name__)
             self._span.set_status(StatusCode.ERROR, str(error))

@@ -5,7 +5,6 @@ memory for bodies and of its tenant's limits.
 from array import array
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -137,12 +136,7 @@ class RequestUsage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.resize(0)
         self._is_over = True
         if self._meter is not None:

@@ -6,7 +6,6 @@ import asyncio
 import heapq
 import math
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -115,12 +114,7 @@ class Watchdog:
         self.look()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_over = True
         self._tick = None
         task = self._task
