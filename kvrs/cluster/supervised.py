@@ -14,6 +14,7 @@ import socket
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -40,9 +41,8 @@ _JOIN_S = 5.0
 _MAX_MESSAGE_BYTES = 1 << 16
 
 Made = subprocess.Popen[bytes] | AdoptedChild
-Make = Callable[
-    [socket.socket], Made
-]  # With the descriptor of its line; raises OSError, KvrsError.
+# With its end of its line; raises OSError, KvrsError.
+Make = Callable[[socket.socket], Made]
 # Told of the end of one that has served: the number of its start, and its status as of
 # `subprocess`; None: not known.
 TellEnd = Callable[[int, int | None], object]
@@ -57,7 +57,7 @@ class ProcessStatus:
     fault: str | None = None  # Why it cannot serve, as it is configured.
 
 
-class Supervised:
+class Supervised(ABC):
     """One process, and those that follow it, in a thread from `start` to `close`."""
 
     def __init__(self, name: str, pauses_s: Sequence[float], starts: int = 0) -> None:
@@ -95,11 +95,11 @@ class Supervised:
                     break
                 self._closing.wait(self._pauses_s[min(failures, len(self._pauses_s)) - 1])
 
+    @abstractmethod
     def _run_one(self) -> str | None:
         """Run a process until it has ended; why it did not serve, or None. Raises OSError,
         KvrsError: none can be made.
         """
-        raise NotImplementedError
 
     def _fault(self, failure: str, failures: int) -> str | None:
         """The fault that a failure to serve is, the last one of so many in turn."""
