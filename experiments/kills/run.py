@@ -97,6 +97,10 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
     given = {name for name in OPTIONS if getattr(options, name)}
     if unknown := sorted(given - {*part.options}):
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
+    if options.seeds and (fixed := sorted(given & {"policy", "load"})):
+        parser.error(f"--seeds runs every policy on generated load: it takes no {_flag(fixed[0])}")
+    if options.limit_s and not options.seeds:
+        parser.error("--limit-s is for --seeds")
     if part.needs and part.needs not in os.environ:
         parser.error(f"{part.needs} is not set")
     return part, options
