@@ -190,6 +190,39 @@ async def test_a_killed_worker_comes_back_and_the_others_go_on(
     assert [row["pid"] for row in await proxy.rows()][1:] == others
 
 
+async def test_every_worker_obeys_an_order_to_drain_also_one_that_comes_back(
+    build: ProxyClusterBuilder, tmp_path: Path
+) -> None:
+    """It is given to any of them, as to one of several proxies."""
+    system = await build()
+
+    async def until_drained(*wanted: str) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while any(
+                {row["id"] for row in state["instances"] if row["drain"]} != {*wanted}
+                for state in await proxy.states()
+            ):
+                await asyncio.sleep(0.01)
+
+    async with open_workers(system, tmp_path) as proxy:
+        first = (await proxy.rows())[0]["pid"]
+        given, _ = await proxy.admin("/kvrs/v1/drain/d0", "POST", worker=1)
+        await until_drained("d0")
+        os.kill(first, signal.SIGKILL)
+        await proxy.until_up(first)
+        await until_drained("d0")
+        d0 = system.instances["d0"]
+        before = len(d0.calls)
+        answers = [await proxy.ask(REQUEST) for _ in range(10)]
+        reached = "POST /v1/completions" in d0.calls[before:]
+        ended, _ = await proxy.admin("/kvrs/v1/drain/d0", "DELETE")
+        await until_drained()
+
+    assert (given, ended) == (200, 200)
+    assert {status for status, _ in answers} == {200}
+    assert not reached
+
+
 async def test_workers_end_with_their_supervisor(
     build: ProxyClusterBuilder, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from kvrs.core.books.incident_book import IncidentBook, Ruling, Verdict
 from kvrs.sim.scenarios import outage, poisons_at_once
 
-SEEDS = 12
+SEEDS = 20
 BLOCKS = 2  # Of the seeds: a few seconds each.
 HALVES = [range(block, SEEDS, BLOCKS) for block in range(BLOCKS)]
 IDS = [f"half{block}" for block in range(BLOCKS)]

@@ -9,7 +9,7 @@ from kvrs.sim.scenarios import avalanche, poisoned
 from kvrs.sim.world import World
 
 STREAMS = 560  # Of an avalanche; the last ones come at 41 s.
-SEEDS, BLOCKS = 20, 4
+SEEDS, BLOCKS = 40, 8
 
 
 def deaths(outcome: Outcome) -> int:

@@ -28,7 +28,7 @@ from tests.agent.agents import SECRET
 
 pytestmark = [pytest.mark.network, pytest.mark.engine]
 
-EXAMPLES, STREAM_EXAMPLES = 20, 60  # Few requests of streams that fit are served.
+EXAMPLES = 60
 STREAMS = {"POST /v1/completions", "POST /v1/chat/completions", "POST /generate"}
 # Which values go together is not part of the documents: a request that fits may still get 400.
 NOT_CHECKED: list[Any] = [positive_data_acceptance]
@@ -79,10 +79,9 @@ def operations(url: str) -> Iterator[Any]:
 def statuses(url: str, operation: Any, mode: schemathesis.GenerationMode) -> Counter[int]:
     """Statuses of requests that fit the document, or do not; every answer is checked against it."""
     found: Counter[int] = Counter()
-    examples = STREAM_EXAMPLES if operation.label in STREAMS else EXAMPLES
 
     @settings(
-        max_examples=examples,
+        max_examples=EXAMPLES,
         deadline=None,
         database=None,
         derandomize=True,
@@ -122,7 +121,7 @@ async def test_answers_to_generated_requests_are_as_documented(
         if mode is schemathesis.GenerationMode.POSITIVE:
             assert found[label][200] >= 5, found
         else:
-            assert sum(found[label].values()) == found[label][400] == STREAM_EXAMPLES, found
+            assert sum(found[label].values()) == found[label][400] == EXAMPLES, found
 
 
 async def test_other_methods_and_media_types_are_answered_as_documented(proxy: Proxy) -> None:

@@ -18,7 +18,7 @@ from kvrs.protocol.openai.structure import bytes_within
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import SECRET, Fault
-from kvrs_testkit.scripted_model import expected_ids, text_of, vocabulary
+from kvrs_testkit.scripted_model import expected_ids, ids_of, text_of, vocabulary
 from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -468,6 +468,42 @@ async def test_internal_fields_and_headers_of_a_client_are_dropped(
         for seen in system.instances[name].headers:
             assert "Authorization" not in seen
             assert "X-Request-Id" not in seen
+
+
+async def test_the_openai_client_works_unmodified(build: ProxyClusterBuilder) -> None:
+    """Streaming, not streaming, through a cut, models, and errors."""
+    system = await build()
+    expected = "".join(map(text_of, expected_ids(ids_of("hello"), 5)))
+    async with openai.AsyncOpenAI(
+        base_url=f"{system.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        whole = await client.completions.create(
+            model="scripted", prompt="hello", max_tokens=5, temperature=0
+        )
+        system.script.faults = {2: Fault.RESET}
+        chunks = [
+            chunk
+            async for chunk in await client.completions.create(
+                model="scripted",
+                prompt="hello",
+                max_tokens=5,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        ]
+        models = await client.models.list()
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            await client.completions.create(model="scripted", prompt="hello", max_tokens=0)
+
+    assert whole.choices[0].text == expected
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 5
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].usage == whole.usage
+    assert not system.script.faults
+    assert [model.id for model in models.data] == ["scripted"]
 
 
 async def test_the_openai_client_raises_for_a_stream_that_failed(

@@ -1,5 +1,6 @@
 """Requests while no instance of a role is up."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -86,6 +87,22 @@ async def test_a_stream_is_recomputed_at_another_decode_instance_without_a_prefi
     assert system.shared.violations == []
 
 
+async def test_new_requests_go_to_a_prefill_instance_again_when_it_is_back(
+    vllms: Builder,
+) -> None:
+    system = await without_prefill(vllms)
+    await system.ids()
+
+    await system.servers["p0"].restart()
+    await system.until_health(p0="up")
+    system.servers["p0"].bodies.clear()
+    ids = await system.ids()
+
+    assert ids == expected_ids(PROMPT, TOKENS)
+    assert len(system.servers["p0"].bodies) == 1
+    assert await ready(system) == (200, "ready")
+
+
 async def test_without_a_decode_instance_the_refusal_says_so(vllms: Builder) -> None:
     """The refusal names the missing role, like /readyz."""
     system = await vllms(policy=AT_ONCE)
@@ -124,3 +141,19 @@ async def test_without_any_instance_no_role_is_named(build: ProxyClusterBuilder)
 
     assert (await refusal(system))[:2] == (503, "no instance came up within 0 s")
     assert await ready(system) == (503, "no instance is up")
+
+
+async def test_a_request_waits_for_a_prefill_instance_that_is_started_again(
+    build: ProxyClusterBuilder,
+) -> None:
+    """A restart takes seconds, and costs no request its answer."""
+    system = await build(pairs=1, policy={"recovery": {"role_wait_s": 30.0}})
+    await system.instances["p0"].kill()
+    await system.until_health(p0="down")
+
+    asked = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=TOKENS, temperature=0))
+    await system.until_streams_hold(0)
+    await system.instances["p0"].restart()
+    status, _ = await asked
+
+    assert status == 200

@@ -359,27 +359,6 @@ async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wak
 
 
 @pytest.mark.usefixtures("quick_suspicion")
-async def test_streams_wait_for_decode_instances_that_all_hang(build: ProxyClusterBuilder) -> None:
-    """Nothing else can take them: their attempts go on when the instances do, and so do those of
-    requests that came meanwhile.
-    """
-    system = await build(proxy={"token_gap_s": 60.0})
-    asked = await held_open(system, count=4)
-    for name in ("d0", "d1"):
-        system.instances[name].freeze()
-
-    asked += start(system, 2)
-    release(system)
-    await asyncio.sleep(3.0)  # Longer than any limit but the longest one.
-    for name in ("d0", "d1"):
-        system.instances[name].thaw()
-
-    assert await all_exact(asked)
-    assert await recoveries(system) == []
-    assert await system.count("kvrs_worker_deaths_total") == 0
-
-
-@pytest.mark.usefixtures("quick_suspicion")
 async def test_an_idle_instance_that_hangs_is_noticed_too(build: ProxyClusterBuilder) -> None:
     """By its reports, which come at a pace of their own: nothing must be sent there to find out."""
     system = await build(proxy={"token_gap_s": 3600.0})
