@@ -276,7 +276,12 @@ async def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None
         refusal = await client.post(CHAT, json={"messages": MESSAGES})
         resumed = await client.post(
             CHAT,
-            json={"messages": MESSAGES, "max_tokens": 3, "kvrs": {**KVRS, "token_ids": [5, 6, 7]}},
+            json={
+                "messages": MESSAGES,
+                "max_tokens": 3,
+                "ignore_eos": True,
+                "kvrs": {**KVRS, "token_ids": [5, 6, 7]},
+            },
         )
 
         assert refusal.status == 400
