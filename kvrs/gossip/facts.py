@@ -24,6 +24,7 @@ import msgspec
 from kvrs.errors import GossipError
 from kvrs.gossip.wire import (
     MAX_ENTRIES,
+    MAX_NUMBER,
     MAX_VALUE_BYTES,
     Entry,
     Natural,
@@ -196,7 +197,7 @@ class FactRecord:
         room -= encoded_bytes(whole) + 2
         entries, end = list[Entry](), start
         for (kind, name), held in self._since(start):
-            age_ms = max(0, int((now_s - held.written_s) * 1e3))
+            age_ms = min(max(0, int((now_s - held.written_s) * 1e3)), MAX_NUMBER)
             entry = Entry(kind, name, held.version, age_ms, held.value)
             room -= encoded_bytes(entry)
             if room < 0 or len(entries) == MAX_ENTRIES:

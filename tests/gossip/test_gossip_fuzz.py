@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrs.config.gossip import GossipSettings
@@ -78,8 +78,31 @@ steps = st.lists(
     max_size=30,
 )
 
+# An entry as old as a packet can state is passed on by one to whom it is older still.
+OLD_ENTRY = wire.Entry(0, "x", 1, wire.MAX_NUMBER, None)
+OLD_ENTRY_PASSED_ON: list[tuple[Packet, NodeId, float]] = [
+    (
+        wire.Ping(1, 0, 0, False, (wire.MemberUpdate(NAMES[1], 1, 0, Status.ALIVE, "x:1", ()),)),
+        NAMES[1],
+        0.0,
+    ),
+    (
+        wire.Delta(
+            1,
+            0,
+            0,
+            (),
+            (wire.RecordDelta(NAMES[1], 1, 0, 1, 0, (OLD_ENTRY,)),),
+            (wire.KnownMember(NAMES[1], 0, 0, Status.ALIVE, 0, 0),),
+        ),
+        NAMES[1],
+        0.0,
+    ),
+]
+
 
 @given(steps, st.integers(0, 5))
+@example(OLD_ENTRY_PASSED_ON, 0)
 @settings(max_examples=400, deadline=None)
 def test_any_packets_in_any_order_are_survived(
     sequence: list[tuple[Packet, NodeId, float]], seed: int
