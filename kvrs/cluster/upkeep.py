@@ -46,7 +46,6 @@ class Upkeep:
 
     def run(self, cluster: Cluster) -> None:
         """Raises LaunchError: the cluster cannot go on."""
-        self._requested = 0  # A request during the start is fulfilled by it.
         self._starts = _starts(cluster)
         while not self.stop.wait(LOOK_INTERVAL_S):
             cluster.check()
