@@ -112,8 +112,8 @@ def up(
         # Under nohup the end of the terminal is not to be the end of the cluster.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: upkeep.stop.set())
-    # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind. A request
-    # during the start is fulfilled by it.
+    # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind. A start
+    # fulfils what is requested before its end.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     with Cluster(settings, say, proxies, ray, read_launch()) as cluster:
         signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
