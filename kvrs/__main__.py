@@ -1,7 +1,10 @@
 """The `kvrs` command, also as `python -m kvrs`."""
 
+import gc
 import signal
 import sys
+
+from kvrs.garbage import collect_nothing_yet
 
 
 def main() -> None:
@@ -10,8 +13,11 @@ def main() -> None:
     """
     if sys.argv[1:2] == ["proxy"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    collect_nothing_yet()
     from kvrs.cli import main as run
 
+    gc.freeze()
+    gc.enable()
     run()
 
 

@@ -17,6 +17,7 @@ import uvloop
 from kvrs.agent.server import serve
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import ConfigError
+from kvrs.garbage import collect_nothing_yet
 from kvrs.ids import NodeId
 from kvrs.logs import log_to_stderr
 
@@ -52,6 +53,7 @@ def main() -> int:
         "--node", type=NodeId, required=True, help="id of the node in cluster.nodes"
     )
     arguments = parser.parse_args()
+    collect_nothing_yet()
     try:
         run_agent(partial(load_config, arguments.config, os.environ), arguments.node)
     except ConfigError as error:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+from kvrs.garbage import collect_nothing_yet
+
 HIDDEN = 128
 LAYERS = 4
 HEADS = 4
@@ -214,4 +216,5 @@ def _tokenizer(seed: int) -> Tokenizer:
 
 
 if __name__ == "__main__":
+    collect_nothing_yet()
     write_tiny_model(Path(sys.argv[1]), int(sys.argv[2]))
