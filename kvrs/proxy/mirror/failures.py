@@ -5,31 +5,19 @@ from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.live import Failed
 
-SUPERSEDED = Failed(
-    409,
-    error_body(
-        "the stream goes on elsewhere: its client has resumed it",
-        kind="server_error",
-        code="superseded",
-    ),
-)
-HANDED_OVER = Failed(
+
+def _ended(status: int, code: str, message: str, retry_after_s: float | None = None) -> Failed:
+    return Failed(status, error_body(message, kind="server_error", code=code), retry_after_s)
+
+
+SUPERSEDED = _ended(409, "superseded", "the stream goes on elsewhere: its client has resumed it")
+HANDED_OVER = _ended(
     503,
-    error_body(
-        "the proxy is shutting down: resume at another one, with the same key",
-        kind="server_error",
-        code="handed_over",
-    ),
+    "handed_over",
+    "the proxy is shutting down: resume at another one, with the same key",
     retry_after_s=1.0,
 )
-CUT = Failed(
-    409,
-    error_body(
-        "what the client has ends within a piece that cannot be cut",
-        kind="server_error",
-        code="inexact",
-    ),
-)
+CUT = _ended(409, "inexact", "what the client has ends within a piece that cannot be cut")
 BROKEN = Failed(500, error_body("internal error of the proxy; see its log", kind="server_error"))
 CLIENT_GONE = Failed(499, error_body("the client is gone", kind="client_gone"))
 

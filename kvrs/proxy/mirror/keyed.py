@@ -7,6 +7,8 @@ record is what a client of this stream gets at any proxy.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -14,12 +16,14 @@ from tokenizers import Tokenizer
 from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError
 from kvrs.protocol.mirror import BYTES_PER_ID, KvLocation, StreamEvent, pack_ids, unpack_ids
+from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.token_ids import packed
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.failures import BROKEN, CLIENT_GONE, CUT
 from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
-from kvrs.proxy.mirror.partial_events import rest_of
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.streams.clients import Client, ClientGoneError, SseClient
+from kvrs.proxy.streams.continuation import Continuation
 from kvrs.proxy.streams.live import Failed
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.journal import Journal
@@ -72,7 +76,6 @@ class KeyedStream:
         self._cursor = 0
         self._progress = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
-        self._noted: tuple[object, ...] = ()  # Of the journal, in the state of the record.
         # All events from the cursor on lie behind the client's position.
         self._is_past_client = after < 0
         self._gone: str | None = None  # Why the client gets nothing any more.
@@ -152,18 +155,6 @@ class KeyedStream:
         """Bring the state in the record up to date, before it goes anywhere."""
         journal, before = self.journal, self.record.state
         locations = tuple(KvLocation(each.holder, each.epoch, each.pages) for each in self._kept())
-        now = (
-            journal.finish_reason,
-            journal.stop_reason,
-            journal.text_sent,
-            journal.usage_sent,
-            journal.cached_tokens,
-            journal.inexact,
-            locations or before.kv_locations,
-        )
-        if now == self._noted:
-            return
-        self._noted = now
         self.record.state = msgspec.structs.replace(
             before,
             finish_reason=journal.finish_reason,
@@ -320,7 +311,7 @@ class KeyedStream:
         assert self._tokenizer is not None
         before_ids = b"".join(each.ids for each in self.record.events[: self._cursor])
         has = min(self.after - max(before, 0), len(event.ids) // BYTES_PER_ID)
-        return rest_of(event, unpack_ids(before_ids), has, self.journal, self._tokenizer)
+        return _rest_of(event, unpack_ids(before_ids), has, self.journal, self._tokenizer)
 
     async def _load_tokenizer(self) -> None:
         """Only events of kvrs engines can be cut, with a tokenizer of the model."""
@@ -332,3 +323,35 @@ class KeyedStream:
             log.warning(
                 "event cannot be cut", extra={"stream": self.journal.stream, "cause": str(error)}
             )
+
+
+def _rest_of(
+    event: StreamEvent, ids: Sequence[int], has: int, journal: Journal, tokenizer: Tokenizer
+) -> StreamEvent:
+    """The event that a kvrs engine would have sent after `ids`, the stream's output before this
+    event, and the first `has` ids of the event.
+
+    The text is made by the code that made the event (`kvrs.text`), so that the two pieces join to
+    the whole.
+    """
+    assert journal.head is not None
+    received = CHUNK.decode(event.data)
+    assert received.choices
+    whole, own = received.choices[0], unpack_ids(event.ids).tolist()
+    continuation = Continuation(
+        replace(journal, output_ids=packed([*ids, *own[:has]]), text_sent=None), tokenizer
+    )
+    missing = own[has:]
+    piece = (
+        continuation.end()
+        if continuation.ended
+        else continuation.take(missing, whole.finish_reason, whole.stop_reason)
+    )
+    choice: Any = journal.parsed.endpoint.choice(piece.delta)
+    choice.finish_reason, choice.stop_reason = whole.finish_reason, whole.stop_reason
+    if logprobs := whole.logprob_lists():
+        choice.logprobs = {name: values and values[has:] for name, values in logprobs.items()}
+    if journal.wants_ids:
+        choice.token_ids = missing
+    data = journal.parsed.endpoint.event(journal.head, [choice], received.usage)
+    return StreamEvent(event.seq, pack_ids(missing), data)

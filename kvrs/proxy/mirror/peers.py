@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -216,31 +216,32 @@ class Peers:
 
     # Requests.
 
+    async def answer(self, peer: ProxyPeer, asked: Awaitable[Answer]) -> Answer | None:
+        """The answer to a request; None: the peer did not answer, and counts as lost."""
+        try:
+            return await asked
+        except UpstreamError as error:
+            self.fail(peer, str(error))
+            return None
+
     async def lookup(self, key: str, *, live_only: bool) -> Found:
         """Ask the peers for their version of a record."""
         found = Found({}, [])
 
         async def ask(peer: ProxyPeer) -> None:
-            try:
-                version = (await peer.lookup(key)).version
-                if version is not None and peer.id in self.known:
-                    found.versions[peer.id] = version
-            except UpstreamError as error:
-                self.fail(peer, str(error))
+            answer = await self.answer(peer, peer.lookup(key))
+            if answer is None:
                 found.unreachable.append(peer.id)
+            elif answer.version is not None and peer.id in self.known:
+                found.versions[peer.id] = answer.version
 
         await asyncio.gather(*map(ask, self.live if live_only else self.known.values()))
         return found
 
     async def claim(self, name: str, claim: Claim) -> ClaimAnswer | None:
         """None: the peer did not answer, or is none any more."""
-        if (peer := self.known.get(name)) is None:
-            return None
-        try:
-            return await peer.claim(claim)
-        except UpstreamError as error:
-            self.fail(peer, str(error))
-            return None
+        peer = self.known.get(name)
+        return None if peer is None else await self.answer(peer, peer.claim(claim))
 
     # Liveness.
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrs.errors import UpstreamError
 from kvrs.protocol.mirror import LookupAnswer, ReadAnswer, RecordVersion
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.records import Record, record_from
@@ -44,8 +43,12 @@ async def read_record(mirror: Mirror, keys: Sequence[str], now_s: float) -> Stor
         if own is not None:
             ranked.append((own, None))
         for _, peer in sorted(ranked, key=lambda each: _rank(each[0]), reverse=True):
-            answer = own_record(mirror, key) if peer is None else await _read(mirror, peer, key)
-            if answer.record is not None and answer.record.header is not None:
+            answer = (
+                own_record(mirror, key)
+                if peer is None
+                else await mirror.peers.answer(peer, peer.read(key))
+            )
+            if answer is not None and answer.record is not None and answer.record.header:
                 return StoredRecord(record_from(answer.record, now_s), answer.runs)
     return None
 
@@ -56,25 +59,10 @@ def _rank(version: RecordVersion) -> tuple[int, int, bool, bool]:
     return version.owner_epoch, version.mirror_no, is_first, not version.grants
 
 
-async def _read(mirror: Mirror, peer: ProxyPeer, key: str) -> ReadAnswer:
-    try:
-        return await peer.read(key)
-    except UpstreamError as error:
-        mirror.peers.fail(peer, str(error))
-        return ReadAnswer(None, runs=False)
-
-
 async def drop_record(mirror: Mirror, keys: Sequence[str]) -> bool:
     """Forget the record at all proxies that are up; whether there was one."""
-
-    async def drop(peer: ProxyPeer, key: str) -> LookupAnswer:
-        try:
-            return await peer.drop(key)
-        except UpstreamError as error:
-            mirror.peers.fail(peer, str(error))
-            return LookupAnswer(None)
-
-    answers = [drop_own(mirror, key) for key in keys]
-    asked = [drop(peer, key) for key in keys for peer in mirror.peers.live]
+    answers: list[LookupAnswer | None] = [drop_own(mirror, key) for key in keys]
+    peers = mirror.peers
+    asked = [peers.answer(peer, peer.drop(key)) for key in keys for peer in peers.live]
     answers += await asyncio.gather(*asked)
-    return any(answer.version is not None for answer in answers)
+    return any(answer is not None and answer.version is not None for answer in answers)

@@ -14,8 +14,7 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
-from kvrs.proxy.mirror.book import _DROPPED_S, Received, RecordBook
-from kvrs.proxy.mirror.copies import CopyQueue
+from kvrs.proxy.mirror.book import _DROPPED_S, CopyQueue, Received, RecordBook
 from kvrs.proxy.mirror.outbox import Outbox
 from kvrs.proxy.mirror.records import CLAIM_S, Record
 from kvrs.proxy.mirror.roles import (

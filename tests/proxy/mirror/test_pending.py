@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.proxy.mirror.pending import Pending
+from kvrs.proxy.mirror.replication import Pending
 from kvrs_testkit.virtual_time import run_virtually
 
 
