@@ -2,6 +2,7 @@
 fields of requests are those of the structs that parse them.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -29,104 +30,69 @@ from kvrs.proxy.wire.requests import INVOCATIONS
 
 PATH = "/openapi.json"
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-                "faults": {"type": "array", "items": {"type": "string"}},
-            },
-        }
-    },
-}
-_MODEL = {
-    "type": "object",
-    "required": ["id", "object"],
-    "properties": {"id": {"type": "string"}, "object": {"const": "model"}},
-}
-_ANSWER = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "choices"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"enum": ["text_completion", "chat.completion"]},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "choices": {"type": "array", "items": {"type": "object"}},
-        "usage": {"type": "object"},
-    },
-}
-_VERSION = {
-    "type": "object",
-    "required": ["version"],
-    "properties": {"version": {"type": "string"}},
-}
-_LOAD = {
-    "type": "object",
-    "required": ["server_load"],
-    "properties": {"server_load": {"type": "integer", "minimum": 0}},
-}
-_RESPONSE = {
-    "type": "object",
-    "required": ["id", "object", "created_at", "status", "model", "output", "usage"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "response"},
-        "created_at": {"type": "integer"},
-        "status": {
-            "enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-        },
-        "model": {"type": "string"},
-        "output": {"type": "array", "items": {"type": "object"}},
-        "usage": {"type": ["object", "null"]},
-    },
-}
-_ID_IN_PATH = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-_RANK_IN_PATH = {
-    "name": "rank",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "integer", "minimum": 0},
-}
-_COMPLETION = "A completion, whole or as a stream of events"
-_TEXT = {
-    "type": "object",
-    "required": ["text", "timestamps", "lifetime_events"],
-    "properties": {
-        "text": {"type": "string"},
-        "timestamps": {"type": "array", "items": {"type": "number"}},
-        "lifetime_events": {"type": "array"},
-    },
-}
-_INSTANCE = {
-    "type": "object",
-    "required": ["node", "id", "role", "port"],
-    "properties": {
-        "node": {"type": "string"},
-        "agent": {"type": ["object", "null"]},
-        "id": {"type": "string"},
-        "role": {"enum": ["prefill", "decode", "both"]},
-        "host": {"type": "string"},
-        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
-    },
-}
-_DRAIN = {
-    "type": "object",
-    "required": ["instance", "drain_s"],
-    "properties": {"instance": {"type": "string"}, "drain_s": {"type": ["number", "null"]}},
-}
-_EXITED = {
-    "type": "object",
-    "required": ["instance", "start"],
-    "properties": {"instance": {"type": "string"}, "start": {"type": "integer"}},
-}
+Schema = dict[str, Any]
+
+
+def _object(*optional: str, **properties: Schema) -> Schema:
+    """An object with these properties, all of them required but for the optional ones."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+_ANY_OBJECT: Schema = {"type": "object"}
+_TEXT, _MAYBE_TEXT = {"type": "string"}, {"type": ["string", "null"]}
+_INTEGER, _NATURAL = {"type": "integer"}, {"type": "integer", "minimum": 0}
+_MAYBE_OBJECT = {"type": ["object", "null"]}
+
+_ERROR = _object(
+    error=_object(
+        "faults",
+        message=_TEXT,
+        type=_TEXT,
+        param=_MAYBE_TEXT,
+        code=_MAYBE_TEXT,
+        faults=_list(_TEXT),
+    )
+)
+_MODEL = _object(id=_TEXT, object={"const": "model"})
+_MODELS = _object(object={"const": "list"}, data=_list(_MODEL))
+_ANSWER = _object(
+    "usage",
+    id=_TEXT,
+    object={"enum": ["text_completion", "chat.completion"]},
+    created=_INTEGER,
+    model=_TEXT,
+    choices=_list(_ANY_OBJECT),
+    usage=_ANY_OBJECT,
+)
+_STATUSES = ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+_RESPONSE = _object(
+    id=_TEXT,
+    object={"const": "response"},
+    created_at=_INTEGER,
+    status={"enum": _STATUSES},
+    model=_TEXT,
+    output=_list(_ANY_OBJECT),
+    usage=_MAYBE_OBJECT,
+)
+_GENERATED = _object(
+    text=_TEXT, timestamps=_list({"type": "number"}), lifetime_events={"type": "array"}
+)
+_INSTANCE = _object(
+    *("agent", "host"),
+    node=_TEXT,
+    agent=_MAYBE_OBJECT,
+    id=_TEXT,
+    role={"enum": ["prefill", "decode", "both"]},
+    host=_TEXT,
+    port={"type": "integer", "minimum": 1, "maximum": 65535},
+)
+_FLEET = _object(nodes=_list(_ANY_OBJECT))
+_DRAIN = _object(instance=_TEXT, drain_s={"type": ["number", "null"]})
 _DRAIN_S = {
     "name": "drain_s",
     "in": "query",
@@ -134,155 +100,88 @@ _DRAIN_S = {
     "description": "How long its streams may run on; without it, cluster.drain_s.",
     "schema": {"type": "number", "minimum": 0, "maximum": 86400},
 }
+_IN_PATH = re.compile(r"{(\w+)}")
+_COMPLETION = "A completion, whole or as a stream of events"
+_PAGE = {
+    "summary": "A page that shows the overview",
+    "responses": {"200": {"description": "Done", "content": {"text/html": {"schema": _TEXT}}}},
+}
 # Between processes of the cluster; dropped where a client sends them.
 _INTERNAL = ("kvrs", "kv_transfer_params")
 # What only the engine's template reads, and prompts, in the form that is checked.
-_OBJECTS = {"type": ["array", "null"], "items": {"type": "object"}}
+_OBJECTS = {"type": ["array", "null"], "items": _ANY_OBJECT}
 _ID = {"type": "integer", "minimum": 0, "maximum": HIGHEST_ID}
-_UNDECODED: Mapping[str, dict[str, Any]] = {
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "required": ["role"],
-            "properties": {"role": {"type": "string"}},
-        },
-    },
+_UNDECODED: Mapping[str, Schema] = {
+    "messages": _list(_object(role=_TEXT)) | {"minItems": 1},
     "tools": _OBJECTS,
     "documents": _OBJECTS,
-    "chat_template_kwargs": {"type": ["object", "null"]},
-    "response_format": {
-        "type": ["object", "null"],
-        "required": ["type"],
-        "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
-    },
-    "prompt": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "minItems": 1, "items": _ID},
-        ]
-    },
+    "chat_template_kwargs": _MAYBE_OBJECT,
+    "response_format": _object(type={"enum": ["text", "json_object", "json_schema"]})
+    | _MAYBE_OBJECT,
+    "prompt": {"anyOf": [_TEXT | {"minLength": 1}, _list(_ID) | {"minItems": 1}]},
 }
 
 
-def clients_document() -> dict[str, Any]:
+def clients_document() -> Schema:
     """The API for clients."""
+    completion, chat = _request(CompletionRequest), _request(ChatRequest)
+    either = {"anyOf": [completion, chat]}
+    asked = "A completion, or a chat where it has messages"
     return _document(
         "kvrs",
         {
-            "/v1/completions": {
-                "post": _streamed(_COMPLETION, _ANSWER, _request(CompletionRequest))
-            },
-            "/v1/chat/completions": {
-                "post": _streamed(_COMPLETION, _ANSWER, _request(ChatRequest))
-            },
-            RESPONSES: {"post": _streamed("A response", _RESPONSE, response_schema())},
-            RESPONSES + "/{id}": {
-                "parameters": [_ID_IN_PATH],
-                "get": _streamed("A response as it is, or its events", _RESPONSE),
-                "delete": _operation("Forget a response", {"type": "object"}),
-            },
-            RESPONSES + "/{id}/cancel": {
-                "parameters": [_ID_IN_PATH],
-                "post": _operation("End a response that runs in the background", _RESPONSE),
-            },
-            "/generate": {"post": _streamed("DistServe's endpoint", _TEXT, _generate())},
-            INVOCATIONS: {
-                "post": _streamed(
-                    "A completion, or a chat where it has messages",
-                    _ANSWER,
-                    {"anyOf": [_request(CompletionRequest), _request(ChatRequest)]},
-                )
-            },
-            **{path: {"post": _passed(path)} for path in PASSED},
-            "/v1/models": {
-                "get": _operation(
-                    "Served models",
-                    {
-                        "type": "object",
-                        "required": ["object", "data"],
-                        "properties": {
-                            "object": {"const": "list"},
-                            "data": {"type": "array", "items": _MODEL},
-                        },
-                    },
-                )
-            },
-            "/v1/models/{model}": {
-                "parameters": [
-                    {
-                        "name": "model",
-                        "in": "path",
-                        "required": True,
-                        "schema": {"type": "string"},
-                    }
-                ],
-                "get": _operation("One model", _MODEL),
-            },
-            "/healthz": {"get": _operation("Whether the process runs", None)},
-            "/readyz": {"get": _operation("Whether a stream could start now", None)},
-            "/health": {"get": _operation("As /readyz, without a text", None)},
-            "/ping": {
-                "get": _operation("As /health", None),
-                "post": _operation("As /health", None),
-            },
-            "/version": {"get": _operation("The version of the engine", _VERSION)},
-            "/load": {"get": _operation("How many streams are open", _LOAD)},
+            "POST /v1/completions": _streamed(_COMPLETION, _ANSWER, completion),
+            "POST /v1/chat/completions": _streamed(_COMPLETION, _ANSWER, chat),
+            f"POST {RESPONSES}": _streamed("A response", _RESPONSE, response_schema()),
+            f"GET {RESPONSES}/{{id}}": _streamed("A response as it is, or its events", _RESPONSE),
+            f"DELETE {RESPONSES}/{{id}}": _operation("Forget a response", _ANY_OBJECT),
+            f"POST {RESPONSES}/{{id}}/cancel": _operation(
+                "End a response that runs in the background", _RESPONSE
+            ),
+            "POST /generate": _streamed("DistServe's endpoint", _GENERATED, _generate()),
+            f"POST {INVOCATIONS}": _streamed(asked, _ANSWER, either),
+            **{f"POST {path}": _passed(path) for path in PASSED},
+            "GET /v1/models": _operation("Served models", _MODELS),
+            "GET /v1/models/{model}": _operation("One model", _MODEL),
+            "GET /healthz": _operation("Whether the process runs", None),
+            "GET /readyz": _operation("Whether a stream could start now", None),
+            "GET /health": _operation("As /readyz, without a text", None),
+            "GET /ping": _operation("As /health", None),
+            "POST /ping": _operation("As /health", None),
+            "GET /version": _operation("The version of the engine", _object(version=_TEXT)),
+            "GET /load": _operation("How many streams are open", _object(server_load=_NATURAL)),
         },
     )
 
 
-_FLEET = {
-    "type": "object",
-    "required": ["nodes"],
-    "properties": {"nodes": {"type": "array", "items": {"type": "object"}}},
-}
-_PAGE = {
-    "summary": "A page that shows the overview",
-    "responses": {
-        "200": {"description": "Done", "content": {"text/html": {"schema": {"type": "string"}}}}
-    },
-}
-
-
-def admin_document() -> dict[str, Any]:
+def admin_document() -> Schema:
     """The API for operators."""
     reloaded, of_rank, ended = _schema(ReloadResult), _schema(RankOrder), _schema(ExitReport)
+    exited = _object(instance=_TEXT, start=_INTEGER)
+    drain = _operation("Send nothing new to the instance, and move its streams", _DRAIN)
     return _document(
         "kvrs, admin port",
         {
-            "/kvrs/v1/state": {"get": _operation("Instances, streams, recoveries", {})},
-            "/kvrs/v1/overview": {"get": _operation("The same in few bytes", {})},
-            "/ui": {"get": _PAGE},
-            "/kvrs/v1/reload": {"post": _operation("Read the file again", reloaded)},
-            "/kvrs/v1/instances": {
-                "get": _operation("The fleet, as cluster.nodes of a file", _FLEET),
-                "post": _operation("Add an instance to a node", reloaded, _INSTANCE),
-            },
-            "/kvrs/v1/instances/{id}": {
-                "parameters": [_ID_IN_PATH],
-                "delete": _operation("Remove an instance once its streams are gone", reloaded),
-            },
-            "/kvrs/v1/drain/{id}": {
-                "parameters": [_ID_IN_PATH],
-                "post": {
-                    **_operation("Send nothing new to the instance, and move its streams", _DRAIN),
-                    "parameters": [_DRAIN_S],
-                },
-                "delete": _operation("Use the instance again", _DRAIN),
-            },
-            "/kvrs/v1/leave/{id}/{rank}": {
-                "parameters": [_ID_IN_PATH, _RANK_IN_PATH],
-                "post": _operation("Have a rank of the instance leave it", of_rank),
-                "delete": _operation("Have the rank back", of_rank),
-            },
-            "/kvrs/v1/exits/{id}": {
-                "parameters": [_ID_IN_PATH],
-                "post": _operation("Report how a process of the instance ended", _EXITED, ended),
-            },
-            "/metrics": {"get": _operation("Metrics for Prometheus", None)},
-            "/healthz": {"get": _operation("Whether the process runs", None)},
+            "GET /kvrs/v1/state": _operation("Instances, streams, recoveries", {}),
+            "GET /kvrs/v1/overview": _operation("The same in few bytes", {}),
+            "GET /ui": _PAGE,
+            "POST /kvrs/v1/reload": _operation("Read the file again", reloaded),
+            "GET /kvrs/v1/instances": _operation("The fleet, as cluster.nodes of a file", _FLEET),
+            "POST /kvrs/v1/instances": _operation("Add an instance to a node", reloaded, _INSTANCE),
+            "DELETE /kvrs/v1/instances/{id}": _operation(
+                "Remove an instance once its streams are gone", reloaded
+            ),
+            "POST /kvrs/v1/drain/{id}": drain | {"parameters": [_DRAIN_S]},
+            "DELETE /kvrs/v1/drain/{id}": _operation("Use the instance again", _DRAIN),
+            "POST /kvrs/v1/leave/{id}/{rank}": _operation(
+                "Have a rank of the instance leave it", of_rank
+            ),
+            "DELETE /kvrs/v1/leave/{id}/{rank}": _operation("Have the rank back", of_rank),
+            "POST /kvrs/v1/exits/{id}": _operation(
+                "Report how a process of the instance ended", exited, ended
+            ),
+            "GET /metrics": _operation("Metrics for Prometheus", None),
+            "GET /healthz": _operation("Whether the process runs", None),
         },
     )
 
@@ -297,34 +196,38 @@ def add_document(app: web.Application, document: Mapping[str, Any]) -> None:
     app.router.add_get(PATH, serve)
 
 
-def _document(title: str, paths: Mapping[str, Any]) -> dict[str, Any]:
-    own = {PATH: {"get": _operation("This document", {})}}
+def _document(title: str, operations: Mapping[str, Schema]) -> Schema:
+    """The document of these operations, each under its method and path."""
+    own = {f"GET {PATH}": _operation("This document", {})}
+    paths: dict[str, Schema] = {}
+    for key, operation in {**operations, **own}.items():
+        method, path = key.split(" ")
+        item = paths.setdefault(path, {})
+        item[method.lower()] = operation
+        if names := _IN_PATH.findall(path):
+            item["parameters"] = [_in_path(name) for name in names]
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": __version__},
-        "paths": {**paths, **own},
+        "paths": paths,
         "components": {
-            "schemas": {
-                "Error": _ERROR,
-                **_schemas(StreamOptions),
-            },
+            "schemas": {"Error": _ERROR, **_schemas(StreamOptions)},
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"bearer": []}],
     }
 
 
-def _operation(
-    summary: str, answer: Mapping[str, Any] | None, request: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def _in_path(name: str) -> Schema:
+    schema = _NATURAL if name == "rank" else _TEXT
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _operation(summary: str, answer: Schema | None, request: Schema | None = None) -> Schema:
     """`answer`: the schema of JSON; None: text."""
-    found = (
-        {"text/plain": {"schema": {"type": "string"}}}
-        if answer is None
-        else {"application/json": {"schema": dict(answer)}}
-    )
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    operation: dict[str, Any] = {
+    found = {"text/plain": {"schema": _TEXT}} if answer is None else _json(answer)
+    error = _json({"$ref": "#/components/schemas/Error"})
+    operation: Schema = {
         "summary": summary,
         "responses": {
             "200": {"description": "Done", "content": found},
@@ -332,30 +235,29 @@ def _operation(
         },
     }
     if request is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": dict(request)}},
-        }
+        operation["requestBody"] = {"required": True, "content": _json(request)}
     return operation
 
 
-def _passed(path: str) -> dict[str, Any]:
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _passed(path: str) -> Schema:
     """An endpoint that vLLM checks; the proxy's own tokenizer answers it in one form."""
-    properties: dict[str, Any] = {name: {} for name in ("model", *PASSED[path])}
+    properties: Schema = {name: {} for name in ("model", *PASSED[path])}
     body = {"type": "object", "properties": properties, "additionalProperties": False}
-    return _operation("As vLLM answers it, or 404 without vLLM", {"type": "object"}, body)
+    return _operation("As vLLM answers it, or 404 without vLLM", _ANY_OBJECT, body)
 
 
-def _streamed(
-    summary: str, answer: Mapping[str, Any], request: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def _streamed(summary: str, answer: Schema, request: Schema | None = None) -> Schema:
     """An answer that is whole or a stream of events, as the request says."""
     operation = _operation(summary, answer, request)
     operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return operation
 
 
-def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _request(kind: type[msgspec.Struct]) -> Schema:
     """The body as a struct reads it; backends may take further fields (docs/guide/openai.md). A
     null is as good as no field; a completion takes several prompts, each with `n` choices, which
     are `MAX_STREAMS` in all.
@@ -363,15 +265,15 @@ def _request(kind: type[msgspec.Struct]) -> dict[str, Any]:
     fields = (each for each in msgspec.structs.fields(kind) if each.encode_name not in _INTERNAL)
     schema = _schema(msgspec.defstruct(kind.__name__, [*map(_documented, fields)], kw_only=True))
     if (prompt := schema["properties"].get("prompt")) is not None:
-        many = {"type": "array", "items": prompt, "minItems": 1, "maxItems": MAX_STREAMS}
+        many = _list(prompt) | {"minItems": 1, "maxItems": MAX_STREAMS}
         schema["properties"]["prompt"] = {"anyOf": [prompt, many]}
     return schema
 
 
-def _generate() -> dict[str, Any]:
+def _generate() -> Schema:
     """A completion with one text and no place for more."""
     own = {
-        "prompt": {"type": "string", "minLength": 1},
+        "prompt": _TEXT | {"minLength": 1},
         "n": {"enum": [1, None]},
         "best_of": {"enum": [1, None]},
         "use_beam_search": {"enum": [False, None]},
@@ -382,12 +284,8 @@ def _generate() -> dict[str, Any]:
         for name, schema in _request(CompletionRequest)["properties"].items()
         if name in ALLOWED
     }
-    return {
-        "type": "object",
-        "required": ["prompt"],
-        "properties": taken | own,
-        "additionalProperties": False,
-    }
+    optional = (taken | own).keys() - {"prompt"}
+    return _object(*optional, **taken | own) | {"additionalProperties": False}
 
 
 def _documented(field: msgspec.structs.FieldInfo) -> tuple[str, Any] | tuple[str, Any, None]:
@@ -401,11 +299,11 @@ def _documented(field: msgspec.structs.FieldInfo) -> tuple[str, Any] | tuple[str
     return (name, kind) if field.required else (name, kind | None, None)
 
 
-def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    found: dict[str, Any] = _schemas(kind)[kind.__name__]
+def _schema(kind: type[msgspec.Struct]) -> Schema:
+    found: Schema = _schemas(kind)[kind.__name__]
     return found
 
 
-def _schemas(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _schemas(kind: type[msgspec.Struct]) -> Schema:
     """Those of a struct and of the structs within it, by name."""
     return msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")[1]
