@@ -23,6 +23,7 @@ from kvrs.report.table import (
     milliseconds,
     never_due_lines,
     origin_sentence,
+    rates_words,
     recoveries_by_option,
     run_names,
     share,
@@ -106,8 +107,7 @@ def render_comparison(names: Sequence[str], reports: Sequence[Report]) -> str:
                 plots.overlaid_cdf_svg(names, reports, "max_gap_s"),
             ),
             "</div>",
-            f"<section><h2>Every measure</h2><p class=words>{escape(NOTE)}</p>"
-            f"{_table(header, rows)}</section>",
+            _section("Every measure", NOTE, _table(header, rows)),
             *(_made_with(report, name) for name, report in zip(names, reports, strict=True)),
         )
     )
@@ -191,7 +191,7 @@ def _errors(report: Report) -> str:
         return ""
     table = _table(("kind", "streams", "first number", "message"), rows, "words-in-cells")
     words = "Streams that did not complete, by what ended them at the client."
-    return f"<section><h2>Errors</h2><p class=words>{words}</p>{table}</section>"
+    return _section("Errors", words, table)
 
 
 def _timeline(report: Report) -> str:
@@ -201,10 +201,11 @@ def _timeline(report: Report) -> str:
 
 
 def _figure(title: str, words: str, svg: str) -> str:
-    return (
-        f"<section><h2>{escape(title)}</h2><p class=words>{escape(words)}</p><div "
-        f"class=plot>{svg}</div></section>"
-    )
+    return _section(title, words, f"<div class=plot>{svg}</div>")
+
+
+def _section(title: str, words: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2><p class=words>{escape(words)}</p>{content}</section>"
 
 
 def _impact(report: Report) -> str:
@@ -239,10 +240,7 @@ def _groups(report: Report) -> str:
         ]
     table = _table(("", "interrupted", "uninterrupted"), rows)
     words = "Shown apart, because the many that were not hit hide the few that were."
-    return (
-        f"<section><h2>Interrupted and uninterrupted</h2><p "
-        f"class=words>{words}</p>{table}</section>"
-    )
+    return _section("Interrupted and uninterrupted", words, table)
 
 
 def _costs(report: Report) -> str:
@@ -263,10 +261,7 @@ def _costs(report: Report) -> str:
     ]
     table = _table(("option", "count", "predicted", "real", "error", "off by"), rows)
     words = "Means. Error is real minus predicted; off by is its size as a share of the real cost."
-    return (
-        f"<div class=pair>{figure}<section><h2>By option</h2><p "
-        f"class=words>{words}</p>{table}</section></div>"
-    )
+    return f"<div class=pair>{figure}{_section('By option', words, table)}</div>"
 
 
 def _runs(report: Report) -> str:
@@ -296,17 +291,14 @@ def _runs(report: Report) -> str:
             ),
         )
     )
-    rows.append(("offered / asked requests per s", *(_rates(run) for run in runs)))
+    rows.append(("offered / asked requests per s", *(rates_words(run) for run in runs)))
     columns = ("", *run_names(report)[: len(runs)])
     title = (
         "With and without the fault"
         if report["faults"] and clean is not None
         else "The run in numbers"
     )
-    return (
-        f"<section><h2>{title}</h2><p "
-        f"class=words>{escape(_slo_words(report['slo']))}</p>{_table(columns, rows)}</section>"
-    )
+    return _section(title, _slo_words(report["slo"]), _table(columns, rows))
 
 
 def _slo_words(slo: Any) -> str:
@@ -316,14 +308,6 @@ def _slo_words(slo: Any) -> str:
         f"s and TPOT within "
         f"{slo['tpot_s']} s{tbt}. Send lag is the delay of the "
         f"client itself: the time from when a request was due until it was sent."
-    )
-
-
-def _rates(run: Any) -> str:
-    return (
-        "-"
-        if run["asked_per_s"] is None
-        else f"{run['offered_per_s']:.2f} / {run['asked_per_s']:.2f}"
     )
 
 
@@ -345,9 +329,7 @@ def _repeats(report: Report) -> str:
         f"{len(runs)} runs of the same requests; intervals under Student's t-distribution. "
         f"All other sections show run 1."
     )
-    return (
-        f"<section><h2>Over repeated runs</h2><p class=words>{escape(words)}</p>{table}</section>"
-    )
+    return _section("Over repeated runs", words, table)
 
 
 def _recoveries(report: Report) -> str:
@@ -385,7 +367,7 @@ def _recoveries(report: Report) -> str:
         for row in report["recovery_rows"]
     ]
     if not rows:
-        return "<section><h2>Recoveries</h2><p class=words>None.</p></section>"
+        return _section("Recoveries", "None.", "")
     opened = " open" if len(rows) <= _ROWS_OPEN else ""
     table = _table(columns, rows, "words-in-cells")
     return (

@@ -212,7 +212,11 @@ def _quantities(report: Report) -> Table:
         _goodput(fault),
         "" if clean is None else _goodput(clean),
     )
-    row("requests/s offered / asked", _rates(fault), "" if clean is None else _rates(clean))
+    row(
+        "requests/s offered / asked",
+        rates_words(fault),
+        "" if clean is None else rates_words(clean),
+    )
     for option, costs in report["recovery_options"].items():
         words = _both(costs["predicted_s"], costs["real_s"])
         row(f"{option}: predicted / real cost", Text(words))
@@ -302,7 +306,7 @@ def _goodput(run: Mapping[str, Any]) -> str:
     return f"{run['goodput_per_s']:.2f}/s ({run['slo_met']})"
 
 
-def _rates(run: Mapping[str, Any]) -> str:
+def rates_words(run: Mapping[str, Any]) -> str:
     return (
         "-"
         if run["asked_per_s"] is None
