@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,8 +30,15 @@ from kvrs.engine.tiny import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.profiles.catalog import parse_profile
-from kvrs.profiles.fits import fit_transfer
-from kvrs.profiles.schema import DecodeRows, ModelLoad, PageTimes, PrefillRows, Profile, ProfileLink
+from kvrs.profiles.schema import (
+    DecodeRows,
+    ModelLoad,
+    PageTimes,
+    PrefillRows,
+    Profile,
+    ProfileLink,
+    TransferTime,
+)
 from kvrs.scheduling.sequences import Chunk
 
 NEW_INTERVALS = 8
@@ -370,3 +378,20 @@ def _doubling(largest: int) -> list[int]:
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
     return [*sizes, largest]
+
+
+def fit_transfer(points: Sequence[tuple[int, float]]) -> TransferTime:
+    """`alpha + bytes / rate` through (bytes, seconds), by least relative squares, so that short
+    transfers count too.
+
+    Where noise would make either of them negative, the rate is that of the largest transfer and the
+    start is free.
+    """
+    sizes, times_s = np.array(points, dtype=float).T
+    weights = 1.0 / np.maximum(times_s, 1e-9)
+    columns = np.stack([weights, weights * sizes], axis=1)
+    alpha_s, slope = map(float, np.linalg.lstsq(columns, weights * times_s)[0])
+    if slope > 0 and alpha_s >= 0:
+        return TransferTime(alpha_s=alpha_s, bytes_per_s=1 / slope)
+    largest, longest_s = max(points)
+    return TransferTime(alpha_s=0.0, bytes_per_s=largest / max(longest_s, 1e-9))
