@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 class _FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([message])
+        raise ConfigError(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +120,7 @@ def _run(launch: "Launch") -> None:
     try:
         engine = RecoverableEngine.from_args(flags)
     except (AssertionError, ValueError) as error:
-        raise ConfigError([f"DistServe refuses its flags: {error}"]) from error
+        raise ConfigError(f"DistServe refuses its flags: {error}") from error
     model = describe_model(launch, engine.geometry)
 
     async def serve() -> None:
@@ -153,7 +153,7 @@ def _start_ray(wanted_gpus: int, *, off_gpu: bool) -> None:
     has_gpus = int(ray.cluster_resources().get("GPU", 0))
     if has_gpus < wanted_gpus:
         raise ConfigError(
-            [f"the flags ask for {wanted_gpus} GPUs; allowed: at most the {has_gpus} that Ray has"]
+            f"the flags ask for {wanted_gpus} GPUs; allowed: at most the {has_gpus} that Ray has"
         )
 
 
@@ -167,17 +167,17 @@ def _wanted_gpus(flags: argparse.Namespace) -> int:
 def _node(config: Config, wanted: NodeId) -> NodeSettings:
     if config.cluster.backend is not Backend.DISTSERVE:
         raise ConfigError(
-            [f"cluster.backend: got {config.cluster.backend.value!r}; allowed here: 'distserve'"]
+            f"cluster.backend: got {config.cluster.backend.value!r}; allowed here: 'distserve'"
         )
     for node in config.cluster.nodes:
         if node.id == wanted:
             if all(instance.role is not Role.PREFILL for instance in node.instances):
                 raise ConfigError(
-                    [f"cluster.nodes: node {wanted!r} has no prefill instance; allowed here: both"]
+                    f"cluster.nodes: node {wanted!r} has no prefill instance; allowed here: both"
                 )
             return node
     allowed = ", ".join(node.id for node in config.cluster.nodes)
-    raise ConfigError([f"--kvrs-node: {wanted!r} is not in cluster.nodes; allowed: {allowed}"])
+    raise ConfigError(f"--kvrs-node: {wanted!r} is not in cluster.nodes; allowed: {allowed}")
 
 
 def _add_flags(parser: argparse.ArgumentParser, config: Config, *, off_gpu: bool) -> None:
@@ -206,10 +206,8 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
     for name in ("host", "port"):
         if getattr(flags, name) is not None:
             raise ConfigError(
-                [
-                    f"--{name}: got {getattr(flags, name)}; allowed: none (cluster.nodes "
-                    f"has those of both instances)"
-                ]
+                f"--{name}: got {getattr(flags, name)}; allowed: none (cluster.nodes "
+                f"has those of both instances)"
             )
     _check_model(flags, config)
     model = ModelConfig.from_directory(Path(flags.model))
@@ -222,7 +220,7 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
             if size < 1 or parts % size:
                 name = f"--{stage}-{kind}-parallel-size"
                 raise ConfigError(
-                    [f"{name}: got {size}; allowed: a divisor of the model's {parts} {what}"]
+                    f"{name}: got {size}; allowed: a divisor of the model's {parts} {what}"
                 )
     for instance in node.instances:
         for key, host, port in (
@@ -231,9 +229,7 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
         ):
             name = f"instance {instance.id}"
             if not port:
-                raise ConfigError(
-                    [f"{name}: {key} is 0; allowed: the port at which peers reach it"]
-                )
+                raise ConfigError(f"{name}: {key} is 0; allowed: the port at which peers reach it")
             with naming_port(name, key, host, port), socket.socket() as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind((host, port))
@@ -241,17 +237,17 @@ def _check(flags: argparse.Namespace, config: Config, node: NodeSettings) -> Non
 
 def _check_model(flags: argparse.Namespace, config: Config) -> None:
     if flags.model is None:
-        raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
+        raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
     if (
         config.cluster.model is not None
         and Path(flags.model).resolve() != Path(config.cluster.model).resolve()
     ):
         raise ConfigError(
-            [f"--model: got {flags.model}; allowed: cluster.model, which is {config.cluster.model}"]
+            f"--model: got {flags.model}; allowed: cluster.model, which is {config.cluster.model}"
         )
     if not (Path(flags.model) / "config.json").is_file():
         raise ConfigError(
-            [f"--model: {flags.model} has no config.json; allowed: a Hugging Face model directory"]
+            f"--model: {flags.model} has no config.json; allowed: a Hugging Face model directory"
         )
 
 

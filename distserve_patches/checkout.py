@@ -19,14 +19,12 @@ def find(home: Path | str | None) -> Path:
     """
     given = home or os.environ.get(HOME_ENV)
     if not given:
-        raise ConfigError([f"{HOME_ENV}: not set; allowed: a checkout of DistServe"])
+        raise ConfigError(f"{HOME_ENV}: not set; allowed: a checkout of DistServe")
     root = Path(given).resolve()
     if not (root / "distserve" / "single_stage_engine.py").is_file():
         raise ConfigError(
-            [
-                f"{HOME_ENV}: got {root}; allowed: a checkout of DistServe "
-                f"(distserve/single_stage_engine.py is not there)"
-            ]
+            f"{HOME_ENV}: got {root}; allowed: a checkout of DistServe "
+            f"(distserve/single_stage_engine.py is not there)"
         )
     return root
 
@@ -43,19 +41,13 @@ def import_plain(home: Path, *, off_gpu: bool) -> None:
         _import(off_gpu=off_gpu)
     except ImportError as error:
         raise ConfigError(
-            [
-                f"DistServe at {home}: {error}; `pip install 'kvrs[distserve]'` brings "
-                f"what it imports"
-            ]
+            f"DistServe at {home}: {error}; `pip install 'kvrs[distserve]'` brings what it imports"
         ) from error
     except (OSError, RuntimeError) as error:
         # SwiftTransformer is not there, or was built for another torch.
         reason = " ".join(str(error).split())
         raise ConfigError(
-            [
-                f"DistServe at {home}: {reason} (SWIFT_TRANSFORMER_LIB_PATH says where "
-                f"the library is)"
-            ]
+            f"DistServe at {home}: {reason} (SWIFT_TRANSFORMER_LIB_PATH says where the library is)"
         ) from error
 
 

@@ -168,12 +168,10 @@ class Server:
             instance.max_model_len = min(instance.max_model_len, longest)
             if instance.max_model_len < _WARM_UP_STEPS:
                 raise ConfigError(
-                    [
-                        f"the stages hold requests of {instance.max_model_len} tokens; "
-                        f"allowed: at least {_WARM_UP_STEPS} "
-                        "(--gpu-memory-utilization, --max-num-blocks-per-req and "
-                        "--context-max-tokens-per-batch limit them)"
-                    ]
+                    f"the stages hold requests of {instance.max_model_len} tokens; "
+                    f"allowed: at least {_WARM_UP_STEPS} "
+                    "(--gpu-memory-utilization, --max-num-blocks-per-req and "
+                    "--context-max-tokens-per-batch limit them)"
                 )
 
     async def _measure(self, running: asyncio.Future[None]) -> None:
@@ -246,7 +244,7 @@ def _fingerprint(
     weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
     if not weights:
         raise ConfigError(
-            [f"{directory}: no weights; allowed: a directory with *.safetensors or *.bin"]
+            f"{directory}: no weights; allowed: a directory with *.safetensors or *.bin"
         )
     for path in weights:
         with path.open("rb") as file:

@@ -19,10 +19,8 @@ class PageWorker(PageShard, para_worker()):  # type: ignore[misc]  # A class tha
         if num_gpu_blocks < 1:
             given = self.cache_config.gpu_memory_utilization
             raise ConfigError(
-                [
-                    f"--gpu-memory-utilization: got {given}; allowed: more (the model "
-                    f"leaves no room for one block of KV)"
-                ]
+                f"--gpu-memory-utilization: got {given}; allowed: more (the model "
+                f"leaves no room for one block of KV)"
             )
         return super().init_kvcache_and_swap(num_gpu_blocks, num_cpu_blocks)
 

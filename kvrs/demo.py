@@ -83,7 +83,7 @@ def run_demo(options: DemoOptions) -> bool:
             f"at least {FEWEST_REQUESTS}, or a --fault of your own (the demo's waits for 10 "
             f"streams at one instance)"
         )
-        raise ConfigError([f"--requests: got {options.requests}; allowed: {allowed}"])
+        raise ConfigError(f"--requests: got {options.requests}; allowed: {allowed}")
     config = demo_config(options.policy, options.seed, BackupMode.BOTH)
     faults = parse_faults(DEFAULT_FAULTS) if options.fault is None else load_faults(options.fault)
     if mistakes := unknown_victims(faults, members_of(config)):

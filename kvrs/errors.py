@@ -28,9 +28,9 @@ class ConfigError(KvrsError):
     allowed.
     """
 
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = faults
+    def __init__(self, faults: str | list[str]) -> None:
+        self.faults = [faults] if isinstance(faults, str) else faults
+        super().__init__("\n".join(self.faults))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         # A worker process may have raised it.

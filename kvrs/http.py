@@ -344,9 +344,7 @@ def naming_port(owner: str, key: str, host: str, port: int) -> Iterator[None]:
         yield
     except OSError as fault:
         why = "in use" if fault.errno == errno.EADDRINUSE else fault.strerror or str(fault)
-        raise ConfigError(
-            [f"{owner}: {key}: {host}:{port} is {why}; allowed: a free port"]
-        ) from None
+        raise ConfigError(f"{owner}: {key}: {host}:{port} is {why}; allowed: a free port") from None
 
 
 class News:

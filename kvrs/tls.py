@@ -173,7 +173,7 @@ class Certificates:
             raise self._fault("cert", cert, str(cause)) from None
 
     def _fault(self, name: str, file: str, cause: str) -> ConfigError:
-        return ConfigError([f"{self._section}.{name}: {file}: {cause}"])
+        return ConfigError(f"{self._section}.{name}: {file}: {cause}")
 
 
 def load_certificates(section: str, files: CertificateFiles | None) -> Certificates | None:

@@ -82,7 +82,7 @@ def opt(
 
 def gpt2(*_: Any) -> NoReturn:
     raise ConfigError(
-        ["model: GPT-2 is not among the models that run off the GPU; allowed: llama, opt"]
+        "model: GPT-2 is not among the models that run off the GPU; allowed: llama, opt"
     )
 
 
@@ -105,14 +105,12 @@ class Model:
         """Raises ConfigError: what only a GPU can do is asked for."""
         if dtype != "fp32":
             raise ConfigError(
-                [
-                    f"dtype: got {dtype!r}; allowed: 'fp32' (off the GPU everything is "
-                    f"computed in float32)"
-                ]
+                f"dtype: got {dtype!r}; allowed: 'fp32' (off the GPU everything is "
+                f"computed in float32)"
             )
         if block_size & (block_size - 1):
             raise ConfigError(
-                [f"--block-size: got {block_size}; allowed off the GPU: a power of two"]
+                f"--block-size: got {block_size}; allowed off the GPU: a power of two"
             )
         self._geometry = KvGeometry(
             layers=layers,
@@ -136,10 +134,8 @@ class Model:
 
     def init_dummy_weights(self) -> None:
         raise ConfigError(
-            [
-                "--use-dummy-weights: not off the GPU; `python -m kvrs.engine.tiny "
-                "DIRECTORY SEED` writes a small model"
-            ]
+            "--use-dummy-weights: not off the GPU; `python -m kvrs.engine.tiny "
+            "DIRECTORY SEED` writes a small model"
         )
 
     def load_weight(self, path: str) -> None:
@@ -161,10 +157,8 @@ class Model:
         own, theirs = self._geometry, (config.layers, config.kv_heads, config.head_dim)
         if theirs != (own.layers, own.kv_heads, own.head_dim):
             raise ConfigError(
-                [
-                    f"{directory}: DistServe takes head_dim to be hidden_size / "
-                    f"num_attention_heads; this model differs"
-                ]
+                f"{directory}: DistServe takes head_dim to be hidden_size / "
+                f"num_attention_heads; this model differs"
             )
         with torch.inference_mode():
             self._decoder = load_decoder(

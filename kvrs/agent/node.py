@@ -62,10 +62,8 @@ class NodeAgent:
         ):
             capacity = config.backup.capacity_bytes
             raise ConfigError(
-                [
-                    f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which "
-                    f"{directory.path} and the memory limit of this process leave"
-                ]
+                f"backup.capacity_bytes: got {capacity}; allowed: at most {room}, which "
+                f"{directory.path} and the memory limit of this process leave"
             )
         try:
             self.store = HostStore(
@@ -73,7 +71,7 @@ class NodeAgent:
             )
         except OSError as error:
             raise ConfigError(
-                [f"backup.directory: {directory.path}: {error.strerror or error}"]
+                f"backup.directory: {directory.path}: {error.strerror or error}"
             ) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         self.page_server = PageServer(
@@ -187,7 +185,7 @@ def node_of(config: Config, node: NodeId) -> NodeSettings:
         if settings.id == node:
             return settings
     allowed = ", ".join(settings.id for settings in config.cluster.nodes)
-    raise ConfigError([f"node {node!r} is not in cluster.nodes; allowed: {allowed}"])
+    raise ConfigError(f"node {node!r} is not in cluster.nodes; allowed: {allowed}")
 
 
 def open_directory(config: Config, node: NodeId, secret: bytes) -> StoreDirectory:

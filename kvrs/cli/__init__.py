@@ -100,4 +100,4 @@ def _options(
         os.environ[LEVEL_ENV_NAME] = log_level.value
     elif (asked := os.environ.get(LEVEL_ENV_NAME, "")).lower() not in ("", *LEVELS):
         fault = f"got {asked!r}; allowed: {', '.join(LEVELS)}"
-        raise ConfigError([f"environment variable {LEVEL_ENV_NAME}: {fault}"])
+        raise ConfigError(f"environment variable {LEVEL_ENV_NAME}: {fault}")

@@ -88,9 +88,9 @@ def init(file: NewFile, backend: Situation = Backend.EMBEDDED) -> None:
         with file.open("x", encoding="utf-8") as new:
             new.write(first_file(backend))
     except FileExistsError:
-        raise ConfigError([f"{file}: exists; allowed: a file that does not"]) from None
+        raise ConfigError(f"{file}: exists; allowed: a file that does not") from None
     except OSError as error:
-        raise ConfigError([f"{file}: {error.strerror}"]) from None
+        raise ConfigError(f"{file}: {error.strerror}") from None
     console.print(f"{file} is written; its first lines say what to do", style="green")
 
 

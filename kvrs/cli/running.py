@@ -148,10 +148,7 @@ def _up_config(
     """The settings of file and preset, or of the demo, overridden by the command line."""
     if config is not None and nodes is not None:
         raise ConfigError(
-            [
-                f"--nodes: got {nodes} beside --config; allowed: one of them (the file "
-                f"names its nodes)"
-            ]
+            f"--nodes: got {nodes} beside --config; allowed: one of them (the file names its nodes)"
         )
     # Checkpoints slow DistServe down (docs/evidence.md).
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
@@ -169,7 +166,7 @@ def _up_config(
     if model is not None:
         if not (model / "config.json").is_file():
             raise ConfigError(
-                [f"--model: {model} has no config.json; allowed: a Hugging Face model directory"]
+                f"--model: {model} has no config.json; allowed: a Hugging Face model directory"
             )
         document["cluster"]["model"] = str(model.resolve())
     if backend is not None:
@@ -177,7 +174,7 @@ def _up_config(
     if distserve_home is not None:
         if document["cluster"]["backend"] != Backend.DISTSERVE:
             raise ConfigError(
-                ["--distserve-home: given without --backend distserve; allowed: both, or neither"]
+                "--distserve-home: given without --backend distserve; allowed: both, or neither"
             )
         document["cluster"]["distserve"]["home"] = str(distserve_home.resolve())
     for key, value in of_proxy.items():
@@ -280,9 +277,7 @@ def agent(
     given = node_of(settings, NodeId(node)).agent
     if not (given.port and given.page_port):
         raise ConfigError(
-            [
-                f"agent of node {node}: its port or page_port is 0; allowed: the ports "
-                f"at which other processes reach it"
-            ]
+            f"agent of node {node}: its port or page_port is 0; allowed: the ports "
+            f"at which other processes reach it"
         )
     run_agent(read, NodeId(node))

@@ -200,7 +200,7 @@ class Hosted:
                     print(line, end="", file=sys.stderr, flush=True)
                     last = line.strip()
         if server.returncode == USER_ERRED:
-            raise ConfigError([last])
+            raise ConfigError(last)
         self._report_exit(server.returncode)
 
 

@@ -41,7 +41,7 @@ def several_proxies(proxy: ProxySettings, count: int) -> list[ProxySettings]:
     if proxy.peers:
         named = ", ".join(peer.id for peer in proxy.peers)
         raise ConfigError(
-            [f"--proxies: got {count} beside proxy.peers ({named}); allowed: one of them"]
+            f"--proxies: got {count} beside proxy.peers ({named}); allowed: one of them"
         )
     made: list[ProxySettings] = []
     for number in range(count):

@@ -73,10 +73,8 @@ def _processes(config: Config) -> Iterator[Process]:
                 yield Process(name, node.id, Kind.SERVER, server_s)
         case Backend.VLLM:
             raise ConfigError(
-                [
-                    "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
-                    "'distserve' (see docs/guide/vllm.md)"
-                ]
+                "cluster.backend: got 'vllm'; allowed for `kvrs up`: 'embedded', "
+                "'distserve' (see docs/guide/vllm.md)"
             )
         case _:
             assert_never(cluster.backend)
@@ -132,14 +130,12 @@ def check_home(config: Config, environ: Mapping[str, str]) -> None:
         key, home = f"environment variable {HOME_ENV}", environ.get(HOME_ENV)
     if not home:
         raise ConfigError(
-            [
-                f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a "
-                f"checkout of DistServe"
-            ]
+            f"cluster.distserve.home: missing, and {HOME_ENV} is not set; allowed: a "
+            f"checkout of DistServe"
         )
     if not (Path(home) / "distserve" / "llm.py").is_file():
         raise ConfigError(
-            [f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"]
+            f"{key}: {home} has no distserve/llm.py; allowed: a checkout of DistServe"
         )
 
 
@@ -164,4 +160,4 @@ def gpus_of(config: Config) -> int | None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"cluster.distserve.flags: {message}"])
+        raise ConfigError(f"cluster.distserve.flags: {message}")

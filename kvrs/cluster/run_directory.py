@@ -129,7 +129,7 @@ def with_segments(config: Config, run_directory: Path) -> Config:
         own.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
-            [f"backup.directory: {own.parent}: {error.strerror}; allowed: a directory to write in"]
+            f"backup.directory: {own.parent}: {error.strerror}; allowed: a directory to write in"
         ) from None
     backup = config.backup.model_copy(update={"directory": str(own)})
     return config.model_copy(update={"backup": backup})

@@ -229,4 +229,4 @@ class ClusterSettings(Settings):
             if instance.id == instance_id:
                 return node, instance
         allowed = ", ".join(instance.id for _, instance in self.instances())
-        raise ConfigError([f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}"])
+        raise ConfigError(f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}")

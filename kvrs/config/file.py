@@ -226,7 +226,7 @@ def _read_lines(
     for secret in secrets:
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
-                [f"{source}: {what} of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"]
+                f"{source}: {what} of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"
             )
     return secrets
 

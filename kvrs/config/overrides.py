@@ -66,10 +66,8 @@ def _path(name: str, schema: dict[str, Any]) -> KeyPath:
             if (key := part.lower()) not in keys or part != part.upper():
                 near = get_close_matches(key, keys, n=1, cutoff=0)[0]
                 raise ConfigError(
-                    [
-                        f"environment variable {name}: no setting; the nearest one is "
-                        f"{done}{near.upper()}"
-                    ]
+                    f"environment variable {name}: no setting; the nearest one is "
+                    f"{done}{near.upper()}"
                 )
             path.append(key)
             node = resolved(schema, node["properties"][key])
@@ -79,10 +77,8 @@ def _path(name: str, schema: dict[str, Any]) -> KeyPath:
         else:
             allowed = "an index, as 0" if "items" in node else "nothing below it"
             raise ConfigError(
-                [
-                    f"environment variable {name}: got {part!r} below "
-                    f"{done.removesuffix(_NESTED)}; allowed: {allowed}"
-                ]
+                f"environment variable {name}: got {part!r} below "
+                f"{done.removesuffix(_NESTED)}; allowed: {allowed}"
             )
         done += part + _NESTED
     return tuple(path)
@@ -93,7 +89,7 @@ def _parsed(name: str, value: str) -> Any:
         return parse_yaml(value)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError([f"environment variable {name}: not valid YAML: {reason}"]) from None
+        raise ConfigError(f"environment variable {name}: not valid YAML: {reason}") from None
 
 
 def _put(source: Source, path: KeyPath, name: str, value: Any, defaults: Mapping[str, Any]) -> None:
@@ -130,10 +126,8 @@ def _section(node: Any, part: str | int, name: str) -> Any:
         case list(), int():
             if part > len(node):
                 raise ConfigError(
-                    [
-                        f"environment variable {name}: got item {part} of a list of {len(node)}; "
-                        f"allowed: 0 to {len(node)}"
-                    ]
+                    f"environment variable {name}: got item {part} of a list of {len(node)}; "
+                    f"allowed: 0 to {len(node)}"
                 )
             if part == len(node):
                 node.append({})

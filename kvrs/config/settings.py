@@ -229,7 +229,7 @@ def read_private(path: str, source: str) -> bytes:
     try:
         with Path(path).open("rb") as file:
             if fault := fault_of_mode(os.fstat(file.fileno()), os.geteuid()):
-                raise ConfigError([f"{source}: {fault}"])
+                raise ConfigError(f"{source}: {fault}")
             return file.read()
     except OSError as error:
-        raise ConfigError([f"{source}: {error.strerror}"]) from None
+        raise ConfigError(f"{source}: {error.strerror}") from None

@@ -88,11 +88,11 @@ def read_source(path: Path, environ: Mapping[str, str] | None = None) -> Source:
     try:
         return _parse(path.read_text(encoding="utf-8"), path, environ)
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         hint = _FLOW_HINT if "${" in reason else ""
-        raise ConfigError([f"{path}: not valid YAML: {reason}{hint}"]) from None
+        raise ConfigError(f"{path}: not valid YAML: {reason}{hint}") from None
 
 
 def lay_over(source: Source, below: Source) -> None:
@@ -190,15 +190,15 @@ def _value(found: re.Match[str], environ: Mapping[str, str], names: list[str]) -
         return found[0][1:]
     name, given, default = found[1].partition(":-")
     if _NAME.fullmatch(name) is None:
-        raise ConfigError([f"got {found[0]!r}; allowed: ${{NAME}}, ${{NAME:-default}}, or $${{"])
+        raise ConfigError(f"got {found[0]!r}; allowed: ${{NAME}}, ${{NAME:-default}}, or $${{")
     if name in SECRETS:
-        raise ConfigError([f"got {found[0]!r}, which is a secret; allowed: no secret in settings"])
+        raise ConfigError(f"got {found[0]!r}, which is a secret; allowed: no secret in settings")
     names.append(name)
     if not (value := environ.get(name, "")) and given:
         return default
     if name not in environ:
         raise ConfigError(
-            [f"environment variable {name} is not set; allowed: a value, or ${{{name}:-default}}"]
+            f"environment variable {name} is not set; allowed: a value, or ${{{name}:-default}}"
         )
     return value
 

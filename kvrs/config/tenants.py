@@ -41,7 +41,7 @@ def key_hash(key: bytes) -> bytes:
 def check_name(name: object) -> None:
     """Raises ConfigError: it cannot be a tenant's name."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise ConfigError([f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}"])
+        raise ConfigError(f"got {name!r:.80} as a tenant's name; allowed: {_NAME.pattern}")
 
 
 def has_keys(security: SecuritySettings, environ: Mapping[str, str]) -> bool:
@@ -72,13 +72,13 @@ def read_tenants(
 
 def _parse(text: bytes) -> dict[str, TenantSettings]:
     if len(text) > _MOST_BYTES:
-        raise ConfigError([f"got {len(text)} bytes; allowed: at most {_MOST_BYTES}"])
+        raise ConfigError(f"got {len(text)} bytes; allowed: at most {_MOST_BYTES}")
     try:
         document = parse_yaml(text.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"not valid YAML: {' '.join(str(error).split())}"]) from None
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict) or not document:
-        raise ConfigError(["no tenant; allowed: a section for each tenant, under its name"])
+        raise ConfigError("no tenant; allowed: a section for each tenant, under its name")
     tenants: dict[str, TenantSettings] = {}
     faults: list[str] = []
     owners: dict[str, str] = {}

@@ -54,5 +54,5 @@ SHAPES = {
 def shape_of(model: str) -> ModelShape:
     """Raises ConfigError: the model is not among those."""
     if model not in SHAPES:
-        raise ConfigError([f"model {model!r}; allowed: {', '.join(sorted(SHAPES))}"])
+        raise ConfigError(f"model {model!r}; allowed: {', '.join(sorted(SHAPES))}")
     return SHAPES[model]

@@ -132,12 +132,12 @@ class AnchoredMemory:
             log.warning("no agent: weights are this process's own", extra={"cause": str(error)})
             return None
         except AnchorError as error:
-            raise ConfigError([f"state_plane: {error}"]) from None
+            raise ConfigError(f"state_plane: {error}") from None
         # Populated: the first use of a page would cost as much, and in the middle of a step.
         memory = tensor_of(map_file(fd, arena.size_bytes, writable=False, populated=True))
         root = arena.root(memory)
         if root is None or (to_write is not None and not arena.is_whole(memory)):
-            raise ConfigError(["state_plane: the arena of weights is damaged"])
+            raise ConfigError("state_plane: the arena of weights is damaged")
         return proven(with_rotary(arena.decoder(memory), config, positions)), root
 
     def pool(
@@ -158,7 +158,7 @@ class AnchoredMemory:
             log.warning("no agent: KV is this process's own", extra={"cause": str(error)})
             return None
         except AnchorError as error:
-            raise ConfigError([f"state_plane: {error}"]) from None
+            raise ConfigError(f"state_plane: {error}") from None
         region = Region(fd)
         memory = tensor_of(region.memory)[layout.size_bytes :]
         pool = KvPool(geometry, pages, torch.device("cpu"), memory)
@@ -192,7 +192,7 @@ class AnchoredMemory:
             with mmap.mmap(fd, arena.size_bytes) as memory:
                 arena.write(tensor_of(memory), decoder, root)
             if file_states(files) != before:
-                raise ConfigError([f"cluster.model: {directory}: changed while it was read"])
+                raise ConfigError(f"cluster.model: {directory}: changed while it was read")
         finally:
             os.close(fd)
         with self._attaching() as anchored:

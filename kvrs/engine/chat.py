@@ -61,7 +61,7 @@ class ChatTemplate:
                 name: environment.from_string(source) for name, source in sources.items()
             }
         except jinja2.TemplateError as error:
-            raise ConfigError([f"{where}: chat_template: {error}"]) from None
+            raise ConfigError(f"{where}: chat_template: {error}") from None
         self._special_tokens = dict(special_tokens)
 
     def render(self, request: ChatRequest) -> str:
@@ -128,10 +128,8 @@ def load_chat_template(model_directory: Path) -> ChatTemplate | None:
             )
         case _:
             raise ConfigError(
-                [
-                    f"{where}: chat_template: allowed: a string, or a list of objects "
-                    f"with name and template"
-                ]
+                f"{where}: chat_template: allowed: a string, or a list of objects "
+                f"with name and template"
             )
 
 
@@ -141,7 +139,7 @@ def _read_config(where: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(where.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError([f"{where}: {error}"]) from None
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _is_named(entry: object) -> bool:

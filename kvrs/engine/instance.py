@@ -74,7 +74,7 @@ class LoadedModel:
         """
         node, settings = config.cluster.find(instance_id)
         if config.cluster.model is None:
-            raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
+            raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         engine = config.cluster.engine
         started_s = time.monotonic()
         directory = Path(config.cluster.model)

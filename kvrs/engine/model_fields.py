@@ -17,13 +17,13 @@ class Fields:
         self.values: dict[str, Any] = _read_object(path) if values is None else values
 
     def refuse(self, name: str, value: object, allowed: str) -> NoReturn:
-        raise ConfigError([f"{self.path}: {self.prefix}{name}: got {value!r}; allowed: {allowed}"])
+        raise ConfigError(f"{self.path}: {self.prefix}{name}: got {value!r}; allowed: {allowed}")
 
     def _get(self, name: str, default: Any) -> Any:
         # Hugging Face writes null for "not set".
         value = self.values.get(name)
         if value is None and default is None:
-            raise ConfigError([f"{self.path}: {self.prefix}{name}: missing"])
+            raise ConfigError(f"{self.path}: {self.prefix}{name}: missing")
         return default if value is None else value
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -77,9 +77,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError([f"{path}: got a {type(values).__name__}; allowed: an object"])
+        raise ConfigError(f"{path}: got a {type(values).__name__}; allowed: an object")
     return values

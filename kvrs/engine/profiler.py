@@ -178,10 +178,8 @@ def _longest(options: ProfileOptions, worker: Worker) -> int:
     fits = worker.max_positions // 2
     if options.longest_tokens is not None and options.longest_tokens > fits:
         raise ConfigError(
-            [
-                f"--longest-tokens: got {options.longest_tokens}; allowed: at most "
-                f"{fits}, half of the model's positions"
-            ]
+            f"--longest-tokens: got {options.longest_tokens}; allowed: at most "
+            f"{fits}, half of the model's positions"
         )
     # A multiple of the intervals, so that every grid point is a whole number of tokens.
     return (

@@ -156,10 +156,8 @@ def end_tokens_of(config: ModelConfig) -> frozenset[int]:
 def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            [
-                "cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no "
-                "CUDA device that torch can use)"
-            ]
+            "cluster.engine.device: got 'cuda'; allowed: 'cpu' (this machine has no "
+            "CUDA device that torch can use)"
         )
     return torch.device(name)
 

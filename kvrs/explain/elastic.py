@@ -94,7 +94,7 @@ def explain_elastic(question: ElasticQuestion) -> dict[str, Any]:
         dead = frozenset(before.ranks[question.tp - question.lost :])
         after = on_demand.reshaped(before, units, on_demand.survivors(before, sorted(dead)))
     except LayoutError as error:
-        raise ConfigError([f"--tp, --lost: {error}"]) from None
+        raise ConfigError(f"--tp, --lost: {error}") from None
     tokens = question.requests * question.context_tokens
     kv_bytes = tokens * profile.geometry.bytes_per_token
     cells = _per_head(kv_bytes, units) if question.has_backup else 0
@@ -227,7 +227,7 @@ def _recompute_s(question: ElasticQuestion, after: Layout, units: Units) -> floa
     """
     own = catalog.profile(question.profile)
     if own.tp is None:
-        raise ConfigError([f"--elastic: {own.label} states no tensor parallel degree"])
+        raise ConfigError(f"--elastic: {own.label} states no tensor parallel degree")
     kin: list[tuple[int, str]] = []
     for name in catalog.names():
         other = catalog.profile(name)

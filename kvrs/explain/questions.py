@@ -49,7 +49,7 @@ def decision_document(given: Mapping[str, Any]) -> dict[str, Any]:
     prompt_tokens, service_s = given["prompt_tokens"], given["service_s"]
     if service_s is None and (service_s := table.seconds_for(prompt_tokens)) <= 0:
         raise ConfigError(
-            [f"--service-s: the profile's prefill takes {service_s} s; allowed: a time above 0"]
+            f"--service-s: the profile's prefill takes {service_s} s; allowed: a time above 0"
         )
     held, queue_s = given["held_tokens"], given["queue_s"]
     host_bytes_per_s = BackupSettings().host_to_device_bytes_per_s
@@ -120,7 +120,7 @@ def parse_bandwidth(text: str, option: str) -> float:
         f"a rate above 0 with its unit (25Gbit/s, 3.1GB/s, 800Mbps), or a link: "
         f"{', '.join(catalog.links())}"
     )
-    raise ConfigError([f"{option}: got {text!r}; allowed: {allowed}"])
+    raise ConfigError(f"{option}: got {text!r}; allowed: {allowed}")
 
 
 def _profile(given: Mapping[str, Any], name: str) -> Profile:
@@ -205,7 +205,7 @@ def _parse_correction(text: str) -> tuple[Option, float]:
         return Option(name), factor
     names = ", ".join(option for option in Option if option in _CORRECTED)
     allowed = f"OPTION=FACTOR, of {names}, from 0.01 to 100"
-    raise ConfigError([f"--correct: got {text!r}; allowed: {allowed}"])
+    raise ConfigError(f"--correct: got {text!r}; allowed: {allowed}")
 
 
 def _host_bytes_per_s(given: Mapping[str, Any], otherwise: float) -> float:

@@ -261,9 +261,9 @@ def load_faults(path: Path) -> list[Fault]:
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError([f"{path}: not valid YAML: {' '.join(str(error).split())}"]) from None
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     try:
         return parse_faults(document)
     except ConfigError as error:

@@ -66,7 +66,7 @@ class AdminClient:
         self.url = url.rstrip("/")
         if not has_origin(self.url):
             raise ConfigError(
-                [f"URL of an admin port: got {url!r}; allowed: http://HOST:PORT, or https://"]
+                f"URL of an admin port: got {url!r}; allowed: http://HOST:PORT, or https://"
             )
         parts = urlsplit(self.url)
         self._host, self._port, self._path = parts.hostname or "", parts.port, parts.path
@@ -85,7 +85,7 @@ class AdminClient:
         if url is None:
             if proxy.admin_port == 0:
                 raise ConfigError(
-                    ["proxy.admin_port: got 0, any free port; allowed: the number of the port"]
+                    "proxy.admin_port: got 0, any free port; allowed: the number of the port"
                 )
             host = _WILDCARDS.get(proxy.admin_host, proxy.admin_host)
             url = f"http{'' if tls is None else 's'}://{netloc(host, proxy.admin_port)}"

@@ -105,7 +105,7 @@ def parse_window(text: str) -> tuple[int, int]:
     """
     first, _, end = text.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-        raise ConfigError([f"--window: got {text!r}; allowed: A:B with A below B, such as 0:500"])
+        raise ConfigError(f"--window: got {text!r}; allowed: A:B with A below B, such as 0:500")
     return int(first), int(end)
 
 
@@ -143,10 +143,7 @@ def _faults(options: ReplayOptions) -> list[Fault]:
         return []
     if options.admin is None:
         raise ConfigError(
-            [
-                "--fault: missing --admin-url, whose state names the cluster's instances "
-                "and processes"
-            ]
+            "--fault: missing --admin-url, whose state names the cluster's instances and processes"
         )
     return load_faults(options.fault)
 
@@ -227,7 +224,7 @@ def _keep_trace(trace: Trace, path: Path) -> None:
         write_mooncake(trace, path)
     except OSError as error:
         raise ConfigError(
-            [f"--write-trace: {path}: {error.strerror}; allowed: a file that can be written"]
+            f"--write-trace: {path}: {error.strerror}; allowed: a file that can be written"
         ) from None
 
 

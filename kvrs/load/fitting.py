@@ -39,7 +39,7 @@ async def served_tokens(url: str, dialect: Dialect) -> int | None:
             body = await answer.read() if answer.status == 200 else b""
     except aiohttp.ClientConnectorError as error:
         raise ConfigError(
-            [f"--url: got {url!r}, {error.strerror or error}; allowed: a server that answers"]
+            f"--url: got {url!r}, {error.strerror or error}; allowed: a server that answers"
         ) from None
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None

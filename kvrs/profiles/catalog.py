@@ -52,7 +52,7 @@ def profile(name: str) -> Profile:
     # Compared with the listing, never joined to a path first: a name is not a way out of the
     # folder.
     if name not in names():
-        raise ConfigError([f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}"])
+        raise ConfigError(f"got {name!r}; allowed: a path to a profile, or {', '.join(names())}")
     found = msgspec.json.decode(_folder().joinpath(f"{name}.json").read_bytes(), type=Profile)
     assert found.label == name, f"{name}.json is labelled {found.label}"
     assert not list(faults(found)), list(faults(found))
@@ -103,7 +103,7 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
             return DecodeGrid(found.label, found.source, batches, contexts, rows)
         case None:
             having = [other for other in names() if profile(other).decode is not None]
-            raise ConfigError([f"{name!r} has no decode table; allowed: {', '.join(having)}"])
+            raise ConfigError(f"{name!r} has no decode table; allowed: {', '.join(having)}")
         case _:
             assert_never(found.decode)
 
@@ -115,7 +115,7 @@ def load_s(name: str) -> float:
     load = profile(name).load
     if load is None:
         having = [other for other in names() if profile(other).load is not None]
-        raise ConfigError([f"{name!r} has no load time; allowed: {', '.join(having)}"])
+        raise ConfigError(f"{name!r} has no load time; allowed: {', '.join(having)}")
     return load.weight_bytes / load.bytes_per_s
 
 
@@ -140,7 +140,7 @@ def parse_profile(text: bytes, place: str) -> Profile:
     try:
         found = msgspec.json.decode(text, type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{place}: not a profile: {error}"]) from None
+        raise ConfigError(f"{place}: not a profile: {error}") from None
     if wrong := [f"{place}: {fault}" for fault in faults(found)]:
         raise ConfigError(wrong)
     return found
@@ -150,13 +150,13 @@ def _read(path: Path) -> Profile:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(
-                [f"{path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"]
+                f"{path}: got {path.stat().st_size} bytes; allowed: at most {MAX_FILE_BYTES}"
             )
         text = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            [f"{str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"]
+            f"{str(path)!r}: {reason}; allowed: a profile file, or {', '.join(names())}"
         ) from None
     return parse_profile(text, str(path))
 

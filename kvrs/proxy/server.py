@@ -284,7 +284,7 @@ class Proxy:
                 else f"cannot be bound: {error.strerror}"
             )
             raise ConfigError(
-                [f"proxy.{key}: port {host}:{port} {reason}; allowed: a free port, or 0 for any"]
+                f"proxy.{key}: port {host}:{port} {reason}; allowed: a free port, or 0 for any"
             ) from None
 
 

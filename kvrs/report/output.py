@@ -18,5 +18,5 @@ def claim_directory(directory: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            [f"--out: {directory}: {error.strerror}; allowed: a directory that can be written to"]
+            f"--out: {directory}: {error.strerror}; allowed: a directory that can be written to"
         ) from None

@@ -183,10 +183,7 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
         return []
     if options.deaths:
         raise ConfigError(
-            [
-                f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: "
-                f"one of the two"
-            ]
+            f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: one of the two"
         )
     faults = load_faults(options.fault)
     names = {instance.id for _, instance in config.cluster.instances()}

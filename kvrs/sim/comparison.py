@@ -56,9 +56,9 @@ def parse_policies(text: str) -> tuple[PolicyName, ...]:
     names = [name.strip() for name in text.split(",")]
     known = [policy.value for policy in PolicyName]
     if wrong := [name for name in names if name not in known]:
-        raise ConfigError([f"--policies: got {wrong[0]!r}; allowed: {', '.join(known)}"])
+        raise ConfigError(f"--policies: got {wrong[0]!r}; allowed: {', '.join(known)}")
     if len(set(names)) < 2:
-        raise ConfigError([f"--policies: got {text!r}; allowed: two or more different ones"])
+        raise ConfigError(f"--policies: got {text!r}; allowed: two or more different ones")
     return tuple(PolicyName(name) for name in dict.fromkeys(names))
 
 
@@ -70,7 +70,7 @@ def run_comparison(options: SimulateOptions) -> int:
         ConfigError, TraceError: an option or a file is wrong.
     """
     if options.fault is None and not options.deaths:
-        raise ConfigError(["--fault, --deaths: missing; allowed: one of them, to recover from"])
+        raise ConfigError("--fault, --deaths: missing; allowed: one of them, to recover from")
     config, faults, found = simulate_policies(options)
     if hollow := [policy.value for policy, each in found.items() if not each.by_seed]:
         raise KvrsError(f"all runs of {', '.join(hollow)} violated an invariant: kvrs simulate")

@@ -94,9 +94,9 @@ def load_tokenizer(model_directory: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except Exception as error:  # The library raises nothing more specific.
-        raise ConfigError([f"{path}: not a tokenizer: {error}"]) from None
+        raise ConfigError(f"{path}: not a tokenizer: {error}") from None
 
 
 class _Characters:

@@ -227,10 +227,8 @@ def check_lasts(trace: Trace, stretched_by: str) -> None:
     lasts_s = trace.requests[-1].arrival_s
     if not lasts_s <= LONGEST_TRACE_S:
         raise ConfigError(
-            [
-                f"{stretched_by}, by which the last request arrives after {lasts_s:.3g} s; "
-                f"allowed: at most {LONGEST_TRACE_S:g} s"
-            ]
+            f"{stretched_by}, by which the last request arrives after {lasts_s:.3g} s; "
+            f"allowed: at most {LONGEST_TRACE_S:g} s"
         )
 
 

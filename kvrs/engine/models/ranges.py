@@ -69,7 +69,7 @@ class RangeReader:
         path, stored = self._stored(name, shape)
         memory, count, kind = self._map(path), math.prod(shape), _TYPES[stored.kind]
         if (stop := stored.start + count * kind.itemsize) > len(memory):
-            raise ConfigError([f"{path}: ends before byte {stop}"])
+            raise ConfigError(f"{path}: ends before byte {stop}")
         whole = torch.frombuffer(memory, dtype=kind, count=count, offset=stored.start)
         columns = whole.view(shape)[:, own.start : own.stop]
         self.read_bytes += columns.numel() * columns.element_size()
@@ -85,7 +85,7 @@ class RangeReader:
         path = self._weights.file_of(name)
         stored = self._header(path).get(name)
         if stored is None:
-            raise ConfigError([f"{path}: tensor {name}: missing"])
+            raise ConfigError(f"{path}: tensor {name}: missing")
         check_tensor(path, name, stored.shape, shape, _TYPES.get(stored.kind, stored.kind))
         return path, stored
 
@@ -95,9 +95,9 @@ class RangeReader:
             try:
                 count = os.preadv(file, [view], offset)
             except OSError as error:
-                raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+                raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
             if not count:
-                raise ConfigError([f"{path}: ends before byte {offset + len(view)}"])
+                raise ConfigError(f"{path}: ends before byte {offset + len(view)}")
             view, offset = view[count:], offset + count
 
     def _map(self, path: Path) -> mmap.mmap:
@@ -107,7 +107,7 @@ class RangeReader:
                 # Private and writable: torch warns of tensors in memory that it must not write.
                 found = mmap.mmap(self._file(path), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
-                raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+                raise ConfigError(f"{path}: cannot be read: {error}") from None
             found.madvise(mmap.MADV_RANDOM)
             self._maps[path] = found
         return self._maps[path]
@@ -135,14 +135,14 @@ def read_header(path: Path) -> Mapping[str, StoredTensor]:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             most = max(0, min(_MOST_HEADER_BYTES, total - _LENGTH_BYTES))
             if length > most:
-                raise ConfigError([f"{path}: a header of {length} bytes; allowed: 0 to {most}"])
+                raise ConfigError(f"{path}: a header of {length} bytes; allowed: 0 to {most}")
             document = json.loads(file.read(length))
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ConfigError([f"{path}: the header is no JSON"]) from None
+        raise ConfigError(f"{path}: the header is no JSON") from None
     if not isinstance(document, dict):
-        raise ConfigError([f"{path}: the header is no object"])
+        raise ConfigError(f"{path}: the header is no object")
     first = _LENGTH_BYTES + length
     spans, found = [], {}
     for name, entry in document.items():
@@ -154,7 +154,7 @@ def read_header(path: Path) -> Mapping[str, StoredTensor]:
     spans.sort()
     for (_, stop, one), (start, _, other) in pairwise(spans):
         if start < stop:
-            raise ConfigError([f"{path}: tensors {one} and {other} lie one over the other"])
+            raise ConfigError(f"{path}: tensors {one} and {other} lie one over the other")
     return found
 
 
@@ -168,13 +168,13 @@ def _entry(
         if kind not in _ANY_TYPE or any(type(number) is not int or number < 0 for number in whole):
             raise ValueError
     except (ValueError, TypeError, KeyError):
-        raise ConfigError([f"{path}: tensor {name}: the header's entry is broken"]) from None
+        raise ConfigError(f"{path}: tensor {name}: the header's entry is broken") from None
     if not start <= stop <= data_bytes:
         raise ConfigError(
-            [f"{path}: tensor {name}: bytes [{start}, {stop}); allowed: within [0, {data_bytes})"]
+            f"{path}: tensor {name}: bytes [{start}, {stop}); allowed: within [0, {data_bytes})"
         )
     if stop - start != math.prod(shape) * _ANY_TYPE[kind]:
         raise ConfigError(
-            [f"{path}: tensor {name}: {stop - start} bytes for shape {list(shape)} of {kind}"]
+            f"{path}: tensor {name}: {stop - start} bytes for shape {list(shape)} of {kind}"
         )
     return kind, shape, start, stop

@@ -31,7 +31,7 @@ class Weights:
     def file_of(self, name: str) -> Path:
         """Raises ConfigError: the tensor is missing."""
         if name not in self._files:
-            raise ConfigError([f"{self._directory}: tensor {name}: missing"])
+            raise ConfigError(f"{self._directory}: tensor {name}: missing")
         return self._files[name]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -45,7 +45,7 @@ class Weights:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ConfigError([f"{path}: tensor {name}: {error}"]) from None
+            raise ConfigError(f"{path}: tensor {name}: {error}") from None
         check_tensor(path, name, tensor.shape, shape, tensor.dtype)
         return tensor.to(torch.float32, copy=True)
 
@@ -60,15 +60,11 @@ def check_tensor(
     """Raises ConfigError: a tensor has another shape or type than it must have."""
     if tuple(got) != tuple(shape):
         raise ConfigError(
-            [
-                f"{path}: tensor {name}: got shape {list(got)}; allowed: {list(shape)}, from "
-                f"config.json"
-            ]
+            f"{path}: tensor {name}: got shape {list(got)}; allowed: {list(shape)}, from "
+            f"config.json"
         )
     if kind not in _WIDENED:
-        raise ConfigError(
-            [f"{path}: tensor {name}: got {kind}; allowed: float32, float16, bfloat16"]
-        )
+        raise ConfigError(f"{path}: tensor {name}: got {kind}; allowed: float32, float16, bfloat16")
 
 
 def _files_by_tensor(directory: Path) -> Mapping[str, Path]:
@@ -81,10 +77,10 @@ def _files_by_tensor(directory: Path) -> Mapping[str, Path]:
             return dict.fromkeys(file.keys(), single)
     except FileNotFoundError:
         raise ConfigError(
-            [f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"]
+            f"{directory}: neither model.safetensors nor model.safetensors.index.json is there"
         ) from None
     except (OSError, SafetensorError) as error:
-        raise ConfigError([f"{single}: {error}"]) from None
+        raise ConfigError(f"{single}: {error}") from None
 
 
 def _files_of_index(index: Path) -> Mapping[str, Path]:
@@ -92,9 +88,9 @@ def _files_of_index(index: Path) -> Mapping[str, Path]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {tensor: index.parent / name for tensor, name in names.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError([f"{index}: weight_map: cannot be read: {error}"]) from None
+        raise ConfigError(f"{index}: weight_map: cannot be read: {error}") from None
     for path in set(files.values()):
         # A file name that climbs out of the directory has no business in an index.
         if path.parent != index.parent or not path.is_file():
-            raise ConfigError([f"{index}: weight_map: {path.name}: not a file of this directory"])
+            raise ConfigError(f"{index}: weight_map: {path.name}: not a file of this directory")
     return files

@@ -102,10 +102,10 @@ class StageHost:
         if (place := instance.remote_stages.get(stage)) is None:
             allowed = ", ".join(map(str, instance.remote_stages)) or "none"
             raise ConfigError(
-                [f"instance {instance_id!r}: no stage_hosts for stage {stage}; allowed: {allowed}"]
+                f"instance {instance_id!r}: no stage_hosts for stage {stage}; allowed: {allowed}"
             )
         if config.cluster.model is None:
-            raise ConfigError(["cluster.model: missing; allowed: a Hugging Face directory"])
+            raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         directory, settings = Path(config.cluster.model), config.cluster.engine
         model = ModelConfig.from_directory(directory)
         layout = layout_of(instance, model.units, spread=config.elastic.spread_heads)

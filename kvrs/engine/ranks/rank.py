@@ -322,7 +322,7 @@ class _Loaded:
             found = block.hash()
         if known is not None and found != known:
             raise ConfigError(
-                [f"{unit_name(unit)}: the model's files have other weights than at the start"]
+                f"{unit_name(unit)}: the model's files have other weights than at the start"
             )
         self._blocks[unit] = block
         return Fetched(order.epoch, unit, found, reader.read_bytes - before, was_damaged)

@@ -36,7 +36,7 @@ def layout_of(settings: InstanceSettings, units: Units, *, spread: bool = False)
             return hybrid(units, stages)
         return uneven(units, stages, shares=settings.shares)
     except LayoutError as error:
-        raise ConfigError([f"cluster.nodes: instance {settings.id!r}: {error}"]) from None
+        raise ConfigError(f"cluster.nodes: instance {settings.id!r}: {error}") from None
 
 
 def check_layouts(config: Config) -> None:

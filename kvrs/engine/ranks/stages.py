@@ -74,10 +74,7 @@ class StageRanks:
         check_futexes()
         if settings.device != "cpu":
             raise ConfigError(
-                [
-                    f"cluster.engine.device: got {settings.device!r}; allowed with several "
-                    f"ranks: 'cpu'"
-                ]
+                f"cluster.engine.device: got {settings.device!r}; allowed with several ranks: 'cpu'"
             )
         self.settings, self.layout, self.stages = settings, layout, stages
         self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.

@@ -38,7 +38,7 @@ def open_backends(config: Config, links: EngineLinks) -> dict[InstanceId, Backen
     model = config.cluster.model
     if config.cluster.backend is Engine.VLLM and not (Path(model or "") / "config.json").is_file():
         raise ConfigError(
-            [f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"]
+            f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"
         )
     return {
         instance.id: open_backend(config, links, node, instance)

@@ -23,17 +23,17 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            [f"cluster.model: {path}: {error.strerror}; allowed: a Hugging Face directory"]
+            f"cluster.model: {path}: {error.strerror}; allowed: a Hugging Face directory"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError([f"cluster.model: {path}: not JSON: {error}"]) from None
+        raise ConfigError(f"cluster.model: {path}: not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ConfigError([f"cluster.model: {path}: not an object"])
+        raise ConfigError(f"cluster.model: {path}: not an object")
     # The language model within a multimodal one.
     inner = fields.get("text_config") or {}
     if not isinstance(inner, dict):
         raise ConfigError(
-            [f"cluster.model: {path}: text_config is {inner!r:.80}; allowed: an object"]
+            f"cluster.model: {path}: text_config is {inner!r:.80}; allowed: an object"
         )
     fields = fields | inner
     heads = _count(path, fields, "num_attention_heads")
@@ -45,7 +45,7 @@ def read_geometry(model: str, page_size_tokens: int) -> KvGeometry:
     dtype = fields.get("torch_dtype") or fields.get("dtype") or "float32"
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise ConfigError(
-            [f"cluster.model: {path}: torch_dtype is {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}"]
+            f"cluster.model: {path}: torch_dtype is {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}"
         )
     return KvGeometry(
         layers=_count(path, fields, "num_hidden_layers"),
@@ -60,7 +60,5 @@ def _count(path: Path, fields: dict[str, Any], name: str, default: int | None = 
     value = fields.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            [f"cluster.model: {path}: {name} is {value!r}; allowed: a number above 0"]
-        )
+        raise ConfigError(f"cluster.model: {path}: {name} is {value!r}; allowed: a number above 0")
     return value

@@ -37,10 +37,8 @@ def check_shared_ports(config: Config) -> None:
     """Raises ConfigError: there are to be several workers, which this system cannot have."""
     if config.proxy.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(
-            [
-                f"proxy.workers: got {config.proxy.workers}, and this system has no SO_REUSEPORT, "
-                f"by which they share a port; allowed: 1"
-            ]
+            f"proxy.workers: got {config.proxy.workers}, and this system has no SO_REUSEPORT, "
+            f"by which they share a port; allowed: 1"
         )
 
 
@@ -172,7 +170,7 @@ def _keep(kept: ExitStack, key: str, host: str, port: int) -> int:
                 continue
             why = "is already in use" if is_used else f"cannot be bound: {error.strerror}"
             raise ConfigError(
-                [f"proxy.{key}: port {host}:{port} {why}; allowed: a free port, or 0 for any"]
+                f"proxy.{key}: port {host}:{port} {why}; allowed: a free port, or 0 for any"
             ) from None
 
 

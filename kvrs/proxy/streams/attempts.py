@@ -363,7 +363,7 @@ class Attempt:
         if tests.goes_on(live.decoded_by, target, sampled=is_sampled):
             return
         if self._driver.refuses_inexact:
-            raise ConfigError([f"cannot be continued exactly: {target} computes other tokens"])
+            raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")
         if "tokens" not in live.journal.inexact:
             live.journal.inexact = (*live.journal.inexact, "tokens")
 

@@ -78,17 +78,13 @@ class EventLog:
             self._begin_part()
         except BlockingIOError:
             raise ConfigError(
-                [
-                    f"proxy.event_log: {self._path} is written by another proxy that runs; "
-                    "allowed: a file of its own for each"
-                ]
+                f"proxy.event_log: {self._path} is written by another proxy that runs; "
+                "allowed: a file of its own for each"
             ) from None
         except OSError as error:
             raise ConfigError(
-                [
-                    f"proxy.event_log: {self._path}: {error.strerror}; allowed: a file "
-                    f"that can be written"
-                ]
+                f"proxy.event_log: {self._path}: {error.strerror}; allowed: a file "
+                f"that can be written"
             ) from None
 
     def note(self, now_s: float, event: ev.Event, actions: Sequence[act.Action]) -> None:

@@ -50,11 +50,11 @@ class LazyTokenizer:
         """
         if self._directory is None:
             raise ConfigError(
-                ["cluster.model: missing; the proxy needs its tokenizer to turn ids into text"]
+                "cluster.model: missing; the proxy needs its tokenizer to turn ids into text"
             )
         if not self.available:
             raise ConfigError(
-                [f"cluster.model: {self._directory} has no tokenizer.json; {self._remedy()}"]
+                f"cluster.model: {self._directory} has no tokenizer.json; {self._remedy()}"
             )
         if self._loading is None:
             self._loading = asyncio.create_task(asyncio.to_thread(self._load, self._directory))

@@ -146,20 +146,18 @@ class StoreDirectory(PrivateDirectory):
                 os.close(fd)  # Its last user removed it just before it was locked.
         except PermissionError as error:
             raise ConfigError(
-                [
-                    f"backup.directory: {self.path}: {error.strerror or error}; allowed: a "
-                    f"directory of this user, mode 0700"
-                ]
+                f"backup.directory: {self.path}: {error.strerror or error}; allowed: a "
+                f"directory of this user, mode 0700"
             ) from None
         except OSError as error:
-            raise ConfigError([f"backup.directory: {self.path}: {error.strerror}"]) from None
+            raise ConfigError(f"backup.directory: {self.path}: {error.strerror}") from None
 
     def _claim(self, fd: int) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                [f"backup.directory: {self.path}: in use; allowed: one agent per node and cluster"]
+                f"backup.directory: {self.path}: in use; allowed: one agent per node and cluster"
             ) from None
 
     def load_state(self) -> StoreState | None:
