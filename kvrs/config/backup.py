@@ -1,5 +1,5 @@
-"""Section `backup` of the configuration: checkpoints of KV in host memory, and where a node's agent
-listens.
+"""Sections `backup` and `state_plane` of the configuration: checkpoints of KV in host memory, where
+a node's agent listens, and memory that outlives the processes of instances.
 """
 
 from enum import StrEnum
@@ -91,3 +91,15 @@ class BackupSettings(Settings):
     def _off_is_no_truth_value(cls, mode: Any) -> Any:
         # YAML 1.1 reads the word `off` as false.
         return BackupMode.OFF if mode is False else mode
+
+
+class StatePlaneSettings(Settings):
+    enabled: bool = False
+    """The agent of a node owns the memory of its instances' weights and KV, below
+    `backup.directory`: a process that is started again finds both there, and the instances of a
+    node share one copy of the weights. Only for the embedded engine on a CPU.
+    """
+    wait_s: float = Field(default=10.0, gt=0, le=600)
+    """How long an instance that starts waits for its node's agent; then its memory is its own."""
+    orphan_s: float = Field(default=60.0, gt=0, le=86400)
+    """Memory that no process has used for this long is given back."""

@@ -1,5 +1,5 @@
-"""Section `cluster.engine` of the configuration. Imports no torch, so that the proxy can read the
-file too.
+"""Sections `cluster.engine` and `elastic` of the configuration: the embedded engine, and its
+instances of several ranks. Imports no torch, so that the proxy can read the file too.
 """
 
 from typing import Literal
@@ -7,7 +7,22 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from kvrs.config.batch import BatchSettings
+from kvrs.config.settings import Settings
+
+
+class BatchSettings(Settings):
+    """The part that the scheduler reads."""
+
+    page_size_tokens: int = Field(default=16, ge=1, le=1024)
+    """Tokens of a KV page; a power of two."""
+    pages: int = Field(default=2048, ge=2, le=1 << 24)
+    """KV pages of one instance."""
+    max_batch_tokens: int = Field(default=256, ge=1, le=1 << 20)
+    """Tokens computed per step: decode first, then chunks of prefill."""
+    max_running: int = Field(default=64, ge=1, le=1 << 16)
+    """Sequences that own pages at a time."""
+    max_model_len: int = Field(default=2048, ge=2, le=1 << 24)
+    """Tokens of prompt and output together."""
 
 
 class EngineSettings(BatchSettings):
@@ -27,3 +42,20 @@ class EngineSettings(BatchSettings):
         if page_size_tokens & (page_size_tokens - 1):
             raise PydanticCustomError("page_size", "allowed: a power of two from 1 to 1024")
         return page_size_tokens
+
+
+class ElasticSettings(Settings):
+    enabled: bool = True
+    """An instance of several ranks that loses one goes on with the others, in the same process and
+    with the same streams, and grows back. false: a lost rank ends its instance.
+    """
+    spread_heads: bool = False
+    """Each rank computes KV heads that cannot be divided evenly among the ranks for its own share
+    of the streams. With as many streams as ranks, or more, no rank then has more to do than
+    another. Every rank has the weights of such heads; where they have no room, heads are whole.
+    false: some of the ranks compute these heads for all streams.
+    """
+    min_ranks: int = Field(default=1, ge=1, le=4096)
+    """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most
+    the ranks of the smallest instance of several ranks.
+    """

@@ -13,9 +13,9 @@ from typing import Any, assert_never
 from pydantic import Field, ValidationError
 
 from kvrs.config.addresses import faults_of_gossip, faults_of_ports
-from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings
+from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings, StatePlaneSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
-from kvrs.config.elastic import ElasticSettings
+from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.logs import LogSettings
 from kvrs.config.overrides import override
@@ -24,7 +24,6 @@ from kvrs.config.presets import SystemPreset
 from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
 from kvrs.config.settings import Settings, dump_yaml, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
-from kvrs.config.state_plane import StatePlaneSettings
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError

@@ -16,7 +16,6 @@ from typing import Final
 from kvrs.elastic.placing import Turns, cyclic
 from kvrs.elastic.units import COMMON, Unit, UnitKind, Units
 from kvrs.errors import LayoutError
-from kvrs.ids import NodeId
 
 SPREAD: Final = -1  # In place of an owner.
 
@@ -134,34 +133,6 @@ class Layout:
         own = sum(len(self.heads(rank, layer)) for layer in stage.layers)
         spread = sum(len(self.spread(layer)) for layer in stage.layers)
         return own + -(-spread // len(stage.ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a rank runs."""
-
-    rank: int
-    node: NodeId
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Formation:
-    """Ranks that compute together. Each of their messages carries the epoch; those of a lower one
-    are dropped.
-    """
-
-    epoch: int
-    layout: Layout
-    seats: tuple[Seat, ...]
-
-    def __post_init__(self) -> None:
-        seated = sorted(seat.rank for seat in self.seats)
-        if seated != sorted(self.layout.ranks):
-            raise LayoutError(
-                f"formation {self.epoch} seats ranks {seated}, its layout "
-                f"{self.layout.number} has {sorted(self.layout.ranks)}"
-            )
 
 
 def even(units: Units, tp: int, pp: int = 1, *, number: int = 1) -> Layout:

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import assert_never
 
-from kvrs.config.batch import BatchSettings
+from kvrs.config.engine import BatchSettings
 from kvrs.profiles.tables import PrefillTable
 from kvrs.scheduling.fair_queue import FairQueue, order
 from kvrs.scheduling.flights import Flights

@@ -15,16 +15,15 @@ from kvrs.errors import DamagedPageError, TransferError
 from kvrs.protocol import frames
 from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import AnswerHeader, Bytes, FrameType
-from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, TrafficClass
-from kvrs.protocol.session import Session
+from kvrs.protocol.page_messages import HeldPages, ProbeFrame, PullFrame, StoredRange, TrafficClass
+from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.transfer.handshake import admit, page_key
 from kvrs.transfer.lending import LentFiles
 from kvrs.transfer.links import Sender, SendingLink, SendingLinks, groups
-from kvrs.transfer.peers import Identity, PageSink, PageSource, PinnedPages, Places
-from kvrs.transfer.receiver import receive_ranges
+from kvrs.transfer.peers import Identity, Incoming, PageSink, PageSource, PinnedPages, Places
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.shared_memory.passing import foreign_user
-from kvrs.transfer.stream import SocketStream, page_socket, readable
+from kvrs.transfer.stream import Filling, SocketStream, page_socket, readable
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +241,7 @@ class PageServer:
             await _send_held(stream, offer.request_id, held)
         else:
             store = frames.decode_store(body)
-            held = await receive_ranges(stream, self._sink, store.ranges, page_bytes)
+            held = await _receive_ranges(stream, self._sink, store.ranges, page_bytes)
             await _send_held(stream, store.request_id, held)
 
 
@@ -310,3 +309,51 @@ async def _send_probe_data(sender: Sender, session: Session, probe: ProbeFrame) 
     await sender.send(session.answer(answer))
     for start in range(0, probe.size_bytes, len(_PROBE_PIECE)):
         await sender.send(memoryview(_PROBE_PIECE)[: probe.size_bytes - start])
+
+
+async def _receive_ranges(
+    stream: SocketStream, sink: PageSink, ranges: Sequence[StoredRange], page_bytes: int
+) -> list[HeldPages]:
+    """Receive all pages of `ranges`, which follow each other on the stream, from the socket
+    straight into the store's memory, visible only when their checksum is right; returns what is
+    then held of each range's stream.
+
+    Raises:
+        TransferError: the peer was lost, or a page is damaged. The pages before it stay.
+    """
+    arriving: list[Incoming] = []
+    held: list[HeldPages] = []
+    try:
+        arriving += (sink.begin(each.claim, each.first_page, each.tags) for each in ranges)
+        await _receive_pages(stream, ranges, arriving, page_bytes)
+    finally:
+        held += [incoming.end() for incoming in arriving]
+    return held
+
+
+async def _receive_pages(
+    stream: SocketStream,
+    ranges: Sequence[StoredRange],
+    arriving: Sequence[Incoming],
+    page_bytes: int,
+) -> None:
+    views = [list(incoming.views) for incoming in arriving]
+    assert all(len(own) == len(each.tags) for own, each in zip(views, ranges, strict=True))
+    assert all(view is None or view.nbytes == page_bytes for own in views for view in own)
+    # All pages without a view go here, one over the other.
+    dropped = memoryview(bytearray(page_bytes))
+    pages = [dropped if view is None else view for own in views for view in own]
+    macs = [memoryview(bytearray(SESSION_MAC_BYTES)) for _ in pages]
+    filling = Filling(stream, [view for pair in zip(pages, macs, strict=True) for view in pair])
+    for each, incoming, own in zip(ranges, arriving, views, strict=True):
+        for index, (view, checksum) in enumerate(zip(own, each.checksums, strict=True)):
+            page, mac = await filling.next(), await filling.next()
+            if view is None:
+                stream.session.skip()
+                continue
+            if frames.checksum(page) != checksum:
+                raise DamagedPageError(
+                    f"checksum of page {each.first_page + index} of {each.claim.stream!r} is wrong"
+                )
+            stream.session.check(mac, page)
+            incoming.commit(index, checksum)

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from kvrs.elastic.grain import Grain
 from kvrs.elastic.layouts import (
     SPREAD,
-    Formation,
     Layout,
-    Seat,
     Stage,
     even,
     hybrid,
@@ -22,7 +20,6 @@ from kvrs.elastic.layouts import (
 )
 from kvrs.elastic.units import Unit, UnitKind, Units
 from kvrs.errors import LayoutError
-from kvrs.ids import NodeId
 from tests.elastic.models import layouts, models
 
 SMALL = Units(
@@ -196,12 +193,3 @@ LAYOUT = even(SMALL, tp=2)
 def test_units_without_an_owner_of_their_stage_are_named(broken: Layout, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         validate(broken, SMALL)
-
-
-def test_formation_seats_exactly_the_ranks_of_its_layout() -> None:
-    layout: Layout = even(SMALL, tp=2)
-    seats = tuple(Seat(rank, NodeId("n0"), 100 + rank) for rank in (0, 1))
-
-    assert Formation(3, layout, seats).epoch == 3
-    with pytest.raises(LayoutError, match=r"seats ranks \[0\]"):
-        Formation(3, layout, seats[:1])

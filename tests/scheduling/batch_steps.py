@@ -1,6 +1,6 @@
 """Short words for the stories about the batch scheduler."""
 
-from kvrs.config.batch import BatchSettings
+from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pages import PageManager

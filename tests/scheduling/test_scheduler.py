@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from kvrs.config.batch import BatchSettings
+from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import page_tags
 from kvrs.scheduling.pace import Pace

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrs.config.batch import BatchSettings
+from kvrs.config.engine import BatchSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.scheduling.fair_queue import order

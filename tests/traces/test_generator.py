@@ -7,7 +7,8 @@ from statistics import mean, median
 import pytest
 
 from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.mooncake import load_mooncake, prefix_hit_ratio, write_mooncake
+from kvrs.traces.mooncake import load_mooncake, write_mooncake
+from tests.traces.hit_ratio import prefix_hit_ratio
 
 
 def test_the_defaults_come_close_to_mooncakes_conversation_trace() -> None:

@@ -6,8 +6,8 @@ from statistics import mean, median
 import pytest
 
 from kvrs.traces.generator import generate
-from kvrs.traces.mooncake import prefix_hit_ratio
 from kvrs.traces.presets import PRESETS
+from tests.traces.hit_ratio import prefix_hit_ratio
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -16,13 +16,13 @@ from kvrs.traces.mooncake import (
     at_rate,
     jitter,
     load_mooncake,
-    prefix_hit_ratio,
     prompt_token_ids,
     replay_requests,
     scale,
     window,
     write_mooncake,
 )
+from tests.traces.hit_ratio import prefix_hit_ratio
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 GOOD = '{"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}'

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvrs.config.elastic import ElasticSettings
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.reforming import Reforming

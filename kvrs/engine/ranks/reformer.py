@@ -14,7 +14,7 @@ from typing import Protocol, assert_never
 
 from torch import Tensor
 
-from kvrs.config.elastic import ElasticSettings
+from kvrs.config.engine import ElasticSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.reforming import (
     CarryOut,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvrs.config.elastic import ElasticSettings
+from kvrs.config.engine import ElasticSettings
 from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.plans import HOST, Move

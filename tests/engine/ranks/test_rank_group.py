@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from kvrs.config.cluster import InstanceSettings
-from kvrs.config.elastic import ElasticSettings
-from kvrs.config.engine import EngineSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.elastic.ways.base import Way
 from kvrs.engine import instance as instances

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvrs.config.cluster import InstanceSettings
-from kvrs.config.elastic import ElasticSettings
+from kvrs.config.engine import ElasticSettings
 from kvrs.elastic.layouts import SPREAD, Layout, even, hybrid, staged
 from kvrs.elastic.units import Units
 from kvrs.elastic.ways.base import Way
