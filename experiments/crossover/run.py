@@ -28,7 +28,7 @@ from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings
-from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Option
 from kvrs.core.options.base import estimate_fetch
 from kvrs.core.options.recompute import estimate_recompute
@@ -37,7 +37,7 @@ from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import Capability, Role, SourceRange
+from kvrs.protocol.instance import Role, SourceRange, assumed_instance
 from kvrs_testkit.processes import Processes, cpu_ticks, nodes_with_pairs, share_used
 
 # Slow enough that the tiny model's real work fits into its steps several times over, and its clock
@@ -106,13 +106,13 @@ def settings(*, distserve: bool) -> Config:
     )
 
 
-def instance_of(name: str, role: Role, profile: str, table: PrefillTable) -> Instance:
+def instance_of(name: str, role: Role, profile: str, table: PrefillTable) -> Member:
     """An instance of the real model, on n1."""
-    geometry, every = catalog.kv_geometry(profile), frozenset(Capability)
-    return Instance(InstanceId(name), NodeId("n1"), role, 1, geometry, table, every)
+    geometry = catalog.kv_geometry(profile)
+    return Member(assumed_instance(InstanceId(name), NodeId("n1"), role, geometry), table)
 
 
-def rom_pick(prefill: Instance, target: Instance, cell: Cell) -> Option:
+def rom_pick(prefill: Member, target: Member, cell: Cell) -> Option:
     """The decision of `rom` for the real model and the real link."""
     bytes_per_s, tokens = cell.gbit_per_s / 8 * 1e9, cell.prompt_tokens
     migrate = rom_migrate(target, prompt_tokens=tokens, bytes_per_s=bytes_per_s)
@@ -120,10 +120,10 @@ def rom_pick(prefill: Instance, target: Instance, cell: Cell) -> Option:
     return ROM.decide([migrate, recompute]).option
 
 
-def auto_pick(prefill: Instance, target: Instance, cell: Cell) -> Option:
+def auto_pick(prefill: Member, target: Member, cell: Cell) -> Option:
     """The decision of `auto`, which counts the tokens behind the prompt."""
     bytes_per_s, handshake_s = cell.gbit_per_s / 8 * 1e9, PolicySettings().handshake_s
-    history, size_bytes = cell.prompt_tokens + cell.produced_tokens, target.geometry.bytes_per_token
+    history, size_bytes = cell.prompt_tokens + cell.produced_tokens, target.bytes_per_token
     transfer_s = handshake_s + cell.prompt_tokens * size_bytes / bytes_per_s
     migrate = estimate_fetch(Option.MIGRATE, target, history, cell.prompt_tokens, transfer_s)
     compute_s = prefill.prefill.seconds_for(history)

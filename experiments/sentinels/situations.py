@@ -9,14 +9,15 @@ from itertools import product
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
-from kvrs.core.model.cluster_view import Agent, ClusterView, Instance
+from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Capability, Role
+from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import InstanceInfo, Role, assumed_instance
 
 PROFILE = "opt-13b-a100-distserve-tp1"
 PROMPTS_TOKENS = (256, 1536)
@@ -67,9 +68,9 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
     """The choice at a target that has a prefill instance beside it."""
     settings = PolicySettings(name=name)
     view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
-    holder = view.add(_instance("p0", "n0", Role.PREFILL))
-    prefill = view.add(_instance("p1", "n1", Role.PREFILL))
-    target = view.add(_instance("d1", "n1", Role.DECODE))
+    holder = view.add(*_instance("p0", "n0", Role.PREFILL))
+    prefill = view.add(*_instance("p1", "n1", Role.PREFILL))
+    target = view.add(*_instance("d1", "n1", Role.DECODE))
     link = view.link(NodeId("n0"), NodeId("n1"))
     link.measure(situation.gbit_per_s / 8 * 1e9)
     stream = Stream(
@@ -80,16 +81,16 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
         produced_tokens=PRODUCED_TOKENS,
         prefilled=True,
     )
-    geometry = target.instance.geometry
+    geometry = target.info.geometry
     size = geometry.page_size_tokens
-    stream.holders[holder.instance.id] = Holder(holder, situation.prompt_tokens // size)
+    stream.holders[holder.id] = Holder(holder, situation.prompt_tokens // size)
     if situation.has_queue:
         prefill.reported_queue_s = target.reported_queue_s = _QUEUE_S
     if situation.is_link_busy:
         link.in_flight_bytes = _AHEAD_BYTES
     if not situation.has_slots:
         for number in range(settings.slots_max):
-            slots.acquire(target.instance.id, StreamId(f"other{number}"), 0.0, _SLOT_S)
+            slots.acquire(target.id, StreamId(f"other{number}"), 0.0, _SLOT_S)
     if situation.is_stored:
         agent = Agent(InstanceId("agent-n1"), NodeId("n1"), 1, 1 << 40, _HOST_BYTES_PER_S)
         pages = (situation.prompt_tokens + PRODUCED_TOKENS) // size
@@ -99,16 +100,9 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
     return rule.decide(estimates, others=VICTIMS)
 
 
-def _instance(name: str, node: str, role: Role) -> Instance:
-    return Instance(
-        InstanceId(name),
-        NodeId(node),
-        role,
-        1,
-        catalog.kv_geometry(PROFILE),
-        catalog.prefill_table(PROFILE),
-        frozenset(Capability),
-    )
+def _instance(name: str, node: str, role: Role) -> tuple[InstanceInfo, PrefillTable]:
+    geometry, table = catalog.kv_geometry(PROFILE), catalog.prefill_table(PROFILE)
+    return assumed_instance(InstanceId(name), NodeId(node), role, geometry), table
 
 
 def costs(name: PolicyName) -> dict[str, float | str]:

@@ -8,7 +8,6 @@ virtual time. Where a stream runs, and in which stage, only the policy's record 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from typing import Generic, Protocol, TypeVar, assert_never
 
@@ -347,10 +346,9 @@ class Control(Generic[S]):
         if not lives_on:
             self.fences.fenced(known.id)
         had_not_ended = known.had_not_ended(info)
-        accepted = self.instances.accept(known, info)
+        up = self.instances.accept(known, info)
         self.self_tests.up(info, now_s)
         seen = self.self_tests.seen(known.id)
-        instance = replace(accepted, moves_kv=seen.moves_kv, tokens=seen.tokens)
         self._loads.forget(known.id)
         if not lives_on:
             self._reformings.forget(known.id)
@@ -361,7 +359,10 @@ class Control(Generic[S]):
                 self.streams[stream].note_prefilled(known.id)
                 self.leases.hold(known.id, stream)
             self.tell(ev.PagesKept(known.id, info.epoch, kept), now_s)
-        self.tell(ev.InstanceUp(instance, lives_on, had_not_ended), now_s)
+        event = ev.InstanceUp(
+            up.info, up.prefill, seen.moves_kv, seen.tokens, lives_on, had_not_ended
+        )
+        self.tell(event, now_s)
 
     def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
         if report.draining:

@@ -58,18 +58,18 @@ class Decisions:
         prefill, planned = pair
         decode = starts_at(self._view, stream, prefill, planned, self._settings)
         # The length of a text is a guess, and more than the model takes is refused at once.
-        tokens = min(stream.prompt_tokens, prefill.instance.max_model_len or stream.prompt_tokens)
-        table, queue_s, transfer_s = prefill.instance.prefill, prefill.queue_s, 0.0
+        tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
+        table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
         compute_s = table.seconds_for(tokens)
         if prefill is not decode:
             size_bytes = tokens * prefill.bytes_per_token
-            bytes_per_s = self._view.bytes_per_s(prefill.instance.node, decode.instance.node)
+            bytes_per_s = self._view.bytes_per_s(prefill.node, decode.node)
             transfer_s = self._settings.handshake_s + size_bytes / bytes_per_s
         total_s = queue_s + compute_s + transfer_s
-        source = None if prefill is decode else prefill.instance.id
+        source = None if prefill is decode else prefill.id
         estimate = Estimate(
             Option.START,
-            decode.instance.id,
+            decode.id,
             total_s,
             queue_s,
             transfer_s,
@@ -80,9 +80,7 @@ class Decisions:
         )
         budget_s = self.budget_s(stream, now_s)
         in_time = budget_s is None or total_s <= budget_s
-        return Decision(
-            estimate, (estimate,), act.Plan(decode.instance.id, source) if in_time else None
-        )
+        return Decision(estimate, (estimate,), act.Plan(decode.id, source) if in_time else None)
 
     def recover(
         self, stream: Stream, assigned: Member, limit: int, others: float, now_s: float
@@ -116,7 +114,7 @@ class Decisions:
         elsewhere: Decision | None = None
         if stream.is_fresh:
             elsewhere = self.start(stream, now_s)
-            if elsewhere is not None and home.instance.id in (
+            if elsewhere is not None and home.id in (
                 elsewhere.chosen.target,
                 elsewhere.chosen.source,
             ):

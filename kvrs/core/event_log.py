@@ -13,7 +13,7 @@ new proxy.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
@@ -24,16 +24,14 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.settings import Settings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Instance
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
-from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.geometry import KvGeometry, Positive
-from kvrs.protocol.instance import Capability, Natural, Role, Seconds
+from kvrs.protocol.geometry import Positive
+from kvrs.protocol.instance import Natural, Seconds
 
-VERSION = 1
+VERSION = 2
 # A time to which a moment cannot be added, or that is no number, never reaches an alarm.
 _LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
@@ -93,26 +91,8 @@ class _Table(msgspec.Struct):
     covered_to_tokens: Natural | None = None
 
 
-class _Instance(msgspec.Struct):
-    id: InstanceId
-    node: NodeId
-    role: Role
-    epoch: int
-    geometry: KvGeometry
-    prefill: _Table
-    capabilities: frozenset[Capability]
-    max_model_len: Natural | None = None
-    own_prefill: InstanceId | None = None
-    moves_kv: bool = True
-    tokens: str = ""
-    computes_prompts: bool = False
-    names: tuple[str, ...] = ()
-
-
 class _Up(msgspec.Struct):
-    instance: _Instance
-    lives_on: bool = False
-    had_not_ended: bool = False
+    prefill: _Table | None = None
 
 
 class _Line(msgspec.Struct):
@@ -237,12 +217,10 @@ def _text(actions: tuple[act.Action, ...]) -> str:
 
 def _plain(record: ev.Event | act.Action) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_as_plain)
-    if isinstance(record, ev.InstanceUp):
-        instance = plain["instance"]
-        instance["capabilities"].sort()
-        instance["prefill"] = _public(instance["prefill"])
-        if instance["prefill"]["grid"] is not None:
-            instance["prefill"]["grid"] = _public(instance["prefill"]["grid"])
+    if isinstance(record, ev.InstanceUp) and record.prefill is not None:
+        table = plain["prefill"] = _public(plain["prefill"])
+        if table["grid"] is not None:
+            table["grid"] = _public(table["grid"])
     return {"kind": type(record).__name__, **plain}
 
 
@@ -285,27 +263,9 @@ def _event(fields: dict[str, Any]) -> ev.Event:
     if fields.get("kind") != ev.InstanceUp.__name__:
         event: ev.Event = _record(fields, _EVENTS, "event")
         return event
-    up = msgspec.convert(fields, _Up)
-    found = up.instance
-    return ev.InstanceUp(
-        Instance(
-            found.id,
-            found.node,
-            found.role,
-            found.epoch,
-            found.geometry,
-            _table(found.prefill),
-            found.capabilities,
-            found.max_model_len,
-            found.own_prefill,
-            found.moves_kv,
-            found.tokens,
-            found.computes_prompts,
-            found.names,
-        ),
-        up.lives_on,
-        up.had_not_ended,
-    )
+    table = msgspec.convert(fields, _Up).prefill
+    up: ev.InstanceUp = _record(fields | {"prefill": None}, _EVENTS, "event")
+    return up if table is None else replace(up, prefill=_table(table))
 
 
 def _record(fields: dict[str, Any], kinds: dict[str, Any], what: str) -> Any:

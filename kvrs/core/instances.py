@@ -1,8 +1,9 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import assert_never
+
+import msgspec
 
 from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
 from kvrs.core.books.incident_book import LostInstance
@@ -45,26 +46,26 @@ class InstanceEvents:
         self._settings = settings
 
     def up(self, event: ev.InstanceUp, now_s: float) -> None:
-        instance = event.instance
-        member = self._view.members.get(instance.id)
-        if member is not None and instance.epoch <= member.instance.epoch:
+        info, moves_kv, tokens = event.info, event.moves_kv, event.tokens
+        member = self._view.members.get(info.id)
+        if member is not None and info.epoch <= member.info.epoch:
             return
         if member is not None and event.lives_on:
-            member.set_instance(instance)
-            self._view.set_self_tested(member, moves_kv=instance.moves_kv, tokens=instance.tokens)
+            member.set_info(info)
+            self._view.set_self_tested(member, moves_kv=moves_kv, tokens=tokens)
             return
         # What ran in the former epoch is gone, also when its loss was not reported.
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
-        member = self._view.add(instance)
-        member.gpu_degraded = instance.id in self._gpu_degraded
-        member.drain_ordered = instance.id in self._drain_ordered
+        member = self._view.add(info, event.prefill, moves_kv=moves_kv, tokens=tokens)
+        member.gpu_degraded = info.id in self._gpu_degraded
+        member.drain_ordered = info.id in self._drain_ordered
         self._view.update()
-        self._restarts.up(self._view.members[instance.id], now_s)
-        self._ledger.kv_locations.instance_up(self._view.members[instance.id])
-        if sum(m.instance.role is instance.role for m in self._view.members.values()) == 1:
+        self._restarts.up(member, now_s)
+        self._ledger.kv_locations.instance_up(member)
+        if sum(m.info.role is info.role for m in self._view.members.values()) == 1:
             # The wait to run apart begins when there is anywhere to run.
             self._incidents.postpone(now_s)
-        self._incidents.up(instance.id, had_not_ended=event.had_not_ended)
+        self._incidents.up(info.id, had_not_ended=event.had_not_ended)
         self._starter.gather(lost, now_s)
         self._starter.place_idle(now_s)
 
@@ -82,7 +83,7 @@ class InstanceEvents:
         if (reforming := member.reforming) is not None:
             reforming.queue_s = event.queue_delay_s
             member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)
-        epoch = member.instance.epoch
+        epoch = member.info.epoch
         self._place_freed(self._incidents.alive(event.instance, epoch, now_s), now_s)
 
     def _place_freed(self, freed: Iterable[StreamId], now_s: float) -> None:
@@ -107,7 +108,7 @@ class InstanceEvents:
 
     def _lost(self, event: ev.InstanceLost, now_s: float) -> None:
         member = self._view.members.get(event.instance)
-        if member is not None and event.epoch >= member.instance.epoch:
+        if member is not None and event.epoch >= member.info.epoch:
             victims = self._lose(
                 member, event.cause, event.produced_tokens, now_s, may_live=event.may_live
             )
@@ -155,14 +156,13 @@ class InstanceEvents:
     def learned(self, event: ev.SelfTested | ev.NamesListed, now_s: float) -> None:
         """Other facts of an instance that runs on."""
         member = self._view.members.get(event.instance)
-        if member is None or event.epoch != member.instance.epoch:
+        if member is None or event.epoch != member.info.epoch:
             return
         match event:
             case ev.SelfTested():
                 self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
             case ev.NamesListed():
-                # With the table of all its ranks, from which the other one is made.
-                member.set_instance(replace(member.unscaled, names=event.names))
+                member.set_info(msgspec.structs.replace(member.info, names=event.names))
                 self._starter.place_idle(now_s)
             case _:
                 assert_never(event)
@@ -170,7 +170,7 @@ class InstanceEvents:
     def drain_reported(self, event: ev.DrainReported, now_s: float) -> None:
         """Streams on an instance that is about to end are moved while their KV is still there."""
         member = self._view.members.get(event.instance)
-        if member is None or event.epoch != member.instance.epoch:
+        if member is None or event.epoch != member.info.epoch:
             return
         member.draining = True
         self._view.update()
@@ -234,7 +234,7 @@ class InstanceEvents:
     ) -> None:
         """Decide what runs there as if it were lost, though it still runs: nothing is fenced."""
         self._steps.halt_all(self._running(member))
-        event = InstanceLeft(member.instance.id, cause, produced_tokens, is_lost=False)
+        event = InstanceLeft(member.id, cause, produced_tokens, is_lost=False)
         self._starter.gather(self._leave(member, event, now_s), now_s)
 
     def _lose(
@@ -252,24 +252,22 @@ class InstanceEvents:
         suspects = self._note_death(member, now_s, may_live=may_live)
         waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
         for stream_id in list(member.held):
-            self._ledger.kv_locations.forget(stream_id, member.instance.id)
-        event = InstanceLeft(member.instance.id, cause, produced_tokens, is_lost=True)
+            self._ledger.kv_locations.forget(stream_id, member.id)
+        event = InstanceLeft(member.id, cause, produced_tokens, is_lost=True)
         victims = self._leave(member, event, now_s)
-        self._starter.clear_suspects(member.instance.id, cause)
+        self._starter.clear_suspects(member.id, cause)
         return [*victims, *waiting]
 
     def _note_death(self, member: Member, now_s: float, *, may_live: bool) -> list[Stream]:
         """The streams that may have caused it, as far as the book does not know better."""
-        streams, instance = self._ledger.streams.values(), member.instance
+        streams, epoch = self._ledger.streams.values(), member.info.epoch
         if member.must_drain:  # It was about to end, is drained by an operator, or its GPU fails.
-            freed = self._incidents.exited(instance.id, instance.epoch, now_s, is_external=True)
+            freed = self._incidents.exited(member.id, epoch, now_s, is_external=True)
             return [stream for stream in streams if stream.id in freed]
         suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
         names = {stream.id: stream.first_token_sent for stream in suspects}
         self._incidents.lost(
-            LostInstance(
-                instance.id, instance.epoch, member.own_prefill or instance.id, instance.node
-            ),
+            LostInstance(member.id, epoch, member.own_prefill or member.id, member.node),
             names,
             member.running - names.keys(),
             now_s,
@@ -281,7 +279,7 @@ class InstanceEvents:
         """Apply the event to the streams that run there or queue for a slot there: they are to be
         placed again.
         """
-        queued = self._ledger.slots.waiting_for(member.instance.id)
+        queued = self._ledger.slots.waiting_for(member.id)
         streams = [*self._running(member), *(self._ledger.streams[each] for each in queued)]
         for stream in streams:
             self._steps.apply(stream.id, event, now_s)

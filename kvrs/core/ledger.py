@@ -61,15 +61,15 @@ class Ledger:
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
             agent = self.view.agents.get(run.holder)
-            target = decode.instance.node
+            target = decode.node
             if agent is None:
-                link = self.view.link(self.view.members[run.holder].instance.node, target)
+                link = self.view.link(self.view.members[run.holder].node, target)
             else:
                 link = self.view.link_from(agent, target)
             _put_on_link(attempt, link, run.pages * decode.page_bytes)
         stage = Stage.DECODE if runs_on is decode else Stage.PREFILL
         self._run(stream, stage, runs_on, decode)
-        if runs_on is not decode and decode.own_prefill == runs_on.instance.id:
+        if runs_on is not decode and decode.own_prefill == runs_on.id:
             # The one call of both stages goes there, and is lost with it.
             decode.running.add(stream.id)
 
@@ -78,9 +78,9 @@ class Ledger:
         self.settle_bookings(stream)
         stream.attempt.plan = plan
         self._run(stream, Stage.DECODE, decode, decode)
-        if decode.instance.node != prefill.instance.node:
-            size_bytes = stream.history_tokens * decode.instance.geometry.bytes_per_token
-            link = self.view.link(prefill.instance.node, decode.instance.node)
+        if decode.node != prefill.node:
+            size_bytes = stream.history_tokens * decode.bytes_per_token
+            link = self.view.link(prefill.node, decode.node)
             _put_on_link(stream.attempt, link, size_bytes)
 
     def settle_bookings(self, stream: Stream) -> None:

@@ -43,7 +43,7 @@ def computing_prompts(view: ClusterView) -> list[Member]:
     """
     if view.prefillers():
         return []
-    return [each for each in view.decoders() if each.instance.computes_prompts]
+    return [each for each in view.decoders() if each.computes_prompts]
 
 
 def missing_roles(view: ClusterView) -> list[Role]:
@@ -107,7 +107,7 @@ def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member
 
     def streams_of(member: Member) -> tuple[int, InstanceId]:
         decode = own_decode(view, member, stream, barred_too=True, closed_too=True)
-        return decode.streams if decode else 0, member.instance.id
+        return decode.streams if decode else 0, member.id
 
     best: Member | None = None
     best_work, best_streams = (False, 0.0), None
@@ -155,22 +155,20 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
     excluded_epochs: frozenset[InstanceId] = frozenset()
     if stream.excluded_epochs:
         targets = view.targets(stream.name)
-        excluded_epochs = frozenset(member.instance.id for member in targets if stream.bars(member))
+        excluded_epochs = frozenset(member.id for member in targets if stream.bars(member))
         if barred_too and len(excluded_epochs) == len(targets):
             excluded_epochs = frozenset()
     if stream.name:
         lacking = (each for each in view.targets() if not stream.is_served_at(each))
-        excluded_epochs |= frozenset(member.instance.id for member in lacking)
+        excluded_epochs |= frozenset(member.id for member in lacking)
     if not stream.first_token_sent:
-        kept = (each.instance.id for each in view.decoders() if keeps_out(view, each, stream))
+        kept = (each.id for each in view.decoders() if keeps_out(view, each, stream))
         excluded_epochs |= frozenset(kept)
     if stream.tokens and view.tokens_differ:
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     # With equal pages an agent comes first: its checkpoint survives the instances beside it.
     holders = [(kept.pages, kept.agent.node) for kept in stream.checkpoints.values() if kept.pages]
-    holders += [
-        (kept.pages, kept.member.instance.node) for kept in stream.holders.values() if kept.pages
-    ]
+    holders += [(kept.pages, kept.member.node) for kept in stream.holders.values() if kept.pages]
     holders.sort(key=lambda holder: holder[0], reverse=True)
     for pages, node in holders:
         open_ = (
@@ -181,9 +179,7 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
             and view.is_healthy(member)
             and stream.is_served_at(member)
         )
-        homes = tuple(
-            member.instance.id for member in open_ if member.instance.id not in excluded_epochs
-        )
+        homes = tuple(member.id for member in open_ if member.id not in excluded_epochs)
         if homes:
             return Victim(stream.id, homes, pages, excluded_epochs)
     return Victim(stream.id, excluded_epochs=excluded_epochs)
@@ -199,11 +195,11 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
             other is not member
             and not other.must_drain
             and not other.health.is_ejected
-            and is_heard(other.instance.id)
+            and is_heard(other.id)
         )
 
     def prefills(other: Member) -> bool:
-        return other.prefills or other.instance.computes_prompts
+        return other.prefills or other.computes_prompts
 
     def decodes(other: Member) -> bool:
         return other.decodes and view.has_prefill(other)
@@ -230,10 +226,10 @@ def _foreign(
     view: ClusterView, stream: Stream, excluded: frozenset[InstanceId]
 ) -> frozenset[InstanceId]:
     """The targets at which the stream would go on with other tokens, if there are better ones."""
-    open_ = [member for member in view.targets(stream.name) if member.instance.id not in excluded]
+    open_ = [member for member in view.targets(stream.name) if member.id not in excluded]
     foreign = [member for member in open_ if not member.continues(stream.tokens)]
     is_left = len(foreign) < len(open_)
-    return frozenset(member.instance.id for member in foreign if is_left)
+    return frozenset(member.id for member in foreign if is_left)
 
 
 def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int) -> list[Member]:
@@ -260,7 +256,7 @@ def starts_at(
     """The decode instance of a stream that begins. Where it would be one call of a server for both
     stages, the hand-off cannot be redirected later, so it is weighed now.
     """
-    is_one_call = planned.own_prefill == prefill.instance.id
+    is_one_call = planned.own_prefill == prefill.id
     if settings.handoff is Handoff.OWN_PAIR or not is_one_call or not prefill.retains:
         return planned
     others = (
@@ -275,7 +271,7 @@ def hand_off_to(
     """The decode instance that gets the hand-off of a prefill that is done; None: it has to wait,
     since a suspected stream runs apart on the only one.
     """
-    if planned.own_prefill == prefill.instance.id:
+    if planned.own_prefill == prefill.id:
         return planned  # One call for both stages: it decodes already.
     is_left = planned.reforming is not None and planned.is_drained
     is_own = settings.handoff is Handoff.OWN_PAIR and stream.is_served_at(planned)
@@ -300,11 +296,11 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
     """The decode instances beside the planned one that could take a hand-off of this stream, the
     least loaded first.
     """
-    geometry = prefill.instance.geometry
+    geometry = prefill.info.geometry
     for member in view.decoders():
         if (
             member is not planned
-            and member.instance.geometry == geometry
+            and member.info.geometry == geometry
             and (member.pulls or member.own_prefill is None)
             and _may_have(view, member, stream, barred_too=False)
         ):
@@ -330,13 +326,13 @@ def _soonest(
 
 
 def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.HandoffCandidate:
-    link = view.link(prefill.instance.node, decode.instance.node)
+    link = view.link(prefill.node, decode.node)
     return handoff.HandoffCandidate(
-        decode.instance.id,
+        decode.id,
         decode.queue_s,
         link.bytes_per_s,
         link.in_flight_bytes,
-        is_near=decode.instance.node == prefill.instance.node,
+        is_near=decode.node == prefill.node,
     )
 
 
@@ -355,7 +351,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if not target.pulls:
             return target
     best: Member | None = None
-    for member in view.on_node(target.instance.node):
+    for member in view.on_node(target.node):
         if (
             member.prefills
             and not member.is_drained
@@ -384,7 +380,7 @@ def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: 
     busy_until_s = member.health.busy_until_s
     if busy_until_s is not None and view.now_s < busy_until_s:
         return False
-    if stream.avoided and member.instance.id in stream.avoided:
+    if stream.avoided and member.id in stream.avoided:
         return False
     if member.quarantined_for is not None and keeps_out(view, member, stream):
         return False

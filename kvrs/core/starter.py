@@ -149,7 +149,7 @@ class Starter:
             if not stream.is_fresh
         ]
         targets = self._view.targets(name) if victims else []
-        loads = {member.instance.id: member.streams for member in targets}
+        loads = {member.id: member.streams for member in targets}
         assigned = assign(self._settings.dispatch, victims, loads)
         limit = ceiling(len(victims), loads)
         others = (len(victims) - 1) / len(targets) if victims and targets else 0.0
@@ -175,7 +175,7 @@ class Starter:
         stream.avoided = occupied if is_isolated else NOWHERE
         barred_too = is_past(stream.recovery.retry_at_s, now_s)
         target = isolated_target(self._view, stream, barred_too=barred_too)
-        self._place(stream, None if target is None else target.instance.id, 0, now_s)
+        self._place(stream, None if target is None else target.id, 0, now_s)
         if stream.id not in self._ledger.streams or not is_isolated:
             return
         if stream.stage is Stage.WAITING:

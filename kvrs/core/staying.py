@@ -56,7 +56,7 @@ class Staying:
     def reforming(self, event: ev.InstanceReforming, running: list[Stream], now_s: float) -> None:
         """The instance re-forms, or predicts another end of it; `running` are its streams."""
         home = self._view.members.get(event.instance)
-        if home is None or event.epoch != home.instance.epoch:
+        if home is None or event.epoch != home.info.epoch:
             return
         before = home.reforming
         if before is not None and event.number < before.number:
@@ -81,7 +81,7 @@ class Staying:
         home.set_pace(event.decode_factor, event.prefill_factor, event.token_s)
         for stream_id, pages in event.missing_pages.items():
             if pages:
-                self._ledger.kv_locations.forget(stream_id, home.instance.id)
+                self._ledger.kv_locations.forget(stream_id, home.id)
         running = [stream for stream in running if stream.attempt.runs_on is home]
         for stream in running:
             stream.note_tokens(event.produced_tokens.get(stream.id, 0))
@@ -95,7 +95,7 @@ class Staying:
     def reformed(self, event: ev.InstanceReformed, now_s: float) -> None:
         """The instance serves again; the deadlines of the streams that stay hold."""
         home = self._view.members.get(event.instance)
-        if home is None or event.epoch != home.instance.epoch:
+        if home is None or event.epoch != home.info.epoch:
             return
         home.set_pace(event.decode_factor, event.prefill_factor, event.token_s)
         if home.reforming is not None:
@@ -136,7 +136,7 @@ class Staying:
                 self._set_deadline(stream, replace(deadline, until_s=now_s + _LONGEST_GRACE_S))
                 return
         lasts_s = now_s - deadline.since_s
-        cause = f"{home.instance.id} was to go on with it, and has not for {lasts_s:.3g} s"
+        cause = f"{home.id} was to go on with it, and has not for {lasts_s:.3g} s"
         self._leave(stream, home, cause, now_s)
         self._starter.gather([stream], now_s)
 
@@ -148,8 +148,8 @@ class Staying:
         self._decisions.begin(now_s)
         ordered = by_urgency(streams)
         targets = self._targets(home, ordered, now_s)
-        loads = {member.instance.id: member.streams for member in self._view.targets()}
-        loads[home.instance.id] = home.streams
+        loads = {member.id: member.streams for member in self._view.targets()}
+        loads[home.id] = home.streams
         limit = ceiling(0, loads)
         others = (len(ordered) - 1) / len(loads) if ordered else 0.0
         for stream in ordered:
@@ -172,7 +172,7 @@ class Staying:
         """Where each stream would go: the instance that re-forms is its home, from which the
         dispatch takes those away that are too many. The others would go to the least loaded one.
         """
-        view, name = self._view, home.instance.id
+        view, name = self._view, home.id
         others = [member for member in view.targets() if member is not home]
         victims = [
             replace(
@@ -183,7 +183,7 @@ class Staying:
             for stream in streams
             if not stream.is_fresh
         ]
-        loads = {member.instance.id: member.streams for member in others}
+        loads = {member.id: member.streams for member in others}
         loads[name] = max(0, home.streams - len(victims))
         assigned = assign(self._settings.dispatch, victims, loads)
         found: dict[StreamId, Member] = {}
@@ -192,7 +192,7 @@ class Staying:
             if target != name:
                 found[victim.stream] = view.members[target]
                 continue
-            allowed = (each for each in others if each.instance.id not in victim.excluded_epochs)
+            allowed = (each for each in others if each.id not in victim.excluded_epochs)
             if (least := next(allowed, None)) is not None:
                 found[victim.stream] = least
         return found
@@ -237,4 +237,4 @@ class Staying:
     def _leave(self, stream: Stream, home: Member, cause: str, now_s: float) -> None:
         """End the attempt, which still has its connection; to be moved is not to fail."""
         self._actions.append(act.Halt(stream.id, stream.attempt.number))
-        self._starter.end_attempt(stream, cause, home.instance.id, now_s)
+        self._starter.end_attempt(stream, cause, home.id, now_s)

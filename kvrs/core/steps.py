@@ -194,7 +194,7 @@ class Steps:
             self._starter.end_attempt(stream, cause, plan.decode, now_s)
             self._starter.place_all([stream], now_s)
             return
-        if planned.own_prefill != prefill.instance.id:  # Else one call, which is at decode already.
+        if planned.own_prefill != prefill.id:  # Else one call, which is at decode already.
             plan = self._redirect(stream, plan, prefill, decode)
         self._ledger.hand_off(stream, plan, prefill, decode)
 
@@ -202,9 +202,9 @@ class Steps:
         self, stream: Stream, plan: act.Plan, prefill: Member, decode: Member
     ) -> act.Plan:
         places = self._ledger.checkpoints.place(stream, decode, prefill)
-        if decode.instance.id == plan.decode and places == plan.places:
+        if decode.id == plan.decode and places == plan.places:
             return plan
-        changed = msgspec.structs.replace(plan, decode=decode.instance.id, places=places)
+        changed = msgspec.structs.replace(plan, decode=decode.id, places=places)
         self._actions.append(act.Redirect(stream.id, stream.attempt.number, changed))
         return changed
 
@@ -249,7 +249,7 @@ class Steps:
         is_broken = event.abrupt and event.failure is ev.FailureKind.BROKEN
         attempt = stream.attempt
         if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
-            epoch = member.instance.epoch
+            epoch = member.info.epoch
             self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
         # One that took no connection may be dead.
         if event.failure is not ev.FailureKind.BUSY or event.abrupt:

@@ -16,7 +16,7 @@ from math import inf, isfinite
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
-from kvrs.core.model.cluster_view import Agent, ClusterView, Instance, Member
+from kvrs.core.model.cluster_view import Agent, ClusterView, Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books, Case, Term, case_of
@@ -25,7 +25,7 @@ from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import Capability, Role
+from kvrs.protocol.instance import Capability, Role, assumed_instance
 
 _N0, _N1, _N2 = NodeId("n0"), NodeId("n1"), NodeId("n2")
 _AGENT = InstanceId("agent")
@@ -170,7 +170,8 @@ def _case(question: Question) -> Case:
     at_target = everything - {Capability.PULL_PAGES} if question.prefix_cache else everything
     holder, prefill, target = (
         view.add(
-            Instance(InstanceId(name), node, role, 1, question.geometry, question.prefill, can)
+            assumed_instance(InstanceId(name), node, role, question.geometry, can),
+            question.prefill,
         )
         for name, node, role, can in (
             ("holder", _N0, Role.PREFILL, everything),
@@ -201,7 +202,7 @@ def _give(
     page_size_tokens = question.geometry.page_size_tokens
     for member, tokens in ((holder, question.held_tokens), (target, question.reused_tokens)):
         if tokens >= page_size_tokens:
-            stream.holders[member.instance.id] = Holder(member, tokens // page_size_tokens)
+            stream.holders[member.id] = Holder(member, tokens // page_size_tokens)
     if question.checkpoint_tokens >= page_size_tokens:
         node = _N1 if question.checkpoint_at is CheckpointAt.TARGET else _N2
         size = question.checkpoint_tokens * question.geometry.bytes_per_token

@@ -17,7 +17,6 @@ from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Instance
 from kvrs.core.model.estimates import Option
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.elastic import cmm, on_demand
@@ -32,7 +31,7 @@ from kvrs.elastic.ways.base import Costs, PossibleWay, Room, StreamAtRisk
 from kvrs.errors import ConfigError, LayoutError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Capability, Role
+from kvrs.protocol.instance import Role, assumed_instance
 
 # RaidServe (3.2, table 3): Llama-3.1-70B on 8 H100, one lost, 56 requests of 16K tokens.
 _RAIDSERVE = ("meta-llama/Llama-3.1-70B", 8, 1, 56, 16384)
@@ -334,8 +333,8 @@ class _Case:
         before: list[ev.Event] = [
             ev.LinkMeasured(_HERE, _THERE, question.bytes_per_s),
             ev.LinkMeasured(_THERE, _HERE, question.bytes_per_s),
-            ev.InstanceUp(self._instance("p0", _HERE, Role.PREFILL)),
-            ev.InstanceUp(self._instance(_HOME, _HERE, Role.DECODE)),
+            self._up("p0", _HERE, Role.PREFILL),
+            self._up(_HOME, _HERE, Role.DECODE),
         ]
         if has_backup:
             host_bytes_per_s = question.host_bytes_per_s * question.tp
@@ -350,16 +349,14 @@ class _Case:
             held = dict.fromkeys(self._streams, self._pages)
             before.append(ev.CheckpointsReported(_AGENT, 1, 0, len(held), held))
         for name, role in (("p1", Role.PREFILL), ("d1", Role.DECODE)):
-            before.append(ev.InstanceUp(self._instance(name, _THERE, role)))
+            before.append(self._up(name, _THERE, role))
         for event in before:
             policy.handle(event, 0.0)
         return policy
 
-    def _instance(self, name: str, node: NodeId, role: Role) -> Instance:
-        capabilities = frozenset(Capability)
-        return Instance(
-            InstanceId(name), node, role, 1, self._geometry, self._prefill, capabilities
-        )
+    def _up(self, name: str, node: NodeId, role: Role) -> ev.InstanceUp:
+        info = assumed_instance(InstanceId(name), node, role, self._geometry)
+        return ev.InstanceUp(info, self._prefill)
 
 
 def _options(decided: Sequence[act.Recovered]) -> list[dict[str, Any]]:

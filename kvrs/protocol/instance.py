@@ -4,6 +4,7 @@ The vLLM P/D convention (`kv_transfer_params`) is kept as it is; engines of ours
 object, `kvrs`, in the same request body.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated
 
@@ -94,6 +95,11 @@ class Adapter(msgspec.Struct, frozen=True):
     name: str
     root: str = ""  # Where its weights lie.
 
+    @property
+    def key(self) -> str:
+        """Equal names of adapters from different places are different adapters."""
+        return f"{self.name} ({self.root})"
+
 
 class ModelNames(msgspec.Struct, frozen=True):
     """Names that an instance serves beside its model's own."""
@@ -139,6 +145,32 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # they are leased as those of a hand-off.
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
+
+    @property
+    def name_keys(self) -> tuple[str, ...]:
+        """Keys of everything that it serves, and the names of its adapters for streams that came
+        when no instance had come up.
+        """
+        adapters = self.names.adapters
+        keys = (key for adapter in adapters for key in (adapter.name, adapter.key))
+        return (self.model, *self.names.aliases, *keys)
+
+
+def assumed_instance(
+    name: InstanceId,
+    node: NodeId,
+    role: Role,
+    geometry: KvGeometry,
+    capabilities: Iterable[Capability] = tuple(Capability),
+    epoch: int = 1,
+) -> InstanceInfo:
+    """An instance for a calculation, of which no process says the rest; its prefill table is to be
+    given beside it.
+    """
+    prefill = MeasuredPrefill("", 1, [])
+    return InstanceInfo(
+        name, node, role, epoch, 0, "", "", geometry, 0, 0, [*capabilities], prefill
+    )
 
 
 # The source of the link on which instances of a node copy pages out of the memory of its agent.

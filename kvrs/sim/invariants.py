@@ -136,16 +136,16 @@ class Invariants:
     def _apply_to_holders(self, event: ev.Event) -> None:
         known = self._known
         match event:
-            case ev.InstanceUp(instance=instance, lives_on=lives_on):
-                if instance.epoch <= known.up.get(instance.id, -1):
+            case ev.InstanceUp(info=info, lives_on=lives_on):
+                if info.epoch <= known.up.get(info.id, -1):
                     return
-                if not lives_on or instance.id not in known.up:
-                    known.lose(instance.id)
-                    self._stop_at(instance.id)
-                known.up[instance.id] = instance.epoch
-                left = self._taken_over.pop(instance.id, None)
-                if left is not None and left.epoch == instance.epoch:
-                    kept = {(instance.id, stream): pages for stream, pages in left.pages.items()}
+                if not lives_on or info.id not in known.up:
+                    known.lose(info.id)
+                    self._stop_at(info.id)
+                known.up[info.id] = info.epoch
+                left = self._taken_over.pop(info.id, None)
+                if left is not None and left.epoch == info.epoch:
+                    kept = {(info.id, stream): pages for stream, pages in left.pages.items()}
                     known.kept |= kept
             case ev.InstanceReforming(instance=name, missing_pages=missing):
                 known.reforming.add(name)

@@ -99,7 +99,7 @@ class SimStream(LiveStream):
     def instance(self) -> InstanceId | None:
         """Where its attempt runs."""
         there = None if self.state is None else self.state.attempt.runs_on
-        return None if there is None else there.instance.id
+        return None if there is None else there.id
 
     @property
     def output(self) -> Sequence[int]:

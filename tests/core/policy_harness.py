@@ -2,16 +2,18 @@
 
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.cluster_view import ClusterView, Member
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import Capability, Role
+from kvrs.protocol.instance import ModelNames, Role, assumed_instance
 
 GEOMETRY = KvGeometry(
     layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=16
@@ -19,23 +21,29 @@ GEOMETRY = KvGeometry(
 TABLE = PrefillTable("test", "made up", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
 
+OF_EVENT = ("moves_kv", "tokens", "lives_on", "had_not_ended")
+
 ActionT = TypeVar("ActionT")
 
 
-def instance(name: str, epoch: int = 1, **changes: Any) -> Instance:
-    """`p0` is a prefill instance on node `n0`, `d1` a decode instance on `n1`, `b2` both on
-    `n2`.
+def instance_up(
+    name: str, epoch: int = 1, *, prefill: PrefillTable | None = TABLE, **changes: Any
+) -> ev.InstanceUp:
+    """`p0` is a prefill instance on node `n0`, `d1` a decode instance on `n1`, `b2` both on `n2`.
+    `changes` are of the event, or else of what the instance says of itself.
     """
-    fields: dict[str, Any] = {
-        "id": InstanceId(name),
-        "node": NodeId("n" + name[1:2]),
-        "role": ROLES[name[0]],
-        "epoch": epoch,
-        "geometry": GEOMETRY,
-        "prefill": TABLE,
-        "capabilities": frozenset(Capability),
-    }
-    return Instance(**{**fields, **changes})
+    node, role = NodeId("n" + name[1:2]), ROLES[name[0]]
+    info = assumed_instance(InstanceId(name), node, role, GEOMETRY, epoch=epoch)
+    if "names" in changes:
+        changes["names"] = ModelNames(changes["names"])
+    of_event = {key: changes.pop(key) for key in OF_EVENT if key in changes}
+    return ev.InstanceUp(msgspec.structs.replace(info, **changes), prefill, **of_event)
+
+
+def member(name: str, **changes: Any) -> Member:
+    """The member of a view that `instance_up` makes."""
+    event = instance_up(name, **changes)
+    return ClusterView(1e9).add(event.info, event.prefill)
 
 
 class PolicyHarness:
@@ -43,7 +51,7 @@ class PolicyHarness:
 
     def __init__(
         self,
-        *up: str,
+        *names: str,
         name: PolicyName = PolicyName.AUTO,
         slo: SloSettings | None = None,
         wait_s: float = 30.0,
@@ -63,8 +71,8 @@ class PolicyHarness:
         self.policy = RecoveryPolicy(policy, slo or SloSettings(), backup or BackupSettings())
         self.now_s = 0.0
         self.actions: list[act.Action] = []
-        for each in up:
-            self.handle(ev.InstanceUp(instance(each)))
+        for each in names:
+            self.handle(instance_up(each))
 
     def handle(self, event: ev.Event, at_s: float | None = None) -> list[act.Action]:
         """One event; the actions it led to."""

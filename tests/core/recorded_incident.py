@@ -15,7 +15,8 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import instance
+from kvrs.protocol.instance import ModelNames
+from tests.core.policy_harness import instance_up
 
 POLICY, SLO, BACKUP = PolicySettings(), SloSettings(), BackupSettings(mode=BackupMode.REMOTE)
 A, B = StreamId("A"), StreamId("B")
@@ -48,7 +49,7 @@ def incident() -> list[str]:
     recorder = Recorder()
     table = catalog.prefill_table("opt-13b-a100-kvrs-seed")
     for name in ("p0", "d0", "p1"):
-        recorder.handle(ev.InstanceUp(instance(name, prefill=table)))
+        recorder.handle(instance_up(name, prefill=table))
     for node in ("n0", "n1"):
         recorder.handle(ev.HolderUp(InstanceId(f"agent-{node}"), NodeId(node), 1, 1 << 28, 26e9))
     recorder.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9 / 3))
@@ -62,7 +63,7 @@ def incident() -> list[str]:
         recorder.handle(ev.PrefillDone(stream, 1, 1000))
         recorder.handle(ev.StreamResumed(stream, 1))
     recorder.handle(ev.CheckpointsReported(InstanceId("agent-n1"), 1, 1 << 22, 2, {A: 62}))
-    recorder.handle(ev.InstanceUp(instance("d1", prefill=table)))
+    recorder.handle(instance_up("d1", prefill=table))
     recorder.handle(ev.InstanceLost(InstanceId("d0"), 1, "killed", {A: 7, B: 1}))
     for _ in range(2):
         recorder.handle(ev.TimerFired())
@@ -194,7 +195,7 @@ class Rough:
         if drawn >= 850_000:
             return self.re_formed(name, drawn, stream)
         if drawn < 806_000:
-            return ev.NamesListed(name, self.epochs[name], NAMES[: drawn % 3])
+            return ev.NamesListed(name, self.epochs[name], ModelNames(NAMES[: drawn % 3]))
         return ev.LoadReported(name, seconds)
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> ev.Event:
@@ -252,7 +253,7 @@ class Rough:
                 stream = self.random.choice(sorted(self.started))
                 self.handle(ev.PagesKept(name, self.epochs[name], {stream: 3}))
             names = NAMES if name[1] in "012" else NAMES[:1]
-            self.handle(ev.InstanceUp(instance(name, self.epochs[name], names=names)))
+            self.handle(instance_up(name, self.epochs[name], names=names))
 
     def fall(self, name: InstanceId) -> None:
         self.up.discard(name)

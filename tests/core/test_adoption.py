@@ -8,7 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A = StreamId("a")
 P0, AGENT = InstanceId("p0"), InstanceId("agent-n1")
@@ -48,8 +48,8 @@ def test_it_waits_for_an_instance_as_others_do() -> None:
     harness = PolicyHarness()
     assert of(harness.handle(adopted()), act.Start) == []
 
-    harness.handle(ev.InstanceUp(instance("p0")), 0.1)
-    actions = harness.handle(ev.InstanceUp(instance("d0")), 0.2)
+    harness.handle(instance_up("p0"), 0.1)
+    actions = harness.handle(instance_up("d0"), 0.2)
 
     assert only(actions, act.Start).attempt == 1
 

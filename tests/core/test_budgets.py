@@ -7,7 +7,7 @@ import pytest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A = StreamId("A")
 P0, D0, D1 = (InstanceId(name) for name in ("p0", "d0", "d1"))
@@ -46,7 +46,7 @@ def test_a_stream_outlives_any_number_of_deaths_with_progress_in_between() -> No
         start = only(harness.lose(str(here), epochs[here], A=tokens), act.Start)
         harness.handle(ev.StreamResumed(A, start.attempt))
         epochs[here] += 1
-        harness.handle(ev.InstanceUp(instance(str(here), epochs[here])))
+        harness.handle(instance_up(str(here), epochs[here]))
         here = start.plan.decode
 
     assert start.attempt == 101

@@ -10,7 +10,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
 D0, D1 = InstanceId("d0"), InstanceId("d1")
@@ -136,11 +136,7 @@ def test_an_instance_that_sends_no_checkpoints_takes_no_room(names: str, placed:
     harness = cluster(BackupMode.BOTH)
     for name in names.split():
         harness.handle(
-            ev.InstanceUp(
-                instance(
-                    name, epoch=2, capabilities=frozenset(Capability) - {Capability.CHECKPOINT}
-                )
-            )
+            instance_up(name, epoch=2, capabilities=frozenset(Capability) - {Capability.CHECKPOINT})
         )
 
     start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
@@ -162,9 +158,7 @@ def test_a_checkpoint_of_a_stream_that_moves_to_a_plain_engine_is_a_source_and_t
     harness.kept("agent-n2", A=20)
     harness.lose("p0")
     harness.handle(
-        ev.InstanceUp(
-            instance("d1", epoch=2, capabilities=frozenset(Capability) - {Capability.CHECKPOINT})
-        )
+        instance_up("d1", epoch=2, capabilities=frozenset(Capability) - {Capability.CHECKPOINT})
     )
 
     start = only(harness.lose("d0", A=1), act.Start)

@@ -6,7 +6,7 @@ from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
 
 
 @pytest.mark.parametrize(("most_tokens", "pages"), [(None, 30), (160, 10), (9000, 30)])
@@ -18,7 +18,7 @@ def test_no_stream_comes_to_more_than_its_model_can(most_tokens: int | None, pag
     harness.agents("n1")
     waits = harness.handle(ev.StreamArrived(StreamId("A"), 100, most_tokens=most_tokens))
 
-    start = only(harness.handle(ev.InstanceUp(instance("d0", max_model_len=480))), act.Start)
+    start = only(harness.handle(instance_up("d0", max_model_len=480)), act.Start)
 
     assert of(waits, act.Start) == []
     assert start.plan.places == (act.Place(InstanceId("agent-n1"), pages * GEOMETRY.page_bytes),)

@@ -280,9 +280,9 @@ def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
     for instance in (P0, D0):
         info = infos[instance].info
         assert info is not None
-        accepted.append(instances.accept(instances.known[instance], info).prefill.label)
+        accepted.append(instances.accept(instances.known[instance], info).prefill)
 
-    assert accepted == [catalog.prefill_table(name).label, PREFILL.label]
+    assert accepted == [catalog.prefill_table(name), None]
 
 
 @pytest.mark.parametrize("pulls", [True, False])
@@ -301,7 +301,7 @@ def test_a_decode_instance_without_its_prefill_is_one_that_fetches(pulls: bool) 
 
     if pulls:
         assert fault is None
-        assert instances.accept(instances.known[D1], info).own_prefill is None
+        assert instances.accept(instances.known[D1], info).info.own_prefill is None
     else:
         assert fault is not None
         assert fault.startswith("own_prefill is 'p1'")

@@ -7,7 +7,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 from tests.core.test_gpu_treatment import decoders_of, judged
 from tests.core.test_staying import reformed, reforming
 
@@ -59,7 +59,7 @@ def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
 
     alone = harness.handle(draining("d0", s=7))
     new = decoders_of(harness, 2)
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     actions = harness.handle(draining("d0", s=9))
 
     assert (of(alone, act.Start), of(alone, act.Halt), new) == ([], [], {"d0"})
@@ -75,8 +75,8 @@ def test_an_instance_that_is_about_to_end_gets_nothing_while_another_re_forms(fi
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")
     news: dict[str, list[ev.Event]] = {
-        "draining": [draining("d0", s=7), ev.InstanceUp(instance("d1")), reforming("d1", 0.2)],
-        "reforming": [ev.InstanceUp(instance("d1")), reforming("d1", 0.2), draining("d0", s=7)],
+        "draining": [draining("d0", s=7), instance_up("d1"), reforming("d1", 0.2)],
+        "reforming": [instance_up("d1"), reforming("d1", 0.2), draining("d0", s=7)],
     }
     for event in news[first]:
         assert of(harness.handle(event), act.Halt) == []
@@ -92,7 +92,7 @@ def test_its_successor_is_used_like_any_other() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.handle(draining("d0"))
 
-    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    harness.handle(instance_up("d0", epoch=2))
     harness.handle(draining("d0"))  # A late report of the process before.
 
     assert decoders_of(harness, 4) == {"d0", "d1"}
@@ -133,7 +133,7 @@ def test_to_be_moved_is_not_to_fail() -> None:
     for move in range(2, 40):
         start = only(harness.handle(draining(here, epoch=move // 2, s=7)), act.Start)
         harness.handle(ev.StreamResumed(S, start.attempt))
-        harness.handle(ev.InstanceUp(instance(here, epoch=move // 2 + 1)))
+        harness.handle(instance_up(here, epoch=move // 2 + 1))
         here = start.plan.decode
 
     assert start.attempt == 39
@@ -164,7 +164,7 @@ def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
     harness = PolicyHarness("b0")
     here = harness.decoding("s", prompt_tokens=400).plan.decode
     prefilled = {each.holder: each.pages for each in harness.policy.kept(S)}
-    harness.handle(ev.InstanceUp(instance("b1")))
+    harness.handle(instance_up("b1"))
 
     start = only(harness.handle(ordered(here, moves=True, s=400)), act.Start)
     left = {each.holder: each.pages for each in harness.policy.kept(S)}
@@ -182,7 +182,7 @@ def test_an_order_holds_for_the_next_process_until_it_is_withdrawn() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.handle(ordered("d0"))
 
-    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    harness.handle(instance_up("d0", epoch=2))
     before = decoders_of(harness, 4)
     harness.handle(ev.DrainEnded(InstanceId("d0")))
 

@@ -10,7 +10,7 @@ from kvrs.core.model.streams import Stream
 from kvrs.core.routing import prefill_for
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 S = StreamId("s")
 
@@ -91,8 +91,8 @@ def test_an_irreplaceable_instance_serves_on() -> None:
         judged("p0", GpuState.FAILING)
     )
     alone = decoders_of(harness, 2)
-    harness.handle(ev.InstanceUp(instance("p1")))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("p1"))
+    harness.handle(instance_up("d1"))
 
     assert of(actions, act.Start) == []
     assert of(actions, act.Halt) == []
@@ -105,7 +105,7 @@ def test_a_new_process_on_the_same_gpu_is_drained_too() -> None:
     harness.handle(judged("d0", GpuState.FAILING))
 
     harness.lose("d0")
-    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    harness.handle(instance_up("d0", epoch=2))
     drained = decoders_of(harness, 4)
     harness.handle(judged("d0", GpuState.HEALTHY))
 
@@ -118,13 +118,18 @@ def test_a_history_is_not_computed_on_a_failing_gpu() -> None:
     nearer.
     """
     view, stream = ClusterView(1e9), Stream(S, 0, 100, 0.0, None)
-    members = {name: view.add(instance(name)) for name in ("p0", "p1", "d1")}
+    for up in map(instance_up, ("p0", "p1", "d1")):
+        view.add(up.info, up.prefill)
+    members = view.members
 
-    well = prefill_for(view, members["d1"], stream)
-    members["p1"].gpu_degraded = True
+    well = prefill_for(view, members[InstanceId("d1")], stream)
+    members[InstanceId("p1")].gpu_degraded = True
     view.update()
 
-    assert (well, prefill_for(view, members["d1"], stream)) == (members["p1"], members["p0"])
+    assert (well, prefill_for(view, members[InstanceId("d1")], stream)) == (
+        members[InstanceId("p1")],
+        members[InstanceId("p0")],
+    )
 
 
 def test_when_the_last_healthy_instance_is_lost_degraded_ones_serve_again() -> None:

@@ -8,7 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A, B = StreamId("A"), StreamId("B")
 P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
@@ -67,12 +67,8 @@ def harness(handoff: Handoff) -> PolicyHarness:
     told = PolicyHarness(handoff=handoff)
     for name in ("p0", "d0", "d1"):
         told.handle(
-            ev.InstanceUp(
-                instance(
-                    name,
-                    geometry=catalog.kv_geometry(profile),
-                    prefill=catalog.prefill_table(profile),
-                )
+            instance_up(
+                name, geometry=catalog.kv_geometry(profile), prefill=catalog.prefill_table(profile)
             )
         )
     told.handle(ev.LinkMeasured(N0, N0, 600e9))

@@ -8,7 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
 D0, D1, D2 = (InstanceId(f"d{n}") for n in range(3))
@@ -51,7 +51,7 @@ def test_an_instance_that_comes_up_meanwhile_does_not_end_the_gathering() -> Non
     harness.decoding("A")
     harness.lose("d0", at_s=1.0, A=1)
 
-    up = harness.handle(ev.InstanceUp(instance("d1")), at_s=1.01)
+    up = harness.handle(instance_up("d1"), at_s=1.01)
     woken = harness.handle(ev.TimerFired(), at_s=1.1)
 
     assert of(up, act.Start) == []
@@ -107,7 +107,7 @@ def test_connections_that_break_before_their_instance_is_known_to_be_lost_are_it
     early = [action for action in of(harness.actions, act.Start) if action.attempt > 1]
     lost = harness.lose("d0", at_s=1.05)
     woken = harness.handle(ev.TimerFired(), at_s=1.1)
-    back = harness.handle(ev.InstanceUp(instance("d0", epoch=2)), at_s=1.2)
+    back = harness.handle(instance_up("d0", epoch=2), at_s=1.2)
 
     assert (len(broken), early, lost, back) == (8, [], [], [])
     assert [start.stream for start in of(woken, act.Start)] == broken
@@ -176,8 +176,8 @@ def victims_of_d0(
     for stream in "ABCE":
         harness.decoding(stream, 400)
     harness.kept("agent-n1", A=9, B=3, C=7, E=12)
-    harness.handle(ev.InstanceUp(instance("d1")))
-    harness.handle(ev.InstanceUp(instance("d2")))
+    harness.handle(instance_up("d1"))
+    harness.handle(instance_up("d2"))
     harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n2"), 1e5))
     harness.handle(ev.LinkMeasured(NodeId("n1"), NodeId("n2"), 1e5))
     return {start.stream: start.plan.decode for start in of(harness.lose("d0"), act.Start)}
@@ -205,7 +205,7 @@ def test_victims_are_spread_by_the_load_of_all_proxies() -> None:
     for name in "ABCE":
         harness.decoding(name)
     for name in ("p1", "d1", "d2"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
     harness.handle(ev.LoadReported(D1, 0.0, 12))
 
     where = [start.plan.decode for start in of(harness.lose("d0"), act.Start)]
@@ -249,7 +249,7 @@ def test_the_tightest_deadline_is_first() -> None:
         harness.handle(ev.StreamArrived(stream, 100, deadlines=ev.Deadlines(recovery_gap_s=gap_s)))
         harness.handle(ev.PrefillDone(stream, 1, 100))
         harness.handle(ev.StreamResumed(stream, 1))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     harness.lose("d0")
 
     served = [harness.handle(ev.StreamResumed(StreamId(name), 2)) for name in "CB"]
@@ -272,7 +272,7 @@ def test_a_tenant_that_names_tight_deadlines_overtakes_itself_only() -> None:
         harness.handle(ev.StreamArrived(stream, 100, deadlines=limits, tenant=name[0]))
         harness.handle(ev.PrefillDone(stream, 1, 100))
         harness.handle(ev.StreamResumed(stream, 1))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     harness.lose("d0")
 
     for name in ("a2", "b2", "a1", "b1", "a0"):
@@ -292,7 +292,7 @@ def test_the_operator_s_deadlines_order_tenants() -> None:
         harness.handle(ev.StreamArrived(stream, 100, deadlines=limits, tenant=name), at_s)
         harness.handle(ev.PrefillDone(stream, 1, 100))
         harness.handle(ev.StreamResumed(stream, 1))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     harness.lose("d0")
 
     harness.handle(ev.StreamResumed(StreamId("a"), 2))

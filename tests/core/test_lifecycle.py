@@ -25,7 +25,7 @@ from kvrs.core.model.lifecycle import (
 from kvrs.core.model.streams import AttemptState, RecoveryState, Stream
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of
+from tests.core.policy_harness import PolicyHarness, instance_up, of
 from tests.core.recorded_incident import Rough
 
 CORE = Path(__file__).parent.parent.parent / "kvrs" / "core"
@@ -108,7 +108,7 @@ def at(stage: Stage | None) -> PolicyHarness:
     if stage is Stage.WAITING:
         harness.lose("d0", A=1)
     else:
-        harness.handle(ev.InstanceUp(instance("d1")))
+        harness.handle(instance_up("d1"))
     if stage is Stage.QUEUED:
         harness.lose("d0", A=1, B=1)
     return harness
@@ -202,7 +202,7 @@ def test_progress_of_an_attempt_that_is_over_is_late(stage: Stage, kind: type) -
         []
     ]
 
-    up = ev.InstanceUp(instance("d2"))
+    up = instance_up("d2")
     assert harness.policy.snapshot() == without.policy.snapshot()
     assert harness.handle(up) == without.handle(up)
 

@@ -10,7 +10,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.routing import PROMPTS_MAX
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 P0, D0, D1 = (InstanceId(name) for name in ("p0", "d0", "d1"))
 A, B = (StreamId(name) for name in "AB")
@@ -21,7 +21,7 @@ PLAIN: dict[str, Any] = {"capabilities": frozenset[Any](), "computes_prompts": T
 def vllms(*names: str, **settings: Any) -> PolicyHarness:
     harness = PolicyHarness(**settings)
     for name in names:
-        harness.handle(ev.InstanceUp(instance(name, **PLAIN)))
+        harness.handle(instance_up(name, **PLAIN))
     return harness
 
 
@@ -43,7 +43,7 @@ def test_prompts_are_computed_by_decode_instances_while_no_prefill_instance_is_u
     alone = harness.handle(ev.StreamArrived(A, 100))
     harness.handle(ev.PrefillDone(A, 1, 100))
     harness.handle(ev.StreamResumed(A, 1))
-    harness.handle(ev.InstanceUp(instance("p0", 2, **PLAIN)))
+    harness.handle(instance_up("p0", 2, **PLAIN))
     again = harness.handle(ev.StreamArrived(B, 100))
 
     assert only(alone, act.Start) == act.Start(A, 1, act.Plan(decode=D0))
@@ -138,7 +138,7 @@ def test_prompts_that_wait_for_room_go_to_a_prefill_instance_that_comes_up() -> 
     harness.lose("p0")
     arrive(harness, PROMPTS_MAX + 2)
 
-    begun = of(harness.handle(ev.InstanceUp(instance("p0", 2, **PLAIN))), act.Start)
+    begun = of(harness.handle(instance_up("p0", 2, **PLAIN)), act.Start)
 
     assert [start.plan.prefill for start in begun] == [P0, P0]
     assert not harness.policy.has_waiting
@@ -174,7 +174,7 @@ def test_a_new_request_starts_when_the_lost_role_is_back_in_time() -> None:
     harness.lose("p0", at_s=1.0)
     harness.handle(ev.StreamArrived(A, 100), 2.0)
 
-    begun = harness.handle(ev.InstanceUp(instance("p0", 2)), 5.0)
+    begun = harness.handle(instance_up("p0", 2), 5.0)
 
     assert only(begun, act.Start) == act.Start(A, 1, act.Plan(decode=D0, prefill=P0))
 
@@ -218,7 +218,7 @@ def test_a_request_that_waited_already_has_its_time_from_the_loss_on() -> None:
     harness.lose("p0", at_s=10.0)
 
     waits = harness.handle(ev.TimerFired(), 14.0)
-    begun = harness.handle(ev.InstanceUp(instance("p0", 2)), 18.0)
+    begun = harness.handle(instance_up("p0", 2), 18.0)
 
     assert of(waits, act.GiveUp) == []
     assert only(begun, act.Start).stream == B

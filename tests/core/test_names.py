@@ -11,8 +11,8 @@ from kvrs.config.policy import Dispatch, Handoff, PolicyName
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from kvrs.protocol.instance import Capability, ModelNames
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A, B = StreamId("A"), StreamId("B")
 BASE, BOTH = ("tiny",), ("tiny", "lora")
@@ -26,12 +26,12 @@ def harness_of(
     harness = PolicyHarness(**given)
     for name in ALL:
         names = BOTH if name in having else BASE
-        harness.handle(ev.InstanceUp(instance(name, names=names, capabilities=capabilities)))
+        harness.handle(instance_up(name, names=names, capabilities=capabilities))
     return harness
 
 
 def listed(name: str, names: tuple[str, ...], epoch: int = 1) -> ev.NamesListed:
-    return ev.NamesListed(InstanceId(name), epoch, names)
+    return ev.NamesListed(InstanceId(name), epoch, ModelNames(names))
 
 
 @pytest.mark.parametrize("handoff", list(Handoff))
@@ -221,8 +221,7 @@ def test_no_attempt_goes_to_an_instance_that_lacks_its_name(
         elif what == "up":
             epochs[name] += 1
             names[name] = BOTH if n % 2 else BASE
-            now = {"names": names[name], "capabilities": capabilities}
-            handle(ev.InstanceUp(instance(name, epochs[name], **now)))
+            handle(instance_up(name, epochs[name], names=names[name], capabilities=capabilities))
         elif running:
             start = running[sorted(running)[n % len(running)]]
             if what == "prefilled":

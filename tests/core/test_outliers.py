@@ -8,7 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.health import AnswerHealth, pause_s
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 P0, P1, D0, B0, B1 = (InstanceId(name) for name in ("p0", "p1", "d0", "b0", "b1"))
 A, B = StreamId("A"), StreamId("B")
@@ -103,7 +103,7 @@ def test_answers_of_an_ejected_instance_use_up_no_attempt(*, others_return: bool
     (again,) = of(harness.lose("b1", A=0), act.Start)
 
     failures = failures_until(harness, B0, again, at_s=20.0 if others_return else 60.0)
-    up = harness.handle(ev.InstanceUp(instance("b1", epoch=2)))
+    up = harness.handle(instance_up("b1", epoch=2))
 
     assert failures > 3
     refused = [each.reason for each in of(harness.actions, act.GiveUp)]
@@ -137,14 +137,14 @@ def test_the_last_instance_decides_a_refusal_unless_it_refuses_what_others_accep
     harness = PolicyHarness("b0")
     if known:
         first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-        harness.handle(ev.InstanceUp(instance("b1")))
+        harness.handle(instance_up("b1"))
         (second,) = fail(harness, first, B0, ev.FailureKind.REFUSED)
         complete(harness, second)
         harness.lose("b1", at_s=1.0)
     alone = only(harness.handle(ev.StreamArrived(B, 20), at_s=2.0), act.Start)
 
     fail(harness, alone, B0, ev.FailureKind.REFUSED)
-    up = of(harness.handle(ev.InstanceUp(instance("b1", epoch=2))), act.Start)
+    up = of(harness.handle(instance_up("b1", epoch=2)), act.Start)
 
     assert [each.reason for each in of(harness.actions, act.GiveUp)] == [act.Reason.REFUSED] * (
         not known
@@ -172,7 +172,7 @@ def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_b
     """It gets a probe now and then, whose client must not pay for it."""
     harness = PolicyHarness("b0")
     first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-    harness.handle(ev.InstanceUp(instance("b1")))
+    harness.handle(instance_up("b1"))
     (second,) = fail(harness, first, B0, ev.FailureKind.REFUSED)
     complete(harness, second)
     probe = only(harness.handle(ev.StreamArrived(B, 20), at_s=2.0), act.Start)
@@ -199,7 +199,7 @@ def test_a_final_refusal_of_what_has_begun_is_a_failure() -> None:
 def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:
     harness = PolicyHarness("b0")
     first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
-    harness.handle(ev.InstanceUp(instance("b1")))
+    harness.handle(instance_up("b1"))
     (second,) = fail(harness, first, B0, ev.FailureKind.REFUSED)
     complete(harness, second)
     harness.lose("b1", at_s=1.0)

@@ -4,7 +4,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A, D0 = StreamId("A"), InstanceId("d0")
 
@@ -20,7 +20,7 @@ def test_a_victim_reuses_what_its_instance_has_kept() -> None:
     assert of(harness.lose("d0", A=60), act.Start) == []
 
     harness.handle(kept(A=9))
-    actions = harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    actions = harness.handle(instance_up("d0", epoch=2))
 
     start = only(actions, act.Start)
     assert (start.stream, start.plan.decode, start.plan.prefill, start.plan.runs) == (
@@ -37,7 +37,7 @@ def test_pages_of_another_epoch_do_not_count() -> None:
     harness.lose("d0", A=60)
 
     harness.handle(kept(epoch=2, A=9))
-    actions = harness.handle(ev.InstanceUp(instance("d0", epoch=3)))
+    actions = harness.handle(instance_up("d0", epoch=3))
 
     assert all(each.option is not Option.REUSE for each in only(actions, act.Recovered).estimates)
 
@@ -48,10 +48,10 @@ def test_a_second_death_takes_the_kept_pages_along() -> None:
     harness.decoding("A", 100)
     harness.lose("d0", A=60)
     harness.handle(kept(A=9))
-    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    harness.handle(instance_up("d0", epoch=2))
     harness.lose("d0", epoch=2, A=60)
 
-    actions = harness.handle(ev.InstanceUp(instance("d0", epoch=3)), at_s=20.0)
+    actions = harness.handle(instance_up("d0", epoch=3), at_s=20.0)
 
     recovered = only(actions, act.Recovered)
     assert all(each.option is not Option.REUSE for each in recovered.estimates)
@@ -63,4 +63,4 @@ def test_streams_that_are_not_open_are_ignored() -> None:
 
     harness.handle(kept(B=3))
 
-    assert harness.handle(ev.InstanceUp(instance("d0", epoch=2))) == []
+    assert harness.handle(instance_up("d0", epoch=2)) == []

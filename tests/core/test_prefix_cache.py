@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
 
 A, B = StreamId("A"), StreamId("B")
 P0, P1, D0, D1 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1"))
@@ -24,9 +24,7 @@ def plain(*names: str, **settings: object) -> PolicyHarness:
     """Instances like vLLM's: prefill ones cache, decode ones do nothing of their own accord."""
     harness = PolicyHarness(**settings)  # type: ignore[arg-type]
     for name in names:
-        harness.handle(
-            ev.InstanceUp(instance(name, capabilities=CACHES if name[0] == "p" else NONE))
-        )
+        harness.handle(instance_up(name, capabilities=CACHES if name[0] == "p" else NONE))
     return harness
 
 
@@ -128,9 +126,7 @@ def test_an_instance_that_only_caches_is_never_fetched_from() -> None:
     for name in ("p0", "d0", "p1", "d1"):
         every = frozenset(Capability)
         harness.handle(
-            ev.InstanceUp(
-                instance(name, capabilities=every - {Capability.RETAIN} if name == "p0" else every)
-            )
+            instance_up(name, capabilities=every - {Capability.RETAIN} if name == "p0" else every)
         )
     harness.decoding("A")
 
@@ -159,7 +155,7 @@ def test_a_cache_is_lost_with_its_instance() -> None:
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.decoding("A")
     harness.handle(ev.InstanceLost(P0, 1, "killed", {}))
-    harness.handle(ev.InstanceUp(instance("p0", epoch=2, capabilities=CACHES)))
+    harness.handle(instance_up("p0", epoch=2, capabilities=CACHES))
 
     assert migrate_of(list(harness.lose("d0", A=1))) is None
 
@@ -172,10 +168,8 @@ def server(harness: PolicyHarness, n: int, *, pulls: bool = False, epoch: int = 
     can = frozenset({Capability.FENCE, Capability.EXACT_RESUME}) | (
         {Capability.PULL_PAGES, Capability.RETAIN} if pulls else NONE
     )
-    harness.handle(ev.InstanceUp(instance(f"p{n}", epoch, capabilities=can)))
-    harness.handle(
-        ev.InstanceUp(instance(f"d{n}", epoch, capabilities=can, own_prefill=InstanceId(f"p{n}")))
-    )
+    harness.handle(instance_up(f"p{n}", epoch, capabilities=can))
+    harness.handle(instance_up(f"d{n}", epoch, capabilities=can, own_prefill=InstanceId(f"p{n}")))
 
 
 @pytest.mark.parametrize("handoff", list(Handoff))
@@ -234,7 +228,7 @@ def test_nor_is_its_plan_redirected_otherwise() -> None:
     harness = PolicyHarness(backup=BackupSettings(mode=BackupMode.REMOTE))
     every = frozenset(Capability)
     for name, own in (("p0", None), ("d0", P0)):
-        harness.handle(ev.InstanceUp(instance(name, capabilities=every, own_prefill=own)))
+        harness.handle(instance_up(name, capabilities=every, own_prefill=own))
     harness.agents("n1")
     start = only(harness.handle(ev.StreamArrived(A, 1, 20)), act.Start)
 
@@ -247,10 +241,10 @@ def test_a_hand_off_to_the_server_of_its_prefill_is_redirected_like_any_other() 
     matter any more.
     """
     harness = PolicyHarness(handoff=Handoff.AUTO)
-    harness.handle(ev.InstanceUp(instance("p0")))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("p0"))
+    harness.handle(instance_up("d1"))
     harness.handle(ev.StreamArrived(A, 100))
-    harness.handle(ev.InstanceUp(instance("d0", own_prefill=P0)))
+    harness.handle(instance_up("d0", own_prefill=P0))
     harness.handle(ev.LoadReported(D1, 9.0))
 
     assert only(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect).plan == act.Plan(D0, P0)
@@ -332,7 +326,7 @@ def test_the_own_prefill_is_the_servers_not_the_nodes() -> None:
     harness = PolicyHarness()
     for n in (0, 1):
         server(harness, n)
-    harness.handle(ev.InstanceUp(instance("p1x", capabilities=NONE)))
+    harness.handle(instance_up("p1x", capabilities=NONE))
     harness.decoding("A")
     harness.handle(ev.LoadReported(P1, 0.5))
 
@@ -353,7 +347,7 @@ def test_without_a_server_that_is_whole_a_stream_waits() -> None:
 
     assert of(harness.handle(ev.StreamArrived(A, 100)), act.Start) == []
     assert only(
-        harness.handle(ev.InstanceUp(instance("p0", 2, capabilities=NONE))), act.Start
+        harness.handle(instance_up("p0", 2, capabilities=NONE)), act.Start
     ).plan == act.Plan(D0, P0)
 
 
@@ -381,7 +375,7 @@ def test_without_a_server_that_is_whole_a_victim_waits() -> None:
     harness.handle(ev.InstanceLost(P1, 1, "killed", {}))
 
     assert of(harness.lose("d0", A=1), act.Start) == []
-    up = harness.handle(ev.InstanceUp(instance("p1", 2, capabilities=NONE)))
+    up = harness.handle(instance_up("p1", 2, capabilities=NONE))
     assert only(up, act.Start).plan == act.Plan(D1, P1)
 
 

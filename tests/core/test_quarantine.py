@@ -8,7 +8,7 @@ from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 A, B = StreamId("A"), StreamId("B")
 D0 = InstanceId("d0")
@@ -89,7 +89,7 @@ def test_streams_that_flowed_are_not_suspected() -> None:
         harness.decoding(name)
     harness.decoding("A", resumed=False)
     for name in ("p1", "d1", "p2", "d2"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
 
     starts = of(harness.lose("d0", s0=1, s1=1), act.Start)
 
@@ -122,7 +122,7 @@ def test_suspected_streams_run_one_at_a_time_and_the_killer_is_refused() -> None
     for name in ("A", "B"):
         harness.decoding(name, resumed=False)
     for name in ("p1", "d1", "p2", "d2"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
 
     started = only(harness.lose("d0"), act.Start)
     harness.lose(started.plan.decode, at_s=0.01)
@@ -138,7 +138,7 @@ def test_a_suspected_stream_waits_5_s_at_most_for_the_first_time() -> None:
     harness = PolicyHarness("p0", "d0")
     for name in ("A", "B"):
         harness.decoding(name, resumed=False)
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
 
     first = only(harness.lose("d0"), act.Start)
     starts: list[act.Start] = []
@@ -182,7 +182,7 @@ def test_a_stream_waits_to_learn_of_the_first_death_when_the_second_is_known_bef
     for name in ("A", "B"):
         harness.decoding(name, resumed=False)
     for name in ("p1", "d1", "p2", "d2"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
     d0 = InstanceId("d0")
     second = only(harness.handle(ev.AttemptFailed(A, 1, d0, "reset", 0, abrupt=True)), act.Start)
 
@@ -242,7 +242,7 @@ def test_gathered_streams_whose_instance_lives_are_started_once() -> None:
         harness.decoding(stream, resumed=False)
         harness.handle(ev.AttemptFailed(stream, 1, D0, "reset", 0, abrupt=True))
     for name in ("d1", "d2", "d3", "d4"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
     while len(seconds := [s for s in of(harness.actions, act.Start) if s.attempt == 2]) < 2:
         harness.handle(ev.TimerFired(), harness.now_s + 0.05)
     for second in seconds:
@@ -268,7 +268,7 @@ def test_new_streams_wait_while_a_suspected_one_runs_apart_on_the_last_instance(
 
     assert of(newcomer, act.Start) == []
     assert (given_up.stream, given_up.reason) == (A, act.Reason.POISON)
-    started = only(harness.handle(ev.InstanceUp(instance("d2"))), act.Start)
+    started = only(harness.handle(instance_up("d2")), act.Start)
     assert started.stream == B
 
 
@@ -367,9 +367,9 @@ def test_a_death_with_a_cause_of_its_own_is_no_evidence(cause: str) -> None:
         harness.handle(agent_lost)
     if cause == "exit after":
         harness.handle(exited)
-    second = only(harness.handle(ev.InstanceUp(instance("d3"))), act.Start).plan.decode
+    second = only(harness.handle(instance_up("d3")), act.Start).plan.decode
     harness.lose(second)
-    third = only(harness.handle(ev.InstanceUp(instance("d4"))), act.Start)
+    third = only(harness.handle(instance_up("d4")), act.Start)
 
     assert third.stream == A
     assert of(harness.actions, act.GiveUp) == []
@@ -436,7 +436,7 @@ def test_an_instance_whose_process_had_not_ended_is_no_death(which: int) -> None
     """It was frozen or cut off: whichever of the two comes back, the stream goes on."""
     harness, *silent = alone_at_two_silent_instances()
 
-    back = ev.InstanceUp(instance(silent[which], epoch=2), had_not_ended=True)
+    back = instance_up(silent[which], epoch=2, had_not_ended=True)
     actions = harness.handle(back, at_s=12.0)
 
     assert only(actions, act.Start).stream == A
@@ -447,8 +447,8 @@ def test_a_stream_whose_silent_instances_have_ended_is_refused() -> None:
     """Other processes run in their place."""
     harness, first, second = alone_at_two_silent_instances()
 
-    waits = harness.handle(ev.InstanceUp(instance(first, epoch=2)), at_s=5.0)
-    refused = harness.handle(ev.InstanceUp(instance(second, epoch=2)), at_s=6.0)
+    waits = harness.handle(instance_up(first, epoch=2), at_s=5.0)
+    refused = harness.handle(instance_up(second, epoch=2), at_s=6.0)
 
     assert not of(waits, act.Start)
     assert not of(waits, act.GiveUp)
@@ -487,11 +487,11 @@ def test_two_streams_at_a_silent_instance_do_not_clear_each_other_at_the_next_de
     for name in ("A", "B"):
         harness.decoding(name, resumed=False)
     for name in ("p1", "d1", "p2", "d2"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
     started = only(fall_silent(harness, D0, 2.0), act.Start)
 
     actions = harness.lose(started.plan.decode, at_s=2.1)
-    actions += harness.handle(ev.InstanceUp(instance("d0", epoch=2)), at_s=2.2)
+    actions += harness.handle(instance_up("d0", epoch=2), at_s=2.2)
     actions += harness.look_until(2.1 + NEWS_S)
 
     assert (only(actions, act.GiveUp).stream, only(actions, act.GiveUp).reason) == (
@@ -506,7 +506,7 @@ def test_a_prefill_that_was_done_before_ends_no_instance(tokens: int, *, is_refu
     slow = PrefillTable("slow", "made up", 100, [0.0, 10.0, 20.0])
     harness = PolicyHarness("p0", "p1", "p2", name=PolicyName.ALWAYS_RECOMPUTE, poison_deaths=2)
     for name in ("d0", "d1"):
-        harness.handle(ev.InstanceUp(instance(name, prefill=slow)))
+        harness.handle(instance_up(name, prefill=slow))
     decode = harness.decoding("A", resumed=tokens > 0).plan.decode
 
     recovered = only(harness.lose(decode, A=tokens), act.Start)

@@ -11,7 +11,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 P0, P1, D0, D1, D2 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1", "d2"))
 N0, N1 = NodeId("n0"), NodeId("n1")
@@ -57,7 +57,7 @@ def test_an_instance_that_another_proxy_fenced_keeps_its_streams_and_what_it_hol
     fenced = [
         action
         for name in ("d0", "p0")
-        for action in harness.handle(ev.InstanceUp(instance(name, epoch=2), lives_on=True))
+        for action in harness.handle(instance_up(name, epoch=2, lives_on=True))
     ]
 
     assert fenced == []
@@ -127,11 +127,7 @@ def test_a_queue_at_the_prefill_instance_turns_auto_towards_migration() -> None:
     def choice(queue_s: float) -> Option:
         harness = PolicyHarness("p0", "d0", "p1")
         harness.handle(
-            ev.InstanceUp(
-                instance(
-                    "d1", prefill=SLOW, capabilities=frozenset(Capability) - {Capability.SPLIT}
-                )
-            )
+            instance_up("d1", prefill=SLOW, capabilities=frozenset(Capability) - {Capability.SPLIT})
         )
         harness.handle(ev.LinkMeasured(N0, N1, 1e6))
         harness.decoding("A", 100)
@@ -170,10 +166,8 @@ def test_rom_flips_at_112_gbit_s_whatever_queues_and_tails_there_are(
     harness = PolicyHarness(name=PolicyName.ROM)
     for name in ("p0", "d0", "p1", "d1"):
         harness.handle(
-            ev.InstanceUp(
-                instance(
-                    name, geometry=catalog.kv_geometry(seed), prefill=catalog.prefill_table(seed)
-                )
+            instance_up(
+                name, geometry=catalog.kv_geometry(seed), prefill=catalog.prefill_table(seed)
             )
         )
     harness.decoding("A", prompt_tokens)
@@ -218,7 +212,7 @@ def test_without_the_capability_there_is_no_migration(changed: str, capability: 
             - {Capability.PREFIX_CACHE}
             - ({capability} if name == changed else set())
         )
-        harness.handle(ev.InstanceUp(instance(name, capabilities=lacking)))
+        harness.handle(instance_up(name, capabilities=lacking))
     harness.decoding("A")
 
     record = only(harness.lose("d0", A=1), act.Recovered)
@@ -235,7 +229,7 @@ def test_pages_that_are_gone_are_never_a_source(how: str) -> None:
         case "lost":
             harness.lose("p0")
         case "replaced":
-            harness.handle(ev.InstanceUp(instance("p0", epoch=2)))
+            harness.handle(instance_up("p0", epoch=2))
         case _:
             harness.handle(ev.RetentionLost(P0, (A, B)))
 
@@ -247,7 +241,7 @@ def test_pages_that_are_gone_are_never_a_source(how: str) -> None:
 def test_a_stale_loss_is_ignored() -> None:
     """The loss of an older epoch does not concern the present one."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(ev.InstanceUp(instance("d0", epoch=5)))
+    harness.handle(instance_up("d0", epoch=5))
     harness.decoding("A")
 
     assert harness.lose("d0", epoch=4, A=1) == []
@@ -259,8 +253,8 @@ def test_a_higher_epoch_means_that_what_ran_before_is_lost() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A")
 
-    repeated = harness.handle(ev.InstanceUp(instance("d0")))
-    replaced = harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    repeated = harness.handle(instance_up("d0"))
+    replaced = harness.handle(instance_up("d0", epoch=2))
 
     assert repeated == []
     assert only(replaced, act.Start).attempt == 2
@@ -325,7 +319,7 @@ def test_a_failed_attempt_is_followed_by_another_instance_and_option() -> None:
 def test_a_stream_is_not_sent_back_to_the_instance_that_failed_it() -> None:
     """However slow the others are."""
     harness = PolicyHarness("p0", "d0", "d1")
-    harness.handle(ev.InstanceUp(instance("d2", prefill=SLOW)))
+    harness.handle(instance_up("d2", prefill=SLOW))
     harness.decoding("A")
     harness.lose("d0", A=1)
 
@@ -339,7 +333,7 @@ def test_an_option_is_allowed_again_once_the_stream_flows() -> None:
     harness.lose("d0", A=1)
     harness.handle(ev.AttemptFailed(A, 2, D1, "refused", 1))
     harness.handle(ev.StreamResumed(A, 3))
-    harness.handle(ev.InstanceUp(instance("d1", epoch=2)))
+    harness.handle(instance_up("d1", epoch=2))
 
     assert only(harness.lose("d2", A=9), act.Recovered).option is Option.MIGRATE
 
@@ -349,7 +343,7 @@ def test_a_new_epoch_lifts_the_bar() -> None:
     harness = PolicyHarness("p0", "d0", "d1")
     harness.decoding("A")
     harness.handle(ev.AttemptFailed(A, 1, D0, "error event", 1))
-    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    harness.handle(instance_up("d0", epoch=2))
 
     assert only(harness.lose("d1", A=2), act.Start).plan.decode == D0
 
@@ -386,7 +380,7 @@ def test_victims_wait_for_a_decode_instance_and_keep_their_kv() -> None:
     harness.decoding("B")
 
     lost = harness.lose("d0", at_s=1.0, A=1, B=2)
-    up = harness.handle(ev.InstanceUp(instance("d0", epoch=2)), at_s=20.0)
+    up = harness.handle(instance_up("d0", epoch=2), at_s=20.0)
 
     assert of(lost, act.Start) == []
     assert [(start.stream, start.plan.runs[0].holder) for start in of(up, act.Start)] == [

@@ -8,7 +8,7 @@ from kvrs.core.defences.retry_budget import LEAST_TOKENS, REFILL_S, SHARE, Retry
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 D0 = InstanceId("d0")
 
@@ -105,7 +105,7 @@ def test_an_instance_that_restarts_in_a_loop_waits_longer_each_time() -> None:
     for epoch in range(1, 7):
         harness.lose("d0", epoch)
         harness.now_s += 1.0
-        harness.handle(ev.InstanceUp(instance("d0", epoch + 1)))
+        harness.handle(instance_up("d0", epoch + 1))
         row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
         paused_s.append(row["health"]["paused_s"])
         assert row["health"]["quick_deaths"] == epoch
@@ -122,7 +122,7 @@ def test_an_instance_that_has_lived_for_a_while_is_in_no_loop() -> None:
     for epoch in range(1, 9):
         harness.now_s += 100.0
         harness.lose("d0", epoch)
-        harness.handle(ev.InstanceUp(instance("d0", epoch + 1)))
+        harness.handle(instance_up("d0", epoch + 1))
 
     row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
     assert (row["health"]["quick_deaths"], row["health"]["paused_s"]) == (0, 0.0)
@@ -168,7 +168,7 @@ def test_a_death_within_ten_seconds_of_coming_up_is_a_quick_one(
     harness = PolicyHarness("p0", "d0", "d1")
 
     harness.lose("d0", at_s=lived_s)
-    harness.handle(ev.InstanceUp(instance("d0", 2)))
+    harness.handle(instance_up("d0", 2))
 
     row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
     assert row["health"]["quick_deaths"] == quick_deaths

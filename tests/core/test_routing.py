@@ -7,7 +7,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Role
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 P0, P1, D0, D1 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1"))
 A, B, C = (StreamId(name) for name in "ABC")
@@ -99,7 +99,7 @@ def test_streams_wait_for_a_pair_and_start_in_order_of_arrival() -> None:
     harness = PolicyHarness("p0")
 
     waiting = [harness.handle(ev.StreamArrived(stream, 100)) for stream in (B, A, C)]
-    started = harness.handle(ev.InstanceUp(instance("d0")), at_s=1.0)
+    started = harness.handle(instance_up("d0"), at_s=1.0)
 
     assert waiting[0] == [act.WakeAt(30.0)]
     assert [start.stream for start in of(started, act.Start)] == [B, A, C]
@@ -228,7 +228,7 @@ def test_an_instance_of_both_roles_needs_others_for_both() -> None:
     harness = PolicyHarness("b0", "d1")
 
     assert not could_take(harness, "b0", "b0")
-    harness.handle(ev.InstanceUp(instance("p1")))
+    harness.handle(instance_up("p1"))
     assert could_take(harness, "b0", "b0")
 
 

@@ -8,7 +8,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance, only
+from tests.core.policy_harness import PolicyHarness, instance_up, only
 
 PLAIN = frozenset({Capability.PREFIX_CACHE})
 NAMES = ("p0", "d0", "p1", "d1")
@@ -33,7 +33,7 @@ def test_nothing_is_fetched_where_kv_was_not_seen_to_move(
     """Neither to a target, nor from a holder, whatever they declare."""
     harness = PolicyHarness(name=policy)
     for name in NAMES:
-        harness.handle(ev.InstanceUp(instance(name, capabilities=capabilities)))
+        harness.handle(instance_up(name, capabilities=capabilities))
     start = harness.decoding("s", 400).plan
     other = "d1" if start.decode == "d0" else "d0"
     assert start.prefill is not None
@@ -46,7 +46,7 @@ def test_an_instance_is_used_fully_once_kv_was_seen_to_move() -> None:
     """Where self-tests run, an instance comes up without."""
     harness = PolicyHarness()
     for name in NAMES:
-        harness.handle(ev.InstanceUp(instance(name, moves_kv=False)))
+        harness.handle(instance_up(name, moves_kv=False))
     start = harness.decoding("s", 400).plan
 
     for name in NAMES:
@@ -84,7 +84,7 @@ def test_a_stream_goes_on_where_the_same_tokens_are_computed(alike: str) -> None
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")
     for name in ("d1", "d2"):
-        harness.handle(ev.InstanceUp(instance(name)))
+        harness.handle(instance_up(name))
         harness.handle(seen(name, moves_kv=True, tokens="1" if name == alike else "2"))
     harness.handle(seen("d0", moves_kv=True, tokens="1"))
 

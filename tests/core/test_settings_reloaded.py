@@ -26,7 +26,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.errors import LogError
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of
+from tests.core.policy_harness import PolicyHarness, instance_up, of
 from tests.core.recorded_incident import Recorder
 
 OTHER = PolicySettings(
@@ -93,7 +93,7 @@ def test_what_was_learned_outlives_a_reload() -> None:
         policy.decoding(name)
         for lost in ("d0", "d1"):
             policy.lose(lost, epoch, **{name: 1})
-            policy.handle(ev.InstanceUp(instance(lost, epoch + 1)))
+            policy.handle(instance_up(lost, epoch + 1))
         attempt = of(policy.actions, act.Start)[-1].attempt
         policy.handle(ev.StreamResumed(StreamId(name), attempt), policy.now_s + 10.0)
         policy.handle(ev.StreamEnded(StreamId(name), attempt))
@@ -112,7 +112,7 @@ def test_a_log_runs_again_with_the_settings_of_each_time() -> None:
     """From the line of the reload on: without that line, the same events lead to other actions."""
     recorder = Recorder()
     for name in ("p0", "d0", "d1"):
-        recorder.handle(ev.InstanceUp(instance(name)))
+        recorder.handle(instance_up(name))
     recorder.handle(ev.SettingsReloaded(OTHER, OTHER_SLO))
     stream = StreamId("A")
     recorder.handle(ev.StreamArrived(stream, 1000))

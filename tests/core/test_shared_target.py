@@ -5,7 +5,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import NodeId
-from tests.core.policy_harness import PolicyHarness, instance, of
+from tests.core.policy_harness import PolicyHarness, instance_up, of
 
 PROMPT_TOKENS = 321
 # A token takes as long on the link as in a prefill: to compute the front meanwhile halves the time.
@@ -20,8 +20,8 @@ def recoveries(
     for number in range(victims):
         harness.decoding(f"s{number}", PROMPT_TOKENS)
     for target in targets:
-        harness.handle(ev.InstanceUp(instance(target)))
-        harness.handle(ev.LinkMeasured(NodeId("n0"), instance(target).node, BYTES_PER_S))
+        harness.handle(instance_up(target))
+        harness.handle(ev.LinkMeasured(NodeId("n0"), instance_up(target).info.node, BYTES_PER_S))
     harness.lose("d0")
     return of(harness.actions, act.Recovered)
 

@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 D, D1 = InstanceId("d"), InstanceId("d1")
 A, B, C, E = (StreamId(name) for name in "ABCE")
@@ -27,7 +27,7 @@ def migrating(count: int, slots_max: int = 32, **settings: Any) -> PolicyHarness
     )
     for n in range(count):
         harness.decoding(f"s{n}")
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     harness.lose("d0")
     return harness
 
@@ -118,10 +118,8 @@ def test_the_wait_is_weighed_against_other_ways() -> None:
     harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 3e6))
     harness.handle(ev.StreamArrived(A, 400))
     harness.handle(ev.PrefillDone(A, 1, 400))
-    harness.handle(ev.InstanceUp(instance("p1")))
-    harness.handle(
-        ev.InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
-    )
+    harness.handle(instance_up("p1"))
+    harness.handle(instance_up("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
     first = only(harness.lose("d0"), act.Recovered)
 
     second = only(harness.handle(ev.SlotDenied(A, 2, D1, 9.0)), act.Recovered)

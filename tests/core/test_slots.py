@@ -12,7 +12,7 @@ from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 D, D1 = InstanceId("d"), InstanceId("d1")
 SLOW = PrefillTable("slow", "made up", 100, [0.0, 1.0, 2.0])  # 10 ms per token
@@ -26,7 +26,7 @@ def migrating(
     harness = PolicyHarness("p0", "d0", name=name, slots_max=slots_max, **settings)
     for n in range(count):
         harness.decoding(f"s{n}")
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     harness.lose("d0")
     return harness
 
@@ -102,10 +102,8 @@ def test_auto_weighs_the_wait_for_a_slot(slots_max: int, second: Option) -> None
     harness.handle(ev.PrefillDone(B, 1, 400))
     harness.handle(ev.StreamResumed(A, 1))
     harness.handle(ev.StreamResumed(B, 1))
-    harness.handle(ev.InstanceUp(instance("p1")))
-    harness.handle(
-        ev.InstanceUp(instance("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
-    )
+    harness.handle(instance_up("p1"))
+    harness.handle(instance_up("d1", capabilities=frozenset(Capability) - {Capability.SPLIT}))
 
     records = of(harness.lose("d0"), act.Recovered)
 
@@ -131,10 +129,10 @@ def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> N
     """
     harness = PolicyHarness(slots_max=1, slot_lease_s=7.0)
     for name in ("p0", "d0"):
-        harness.handle(ev.InstanceUp(instance(name, prefill=SLOW)))
+        harness.handle(instance_up(name, prefill=SLOW))
     for stream in (A, B):
         harness.decoding(stream, 321)
-    harness.handle(ev.InstanceUp(instance("d1", prefill=SLOW)))
+    harness.handle(instance_up("d1", prefill=SLOW))
     harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 2e5))
     harness.handle(ev.LoadReported(InstanceId("p0"), 100.0))
     harness.lose("d0")
@@ -192,7 +190,7 @@ def test_no_stream_queues_longer_than_streams_wait_for_instances() -> None:
 def test_streams_that_queue_for_a_lost_target_are_decided_again() -> None:
     """The queue is lost with its target."""
     harness = migrating(3, slots_max=1)
-    harness.handle(ev.InstanceUp(instance("d2")))
+    harness.handle(instance_up("d2"))
 
     harness.lose("d1")
 
@@ -204,6 +202,6 @@ def test_a_new_target_serves_the_queue_at_once() -> None:
     """Its slots are all free."""
     harness = migrating(3, slots_max=1)
 
-    actions = harness.handle(ev.InstanceUp(instance("d2")))
+    actions = harness.handle(instance_up("d2"))
 
     assert [(start.stream, start.plan.decode) for start in of(actions, act.Start)] == [("s1", "d2")]

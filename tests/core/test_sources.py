@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
 
 A = StreamId("A")
 P0, D1, B0, B1 = (InstanceId(name) for name in ("p0", "d1", "b0", "b1"))
@@ -30,7 +30,7 @@ def checkpointed(
     """
     harness = PolicyHarness(backup=backup, **settings)  # type: ignore[arg-type]
     for name in names:
-        harness.handle(ev.InstanceUp(instance(name, capabilities=NO_SPLIT)))
+        harness.handle(instance_up(name, capabilities=NO_SPLIT))
     harness.agents("n0", "n1")
     harness.decoding("A", prompt_tokens)
     return harness
@@ -232,7 +232,7 @@ def test_a_split_fetches_the_back_while_the_front_is_computed() -> None:
 def test_only_an_engine_with_the_capability_splits() -> None:
     """Capability `split`; and static policies do not split."""
     harness = PolicyHarness("p0", "d0", "p1")
-    harness.handle(ev.InstanceUp(instance("d1", capabilities=NO_SPLIT)))
+    harness.handle(instance_up("d1", capabilities=NO_SPLIT))
     harness.handle(ev.LinkMeasured(N0, N1, 2_048_000.0))
     harness.decoding("A", 321)
 
@@ -250,7 +250,7 @@ def test_a_recovery_is_settled_and_corrects_the_next_prediction() -> None:
     record = only(harness.lose("d0", at_s=10.0, A=1), act.Recovered)
 
     settled = only(harness.handle(ev.StreamResumed(A, 2), at_s=11.0), act.Settled)
-    harness.handle(ev.InstanceUp(instance("d0", epoch=2)))
+    harness.handle(instance_up("d0", epoch=2))
     again = only(harness.lose("d1", at_s=12.0, A=2), act.Recovered)
 
     migrate, other = (

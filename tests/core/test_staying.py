@@ -11,7 +11,7 @@ from kvrs.core.model.estimates import Option
 from kvrs.core.options.base import case_of
 from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
 S = StreamId("s")
 NAMES = ("s", "t", *(f"s{n}" for n in range(12)))
@@ -47,8 +47,8 @@ def two_pairs(*streams: str, prompt_tokens: int = 10, **settings: Any) -> Policy
     harness = PolicyHarness("p0", "d0", **settings)
     for name in streams:
         harness.decoding(name, prompt_tokens)
-    harness.handle(ev.InstanceUp(instance("p1")))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("p1"))
+    harness.handle(instance_up("d1"))
     return harness
 
 
@@ -127,7 +127,7 @@ def test_a_token_from_before_the_re_forming_frees_the_slot_of_its_transfer() -> 
     """It shows that the pages have come, while the stream goes on waiting for its instance."""
     harness = PolicyHarness("p0", "d0", name=PolicyName.AUTO)
     harness.decoding("s", 2000)
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("d1"))
     start = only(harness.lose("d0", at_s=1.0, s=1), act.Start)
     assert start.plan.runs
     assert harness.policy.snapshot()["slots"]["d1"]["held"] == 1
@@ -314,7 +314,7 @@ def test_lost_cells_are_no_source() -> None:
         harness.handle(ev.StreamArrived(StreamId(name), 400))
         harness.handle(ev.PrefillDone(StreamId(name), 1, 400))
         harness.handle(ev.StreamResumed(StreamId(name), 1))
-    harness.handle(ev.InstanceUp(instance("b1")))
+    harness.handle(instance_up("b1"))
 
     actions = harness.handle(reforming("b0", 30.0, missing_pages={S: 25}, page_s=0.001), at_s=1.0)
 
@@ -325,7 +325,7 @@ def test_lost_cells_are_no_source() -> None:
 
 def test_nothing_new_comes_to_it_while_others_are_up() -> None:
     harness = two_pairs()
-    harness.handle(ev.InstanceUp(instance("b2")))
+    harness.handle(instance_up("b2"))
 
     harness.handle(reforming("d0", 1.0), at_s=1.0)
     during = {harness.decoding(f"n{n}").plan.decode for n in range(4)}
@@ -355,7 +355,7 @@ def test_without_any_other_instance_a_stream_stays_beyond_its_promise() -> None:
     stay = only(harness.handle(reforming("b0", 0.5), at_s=1.0), act.Stay)
 
     alone = ring(harness, stay.until_s)
-    harness.handle(ev.InstanceUp(instance("b1")))
+    harness.handle(instance_up("b1"))
     actions = ring(harness, only(alone, act.Stay).until_s)
 
     assert (of(alone, act.Start), of(alone, act.Halt)) == ([], [])
@@ -381,8 +381,8 @@ def test_a_prefill_that_re_forms_is_weighed_like_a_decode_instance(
     """The request has no token yet."""
     harness = PolicyHarness("p0", "d0")
     harness.handle(ev.StreamArrived(S, 300))
-    harness.handle(ev.InstanceUp(instance("p1")))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("p1"))
+    harness.handle(instance_up("d1"))
 
     actions = harness.handle(reforming("p0", ready_in_s, produced_tokens={}), at_s=0.25)
 
@@ -435,8 +435,8 @@ def test_look_ahead_ends_with_the_stream() -> None:
     harness.handle(ev.StreamArrived(S, 10, most_tokens=311))
     harness.handle(ev.PrefillDone(S, 1, 10))
     harness.handle(ev.StreamResumed(S, 1))
-    harness.handle(ev.InstanceUp(instance("p1")))
-    harness.handle(ev.InstanceUp(instance("d1")))
+    harness.handle(instance_up("p1"))
+    harness.handle(instance_up("d1"))
     event = reforming("d0", 0.02, decode_factor=2.0, token_s=0.05)
 
     assert only(harness.handle(event, at_s=1.0), act.Stay).stream == S
@@ -510,12 +510,12 @@ def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
     harness = two_pairs()
     harness.handle(reformed("d0", prefill_factor=1.5, decode_factor=1.5))
     view = harness.policy._view
-    slower = view.members[InstanceId("d0")].instance.prefill.seconds_for(200)
+    slower = view.members[InstanceId("d0")].prefill.seconds_for(200)
 
     harness.handle(reformed("d0"))
 
     assert slower == pytest.approx(0.3)
-    assert view.members[InstanceId("d0")].instance.prefill.seconds_for(200) == pytest.approx(0.2)
+    assert view.members[InstanceId("d0")].prefill.seconds_for(200) == pytest.approx(0.2)
     assert view.members[InstanceId("d0")].slower_token_s == 0
 
 

@@ -18,7 +18,7 @@ from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
 from kvrs.explain.questions import parse_bandwidth
 from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
-from tests.core.policy_harness import instance
+from tests.core.policy_harness import instance_up
 from tests.core.recorded_incident import A, Recorder, incident
 
 SEED = (
@@ -224,7 +224,7 @@ def test_a_log_shows_streams_that_stay(tmp_path: Path) -> None:
     recorder = Recorder()
     table = catalog.prefill_table("opt-13b-a100-kvrs-seed")
     for name in ("p0", "d0"):
-        recorder.handle(ev.InstanceUp(instance(name, prefill=table)))
+        recorder.handle(instance_up(name, prefill=table))
     for event in (ev.StreamArrived(A, 1000), ev.PrefillDone(A, 1, 1000), ev.StreamResumed(A, 1)):
         recorder.handle(event)
     d0, produced = InstanceId("d0"), {A: 7}

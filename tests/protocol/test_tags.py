@@ -3,11 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.core.fleet.names import ServedName, key_of
+from kvrs.core.fleet.names import ServedName
+from kvrs.protocol.instance import Adapter
 from kvrs.protocol.tags import page_tags, root_tag, salt_of
 
 IDS = list(range(64))
-LORA = ServedName("lora", key_of("lora", "/adapters/1"), "tiny", "/adapters/1")
+LORA = ServedName("lora", Adapter("lora", "/adapters/1").key, "tiny", "/adapters/1")
 SALTS, NAMES = st.text(max_size=8), st.text(min_size=1, max_size=8)
 
 
@@ -17,8 +18,8 @@ def tags(salt: str, adapter: str) -> list[bytes]:
 
 def test_an_adapter_changes_every_tag_and_an_alias_none() -> None:
     """Its KV differs from the model's for the same tokens; an alias is only another name."""
-    again = ServedName("lora", key_of("lora", "/adapters/2"), "tiny", "/adapters/2")
-    other = ServedName("sql", key_of("sql", "/adapters/1"), "tiny", "/adapters/1")
+    again = ServedName("lora", Adapter("lora", "/adapters/2").key, "tiny", "/adapters/2")
+    other = ServedName("sql", Adapter("sql", "/adapters/1").key, "tiny", "/adapters/1")
     own, alias = ServedName("tiny"), ServedName("small", "small")
 
     found = [tags("", each.adapter) for each in (own, LORA, again, other)]

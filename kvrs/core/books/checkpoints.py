@@ -29,11 +29,11 @@ class Checkpoints:
         mode = self._settings.mode
         if mode is BackupMode.OFF:
             return ()
-        node, need_bytes = decode.instance.node, _need_bytes(stream, decode)
+        node, need_bytes = decode.node, _need_bytes(stream, decode)
         chosen: list[Agent] = []
         if not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):
             # Room that is reserved and never filled would be missing to other streams.
-            stream.unprotected = f"{decode.instance.id} sends no checkpoints"
+            stream.unprotected = f"{decode.id} sends no checkpoints"
             mode = BackupMode.OFF
         if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
             local = self._view.agent_on(node)
@@ -71,7 +71,7 @@ class Checkpoints:
 
     def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
         """The agent stores pages of it for another proxy, which has booked the room: a source."""
-        geometries = [member.instance.geometry for member in self._view.members.values()]
+        geometries = [member.info.geometry for member in self._view.members.values()]
         if pages and geometries:
             stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
             agent.streams.add(stream.id)
@@ -130,14 +130,14 @@ class Checkpoints:
     def _keep(
         self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
     ) -> StoredCheckpoint:
-        geometry = decode.instance.geometry
+        geometry = decode.info.geometry
         checkpoint = stream.checkpoints.get(agent.id)
         if checkpoint is None or checkpoint.geometry != geometry:
             if checkpoint is not None:
                 _rebook(checkpoint, 0)
             checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry)
             agent.streams.add(stream.id)
-        _rebook(checkpoint, need_bytes, decode.instance.node)
+        _rebook(checkpoint, need_bytes, decode.node)
         return checkpoint
 
 
@@ -155,10 +155,9 @@ def _need_bytes(stream: Stream, decode: Member) -> int:
     """Room for the stream's longest possible history; for the present one where no limit is
     known.
     """
-    ends = [
-        most for most in (stream.most_tokens, decode.instance.max_model_len) if most is not None
-    ]
-    tokens = max(min(ends, default=0), stream.history_tokens)
+    ends = (stream.most_tokens, decode.info.max_model_len or None)
+    longest = min((most for most in ends if most is not None), default=0)
+    tokens = max(longest, stream.history_tokens)
     return max(1, tokens // decode.page_size_tokens) * decode.page_bytes
 
 

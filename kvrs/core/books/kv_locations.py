@@ -25,8 +25,8 @@ class KvLocations:
 
     def instance_up(self, member: Member) -> None:
         """Record the KV of open streams that the instance has kept."""
-        event = self._kept.pop(member.instance.id, None)
-        if event is None or event.epoch != member.instance.epoch:
+        event = self._kept.pop(member.id, None)
+        if event is None or event.epoch != member.info.epoch:
             return
         for stream_id, pages in event.pages.items():
             if (stream := self._streams.get(stream_id)) is not None:
@@ -61,14 +61,14 @@ class KvLocations:
                 self._checkpoints.reported(stream, agent, pages)
 
     def retain(self, stream: Stream, member: Member, pages: int) -> None:
-        stream.holders[member.instance.id] = Holder(member, pages)
+        stream.holders[member.id] = Holder(member, pages)
         member.held.add(stream.id)
 
     def leave(self, stream: Stream, member: Member, pages: int) -> None:
         """The stream is moved from there, and may fetch what it has computed until it resumes."""
-        held = stream.holders.get(member.instance.id)
+        held = stream.holders.get(member.id)
         kept = held.pages - held.left_pages if held is not None else 0
-        stream.holders[member.instance.id] = Holder(member, max(pages, kept), max(0, pages - kept))
+        stream.holders[member.id] = Holder(member, max(pages, kept), max(0, pages - kept))
         member.held.add(stream.id)
 
     def resumed(self, stream: Stream) -> None:
@@ -101,7 +101,7 @@ class KvLocations:
         if stream is None:
             return ()
         held = [
-            ev.Kept(holder, found.member.instance.epoch, found.pages)
+            ev.Kept(holder, found.member.info.epoch, found.pages)
             for holder, found in stream.holders.items()
         ]
         return (
@@ -116,7 +116,7 @@ class KvLocations:
         """Take over locations from another proxy, as far as those epochs are still up."""
         for each in kept:
             member, agent = self._view.members.get(each.holder), self._view.agents.get(each.holder)
-            if member is not None and member.instance.epoch == each.epoch:
+            if member is not None and member.info.epoch == each.epoch:
                 self.retain(stream, member, each.pages)
             elif agent is not None and agent.epoch == each.epoch:
                 self._checkpoints.adopt(stream, agent, each.pages)

@@ -71,7 +71,7 @@ class Outliers:
         if is_news:
             if health.is_ejected:
                 health.readmitted_s = now_s
-                self._actions.append(act.Readmitted(member.instance.id, member.instance.epoch))
+                self._actions.append(act.Readmitted(member.id, member.info.epoch))
             health.consecutive, health.refuses_wrongly = 0, False
             health.open()
         if stream.refusals:
@@ -84,7 +84,7 @@ class Outliers:
             if refuser is not None and not refuser.prefills and not accepting.decodes:
                 continue  # Of the next stage, which this answer does not prove.
             stream.forget_refusal(name)
-            if refuser is None or refuser is accepting or refuser.instance.epoch != refusal.epoch:
+            if refuser is None or refuser is accepting or refuser.info.epoch != refusal.epoch:
                 continue
             is_probe = refusal.is_probe and refuser.health.until_s is not None
             refuser.health.refuses_wrongly = True
@@ -100,7 +100,7 @@ class Outliers:
         health.left(stream.id)
         match event.failure:
             case ev.FailureKind.REFUSED:
-                stream.note_refusal(event.instance, RefusedBy(member.instance.epoch, is_probe))
+                stream.note_refusal(event.instance, RefusedBy(member.info.epoch, is_probe))
                 if is_probe:  # The cause is known later: the next probe may come then.
                     health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
             case ev.FailureKind.BUSY:
@@ -177,16 +177,16 @@ class Outliers:
         if health.is_ejected:
             self._eject(member, cause)
             return
-        pause = pause_s(member.instance.id, first_s, health.pauses)
+        pause = pause_s(member.id, first_s, health.pauses)
         health.close(cause, self._view.now_s, pause)
 
     def _eject(self, member: Member, cause: str) -> None:
         health = member.health
-        pause = pause_s(member.instance.id, EJECTION_PAUSE_S, health.ejections)
+        pause = pause_s(member.id, EJECTION_PAUSE_S, health.ejections)
         health.is_ejected = True
         health.ejections += 1
         health.close(cause, self._view.now_s, pause)
-        self._actions.append(act.Ejected(member.instance.id, member.instance.epoch, cause, pause))
+        self._actions.append(act.Ejected(member.id, member.info.epoch, cause, pause))
 
     def _is_outlier(self, member: Member) -> bool:
         health = member.health

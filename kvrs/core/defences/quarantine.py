@@ -29,15 +29,15 @@ def suspects_at(
     guest where a suspected stream ran apart is none, nor one whose prompt another instance has
     prefilled before.
     """
-    instance, waiting = member.instance, member.health.awaited
+    waiting = member.health.awaited
     return [
         stream
         for stream in streams
         if (
             (stream.id in waiting and not stream.attempt.is_guest)
-            or book.broke_at(stream.id, instance.id, instance.epoch, now_s)
+            or book.broke_at(stream.id, member.id, member.info.epoch, now_s)
         )
-        and not (instance.role is Role.PREFILL and _was_prefilled(stream))
+        and not (member.info.role is Role.PREFILL and _was_prefilled(stream))
     ]
 
 
@@ -50,14 +50,14 @@ def occupied(view: ClusterView, book: IncidentBook, stream: Stream) -> frozenset
     """The instances where this stream would not be apart, or that others cannot spare."""
     names: set[str] = set(book.in_doubt(stream.id))
     names |= {
-        member.instance.id
+        member.id
         for member in view.members.values()
         if member.quarantined_for not in (None, stream.id)
         or any(other != stream.id for other in member.health.awaited)
     }
     for role in _roles(view):
         if not _can_spare(role):
-            names.update(member.instance.id for member in role)
+            names.update(member.id for member in role)
     return frozenset(names)
 
 

@@ -20,7 +20,7 @@ class Restarts:
 
     def up(self, member: Member, now_s: float) -> None:
         """A process has come up; it is closed for a while if those before it died quickly."""
-        name = member.instance.id
+        name = member.id
         self._up_s[name] = now_s
         deaths = self._quick_deaths.get(name, 0)
         member.health.quick_deaths = deaths
@@ -36,7 +36,7 @@ class Restarts:
         self._quick_deaths.pop(instance, None)
 
     def died(self, member: Member, now_s: float) -> None:
-        name = member.instance.id
+        name = member.id
         if now_s - self._up_s.get(name, now_s) < _QUICK_S:
             self._quick_deaths[name] = self._quick_deaths.get(name, 0) + 1
         else:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
+import msgspec
+
 from kvrs.config.file import Config
-from kvrs.core.fleet.names import NameBook, names_of
+from kvrs.core.fleet.names import NameBook
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Instance
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
@@ -262,7 +263,7 @@ class Instances:
                 )
         return None
 
-    def accept(self, known: KnownInstance, info: InstanceInfo) -> Instance:
+    def accept(self, known: KnownInstance, info: InstanceInfo) -> ev.InstanceUp:
         """Note that the instance is used from now on; what the policy needs of it."""
         known.info, known.capabilities = info, frozenset(info.capabilities)
         known.health = Health.UP
@@ -271,19 +272,9 @@ class Instances:
         known.note_epoch(info.epoch)
         self._served, self._plain = info, None
         self.names.changed()
-        return Instance(
-            id=info.id,
-            node=info.node,
-            role=info.role,
-            epoch=info.epoch,
-            geometry=info.geometry,
-            prefill=self._named_table(info) or PrefillTable.from_measured(info.prefill),
-            capabilities=known.capabilities,
-            max_model_len=info.max_model_len or None,
-            own_prefill=info.own_prefill if info.own_prefill in self.known else None,
-            computes_prompts=info.computes_prompts and info.role is Role.DECODE,
-            names=names_of(info),
-        )
+        if info.own_prefill not in self.known:
+            info = msgspec.structs.replace(info, own_prefill=None)
+        return ev.InstanceUp(info, self._named_table(known.info))
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
         """The table of the settings; None: the instance's own counts. One that has another instance

@@ -12,7 +12,7 @@ class ServedName:
     """A name that clients may ask for."""
 
     name: str
-    # An instance needs it among `names_of` to get a stream of the name; empty: all have it.
+    # An instance needs it among its `name_keys` to get a stream of the name; empty: all have it.
     key: str = ""
     parent: str | None = None  # Of an adapter: the model that it changes.
     root: str | None = None  # Of an adapter: where its weights lie.
@@ -21,21 +21,6 @@ class ServedName:
     def adapter(self) -> str:
         """The part of the salt of its pages that its KV needs; empty: none."""
         return "" if self.parent is None else self.key
-
-
-def key_of(adapter: str, root: str) -> str:
-    """The key of one adapter: equal names of adapters from different places are different ones."""
-    return f"{adapter} ({root})"
-
-
-def names_of(info: InstanceInfo) -> tuple[str, ...]:
-    """Keys of everything that an instance serves, and the names of its adapters for streams that
-    came when no instance had come up.
-    """
-    found = [info.model, *info.names.aliases]
-    for adapter in info.names.adapters:
-        found += [adapter.name, key_of(adapter.name, adapter.root)]
-    return tuple(found)
 
 
 def listed_names(info: InstanceInfo) -> list[str]:
@@ -55,11 +40,11 @@ def served_names(model: str, infos: Iterable[InstanceInfo]) -> dict[str, ServedN
         for alias in info.names.aliases:
             found.setdefault(alias, ServedName(alias, alias))
         for adapter in info.names.adapters:
-            key = key_of(adapter.name, adapter.root)
-            found.setdefault(key, ServedName(adapter.name, key, model, adapter.root))
+            served = ServedName(adapter.name, adapter.key, model, adapter.root)
+            found.setdefault(adapter.key, served)
         for role, count in counts.items():
             if info.role in (role, Role.BOTH):
-                count.update(set(names_of(info)))
+                count.update(set(info.name_keys))
     # A role of which no instance is known yet may have anything.
     needed = [
         count for role, count in counts.items() if any(i.role in (role, Role.BOTH) for i in infos)
@@ -94,4 +79,4 @@ class NameBook:
 
 def is_served_at(info: InstanceInfo | None, key: str) -> bool:
     """True if an instance serves the name of this key."""
-    return not key or (info is not None and key in names_of(info))
+    return not key or (info is not None and key in info.name_keys)

@@ -8,7 +8,7 @@ agent, are the larger of the two, because each misses part of what the other cou
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -17,40 +17,19 @@ from kvrs.core.model.health import UNANSWERED_S, AnswerHealth
 from kvrs.core.model.reforming import PredictedReforming
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import MEMORY, Capability, Role
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """The properties of an instance that is up."""
-
-    id: InstanceId
-    node: NodeId
-    role: Role
-    epoch: int
-    geometry: KvGeometry
-    prefill: PrefillTable
-    capabilities: frozenset[Capability]
-    max_model_len: int | None = None  # Tokens of prompt and output together; None: not known.
-    # The prefill instance of the same server: it computes a history within the one call that
-    # decodes it.
-    own_prefill: InstanceId | None = None
-    # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
-    moves_kv: bool = True
-    # Instances with equal names go on exactly where another one was cut. Empty: not known.
-    tokens: str = ""
-    # A decode instance that computes the prompt of a new stream within the call that decodes it,
-    # where no prefill instance is up.
-    computes_prompts: bool = False
-    names: tuple[str, ...] = ()  # Of models, aliases and adapters that it serves.
+from kvrs.protocol.instance import MEMORY, Capability, InstanceInfo, Role
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """One epoch of one instance; its next epoch is another member."""
 
-    instance: Instance
+    info: InstanceInfo
+    full_prefill: PrefillTable  # With all its ranks.
+    # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
+    moves_kv: bool = True
+    # Instances with equal names go on exactly where another one was cut. Empty: not known.
+    tokens: str = ""
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
     bookings: int = 0
@@ -68,12 +47,13 @@ class Member:
     # Decoding with fewer ranks than it was configured with takes so much longer per token.
     slower_token_s: float = 0.0
     prefill_factor: float = 1.0  # Of its prefill table, for the same reason.
-    unscaled: Instance = field(init=False)  # With the table of all its ranks.
     # A suspected stream that runs there, or will, with no other that waits for its first token.
     quarantined_for: StreamId | None = None
     quarantined_until_s: float = -inf  # Till then also if there is no other instance of its role.
     health: AnswerHealth = field(default_factory=AnswerHealth)
-    # Capabilities, looked up once because every decision uses them.
+    # What every decision uses of `info`, looked up once.
+    id: InstanceId = field(init=False)
+    node: NodeId = field(init=False)
     prefills: bool = field(init=False)
     decodes: bool = field(init=False)
     pulls: bool = field(init=False)
@@ -81,12 +61,13 @@ class Member:
     caches: bool = field(init=False)
     splits: bool = field(init=False)
     checkpoints: bool = field(init=False)
-    moves_kv: bool = field(init=False)
-    tokens: str = field(init=False)
+    computes_prompts: bool = field(init=False)
     own_prefill: InstanceId | None = field(init=False)
+    names: tuple[str, ...] = field(init=False)  # Of models, aliases and adapters that it serves.
     page_bytes: int = field(init=False)
     page_size_tokens: int = field(init=False)
     bytes_per_token: int = field(init=False)
+    prefill: PrefillTable = field(init=False)  # With the ranks that it has.
     # The order of decode instances: by streams, then by id.
     rank: tuple[int, InstanceId] = field(init=False)
     # Decode instances of its node that are not drained and can have its hand-offs.
@@ -94,20 +75,26 @@ class Member:
     is_ranked: bool = False  # Among the decode instances that are not drained.
 
     def __post_init__(self) -> None:
-        self.unscaled = self.instance
-        self.prefills = self.instance.role is not Role.DECODE
-        self.decodes = self.instance.role is not Role.PREFILL
-        self.pulls = Capability.PULL_PAGES in self.instance.capabilities
-        self.retains = Capability.RETAIN in self.instance.capabilities
-        self.caches = Capability.PREFIX_CACHE in self.instance.capabilities
-        self.splits = self.pulls and Capability.SPLIT in self.instance.capabilities
-        self.checkpoints = Capability.CHECKPOINT in self.instance.capabilities
-        self.moves_kv, self.tokens = self.instance.moves_kv, self.instance.tokens
-        self.own_prefill = self.instance.own_prefill
-        self.page_bytes = self.instance.geometry.page_bytes
-        self.page_size_tokens = self.instance.geometry.page_size_tokens
-        self.bytes_per_token = self.instance.geometry.bytes_per_token
-        self.rank = self.streams, self.instance.id
+        self.prefill = self.full_prefill
+        self.set_info(self.info)
+        self.rank = self.streams, self.id
+
+    def set_info(self, info: InstanceInfo) -> None:
+        """The same process, with what it says of itself now."""
+        capabilities, geometry = info.capabilities, info.geometry
+        self.info, self.id, self.node = info, info.id, info.node
+        self.prefills = info.role is not Role.DECODE
+        self.decodes = info.role is not Role.PREFILL
+        self.pulls = Capability.PULL_PAGES in capabilities
+        self.retains = Capability.RETAIN in capabilities
+        self.caches = Capability.PREFIX_CACHE in capabilities
+        self.splits = self.pulls and Capability.SPLIT in capabilities
+        self.checkpoints = Capability.CHECKPOINT in capabilities
+        self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
+        self.own_prefill, self.names = info.own_prefill, info.name_keys
+        self.page_bytes = geometry.page_bytes
+        self.page_size_tokens = geometry.page_size_tokens
+        self.bytes_per_token = geometry.bytes_per_token
 
     @property
     def is_to_end(self) -> bool:
@@ -125,7 +112,7 @@ class Member:
 
     def count(self, change: int) -> None:
         self.streams += change
-        self.rank = self.streams, self.instance.id
+        self.rank = self.streams, self.id
 
     def is_clear(self, now_s: float) -> bool:
         """Fast path: no health restriction applies, the instance is open for new requests and for
@@ -144,11 +131,6 @@ class Member:
             )
         )
 
-    def set_instance(self, instance: Instance) -> None:
-        """Other facts of the same epoch."""
-        self.instance = self.unscaled = instance
-        self._scale()
-
     def set_pace(self, decode_factor: float, prefill_factor: float, token_s: float) -> None:
         """It takes so many times as long as with all its ranks, at `token_s` per token now or
         before.
@@ -156,19 +138,15 @@ class Member:
         self.slower_token_s = max(0.0, decode_factor - 1) * token_s
         if prefill_factor != self.prefill_factor:
             self.prefill_factor = prefill_factor
-            self._scale()
-
-    def _scale(self) -> None:
-        self.instance = self.unscaled
-        if self.prefill_factor != 1.0:
-            table = self.unscaled.prefill.scaled(self.prefill_factor)
-            self.instance = replace(self.unscaled, prefill=table)
+            self.prefill = self.full_prefill
+            if prefill_factor != 1.0:
+                self.prefill = self.full_prefill.scaled(prefill_factor)
 
     def takes_from(self, prefill: "Member") -> bool:
         """A prefill there can be handed off to this instance. A server that pulls no pages takes
         hand-offs from its own prefill instance only.
         """
-        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.instance.id
+        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.id
 
     def continues(self, tokens: str) -> bool:
         """The instance goes on exactly with the output of one that computes `tokens`, as far as is
@@ -267,11 +245,19 @@ class ClusterView:
         self._prefillers: list[Member] = []
         self._by_node: dict[NodeId, list[Member]] = {}
 
-    def add(self, instance: Instance) -> Member:
-        member = Member(instance)
-        assert instance.id not in self.members, instance.id
-        self.members[instance.id] = member
-        self._by_node.setdefault(instance.node, []).append(member)
+    def add(
+        self,
+        info: InstanceInfo,
+        prefill: PrefillTable | None = None,
+        *,
+        moves_kv: bool = True,
+        tokens: str = "",
+    ) -> Member:
+        """`prefill`: its table; None: that which it has measured itself."""
+        assert info.id not in self.members, info.id
+        table = prefill or PrefillTable.from_measured(info.prefill)
+        member = self.members[info.id] = Member(info, table, moves_kv, tokens)
+        self._by_node.setdefault(info.node, []).append(member)
         if member.decodes:
             self._set_ranked(member, True)
         self.update()
@@ -282,8 +268,8 @@ class ClusterView:
         self.update()
 
     def remove(self, member: Member) -> None:
-        del self.members[member.instance.id]
-        self._by_node[member.instance.node].remove(member)
+        del self.members[member.id]
+        self._by_node[member.node].remove(member)
         if member.is_ranked:
             self._set_ranked(member, False)
         self.update()
@@ -301,7 +287,7 @@ class ClusterView:
         for prefill in members:
             prefill.own_decoders = [
                 member
-                for member in self._by_node[prefill.instance.node]
+                for member in self._by_node[prefill.node]
                 if member.decodes and not member.is_drained and member.takes_from(prefill)
             ]
 
@@ -379,7 +365,7 @@ class ClusterView:
             for member in self._decoders
             if (member.own_prefill is None or self.has_prefill(member))
             and not self.is_busy(member)
-            and (not name or name in member.instance.names)
+            and (not name or name in member.names)
         ]
         return [member for member in possible if self.is_healthy(member)] or possible
 
@@ -433,10 +419,10 @@ class ClusterView:
         return {
             "instances": [
                 {
-                    "id": member.instance.id,
-                    "node": member.instance.node,
-                    "role": member.instance.role.value,
-                    "epoch": member.instance.epoch,
+                    "id": member.id,
+                    "node": member.node,
+                    "role": member.info.role.value,
+                    "epoch": member.info.epoch,
                     "queue_s": member.queue_s,
                     "work_s": member.work_s,
                     "running": len(member.running),

@@ -11,16 +11,20 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.model.cluster_view import Instance
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
+from kvrs.protocol.instance import InstanceInfo, ModelNames
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceUp:
     """The instance answers and may be used. A higher epoch than before replaces the old one."""
 
-    instance: Instance
+    info: InstanceInfo
+    prefill: PrefillTable | None = None  # By the settings; None: its own, of `info`.
+    moves_kv: bool = True  # As `Member.moves_kv`; so is `tokens`.
+    tokens: str = ""
     # Another proxy has fenced its own attempts there; the process and all others go on.
     lives_on: bool = False
     # It was taken for lost, and its process had not ended.
@@ -170,7 +174,7 @@ class SelfTested:
     instance: InstanceId
     epoch: int
     moves_kv: bool
-    tokens: str = ""  # As `Instance.tokens`.
+    tokens: str = ""  # As `Member.tokens`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,7 @@ class NamesListed:
 
     instance: InstanceId
     epoch: int
-    names: tuple[str, ...]
+    names: ModelNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,7 @@ class StreamArrived(msgspec.Struct, frozen=True, gc=False):
     deadlines: Deadlines = NO_DEADLINES
     client: str = ""  # Shares the queues with the others; empty: it is not known.
     tenant: str = ""  # Its mark: the deadlines count among the streams of the same tenant.
-    name: str = ""  # One of `Instance.names`, which its instances must have; empty: all have it.
+    name: str = ""  # One of `Member.names`, which its instances must have; empty: all have it.
 
 
 @dataclass(frozen=True, slots=True)

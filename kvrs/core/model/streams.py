@@ -236,15 +236,14 @@ class Stream:
         return self.adopted or self.attempt.number > 1
 
     def bars(self, member: Member) -> bool:
-        return self.excluded_epochs.get(member.instance.id) == member.instance.epoch
+        return self.excluded_epochs.get(member.id) == member.info.epoch
 
     def is_served_at(self, member: Member) -> bool:
         """The instance has the model, alias or adapter that the stream is of."""
-        return not self.name or self.name in member.instance.names
+        return not self.name or self.name in member.names
 
     def exclude(self, member: Member) -> None:
-        instance = member.instance
-        self.excluded_epochs = {**self.excluded_epochs, instance.id: instance.epoch}
+        self.excluded_epochs = {**self.excluded_epochs, member.id: member.info.epoch}
 
     def note_refusal(self, instance: InstanceId, refused: RefusedBy) -> None:
         self.refusals = {**self.refusals, instance: refused}

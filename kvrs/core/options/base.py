@@ -16,7 +16,7 @@ import msgspec
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView, Instance, Member
+from kvrs.core.model.cluster_view import ClusterView, Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.ids import InstanceId
@@ -73,7 +73,7 @@ class Case(msgspec.Struct, gc=False):
     def pages_of(self, source: InstanceId | None) -> int:
         """Leading pages of the history that this source (None: the target) has and are wanted."""
         if source is None:
-            return min(self.stream.holders[self.target.instance.id].pages, self.wanted_pages)
+            return min(self.stream.holders[self.target.id].pages, self.wanted_pages)
         return next(each.pages for each in self.sources if each.id == source)
 
 
@@ -104,14 +104,14 @@ _NO_SOURCES: Sequence[KvSource] = ()
 def case_of(books: Books, stream: Stream, target: Member, now_s: float) -> Case:
     """The case of this stream at this target, with the sources that it could fetch from."""
     history_tokens = stream.prompt_tokens + stream.produced_tokens
-    instance, sources, wanted, slot_wait_s = target.instance, _NO_SOURCES, 0, 0.0
+    sources, wanted, slot_wait_s = _NO_SOURCES, 0, 0.0
     if stream.holders or stream.checkpoints:
         wanted = (history_tokens - 1) // target.page_size_tokens
         if wanted and target.pulls:
             sources = sources_of(books.view, stream, target, wanted)
             if sources:
-                slot_wait_s = books.slots.expected_wait_s(instance.id, stream.id, now_s)
-    history_s = instance.prefill.seconds_for(history_tokens)
+                slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
+    history_s = target.prefill.seconds_for(history_tokens)
     queue_s = target.queue_s
     return Case(
         books, stream, target, queue_s, history_tokens, history_s, wanted, sources, slot_wait_s
@@ -132,11 +132,10 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
     sources: list[KvSource] = []
     if not target.moves_kv:
         return sources
-    geometry, node, page_bytes = target.instance.geometry, target.instance.node, target.page_bytes
+    geometry, node, page_bytes = target.info.geometry, target.node, target.page_bytes
     for holder in stream.holders.values():
         member = holder.member
-        instance = member.instance
-        theirs = instance.geometry
+        theirs = member.info.geometry
         if (
             member is target
             or not holder.pages
@@ -145,11 +144,11 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
             or (theirs is not geometry and theirs != geometry)
         ):
             continue
-        link = view.link(instance.node, node)
+        link = view.link(member.node, node)
         rate = link.bytes_per_s
         pages = holder.pages if holder.pages < wanted else wanted
         sources.append(
-            KvSource(instance.id, pages, page_bytes / rate, link.in_flight_bytes / rate, False)
+            KvSource(member.id, pages, page_bytes / rate, link.in_flight_bytes / rate, False)
         )
     for checkpoint in stream.checkpoints.values():
         agent = checkpoint.agent
@@ -208,7 +207,7 @@ def has_cached(stream: Stream, prefill: Member) -> bool:
         prefill.caches
         and prefill.moves_kv
         and prefill.prefills
-        and prefill.instance.id in stream.holders
+        and prefill.id in stream.holders
         and not stream.bars(prefill)
     )
 
@@ -232,7 +231,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
     factors = case.books.factors
     estimate = estimate_fetch(
         option,
-        target.instance,
+        target,
         case.history_tokens,
         pages * target.page_size_tokens,
         transfer_s,
@@ -249,7 +248,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
 
 def estimate_fetch(
     option: Option,
-    target: Instance,
+    target: Member,
     history_tokens: int,
     prefix_tokens: int,
     transfer_s: float = 0.0,
@@ -303,7 +302,7 @@ def extension(
             best = other
     if best is None:
         return None, pages, 0.0
-    size, table = case.target.page_size_tokens, case.target.instance.prefill
+    size, table = case.target.page_size_tokens, case.target.prefill
     promised, history = max(best.pages, pages + 1), case.history_tokens
     wait_s = max(0.0, best.drain_s - elapsed_s) + case.books.settings.handshake_s
     saved_s = table.extra(pages * size, history - pages * size) - table.extra(
@@ -334,7 +333,7 @@ def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
 
 def _epoch(view: ClusterView, holder: InstanceId) -> int:
     agent = view.agents.get(holder)
-    return view.members[holder].instance.epoch if agent is None else agent.epoch
+    return view.members[holder].info.epoch if agent is None else agent.epoch
 
 
 def _run_end(stream: Stream, holder: InstanceId, wanted: int, *, is_last: bool) -> int:
@@ -383,10 +382,10 @@ def transfer(case: Case, source: InstanceId, pages: int) -> tuple[float, str]:
 def hand_off_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     """The whole history, from the estimate's source to the target."""
     assert estimate.source is not None, estimate
-    view, target = case.books.view, case.target.instance
-    source = view.members[estimate.source].instance
+    view, target = case.books.view, case.target
+    source = view.members[estimate.source]
     where = "within the node" if source.node == target.node else "between the nodes"
-    size_bytes = case.history_tokens * source.geometry.bytes_per_token
+    size_bytes = case.history_tokens * source.bytes_per_token
     how = division(f"hand-off {where}", size_bytes, view.bytes_per_s(source.node, target.node))
     yield handshake_term(case)
     yield Term("hand-off", estimate.transfer_s - case.books.settings.handshake_s, how)

@@ -33,7 +33,7 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
     later_s = lookahead_s(books.settings, stream, home)
     return Estimate(
         _IN_PLACE,
-        home.instance.id,
+        home.id,
         raw_s * books.factors.get(_IN_PLACE, 1.0) + later_s,
         queue_s,
         transfer_s,

@@ -9,7 +9,7 @@ pages: queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / ba
 from collections.abc import Iterable
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import (
@@ -59,11 +59,11 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 def _cached(case: Case, holder: Holder) -> Estimate:
     there, target, settings = holder.member, case.target, case.books.settings
     return estimate_cached(
-        there.instance,
-        target.instance,
+        there,
+        target,
         case.history_tokens,
         _held_pages(case.stream, holder) * there.page_size_tokens,
-        bytes_per_s=case.books.view.bytes_per_s(there.instance.node, target.instance.node),
+        bytes_per_s=case.books.view.bytes_per_s(there.node, target.node),
         queue_s=there.queue_s,
         target_queue_s=case.queue_s,
         handshake_s=settings.handshake_s,
@@ -76,8 +76,8 @@ def _held_pages(stream: Stream, holder: Holder) -> int:
 
 
 def estimate_cached(
-    holder: Instance,
-    target: Instance,
+    holder: Member,
+    target: Member,
     history_tokens: int,
     prefix_tokens: int,
     *,
@@ -94,7 +94,7 @@ def estimate_cached(
     """
     rest, table = history_tokens - prefix_tokens, holder.prefill
     compute_s = table.extra(prefix_tokens, rest)
-    transfer_s = handshake_s + history_tokens * (holder.geometry.bytes_per_token / bytes_per_s)
+    transfer_s = handshake_s + history_tokens * (holder.bytes_per_token / bytes_per_s)
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s

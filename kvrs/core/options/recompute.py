@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Instance
+from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
@@ -32,7 +32,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     for what the target computes.
     """
     target, history, books = case.target, case.history_tokens, case.books
-    instance, queue_s, view = target.instance, case.queue_s, books.view
+    queue_s, view = case.queue_s, books.view
     factors = books.factors
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill = prefill_for(view, target, case.stream)
@@ -40,18 +40,18 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     is_handed_off = target.own_prefill is not None or (prefill.moves_kv and target.moves_kv)
     can_be_elsewhere = target.pulls or not has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and can_be_elsewhere:
-        table, here_s = prefill.instance.prefill, queue_s + case.history_s
-        compute_s = case.history_s if table is instance.prefill else table.seconds_for(history)
+        table, here_s = prefill.prefill, queue_s + case.history_s
+        compute_s = case.history_s if table is target.prefill else table.seconds_for(history)
         there = estimate_recompute(
-            prefill.instance,
-            instance,
+            prefill,
+            target,
             history,
             compute_s,
             factor,
             prefill.queue_s,
             queue_s,
             books.settings.handshake_s,
-            view.bytes_per_s(prefill.instance.node, instance.node),
+            view.bytes_per_s(prefill.node, target.node),
         )
         # A server with a prefill instance of its own computes nowhere else.
         if there.raw_s <= here_s or target.own_prefill is not None:
@@ -64,7 +64,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
 
 
 def _here(case: Case, factor: float) -> Estimate:
-    target, history = case.target.instance, case.history_tokens
+    target, history = case.target, case.history_tokens
     return estimate_recompute(target, target, history, case.history_s, factor, case.queue_s)
 
 
@@ -86,8 +86,8 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 
 def estimate_recompute(
-    prefill: Instance,
-    target: Instance,
+    prefill: Member,
+    target: Member,
     history_tokens: int,
     compute_s: float,
     factor: float = 1.0,
@@ -106,7 +106,7 @@ def estimate_recompute(
     if prefill.id == target.id:
         at_target_s = max(0.0, compute_s - prefill.prefill.step_overhead_s)
     else:
-        transfer_s = handshake_s + history_tokens * (prefill.geometry.bytes_per_token / bytes_per_s)
+        transfer_s = handshake_s + history_tokens * (prefill.bytes_per_token / bytes_per_s)
         source = prefill.id
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:

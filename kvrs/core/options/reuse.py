@@ -18,7 +18,7 @@ _REUSE = Option.REUSE
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
     target, wanted = case.target, case.wanted_pages
-    if not wanted or target.instance.id not in case.stream.holders:
+    if not wanted or target.id not in case.stream.holders:
         return
     pages, second, more_s, wait_s = case.pages_of(None), None, 0.0, 0.0
     if case.sources and pages < wanted:
@@ -27,7 +27,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     estimates.append(
         estimate_fetch(
             _REUSE,
-            target.instance,
+            target,
             case.history_tokens,
             pages * target.page_size_tokens,
             transfer_s=more_s,

@@ -8,7 +8,7 @@ target, the best remote node: its costs cannot tell targets apart.
 from collections.abc import Iterable, Sequence
 
 from kvrs.config.policy import PolicyName
-from kvrs.core.model.cluster_view import Instance, Member
+from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
@@ -39,9 +39,9 @@ class Rom(Rule):
         estimates: list[Estimate] = []
 
         def migrate_from(source: InstanceId, *, by_prefill: bool) -> None:
-            link = view.link(view.members[source].instance.node, target.instance.node)
+            link = view.link(view.members[source].node, target.node)
             rate = link.bytes_per_s
-            estimates.append(rom_migrate(target.instance, tokens, rate, source, by_prefill))
+            estimates.append(rom_migrate(target, tokens, rate, source, by_prefill))
 
         prefill = prefill_for(view, target, stream)
         if target.pulls:
@@ -51,19 +51,19 @@ class Rom(Rule):
                 migrate_from(nearest.id, by_prefill=False)
         else:
             for holder in cached_at(stream, target):
-                migrate_from(holder.member.instance.id, by_prefill=True)
+                migrate_from(holder.member.id, by_prefill=True)
             prefill = target if has_cached(stream, prefill) else prefill
-        estimates.append(rom_recompute(prefill.instance, target.instance, tokens))
+        estimates.append(rom_recompute(prefill, target, tokens))
         return estimates
 
     def terms(self, case: Case, estimate: Estimate) -> Iterable[Term]:
-        tokens, target = case.stream.prompt_tokens, case.target.instance
+        tokens, target = case.stream.prompt_tokens, case.target
         if estimate.option is _RECOMPUTE:
             yield Term("prefill", estimate.compute_s, f"{tokens:,} tokens")
             return
         assert estimate.source is not None, estimate
-        size_bytes = tokens * target.geometry.bytes_per_token
-        source = case.books.view.members[estimate.source].instance
+        size_bytes = tokens * target.bytes_per_token
+        source = case.books.view.members[estimate.source]
         rate = case.books.view.bytes_per_s(source.node, target.node)
         yield Term(
             "transfer", estimate.transfer_s, division(f"{tokens:,} tokens", size_bytes, rate)
@@ -71,14 +71,14 @@ class Rom(Rule):
 
 
 def rom_migrate(
-    target: Instance,
+    target: Member,
     prompt_tokens: int,
     bytes_per_s: float,
     source: InstanceId | None = None,
     by_prefill: bool = False,
 ) -> Estimate:
     """`MIGRATE_COST` of seed KVRS: KV bytes of the prompt over the bandwidth."""
-    transfer_s = prompt_tokens * (target.geometry.bytes_per_token / bytes_per_s)
+    transfer_s = prompt_tokens * (target.bytes_per_token / bytes_per_s)
     return Estimate(
         _MIGRATE,
         target.id,
@@ -90,7 +90,7 @@ def rom_migrate(
     )
 
 
-def rom_recompute(prefill: Instance, target: Instance, prompt_tokens: int) -> Estimate:
+def rom_recompute(prefill: Member, target: Member, prompt_tokens: int) -> Estimate:
     """`RECOMPUTE_COST` of seed KVRS: the prefill table at the length of the prompt."""
     compute_s = prefill.prefill.seconds_for(prompt_tokens)
     return Estimate(

@@ -174,12 +174,12 @@ class TaskShell:
         if self._event_log is not None:
             self._event_log.note(now_s, event, actions)
         match event:
-            case ev.InstanceUp(instance=instance):
-                log.info("instance up", extra={"instance": instance.id, "epoch": instance.epoch})
-                self._metrics.up.labels(instance.id).set(1)
+            case ev.InstanceUp(info=info):
+                log.info("instance up", extra={"instance": info.id, "epoch": info.epoch})
+                self._metrics.up.labels(info.id).set(1)
                 # A new process begins without a record; one that lives on keeps its own.
                 if not event.lives_on:
-                    self._metrics.ejected.labels(instance.id).set(0)
+                    self._metrics.ejected.labels(info.id).set(0)
             case ev.InstanceLost(instance=name, cause=cause):
                 log.warning("instance lost", extra={"instance": name, "cause": cause})
             case ev.GpuJudged(instance=name, state=state, reason=reason):

@@ -15,7 +15,7 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
-from kvrs.core.fleet.names import listed_names, names_of
+from kvrs.core.fleet.names import listed_names
 from kvrs.core.fleet.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, WatchLimits
 from kvrs.core.model import events as ev
 from kvrs.errors import UpstreamError
@@ -209,7 +209,7 @@ class InstanceWatcher(Watcher):
         """The same process serves other names than before."""
         control, self._known.info = self._driver.control, info
         control.instances.names.changed()
-        listed = ev.NamesListed(info.id, info.epoch, names_of(info))
+        listed = ev.NamesListed(info.id, info.epoch, info.names)
         control.tell(listed, self._driver.clock())
 
     async def _with_ranks(self, info: InstanceInfo, report: LoadReport) -> InstanceInfo:

@@ -12,7 +12,7 @@ from kvrs.core.model.streams import Holder
 from kvrs.core.options.base import estimate_fetch
 from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId
-from tests.core.policy_harness import PolicyHarness, instance
+from tests.core.policy_harness import PolicyHarness, member
 
 REMOTE = BackupSettings(mode=BackupMode.REMOTE)
 
@@ -36,7 +36,7 @@ def test_fetching_costs_queue_transfer_and_the_tail() -> None:
     """`queue + hand-shake and missing bytes / bandwidth + prefill(tail given prefix)`."""
     estimate = estimate_fetch(
         Option.MIGRATE,
-        instance("d1"),
+        member("d1"),
         history_tokens=110,
         prefix_tokens=96,
         transfer_s=0.97,
@@ -52,7 +52,7 @@ def test_a_correction_changes_what_is_compared_and_not_the_raw_cost() -> None:
     """`total_s` is what options are compared by; `raw_s` is what is learned from."""
     estimate = estimate_fetch(
         Option.MIGRATE,
-        instance("d1"),
+        member("d1"),
         history_tokens=110,
         prefix_tokens=96,
         transfer_s=1.0,

@@ -6,7 +6,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.options.recompute import estimate_recompute
-from tests.core.policy_harness import PolicyHarness, instance, of
+from tests.core.policy_harness import PolicyHarness, instance_up, member, of
 
 
 def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
@@ -14,8 +14,8 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     instance.
     """
     apart = estimate_recompute(
-        instance("p1"),
-        instance("d1"),
+        member("p1"),
+        member("d1"),
         history_tokens=110,
         compute_s=0.110,
         bytes_per_s=204_800.0,
@@ -23,8 +23,8 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
         handshake_s=0.01,
     )
     alone = estimate_recompute(
-        instance("b1"),
-        instance("b1"),
+        member("b1"),
+        member("b1"),
         history_tokens=110,
         compute_s=0.110,
         bytes_per_s=204_800.0,
@@ -38,7 +38,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
 def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     """`Estimate.extrapolated` shows that the table was used outside its measured range."""
     within, beyond = (
-        estimate_recompute(instance("p1"), instance("d1"), tokens, tokens / 1e3, bytes_per_s=1e9)
+        estimate_recompute(member("p1"), member("d1"), tokens, tokens / 1e3, bytes_per_s=1e9)
         for tokens in (400, 401)
     )
 
@@ -55,8 +55,8 @@ def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
     harness = PolicyHarness("p0", "d0")
     harness.decoding("s")
     for name in ("p1", "d1"):
-        harness.handle(ev.InstanceUp(instance(name)))
-    harness.handle(ev.LoadReported(instance("d1").id, queue_s))
+        harness.handle(instance_up(name))
+    harness.handle(ev.LoadReported(member("d1").id, queue_s))
 
     (recovered,) = of(harness.lose("d0"), act.Recovered)
 

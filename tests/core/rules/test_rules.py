@@ -12,11 +12,11 @@ from kvrs.core.rules.base import cheapest
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
-from tests.core.policy_harness import instance
+from tests.core.policy_harness import member
 
 SEED = "opt-13b-a100-kvrs-seed"
 GBIT_S = 1e9 / 8
-OPT_13B = instance("d1", geometry=catalog.kv_geometry(SEED), prefill=catalog.prefill_table(SEED))
+OPT_13B = member("d1", geometry=catalog.kv_geometry(SEED), prefill=catalog.prefill_table(SEED))
 D = InstanceId("d1")
 
 
@@ -30,7 +30,7 @@ def test_every_name_that_the_configuration_allows_is_a_policy() -> None:
 
 def test_1_21_gb_take_387_ms_at_25_gbit_s() -> None:
     """Seed KVRS: the inter-node cost of a 1.21 GB cache (1,477 tokens of OPT-13B) at 25 Gbit/s."""
-    tokens = round(1.21e9 / OPT_13B.geometry.bytes_per_token)
+    tokens = round(1.21e9 / OPT_13B.bytes_per_token)
 
     estimate = rom_migrate(OPT_13B, prompt_tokens=tokens, bytes_per_s=25 * GBIT_S)
 

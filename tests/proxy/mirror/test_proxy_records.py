@@ -95,9 +95,7 @@ async def test_deadlines_and_lengths_reach_the_policy(
     assert (second.deadlines.ttft_s, second.deadlines.end_to_end_s) == (None, None)
     assert second.most_tokens == 4130
     ups = [each.event for each in read(path.read_text().splitlines()) if isinstance(each, LogEntry)]
-    assert {event.instance.max_model_len for event in ups if isinstance(event, ev.InstanceUp)} == {
-        4096
-    }
+    assert {event.info.max_model_len for event in ups if isinstance(event, ev.InstanceUp)} == {4096}
     assert third.most_tokens == third.prompt_tokens + 5
 
 
