@@ -168,21 +168,23 @@ def _line(fault: Any, model: type[Settings], section: tuple[str, ...]) -> str:
         return f"{path}: unknown key; allowed: {', '.join(_allowed_keys(fault['loc'], model))}"
     if fault["type"] == "missing":
         return f"{path}: missing"
-    # Only scalars are echoed: a whole section would bury the message.
-    value = fault["input"]
-    shown = (
-        "a section"
-        if isinstance(value, dict)
-        else "a list"
-        if isinstance(value, list)
-        else repr(value)
-    )
     message = (
         "allowed: a section"
         if fault["type"] in ("model_type", "model_attributes_type")
         else fault["msg"]
     )
-    return f"{path}: got {shown}; {message[0].lower()}{message[1:]}{_hint(fault)}"
+    return f"{path}: got {echoed(fault['input'])}; {message[0].lower()}{message[1:]}{_hint(fault)}"
+
+
+def echoed(value: Any) -> str:
+    """A value in a message. Only scalars are echoed: a whole section would bury the message."""
+    match value:
+        case dict():
+            return "a section"
+        case list():
+            return "a list"
+        case _:
+            return repr(value)
 
 
 def _hint(fault: Any) -> str:

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from kvrs.config.settings import Settings, parse_yaml
+from kvrs.config.settings import Settings, echoed, parse_yaml
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Role
@@ -295,13 +295,7 @@ def _line(mistake: Any) -> str:
     if mistake["type"] == "value_error":
         return f"{path}: {message}"
     value = mistake["input"]
-    shown = (
-        "a section"
-        if isinstance(value, dict)
-        else "a list"
-        if isinstance(value, list)
-        else repr(value)
-    )
+    shown = echoed(value)
     if mistake["type"] in ("list_type", "model_type"):
         shown = "nothing" if value is None else shown
         wanted = (

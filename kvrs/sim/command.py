@@ -254,11 +254,7 @@ def summary(simulated: Simulated) -> RenderableType:
 
 def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
     """The rows of each policy beside those of the others."""
-    broken = [
-        Text(f"{policy.value}, seed {seed}: {what}", style="red")
-        for policy, simulated in found.items()
-        for seed, what in sorted(simulated.broken.items())
-    ]
+    broken = broken_lines(found)
     columns = {policy: dict(rows(simulated.outcomes)) for policy, simulated in found.items()}
     table = Table("", box=box.SIMPLE)
     for policy in found:
@@ -267,6 +263,15 @@ def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
         table.add_row(name, *(column.get(name, "-") for column in columns.values()))
     verdict = "All invariants held." if not broken else "Invariants were violated."
     return Group(Text(verdict, style="red" if broken else "green"), *broken, folded(table))
+
+
+def broken_lines(found: Mapping[PolicyName, Simulated]) -> list[Text]:
+    """The violated invariants of all policies."""
+    return [
+        Text(f"{policy.value}, seed {seed}: {what}", style="red")
+        for policy, simulated in found.items()
+        for seed, what in sorted(simulated.broken.items())
+    ]
 
 
 def described(

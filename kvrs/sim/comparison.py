@@ -22,6 +22,7 @@ from kvrs.sim.cluster import Outcome
 from kvrs.sim.command import (
     Simulated,
     SimulateOptions,
+    broken_lines,
     described,
     missed_faults,
     simulate_policies,
@@ -164,11 +165,6 @@ def _document(
 def _shown(
     found: dict[PolicyName, Simulated], comparisons: Sequence[AgainstBest]
 ) -> RenderableType:
-    broken = [
-        Text(f"{policy.value}, seed {seed}: {what}", style="red")
-        for policy, simulated in found.items()
-        for seed, what in sorted(simulated.broken.items())
-    ]
     best = comparisons[0].policy.value
     table = Table(
         Column("policy", no_wrap=True),
@@ -195,7 +191,10 @@ def _shown(
         "same seed, each with its 95 % interval (Student)."
     )
     return Group(
-        Text(verdict(comparisons), style="bold"), *broken, folded(table), Text(note, style="dim")
+        Text(verdict(comparisons), style="bold"),
+        *broken_lines(found),
+        folded(table),
+        Text(note, style="dim"),
     )
 
 

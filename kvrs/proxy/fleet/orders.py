@@ -71,10 +71,12 @@ class StandingOrders:
         self._heard = heard
 
     def tell(self, me: Hello) -> Hello:
+        """The hello of this proxy, with all orders."""
         drains = self._drains.shown(self._clock())
         return structs.replace(me, orders=drains, fleet=self._fleet.shown())
 
     def take(self, hello: Hello) -> bool:
+        """True if the other proxy has an order that was not known here."""
         is_new = self._drains.take(hello.orders, self._clock())
         if self._fleet.take(hello.fleet):
             self._heard()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from kvrs.protocol.mirror import (
     Update,
 )
 from kvrs.protocol.proof import WRONG_DOOR
+from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.wire.peer import Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import WholeReader
@@ -141,13 +142,6 @@ class Found:
     unreachable: list[str]
 
 
-class Orders(Protocol):
-    """The orders of operators, which all proxies have."""
-
-    def tell(self, me: Hello) -> Hello: ...  # With all orders.
-    def take(self, hello: Hello) -> bool: ...  # Whether any was new.
-
-
 class Peers:
     """All other proxies. `lost` is called for each run of a peer that ended or is out of reach,
     `up` for each that begins. Orders travel with every hello, so that the others have them at once,
@@ -160,7 +154,7 @@ class Peers:
         peers: Mapping[str, ProxyPeer],
         lost: Callable[[str], None],
         up: Callable[[], None],
-        orders: Orders,
+        orders: StandingOrders,
     ) -> None:
         self.me = me
         self.known = dict(peers)

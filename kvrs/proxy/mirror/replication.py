@@ -30,12 +30,13 @@ from kvrs.protocol.mirror import (
     Update,
     UpdateAck,
 )
+from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror import failures
 from kvrs.proxy.mirror.book import CopyQueue, RecordBook
 from kvrs.proxy.mirror.headers import ResumeRequest
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
-from kvrs.proxy.mirror.peers import Orders, Peers, ProxyPeer
+from kvrs.proxy.mirror.peers import Peers, ProxyPeer
 from kvrs.proxy.mirror.records import Record, best_of, merged, mirror_for, record_from, size_of
 from kvrs.proxy.mirror.roles import RecordRole
 from kvrs.proxy.streams.clients import Client
@@ -135,7 +136,7 @@ class Mirror:
         kept: Callable[[StreamId], tuple[ev.Kept, ...]],
         stop: Callable[[StreamId, Failed], None],
         count: Callable[[str], None],
-        orders: Orders,
+        orders: StandingOrders,
     ) -> None:
         self.name = name
         self._id = settings.id

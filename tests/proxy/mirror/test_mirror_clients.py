@@ -17,6 +17,7 @@ from kvrs.protocol.mirror import (
     UpdateAck,
     pack_ids,
 )
+from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.keyed import KeyedStream
 from kvrs.proxy.mirror.outbox import Outbox
@@ -234,7 +235,10 @@ async def test_an_internal_error_while_writing_ends_the_stream() -> None:
     assert keyed.failure.status == 500
 
 
-class _NoOrders:
+class _NoOrders(StandingOrders):
+    def __init__(self) -> None:
+        pass
+
     def tell(self, me: Hello) -> Hello:
         return me
 
