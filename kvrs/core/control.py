@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Generic, Protocol, TypeVar, assert_never
 
+import msgspec
+
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
@@ -23,13 +25,13 @@ from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
 from kvrs.core.fleet.known import Agents, Instances, KnownInstance
 from kvrs.core.fleet.orders import DrainOrders
-from kvrs.core.fleet.reports import LoadSteps, Reformings
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.reports import changes_decision, changes_ranks
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth
@@ -118,8 +120,7 @@ class Control(Generic[S]):
         self.drains = Drains(self.instances, self.produced_on, self.tell)
         self.orders = DrainOrders(config.proxy.id, self.instances, self.drains)
         self._links = LinkBounds(config.transfer.link)
-        self._loads = LoadSteps(has_peers=bool(config.proxy.peers))
-        self._reformings = Reformings()
+        self._has_peers = bool(config.proxy.peers)
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
@@ -349,9 +350,6 @@ class Control(Generic[S]):
         up = self.instances.accept(known, info)
         self.self_tests.up(info, now_s)
         seen = self.self_tests.seen(known.id)
-        self._loads.forget(known.id)
-        if not lives_on:
-            self._reformings.forget(known.id)
         # Pages of open streams in memory that the instance has taken over, leased to them.
         kept = {stream: pages for stream, pages in info.kept.items() if stream in self.streams}
         if kept and not lives_on:
@@ -365,27 +363,25 @@ class Control(Generic[S]):
         self.tell(event, now_s)
 
     def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
-        if report.draining:
-            before = None if known.load is None else (known.load.epoch, known.load.draining)
-            # With every report, because no target may have been up for them before.
-            produced = self.produced_on(known.id)
-            if produced or before != (report.epoch, True):
-                self.tell(ev.DrainReported(known.id, report.epoch, produced), now_s)
         self.drains.reported(known.id, now_s)
         known.load = report
         known.reported_s = now_s
-        running = self._running_on(known.id) if report.full_degree else []
-        re_forms = self._reformings.event(known.id, report, running, now_s)
-        if re_forms is not None:
-            self.tell(re_forms, now_s)
-        if isinstance(re_forms, ev.InstanceReformed):
-            # Tokens that came before were perhaps of the layout before.
-            for live in running:
-                if live.stays_until_s > -inf:
-                    self._shell.expect_token(live)
-        if self._loads.changes_decision(known.id, report, waiting=self.policy.has_waiting):
-            streams = self._loads.streams_of(report)
-            self.tell(ev.LoadReported(known.id, report.queue_delay_s, streams), now_s)
+        member, waiting = self.policy.members.get(known.id), self.policy.has_waiting
+        has_peers = self._has_peers
+        if member is None or changes_decision(
+            member, report, now_s, has_peers=has_peers, waiting=waiting
+        ):
+            of_ranks = member is not None and changes_ranks(member, report, now_s)
+            concerned = self._running_on(known.id) if of_ranks or report.draining else []
+            token_s = _token_s(concerned) if of_ranks else 0.0
+            produced = {live.id: live.produced_tokens for live in concerned}
+            told = msgspec.structs.replace(report, links=[])  # They have events of their own.
+            self.tell(ev.LoadReported(known.id, told, has_peers, token_s, produced), now_s)
+            if of_ranks and report.reforming is None:
+                # Tokens that came before were perhaps of the layout before.
+                for live in concerned:
+                    if live.stays_until_s > -inf:
+                        self._shell.expect_token(live)
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)
@@ -463,3 +459,10 @@ def _arrival(live: LiveStream, now_s: float) -> ev.StreamArrived | ev.StreamAdop
         journal.tenant,
         journal.name,
     )
+
+
+def _token_s(running: Sequence[LiveStream]) -> float:
+    """Mean time between two tokens of a stream; 0: not known."""
+    intervals = [live.journal.token_interval_s for live in running]
+    measured = [interval_s for interval_s in intervals if interval_s is not None]
+    return sum(measured) / len(measured) if measured else 0.0

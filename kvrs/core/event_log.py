@@ -29,12 +29,19 @@ from kvrs.errors import LogError
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import Positive
-from kvrs.protocol.instance import Natural, Seconds
+from kvrs.protocol.instance import LoadReport, Natural, Seconds
 
 VERSION = 2
 # A time to which a moment cannot be added, or that is no number, never reaches an alarm.
 _LATEST_S = 1e9
 _NO_HEADER = "no header; allowed: an event log of kvrs, from its first line on"
+
+# Fields of a load report that are left out while they have these values.
+_UNSAID: dict[str, Any] = dict(
+    [*msgspec.to_builtins(LoadReport(0, 0, 0, 0, 0.0, [])).items()][
+        -len(LoadReport.__struct_defaults__) :
+    ]
+)
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 _ACTIONS: dict[str, Any] = {kind.__name__: kind for kind in get_args(act.Action)}
@@ -221,6 +228,9 @@ def _plain(record: ev.Event | act.Action) -> dict[str, Any]:
         table = plain["prefill"] = _public(plain["prefill"])
         if table["grid"] is not None:
             table["grid"] = _public(table["grid"])
+    if isinstance(record, ev.LoadReported):
+        said = plain["report"].items()
+        plain["report"] = {name: each for name, each in said if _UNSAID.get(name, ...) != each}
     return {"kind": type(record).__name__, **plain}
 
 

@@ -13,6 +13,7 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member, have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
+from kvrs.core.model.reports import cause_of, changes_ranks
 from kvrs.core.model.streams import Stream
 from kvrs.core.starter import Starter
 from kvrs.core.staying import Staying
@@ -52,6 +53,7 @@ class InstanceEvents:
             return
         if member is not None and event.lives_on:
             member.set_info(info)
+            member.told = None
             self._view.set_self_tested(member, moves_kv=moves_kv, tokens=tokens)
             return
         # What ran in the former epoch is gone, also when its loss was not reported.
@@ -70,21 +72,50 @@ class InstanceEvents:
         self._starter.place_idle(now_s)
 
     def reported(self, event: ev.LoadReported, now_s: float) -> None:
-        member = self._view.members.get(event.instance)
-        if member is None:
+        member, report = self._view.members.get(event.instance), event.report
+        if member is None or report.epoch != member.info.epoch:
             return
-        member.reported_queue_s = event.queue_delay_s
+        if report.draining:
+            self._drain(member, event.produced_tokens, now_s)
+        if changes_ranks(member, report, now_s):
+            self._re_form(member, event, now_s)
+        member.told = report
+        member.reported_queue_s = report.queue_delay_s
         if member.decodes:
             # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
             # the load of a target is all that it runs or queues).
-            others = max(0, event.streams - len(member.running))
+            streams = report.queued + report.running if event.has_peers else 0
+            others = max(0, streams - len(member.running))
             self._view.count_stream(member, others - member.others_reported)
             member.others_reported = others
         if (reforming := member.reforming) is not None:
-            reforming.queue_s = event.queue_delay_s
-            member.reported_queue_s = max(event.queue_delay_s, reforming.ready_s - now_s)
-        epoch = member.info.epoch
-        self._place_freed(self._incidents.alive(event.instance, epoch, now_s), now_s)
+            reforming.queue_s = report.queue_delay_s
+            member.reported_queue_s = max(report.queue_delay_s, reforming.ready_s - now_s)
+        self._place_freed(self._incidents.alive(member.id, report.epoch, now_s), now_s)
+
+    def _drain(self, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:
+        """Streams on an instance that is about to end are moved while their KV is still there."""
+        member.draining = True
+        self._view.update()
+        # With every report, so that one which re-forms is waited for.
+        if self._can_move_from(member):
+            self._leave_kv(member, produced)
+            self._move(member, "moved: its instance is about to end", produced, now_s)
+
+    def _re_form(self, member: Member, event: ev.LoadReported, now_s: float) -> None:
+        """Its streams stay, or leave; what queues for a slot there is placed again."""
+        if event.report.reforming is None:
+            self._staying.reformed(member, event, now_s)
+            return
+        self._staying.reforming(member, event, self._running(member), now_s)
+        queued = self._ledger.slots.waiting_for(member.id)
+        if member.reforming is not None and member.is_drained and queued:
+            cause = cause_of(member.id, event.report.reforming)
+            left = InstanceLeft(member.id, cause, {}, is_lost=False)
+            stranded = [self._ledger.streams[each] for each in queued]
+            for stream in stranded:
+                self._steps.apply(stream.id, left, now_s)
+            self._starter.place_all(stranded, now_s)
 
     def _place_freed(self, freed: Iterable[StreamId], now_s: float) -> None:
         """Streams that are suspected of less than before."""
@@ -167,19 +198,6 @@ class InstanceEvents:
             case _:
                 assert_never(event)
 
-    def drain_reported(self, event: ev.DrainReported, now_s: float) -> None:
-        """Streams on an instance that is about to end are moved while their KV is still there."""
-        member = self._view.members.get(event.instance)
-        if member is None or event.epoch != member.info.epoch:
-            return
-        member.draining = True
-        self._view.update()
-        # With every report, so that one which re-forms is waited for.
-        if not self._can_move_from(member):
-            return
-        self._leave_kv(member, event.produced_tokens)
-        self._move(member, "moved: its instance is about to end", event.produced_tokens, now_s)
-
     def ordered(self, event: ev.DrainOrdered | ev.DrainEnded, now_s: float) -> None:
         """By an operator, for all processes of the instance."""
         member = self._view.members.get(event.instance)
@@ -196,23 +214,6 @@ class InstanceEvents:
         elif event.moves and self._can_move_from(member):
             self._leave_kv(member, event.produced_tokens)
             self._move(member, "moved: its instance is drained", event.produced_tokens, now_s)
-
-    def reforming(self, event: ev.InstanceReforming | ev.InstanceReformed, now_s: float) -> None:
-        """Its streams stay, or leave; what queues for a slot there is placed again."""
-        member = self._view.members.get(event.instance)
-        if member is None:
-            return
-        if isinstance(event, ev.InstanceReformed):
-            self._staying.reformed(event, now_s)
-            return
-        self._staying.reforming(event, self._running(member), now_s)
-        queued = self._ledger.slots.waiting_for(event.instance)
-        if member.reforming is not None and member.is_drained and queued:
-            left = InstanceLeft(event.instance, event.cause, {}, is_lost=False)
-            stranded = [self._ledger.streams[each] for each in queued]
-            for stream in stranded:
-                self._steps.apply(stream.id, left, now_s)
-            self._starter.place_all(stranded, now_s)
 
     def _can_move_from(self, member: Member) -> bool:
         """The instance is drained, and others that compute now can take its streams."""

@@ -25,7 +25,7 @@ from kvrs.core.instances import InstanceEvents
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import ClusterView, Member
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import has_others
@@ -103,6 +103,11 @@ class RecoveryPolicy:
     def streams(self) -> Mapping[StreamId, Stream]:
         return self._ledger.streams
 
+    @property
+    def members(self) -> Mapping[InstanceId, Member]:
+        """The instances that are up; to be read only."""
+        return self._view.members
+
     def running_on(self, instance: InstanceId) -> list[StreamId]:
         """The streams whose attempt is lost with the instance."""
         member = self._view.members.get(instance)
@@ -177,12 +182,8 @@ class RecoveryPolicy:
                 self._instances.ended(event, now_s)
             case ev.GpuJudged():
                 self._instances.gpu_judged(event, now_s)
-            case ev.DrainReported():
-                self._instances.drain_reported(event, now_s)
             case ev.DrainOrdered() | ev.DrainEnded():
                 self._instances.ordered(event, now_s)
-            case ev.InstanceReforming() | ev.InstanceReformed():
-                self._instances.reforming(event, now_s)
             case ev.SelfTested() | ev.NamesListed():
                 self._instances.learned(event, now_s)
             case ev.LoadReported():

@@ -18,7 +18,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.reforming import PredictedReforming
+from kvrs.core.model.reports import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream
 from kvrs.core.options.base import usable_pages
 from kvrs.core.routing import victim_of
@@ -53,51 +53,37 @@ class Staying:
     def reload(self, settings: PolicySettings) -> None:
         self._settings = settings
 
-    def reforming(self, event: ev.InstanceReforming, running: list[Stream], now_s: float) -> None:
+    def reforming(
+        self, home: Member, event: ev.LoadReported, running: list[Stream], now_s: float
+    ) -> None:
         """The instance re-forms, or predicts another end of it; `running` are its streams."""
-        home = self._view.members.get(event.instance)
-        if home is None or event.epoch != home.info.epoch:
+        report, before = event.report.reforming, home.reforming
+        assert report is not None, event
+        if before is not None and report.number < before.report.number:
             return
-        before = home.reforming
-        if before is not None and event.number < before.number:
-            return
-        ready_s = now_s + event.ready_in_s
+        ready_s = now_s + report.ready_in_s
         queue_s = home.reported_queue_s if before is None else before.queue_s
-        now = PredictedReforming(
-            event.number,
-            event.cause,
-            ready_s,
-            event.missing_pages,
-            event.page_s,
-            event.held_pages,
-            event.held_page_s,
-            event.decode_factor * event.token_s,
-            queue_s,
-        )
-        is_same = before is not None and before.number == event.number
-        home.reforming = now
+        home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
         self._view.update()
-        home.reported_queue_s = max(queue_s, event.ready_in_s)
-        home.set_pace(event.decode_factor, event.prefill_factor, event.token_s)
-        for stream_id, pages in event.missing_pages.items():
+        home.reported_queue_s = max(queue_s, report.ready_in_s)
+        home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
+        for stream_id, pages in report.missing_pages.items():
             if pages:
                 self._ledger.kv_locations.forget(stream_id, home.id)
         running = [stream for stream in running if stream.attempt.runs_on is home]
         for stream in running:
             stream.note_tokens(event.produced_tokens.get(stream.id, 0))
-        if before is not None and is_same:
+        if before is not None and before.report.number == report.number:
             now.ahead_s = before.ahead_s
-            if ready_s <= before.ready_s + _STEP_S and now.missing_pages == before.missing_pages:
+            is_same = before.report.missing_pages == report.missing_pages
+            if is_same and ready_s <= before.ready_s + _STEP_S:
                 return
             running = [stream for stream in running if stream.attempt.stay_deadline is not None]
         self._decide(home, running, now_s)
 
-    def reformed(self, event: ev.InstanceReformed, now_s: float) -> None:
+    def reformed(self, home: Member, event: ev.LoadReported, now_s: float) -> None:
         """The instance serves again; the deadlines of the streams that stay hold."""
-        home = self._view.members.get(event.instance)
-        if home is None or event.epoch != home.info.epoch:
-            return
-        home.set_pace(event.decode_factor, event.prefill_factor, event.token_s)
+        home.set_pace(*factors_of(home, event.report), event.token_s)
         if home.reforming is not None:
             home.reported_queue_s = home.reforming.queue_s
             home.reforming = None
@@ -144,7 +130,7 @@ class Staying:
         """One after another, so that each is weighed with what was booked for those before it."""
         reforming = home.reforming
         assert reforming is not None, home
-        reforming.ahead_s = 0.0
+        reforming.ahead_s, cause = 0.0, cause_of(home.id, reforming.report)
         self._decisions.begin(now_s)
         ordered = by_urgency(streams)
         targets = self._targets(home, ordered, now_s)
@@ -158,9 +144,9 @@ class Staying:
             if decision is None:
                 continue  # It was to leave, and cannot yet: its alarm goes on.
             if decision.chosen.option is Option.IN_PLACE:
-                self._stay(stream, reforming, decision, now_s)
+                self._stay(stream, reforming, decision, cause, now_s)
                 continue
-            self._leave(stream, home, reforming.cause, now_s)
+            self._leave(stream, home, cause, now_s)
             if self._ledger.incidents.is_suspect(stream.id):
                 self._starter.place_all([stream], now_s)
             else:
@@ -198,7 +184,12 @@ class Staying:
         return found
 
     def _stay(
-        self, stream: Stream, reforming: PredictedReforming, decision: Decision, now_s: float
+        self,
+        stream: Stream,
+        reforming: PredictedReforming,
+        decision: Decision,
+        cause: str,
+        now_s: float,
     ) -> None:
         """The stream keeps its attempt. What was decided first is what is learned from: a changed
         prediction of the same re-forming only moves the alarm.
@@ -207,15 +198,15 @@ class Staying:
         reforming.ahead_s += chosen.transfer_s + chosen.compute_s
         wait_s = chosen.next_token_s
         until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
-        if deadline is not None and deadline.number == reforming.number:
+        if deadline is not None and deadline.number == reforming.report.number:
             until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
             self._set_deadline(stream, replace(deadline, until_s=until_s))
             return
         latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S
         self._set_deadline(
-            stream, StayDeadline(now_s, min(until_s, latest_s), reforming.number, latest_s)
+            stream, StayDeadline(now_s, min(until_s, latest_s), reforming.report.number, latest_s)
         )
-        stream.recovery.note_failure(reforming.cause, chosen.target, now_s)
+        stream.recovery.note_failure(cause, chosen.target, now_s)
         self._ledger.stay(stream, decision, now_s)
         self._actions.append(
             act.Recovered(
@@ -224,7 +215,7 @@ class Staying:
                 chosen.option,
                 wait_s,
                 decision.estimates,
-                reforming.cause,
+                cause,
                 chosen.target,
                 decision.others,
             )

@@ -31,7 +31,7 @@ from kvrs.elastic.ways.base import Costs, PossibleWay, Room, StreamAtRisk
 from kvrs.errors import ConfigError, LayoutError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Role, assumed_instance
+from kvrs.protocol.instance import LoadReport, ReformingReport, Role, assumed_instance
 
 # RaidServe (3.2, table 3): Llama-3.1-70B on 8 H100, one lost, 56 requests of 16K tokens.
 _RAIDSERVE = ("meta-llama/Llama-3.1-70B", 8, 1, 56, 16384)
@@ -287,19 +287,22 @@ class _Case:
             shares(layout, self._units) for layout in (possible.plan.after, self._before)
         )
         decode_factor, prefill_factor = after.factors(before)
-        event = ev.InstanceReforming(
-            _HOME,
-            1,
-            1,
-            f"{len(self._lost)} ranks lost: {possible.way.value}",
-            possible.ready_s,
-            dict.fromkeys(self._streams, self._pages),
-            self._page_s(prefill_factor),
-            decode_factor,
-            prefill_factor,
-            self._token_s,
-            dict.fromkeys(self._streams, 1),
+        reforming = ReformingReport(
+            number=1,
+            way=possible.way.value,
+            ready_in_s=possible.ready_s,
+            degree=len(possible.plan.after.ranks),
+            lost=[*self._lost],
+            move_bytes=0,
+            missing_pages=dict.fromkeys(self._streams, self._pages),
+            page_s=self._page_s(prefill_factor),
+            decode_factor=decode_factor,
+            prefill_factor=prefill_factor,
         )
+        ranks = self._question.tp
+        load = LoadReport(1, 0, 0, 0, 0.0, [], reforming=reforming, full_degree=ranks)
+        produced = dict.fromkeys(self._streams, 1)
+        event = ev.LoadReported(_HOME, load, False, self._token_s, produced)
         actions = self._policy().handle(event, 1.0)
         decided = [each for each in actions if isinstance(each, act.Recovered)]
         return {

@@ -147,13 +147,16 @@ class Invariants:
                 if left is not None and left.epoch == info.epoch:
                     kept = {(info.id, stream): pages for stream, pages in left.pages.items()}
                     known.kept |= kept
-            case ev.InstanceReforming(instance=name, missing_pages=missing):
+            case ev.LoadReported(instance=name, report=report):
+                if report.epoch != known.up.get(name):
+                    return
+                known.reforming.discard(name)
+                if report.reforming is None:
+                    return
                 known.reforming.add(name)
-                for stream, pages in missing.items():
+                for stream, pages in report.reforming.missing_pages.items():
                     if pages:
                         known.kept.pop((name, stream), None)
-            case ev.InstanceReformed(instance=name):
-                known.reforming.discard(name)
             case ev.PagesKept(instance=name):
                 self._taken_over[name] = event
             case ev.InstanceLost(instance=name, epoch=epoch, produced_tokens=produced):
@@ -195,8 +198,8 @@ class Invariants:
         match event:
             case ev.PrefillDone():
                 self._prefill_done(event)
-            case ev.DrainReported(instance=name, epoch=epoch):
-                if epoch == self._known.up.get(name):
+            case ev.LoadReported(instance=name, report=report):
+                if report.draining and report.epoch == self._known.up.get(name):
                     self._draining(name)
             case ev.DrainOrdered(instance=name, moves=True):
                 self._draining(name)
@@ -287,16 +290,13 @@ class Invariants:
         """
         self._require_current(action.stream, action.attempt, "a halt")
         writer = self._writers[action.stream]
-        moves = (
-            ev.GpuJudged
-            | ev.DrainReported
-            | ev.DrainOrdered
-            | ev.PrefillDone
-            | ev.InstanceReforming
+        moves = ev.GpuJudged | ev.DrainOrdered | ev.PrefillDone
+        leaves = isinstance(event, ev.LoadReported) and (
+            event.report.draining or event.report.reforming is not None
         )
         is_over = writer.stays_until_s is not None and now_s >= writer.stays_until_s - SLACK_S
         require(
-            isinstance(event, moves) or is_over or self._has_expired(writer, now_s),
+            isinstance(event, moves) or leaves or is_over or self._has_expired(writer, now_s),
             f"{action.stream}: halted by {type(event).__name__}",
         )
         writer.stop()

@@ -38,7 +38,7 @@ from kvrs.protocol.instance import (
 )
 from kvrs.sim.invariants import Invariants
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
-from tests.core.policy_harness import GEOMETRY, ROLES
+from tests.core.policy_harness import GEOMETRY, ROLES, load
 
 PAGE = GEOMETRY.page_size_tokens
 PREFILL = MeasuredPrefill("test", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
@@ -436,7 +436,7 @@ class World:
         if name not in self.control.instances.known or not self._is_up(name):
             return
         self.at(self.now_s + self.random.uniform(0.0, 4.0), ("kill", name))
-        self.tell(ev.DrainReported(name, self.epochs[name] - 1, {}))  # Of an earlier epoch.
+        self.tell(load(name, epoch=self.epochs[name] - 1, draining=True))  # Of an earlier epoch.
         self._drain_on((name, self.epochs[name] // 1000))
 
     def _drain_on(self, whom: object) -> None:

@@ -13,7 +13,7 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import ModelNames, Role, assumed_instance
+from kvrs.protocol.instance import LoadReport, ModelNames, Role, assumed_instance
 
 GEOMETRY = KvGeometry(
     layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=16
@@ -21,6 +21,7 @@ GEOMETRY = KvGeometry(
 TABLE = PrefillTable("test", "made up", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
 
+OF_LOAD = ("token_s", "produced_tokens")
 OF_EVENT = ("moves_kv", "tokens", "lives_on", "had_not_ended")
 
 ActionT = TypeVar("ActionT")
@@ -44,6 +45,15 @@ def member(name: str, **changes: Any) -> Member:
     """The member of a view that `instance_up` makes."""
     event = instance_up(name, **changes)
     return ClusterView(1e9).add(event.info, event.prefill)
+
+
+def load(
+    name: str, queue_s: float = 0.0, streams: int = 0, epoch: int = 1, **report: Any
+) -> ev.LoadReported:
+    """Other proxies use the instance as well if it has any `streams`."""
+    of_event = {key: report.pop(key) for key in OF_LOAD if key in report}
+    reported = LoadReport(epoch, 0, streams, 0, queue_s, [], **report)
+    return ev.LoadReported(InstanceId(name), reported, streams > 0, **of_event)
 
 
 class PolicyHarness:

@@ -15,8 +15,8 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import ModelNames
-from tests.core.policy_harness import instance_up
+from kvrs.protocol.instance import ModelNames, ReformingReport
+from tests.core.policy_harness import instance_up, load
 
 POLICY, SLO, BACKUP = PolicySettings(), SloSettings(), BackupSettings(mode=BackupMode.REMOTE)
 A, B = StreamId("A"), StreamId("B")
@@ -53,7 +53,7 @@ def incident() -> list[str]:
     for node in ("n0", "n1"):
         recorder.handle(ev.HolderUp(InstanceId(f"agent-{node}"), NodeId(node), 1, 1 << 28, 26e9))
     recorder.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1e9 / 3))
-    recorder.handle(ev.LoadReported(InstanceId("p1"), 9.0))
+    recorder.handle(load("p1", 9.0))
     for stream in (A, B):
         recorder.handle(
             ev.StreamArrived(
@@ -196,13 +196,13 @@ class Rough:
             return self.re_formed(name, drawn, stream)
         if drawn < 806_000:
             return ev.NamesListed(name, self.epochs[name], ModelNames(NAMES[: drawn % 3]))
-        return ev.LoadReported(name, seconds)
+        return load(name, seconds, epoch=self.epochs[name])
 
     def said(self, name: InstanceId, drawn: int, stream: StreamId) -> ev.Event:
         """An event of an instance's drain or self-test."""
         kind, number = drawn % 4, drawn // 4
         if kind == 0:
-            return ev.DrainReported(name, self.epochs[name], {stream: 3})
+            return load(name, epoch=self.epochs[name], draining=True, produced_tokens={stream: 3})
         if kind == 1:
             return ev.DrainOrdered(name, number % 2 > 0, {stream: 3})
         if kind == 2:
@@ -212,20 +212,26 @@ class Rough:
     def re_formed(self, name: InstanceId, drawn: int, stream: StreamId) -> ev.Event:
         """An instance has lost ranks, predicts otherwise, or goes on."""
         epoch, factor = self.epochs[name], 1 + (drawn % 3) / 2
-        if drawn % 3 == 0:
-            return ev.InstanceReformed(name, epoch, factor, factor, 0.02)
-        return ev.InstanceReforming(
+        report = ReformingReport(
+            number=drawn % 2,
+            way="reshard",
+            ready_in_s=0.01 * (drawn % 7),
+            degree=1,
+            lost=[1],
+            move_bytes=0,
+            missing_pages={stream: drawn % 5},
+            page_s=0.001,
+            decode_factor=factor,
+            prefill_factor=factor,
+        )
+        return load(
             name,
-            epoch,
-            drawn % 2,
-            "rank 1 lost",
-            0.01 * (drawn % 7),
-            {stream: drawn % 5},
-            0.001,
-            factor,
-            factor,
-            0.02,
-            {stream: 3},
+            epoch=epoch,
+            reforming=report if drawn % 3 else None,
+            degree=1 + drawn % 2,
+            full_degree=2,
+            token_s=0.02,
+            produced_tokens={stream: 3},
         )
 
     def eject(self, fresh: StreamId) -> None:

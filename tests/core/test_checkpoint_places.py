@@ -10,7 +10,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
 D0, D1 = InstanceId("d0"), InstanceId("d1")
@@ -95,7 +95,7 @@ def test_reports_correct_the_own_bookings() -> None:
 def test_queues_count_against_a_holder() -> None:
     """LUMEN Eq. 1: a stream that is restored there would wait there."""
     harness = cluster(BackupMode.REMOTE)
-    harness.handle(ev.LoadReported(D1, 3.0))
+    harness.handle(load(D1, 3.0))
 
     assert (
         only(harness.handle(ev.StreamArrived(A, 100)), act.Start).plan.places[0].holder == AGENTS[2]
@@ -187,9 +187,9 @@ def test_a_denied_stream_is_unprotected() -> None:
 def test_a_place_is_kept_while_it_serves() -> None:
     """Pages that are there already need not be sent again."""
     harness = cluster(BackupMode.REMOTE)
-    harness.handle(ev.LoadReported(D1, 3.0))
+    harness.handle(load(D1, 3.0))
     harness.decoding("A")
-    harness.handle(ev.LoadReported(D1, 0.0))
+    harness.handle(load(D1, 0.0))
     harness.handle(ev.CheckpointsReported(AGENTS[2], 1, 1 << 29, 1, {}))
 
     start = only(harness.lose("d0", A=1), act.Start)
@@ -238,7 +238,7 @@ def test_a_hand_off_to_the_holders_node_has_another_holder_chosen() -> None:
     """The place was chosen for the decode instance of the plan."""
     harness = cluster(BackupMode.REMOTE, handoff=Handoff.AUTO)
     harness.handle(ev.StreamArrived(A, 100))
-    harness.handle(ev.LoadReported(D0, 9.0))
+    harness.handle(load(D0, 9.0))
 
     redirect = only(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect)
 

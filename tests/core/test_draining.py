@@ -7,15 +7,16 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 from tests.core.test_gpu_treatment import decoders_of, judged
 from tests.core.test_staying import reformed, reforming
 
 S = StreamId("s")
 
 
-def draining(name: str, epoch: int = 1, **produced: int) -> ev.DrainReported:
-    return ev.DrainReported(InstanceId(name), epoch, {StreamId(s): n for s, n in produced.items()})
+def draining(name: str, epoch: int = 1, **produced: int) -> ev.LoadReported:
+    counts = {StreamId(s): n for s, n in produced.items()}
+    return load(name, epoch=epoch, draining=True, produced_tokens=counts)
 
 
 def test_streams_leave_an_instance_that_is_about_to_end() -> None:

@@ -23,7 +23,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import Capability
+from kvrs.protocol.instance import Capability, LoadReport, ModelNames, ReformingReport
 from tests.core.policy_harness import instance_up
 from tests.core.recorded_incident import BACKUP, Rough, incident
 
@@ -75,12 +75,35 @@ ups = st.builds(
 )
 counts = st.dictionaries(st.text(), st.integers())
 produced = {"produced_tokens": counts}
+naturals = st.integers(0, 1 << 53)
+page_counts = st.dictionaries(st.text(), naturals)
+reformings = st.builds(
+    ReformingReport,
+    number=naturals,
+    ready_in_s=seconds,
+    degree=naturals,
+    lost=st.lists(naturals),
+    move_bytes=naturals,
+    missing_pages=page_counts,
+    decode_factor=st.floats(1e-9, 1e9),
+)
+reports = st.builds(
+    LoadReport,
+    *[naturals] * 4,
+    seconds,
+    st.just([]),
+    damaged_pages=naturals,
+    kv_bytes=page_counts,
+    draining=st.booleans(),
+    reforming=st.none() | reformings,
+    full_degree=naturals,
+    names=st.none() | st.just(ModelNames(("tiny",))),
+)
 mappings: dict[Any, dict[str, Any]] = {
     ev.InstanceLost: produced,
     ev.GpuJudged: produced,
-    ev.DrainReported: produced,
     ev.DrainOrdered: produced,
-    ev.InstanceReforming: {"missing_pages": counts, "held_pages": counts} | produced,
+    ev.LoadReported: {"report": reports} | produced,
     ev.InstanceRemoved: produced,
     ev.CheckpointsReported: {"pages": counts},
     ev.PagesKept: {"pages": counts},

@@ -8,7 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 A, B = StreamId("A"), StreamId("B")
 P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
@@ -74,7 +74,7 @@ def harness(handoff: Handoff) -> PolicyHarness:
     told.handle(ev.LinkMeasured(N0, N0, 600e9))
     told.handle(ev.LinkMeasured(N0, N1, 25e9 / 8))
     told.handle(ev.StreamArrived(A, 1477))
-    told.handle(ev.LoadReported(D0, 0.42))
+    told.handle(load(D0, 0.42))
     return told
 
 
@@ -95,7 +95,7 @@ def test_rom_counts_no_link_within_the_prefills_node() -> None:
     """However slow it was measured to be; `auto` does."""
     for handoff in (Handoff.ROM, Handoff.AUTO):
         told = harness(handoff)
-        told.handle(ev.LoadReported(D0, 0.3))
+        told.handle(load(D0, 0.3))
         told.handle(ev.LinkMeasured(N0, N0, 1e9))
 
         redirects = of(told.handle(ev.PrefillDone(A, 1, 1477)), act.Redirect)
@@ -109,9 +109,9 @@ def test_a_redirected_recovery_is_not_learned_from() -> None:
         "p0", "d0", "p1", "d1", "d2", name=PolicyName.ALWAYS_RECOMPUTE, handoff=Handoff.AUTO
     )
     told.decoding("A")
-    told.handle(ev.LoadReported(D1, 0.1))
+    told.handle(load(D1, 0.1))
     start = only(told.lose("d0", at_s=10.0, A=1), act.Start)
-    told.handle(ev.LoadReported(D1, 9.0))
+    told.handle(load(D1, 9.0))
 
     redirect = only(told.handle(ev.PrefillDone(A, 2, 101), at_s=10.1), act.Redirect)
     settled = only(told.handle(ev.StreamResumed(A, 2), at_s=15.0), act.Settled)

@@ -8,7 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 A, B, C = (StreamId(name) for name in "ABC")
 D0, D1, D2 = (InstanceId(f"d{n}") for n in range(3))
@@ -206,7 +206,7 @@ def test_victims_are_spread_by_the_load_of_all_proxies() -> None:
         harness.decoding(name)
     for name in ("p1", "d1", "d2"):
         harness.handle(instance_up(name))
-    harness.handle(ev.LoadReported(D1, 0.0, 12))
+    harness.handle(load(D1, 0.0, 12))
 
     where = [start.plan.decode for start in of(harness.lose("d0"), act.Start)]
 
@@ -234,10 +234,7 @@ def test_a_slow_instance_moves_nothing() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A")
 
-    told = [
-        harness.handle(ev.LoadReported(D0, queue_s), at_s=float(queue_s))
-        for queue_s in (100, 1, 1000)
-    ]
+    told = [harness.handle(load(D0, queue_s), at_s=float(queue_s)) for queue_s in (100, 1, 1000)]
 
     assert told == [[], [], []]
 
@@ -309,7 +306,7 @@ def test_before_the_first_token_only_ttft_counts() -> None:
     harness = PolicyHarness("p0", "d0", "d1", slo=ABORT)
     harness.decoding("A", 400, resumed=False)
     harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 1.0))
-    harness.handle(ev.LoadReported(D1, 5.0))
+    harness.handle(load(D1, 5.0))
 
     assert only(harness.lose("d0"), act.Start).attempt == 2
 
@@ -360,7 +357,7 @@ def test_the_limits_of_the_client_override_those_of_the_operator(
     harness.handle(ev.PrefillDone(A, 1, 100))
     harness.handle(ev.StreamResumed(A, 1))
     harness.lose("p0")
-    harness.handle(ev.LoadReported(D1, 5.0))
+    harness.handle(load(D1, 5.0))
 
     actions = harness.lose("d0", at_s=3.0, A=1)
 

@@ -2,45 +2,52 @@
 
 import pytest
 
-from kvrs.core.fleet.reports import LoadSteps
+from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.reports import changes_decision
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
-
-D0, D1 = InstanceId("d0"), InstanceId("d1")
+from tests.core.policy_harness import PolicyHarness, instance_up, load, member
 
 
 def report(delay_s: float, epoch: int = 1) -> LoadReport:
     return LoadReport(epoch, 0, 0, 0, delay_s, [])
 
 
+def is_told(
+    there: Member, reported: LoadReport, *, has_peers: bool = False, waiting: bool = False
+) -> bool:
+    """The policy is told of the report, and knows it from then on."""
+    is_news = changes_decision(there, reported, 0.0, has_peers=has_peers, waiting=waiting)
+    there.told = reported if is_news else there.told
+    return is_news
+
+
 def test_what_the_policy_knows_is_told_once() -> None:
     """An idle cluster reports several times a second that nothing has changed."""
-    steps = LoadSteps(has_peers=False)
+    there = member("d0")
 
-    told = [
-        steps.changes_decision(D0, report(delay_s), waiting=False) for delay_s in (0.0, 0.0, 0.0)
-    ]
+    told = [is_told(there, report(delay_s)) for delay_s in (0.0, 0.0, 0.0)]
 
     assert told == [True, False, False]
-    assert steps.changes_decision(D1, report(0.0), waiting=False)
+    assert is_told(member("d1"), report(0.0))
 
 
 def test_small_steps_add_up() -> None:
     """Each is compared with what was told, not with the report before."""
-    steps = LoadSteps(has_peers=False)
-    assert steps.changes_decision(D0, report(1.0), waiting=False)
+    there = member("d0")
+    assert is_told(there, report(1.0))
 
-    told = [steps.changes_decision(D0, report(1.0 + n * 0.03), waiting=False) for n in range(1, 8)]
+    told = [is_told(there, report(1.0 + n * 0.03)) for n in range(1, 8)]
 
     assert told == [False, False, False, True, False, False, False]
 
 
 def test_an_empty_queue_is_always_news() -> None:
     """The least queue decides between idle instances."""
-    steps = LoadSteps(has_peers=False)
-    assert steps.changes_decision(D0, report(0.004), waiting=False)
+    there = member("d0")
+    assert is_told(there, report(0.004))
 
-    assert steps.changes_decision(D0, report(0.0), waiting=False)
+    assert is_told(there, report(0.0))
 
 
 def test_another_number_of_streams_is_news() -> None:
@@ -50,8 +57,8 @@ def test_another_number_of_streams_is_news() -> None:
 
     told = {}
     for has_peers in (True, False):
-        steps = LoadSteps(has_peers=has_peers)
-        told[has_peers] = [steps.changes_decision(D0, report, waiting=False) for report in reports]
+        there = member("d0")
+        told[has_peers] = [is_told(there, each, has_peers=has_peers) for each in reports]
 
     assert told == {
         True: [True, True, False, True, True],
@@ -61,26 +68,31 @@ def test_another_number_of_streams_is_news() -> None:
 
 def test_while_streams_wait_every_report_is_told() -> None:
     """It is a sign of life, after which a stream may be tried again."""
-    steps = LoadSteps(has_peers=False)
+    there = member("d0")
 
-    assert all(steps.changes_decision(D0, report(0.0), waiting=True) for _ in range(3))
-
-
-def test_an_instance_that_is_up_again_is_told_anew() -> None:
-    """The policy has forgotten what it was told of the one before, also where the epoch stays."""
-    steps = LoadSteps(has_peers=False)
-    assert steps.changes_decision(D0, report(1.0), waiting=False)
-    assert steps.changes_decision(D0, report(1.0, epoch=2), waiting=False)
-
-    steps.forget(D0)
-
-    assert steps.changes_decision(D0, report(1.0, epoch=2), waiting=False)
+    assert all(is_told(there, report(0.0), waiting=True) for _ in range(3))
 
 
-@pytest.mark.parametrize(("step_s", "is_told"), [(0.004, False), (0.006, True)])
-def test_a_short_queue_that_grows_by_5_ms_is_no_news(step_s: float, *, is_told: bool) -> None:
+@pytest.mark.parametrize("same_process", [True, False])
+def test_an_instance_that_is_up_again_is_told_anew(same_process: bool) -> None:
+    """In another epoch nothing that it said before counts, also where the process is the same."""
+    harness = PolicyHarness("d0")
+    harness.handle(load("d0", 1.0))
+    before = changes(harness, report(1.0))
+
+    harness.handle(instance_up("d0", epoch=2, lives_on=same_process))
+
+    assert (before, changes(harness, report(1.0, epoch=2))) == (False, True)
+
+
+def changes(harness: PolicyHarness, reported: LoadReport) -> bool:
+    return is_told(harness.policy.members[InstanceId("d0")], reported)
+
+
+@pytest.mark.parametrize(("step_s", "is_news"), [(0.004, False), (0.006, True)])
+def test_a_short_queue_that_grows_by_5_ms_is_no_news(step_s: float, *, is_news: bool) -> None:
     """A tenth of it would be less than reports are exact to."""
-    steps = LoadSteps(has_peers=False)
-    assert steps.changes_decision(D0, report(0.001), waiting=False)
+    there = member("d0")
+    assert is_told(there, report(0.001))
 
-    assert steps.changes_decision(D0, report(0.001 + step_s), waiting=False) is is_told
+    assert is_told(there, report(0.001 + step_s)) is is_news

@@ -4,7 +4,7 @@ from kvrs.config.policy import AdmissionSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, of, only
+from tests.core.policy_harness import PolicyHarness, load, of, only
 
 P0, D0, D1 = InstanceId("p0"), InstanceId("d0"), InstanceId("d1")
 A, B = StreamId("A"), StreamId("B")
@@ -21,7 +21,7 @@ def arrived(name: str, tokens: int = 100, client: str = "", **deadlines: float) 
 def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
     """It is told to come back when the queue is short enough; with jitter, at most twice that."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(ev.LoadReported(P0, 14.0))
+    harness.handle(load(P0, 14.0))
 
     refused = only(harness.handle(arrived("A")), act.GiveUp)
 
@@ -32,8 +32,8 @@ def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
 def test_the_wait_at_the_decode_instance_counts() -> None:
     """Both roles have a queue, and the first token passes through both."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(ev.LoadReported(P0, 6.0))
-    harness.handle(ev.LoadReported(D0, 6.0))
+    harness.handle(load(P0, 6.0))
+    harness.handle(load(D0, 6.0))
 
     assert only(harness.handle(arrived("A")), act.GiveUp).reason is act.Reason.OVERLOADED
 
@@ -50,7 +50,7 @@ def test_what_this_proxy_has_just_sent_counts() -> None:
 def test_a_request_that_the_queue_makes_late_is_refused() -> None:
     """Its client would not wait for the token that an engine would compute for it."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(ev.LoadReported(P0, 3.0))
+    harness.handle(load(P0, 3.0))
 
     late = only(harness.handle(arrived("A", ttft_s=2.0)), act.GiveUp)
 
@@ -62,7 +62,7 @@ def test_a_request_that_the_queue_makes_late_is_refused() -> None:
 def test_a_request_that_would_be_late_in_any_case_is_not_sent_away_to_wait() -> None:
     """To come back later helps only where the queue is what makes it late."""
     harness = PolicyHarness("p0", "d0", admission=BOUND)
-    harness.handle(ev.LoadReported(P0, 0.1))
+    harness.handle(load(P0, 0.1))
 
     assert only(harness.handle(arrived("A", 4000, ttft_s=1.0)), act.Start)
 
@@ -99,7 +99,7 @@ def test_a_stream_that_has_begun_is_never_refused() -> None:
     harness = PolicyHarness("p0", "d0", "d1", admission=BOUND)
     start = harness.decoding("A")
     for each in (P0, D0, D1):
-        harness.handle(ev.LoadReported(each, 60.0))
+        harness.handle(load(each, 60.0))
 
     actions = harness.lose(str(start.plan.decode), at_s=1.0, A=3)
 
@@ -113,7 +113,7 @@ def test_a_request_that_was_taken_is_tried_again() -> None:
     start = only(harness.handle(arrived("A")), act.Start)
     assert start.plan.prefill is not None
     for name in ("p0", "p1"):
-        harness.handle(ev.LoadReported(InstanceId(name), 60.0))
+        harness.handle(load(name, 60.0))
 
     again = harness.handle(ev.AttemptFailed(A, 1, start.plan.prefill, "HTTP 500", 0, abrupt=False))
 

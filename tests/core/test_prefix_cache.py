@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
 
 A, B = StreamId("A"), StreamId("B")
 P0, P1, D0, D1 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1"))
@@ -42,7 +42,7 @@ def test_the_prefix_cache_of_a_prefill_instance_is_migrated_from() -> None:
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_MIGRATE)
     harness.handle(ev.LinkMeasured(N0, N1, 1e7))
     harness.decoding("A")
-    harness.handle(ev.LoadReported(P0, 0.25))
+    harness.handle(load(P0, 0.25))
 
     actions = harness.lose("d0", A=1)
 
@@ -84,7 +84,7 @@ def test_recompute_never_goes_to_the_cache_holder(name: PolicyName) -> None:
     """
     harness = plain("p0", "d0", "d1", name=name)
     harness.decoding("A")
-    harness.handle(ev.LoadReported(D1, 9.0))
+    harness.handle(load(D1, 9.0))
 
     actions = harness.lose("d0", A=1)
 
@@ -100,7 +100,7 @@ def test_another_prefill_instance_may_recompute() -> None:
     """It has nothing of the history, so that this is no migration."""
     harness = plain("p0", "d0", "p1", "d1", name=PolicyName.ALWAYS_RECOMPUTE)
     harness.decoding("A")
-    harness.handle(ev.LoadReported(D1, 1.0))
+    harness.handle(load(D1, 1.0))
 
     assert only(harness.lose("d0", A=1), act.Start).plan == act.Plan(D1, P1)
 
@@ -179,7 +179,7 @@ def test_what_is_one_call_is_not_redirected(handoff: Handoff) -> None:
     for n in (0, 1):
         server(harness, n, pulls=True)
     harness.handle(ev.StreamArrived(A, 100))
-    harness.handle(ev.LoadReported(D0, 9.0))
+    harness.handle(load(D0, 9.0))
 
     assert of(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect) == []
     assert harness.handle(ev.StreamResumed(A, 1)) == []
@@ -196,8 +196,8 @@ def test_a_server_behind_a_queue_hands_off_to_another_one(handoff: Handoff) -> N
     harness = PolicyHarness(handoff=handoff)
     for n in (0, 1):
         server(harness, n, pulls=True)
-    harness.handle(ev.LoadReported(P1, 5.0))
-    harness.handle(ev.LoadReported(D0, 9.0))
+    harness.handle(load(P1, 5.0))
+    harness.handle(load(D0, 9.0))
 
     start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
@@ -205,8 +205,8 @@ def test_a_server_behind_a_queue_hands_off_to_another_one(handoff: Handoff) -> N
         assert start.plan == act.Plan(D0, P0)
         return
     assert start.plan == act.Plan(D1, P0)
-    harness.handle(ev.LoadReported(D0, 0.0))
-    harness.handle(ev.LoadReported(D1, 9.0))
+    harness.handle(load(D0, 0.0))
+    harness.handle(load(D1, 9.0))
     assert only(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect).plan == act.Plan(D0, P0)
 
 
@@ -215,8 +215,8 @@ def test_a_server_that_retains_nothing_is_one_call_behind_any_queue() -> None:
     harness = PolicyHarness(handoff=Handoff.AUTO)
     server(harness, 0)
     server(harness, 1, pulls=True)
-    harness.handle(ev.LoadReported(P1, 5.0))
-    harness.handle(ev.LoadReported(D0, 9.0))
+    harness.handle(load(P1, 5.0))
+    harness.handle(load(D0, 9.0))
 
     assert only(harness.handle(ev.StreamArrived(A, 100)), act.Start).plan == act.Plan(D0, P0)
 
@@ -245,7 +245,7 @@ def test_a_hand_off_to_the_server_of_its_prefill_is_redirected_like_any_other() 
     harness.handle(instance_up("d1"))
     harness.handle(ev.StreamArrived(A, 100))
     harness.handle(instance_up("d0", own_prefill=P0))
-    harness.handle(ev.LoadReported(D1, 9.0))
+    harness.handle(load(D1, 9.0))
 
     assert only(harness.handle(ev.PrefillDone(A, 1, 100)), act.Redirect).plan == act.Plan(D0, P0)
 
@@ -287,7 +287,7 @@ def test_a_server_that_pulls_nothing_has_only_its_own_prefill() -> None:
     for n in (0, 1):
         server(harness, n)
     harness.handle(ev.InstanceLost(D0, 1, "killed", {}))
-    harness.handle(ev.LoadReported(P1, 5.0))
+    harness.handle(load(P1, 5.0))
 
     start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
@@ -300,7 +300,7 @@ def test_a_server_that_pulls_takes_the_hand_off_of_another() -> None:
     for n in (0, 1):
         server(harness, n, pulls=True)
     harness.handle(ev.InstanceLost(D0, 1, "killed", {}))
-    harness.handle(ev.LoadReported(P1, 5.0))
+    harness.handle(load(P1, 5.0))
 
     assert only(harness.handle(ev.StreamArrived(A, 100)), act.Start).plan == act.Plan(D1, P0)
 
@@ -311,7 +311,7 @@ def test_a_history_is_recomputed_by_the_targets_own_prefill() -> None:
     for n in (0, 1, 2):
         server(harness, n)
     harness.decoding("A")
-    harness.handle(ev.LoadReported(P1, 0.01))
+    harness.handle(load(P1, 0.01))
 
     record = only(harness.lose("d0", A=1), act.Recovered)
 
@@ -328,7 +328,7 @@ def test_the_own_prefill_is_the_servers_not_the_nodes() -> None:
         server(harness, n)
     harness.handle(instance_up("p1x", capabilities=NONE))
     harness.decoding("A")
-    harness.handle(ev.LoadReported(P1, 0.5))
+    harness.handle(load(P1, 0.5))
 
     record = only(harness.lose("d0", A=1), act.Recovered)
 

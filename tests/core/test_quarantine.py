@@ -8,7 +8,7 @@ from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 A, B = StreamId("A"), StreamId("B")
 D0 = InstanceId("d0")
@@ -167,7 +167,7 @@ def test_a_death_counts_although_a_late_report_came_before_it() -> None:
     first = harness.decoding("A", resumed=False).plan.decode
     failed = ev.AttemptFailed(A, 1, first, "reset", 0, abrupt=True)
     second = only(harness.handle(failed), act.Start).plan.decode
-    harness.handle(ev.LoadReported(first, 0.0), at_s=0.5)
+    harness.handle(load(first, 0.0), at_s=0.5)
     harness.lose(first, at_s=0.6)
     harness.lose(second, at_s=0.7)
 
@@ -206,7 +206,7 @@ def test_a_stream_goes_on_when_the_first_instance_turns_out_to_live() -> None:
     second = only(harness.handle(failed), act.Start).plan.decode
     harness.lose(second, at_s=0.1)
 
-    assert only(harness.handle(ev.LoadReported(first, 0.0), at_s=0.5), act.Start).stream == A
+    assert only(harness.handle(load(first, 0.0), at_s=0.5), act.Start).stream == A
 
 
 def test_a_prompt_that_kills_prefill_instances_is_refused() -> None:
@@ -246,9 +246,9 @@ def test_gathered_streams_whose_instance_lives_are_started_once() -> None:
     while len(seconds := [s for s in of(harness.actions, act.Start) if s.attempt == 2]) < 2:
         harness.handle(ev.TimerFired(), harness.now_s + 0.05)
     for second in seconds:
-        harness.handle(ev.DrainReported(second.plan.decode, 1, {}), at_s=0.5)
+        harness.handle(load(second.plan.decode, draining=True), at_s=0.5)
 
-    actions = harness.handle(ev.LoadReported(D0, 0.0))
+    actions = harness.handle(load(D0, 0.0))
 
     assert sorted((start.stream, start.attempt) for start in of(actions, act.Start)) == [
         (A, 3),
@@ -353,7 +353,7 @@ def test_a_death_with_a_cause_of_its_own_is_no_evidence(cause: str) -> None:
 
     match cause:
         case "drain":
-            harness.handle(ev.DrainReported(first, 1, {}))
+            harness.handle(load(first, draining=True))
         case "gpu":
             harness.handle(ev.GpuJudged(first, GpuState.FAILING, "xid 79", {}))
         case "node before":
@@ -412,7 +412,7 @@ def test_a_stream_whose_instance_turns_out_to_live_runs_anywhere_again() -> None
     p0 = InstanceId("p0")
     harness.handle(ev.AttemptFailed(A, 1, p0, "reset", 0, abrupt=True))
 
-    actions = harness.handle(ev.LoadReported(p0, 0.0), at_s=0.4)
+    actions = harness.handle(load(p0, 0.0), at_s=0.4)
     actions += harness.handle(ev.TimerFired(), at_s=0.9)
 
     assert only(actions, act.Start).stream == A

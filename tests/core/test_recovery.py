@@ -11,7 +11,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 P0, P1, D0, D1, D2 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1", "d2"))
 N0, N1 = NodeId("n0"), NodeId("n1")
@@ -96,7 +96,7 @@ def test_behind_a_busy_target_its_own_pair_recomputes() -> None:
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.decoding("A", 100)
     harness.handle(ev.LinkMeasured(N0, N1, 100_000.0))
-    harness.handle(ev.LoadReported(D1, 0.1))
+    harness.handle(load(D1, 0.1))
 
     actions = harness.lose("d0", A=7)
 
@@ -131,7 +131,7 @@ def test_a_queue_at_the_prefill_instance_turns_auto_towards_migration() -> None:
         )
         harness.handle(ev.LinkMeasured(N0, N1, 1e6))
         harness.decoding("A", 100)
-        harness.handle(ev.LoadReported(P1, queue_s))
+        harness.handle(load(P1, queue_s))
         return only(harness.lose("d0", A=1), act.Recovered).option
 
     assert [choice(0.0), choice(0.5)] == [Option.RECOMPUTE, Option.MIGRATE]
@@ -143,10 +143,10 @@ def test_bytes_already_on_a_link_are_weighed() -> None:
     """
     harness = PolicyHarness("p0", "d0", "p1", "d1")
     harness.handle(ev.LinkMeasured(N0, N1, 4e6))
-    harness.handle(ev.LoadReported(P1, 9.0))
+    harness.handle(load(P1, 9.0))
     for n in range(12):
         harness.decoding(f"s{n}", 100)
-    harness.handle(ev.LoadReported(P1, 0.0))
+    harness.handle(load(P1, 0.0))
 
     options = [record.option for record in of(harness.lose("d0"), act.Recovered)]
 
@@ -172,8 +172,8 @@ def test_rom_flips_at_112_gbit_s_whatever_queues_and_tails_there_are(
         )
     harness.decoding("A", prompt_tokens)
     harness.handle(ev.LinkMeasured(N0, N1, gbit_s * 1e9 / 8))
-    harness.handle(ev.LoadReported(P1, 3.0))
-    harness.handle(ev.LoadReported(D1, 5.0))
+    harness.handle(load(P1, 3.0))
+    harness.handle(load(D1, 5.0))
 
     record = only(harness.lose("d0", A=500), act.Recovered)
 
@@ -452,7 +452,7 @@ def test_late_and_unknown_reports_are_ignored() -> None:
             ev.StreamResumed(A, 1),
             ev.AttemptFailed(A, 1, D0, "reset", 0),
             ev.StreamEnded(A, 1),
-            ev.LoadReported(InstanceId("x"), 1.0),
+            load("x", 1.0),
             ev.RetentionLost(P0, (A,)),
             ev.InstanceLost(InstanceId("x"), 1, "killed", {}),
             ev.TimerFired(),

@@ -7,7 +7,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Role
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 P0, P1, D0, D1 = (InstanceId(name) for name in ("p0", "p1", "d0", "d1"))
 A, B, C = (StreamId(name) for name in "ABC")
@@ -38,7 +38,7 @@ def test_the_prefill_instance_with_the_least_predicted_work_is_taken() -> None:
 def test_a_reported_queue_counts_when_it_is_longer_than_the_own_book() -> None:
     """Other proxies' work is known from reports only."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(ev.LoadReported(P0, 0.5))
+    harness.handle(load(P0, 0.5))
 
     start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
 
@@ -52,7 +52,7 @@ def test_streams_of_other_proxies_count_as_the_instance_reports_them() -> None:
 
     rows = []
     for streams in (3, 8, 2):
-        harness.handle(ev.LoadReported(D0, 0.0, streams))
+        harness.handle(load(D0, 0.0, streams))
         (row,) = (each for each in harness.policy.snapshot()["instances"] if each["id"] == D0)
         rows.append((row["decode_streams"], row["others_reported"]))
 
@@ -74,11 +74,11 @@ def test_work_leaves_the_book_when_prefill_answers() -> None:
 def test_without_its_own_pair_the_decode_instance_with_the_fewest_streams_is_taken() -> None:
     """A prefill instance whose decode partner is gone still works."""
     harness = PolicyHarness("p0", "p1", "d1", "p2", "d2")
-    harness.handle(ev.LoadReported(P0, 1.0))
+    harness.handle(load(P0, 1.0))
     harness.handle(ev.StreamArrived(A, 100))
-    harness.handle(ev.LoadReported(P0, 0.0))
-    harness.handle(ev.LoadReported(P1, 9.0))
-    harness.handle(ev.LoadReported(InstanceId("p2"), 9.0))
+    harness.handle(load(P0, 0.0))
+    harness.handle(load(P1, 9.0))
+    harness.handle(load("p2", 9.0))
 
     start = only(harness.handle(ev.StreamArrived(B, 100)), act.Start)
 

@@ -12,7 +12,7 @@ from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import Capability
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 D, D1 = InstanceId("d"), InstanceId("d1")
 SLOW = PrefillTable("slow", "made up", 100, [0.0, 1.0, 2.0])  # 10 ms per token
@@ -134,7 +134,7 @@ def test_an_attempt_whose_slot_expired_is_followed_by_one_that_needs_none() -> N
         harness.decoding(stream, 321)
     harness.handle(instance_up("d1", prefill=SLOW))
     harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 2e5))
-    harness.handle(ev.LoadReported(InstanceId("p0"), 100.0))
+    harness.handle(load("p0", 100.0))
     harness.lose("d0")
     waiting = harness.policy.snapshot()["slots"]["d1"]["waiting"]
 

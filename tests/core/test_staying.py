@@ -8,36 +8,30 @@ from kvrs.config.policy import PolicyName, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.reports import changes_decision
 from kvrs.core.options.base import case_of
 from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from kvrs.protocol.instance import ReformingReport
+from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
 
 S = StreamId("s")
 NAMES = ("s", "t", *(f"s{n}" for n in range(12)))
 GRACE_S = 2.0  # The shortest silence that counts.
 
 
-def reforming(name: str, ready_in_s: float, **changes: Any) -> ev.InstanceReforming:
-    fields: dict[str, Any] = {
-        "instance": InstanceId(name),
-        "epoch": 1,
-        "number": 1,
-        "cause": f"rank 1 of {name} lost: reshard",
-        "ready_in_s": ready_in_s,
-        "missing_pages": {},
-        "page_s": 0.0,
-        "decode_factor": 1.0,
-        "prefill_factor": 1.0,
-        "token_s": 0.0,
-        "produced_tokens": dict.fromkeys(map(StreamId, NAMES), 300),
-    }
-    return ev.InstanceReforming(**{**fields, **changes})
+def reforming(name: str, ready_in_s: float, **changes: Any) -> ev.LoadReported:
+    produced = dict.fromkeys(map(StreamId, NAMES), 300)
+    of_load: dict[str, Any] = {"produced_tokens": produced, "queue_s": 0.0, "epoch": 1}
+    of_load |= {key: changes.pop(key) for key in (*of_load, "token_s") if key in changes}
+    lost: dict[str, Any] = {"number": 1, "way": "reshard", "degree": 1, "lost": [1]}
+    report = ReformingReport(ready_in_s=ready_in_s, move_bytes=0, **(lost | changes))
+    return load(name, reforming=report, degree=1, full_degree=2, **of_load)
 
 
-def reformed(name: str, **changes: Any) -> ev.InstanceReformed:
-    fields: dict[str, Any] = {"decode_factor": 1.0, "prefill_factor": 1.0, "token_s": 0.05}
-    return ev.InstanceReformed(InstanceId(name), 1, **{**fields, **changes})
+def reformed(name: str, queue_s: float = 0.0, *, factor: float = 1.0) -> ev.LoadReported:
+    """Without a prediction before it takes `factor` times as long as with all its ranks."""
+    return load(name, queue_s, token_s=0.05, degree=round(6 / factor), full_degree=6)
 
 
 def two_pairs(*streams: str, prompt_tokens: int = 10, **settings: Any) -> PolicyHarness:
@@ -278,7 +272,7 @@ def test_streams_that_leave_together_are_charged_what_they_cost_each_other() -> 
         names = [f"s{n}" for n in range(count)]
         harness = two_pairs(*names, prompt_tokens=321, dispatch="least_loaded")
         harness.handle(ev.LinkMeasured(NodeId("n0"), NodeId("n1"), 2e6))
-        harness.handle(ev.LoadReported(InstanceId("p1"), 60.0))
+        harness.handle(load("p1", 60.0))
         event = reforming("d0", 30.0, produced_tokens=dict.fromkeys(map(StreamId, names), 1))
         first = of(harness.handle(event, at_s=1.0), act.Recovered)[0]
         chosen[count] = first.option, first.others
@@ -508,7 +502,7 @@ def test_a_token_after_the_predicted_end_settles_though_the_report_is_late() -> 
 
 def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
     harness = two_pairs()
-    harness.handle(reformed("d0", prefill_factor=1.5, decode_factor=1.5))
+    harness.handle(reformed("d0", factor=1.5))
     view = harness.policy._view
     slower = view.members[InstanceId("d0")].prefill.seconds_for(200)
 
@@ -529,15 +523,33 @@ def test_the_static_policies_leave(name: PolicyName) -> None:
     assert only(alone.handle(reforming("d0", 0.01), at_s=1.0), act.Stay).stream == S
 
 
+def test_a_re_forming_that_ended_while_another_proxy_fenced_the_instance_is_over() -> None:
+    """In its new epoch the same process reports that all ranks compute."""
+    harness = PolicyHarness("b0")
+    harness.handle(reforming("b0", 5.0), at_s=1.0)
+    harness.handle(instance_up("b0", epoch=2, lives_on=True), at_s=2.0)
+    before = harness.policy.members[InstanceId("b0")].reforming
+    report = load("b0", epoch=2, degree=2, full_degree=2)
+
+    is_told = changes_decision(
+        harness.policy.members[InstanceId("b0")], report.report, 2.1, has_peers=False, waiting=False
+    )
+    harness.handle(report, at_s=2.1)
+
+    assert is_told
+    assert before is not None
+    assert harness.policy.members[InstanceId("b0")].reforming is None
+
+
 def test_load_reports_meanwhile_do_not_hide_the_wait() -> None:
     """An instance that computes nothing has an empty queue."""
     harness = PolicyHarness("b0")
     harness.handle(reforming("b0", 5.0), at_s=1.0)
 
-    harness.handle(ev.LoadReported(InstanceId("b0"), 0.0), at_s=2.0)
+    harness.handle(reforming("b0", 4.0), at_s=2.0)
     (during,) = harness.policy.snapshot()["instances"]
-    harness.handle(ev.LoadReported(InstanceId("b0"), 0.5), at_s=2.1)
-    harness.handle(reformed("b0"), at_s=2.2)
+    harness.handle(reforming("b0", 3.9, queue_s=0.5), at_s=2.1)
+    harness.handle(reformed("b0", 0.5), at_s=2.2)
     (after,) = harness.policy.snapshot()["instances"]
 
     assert (during["queue_s"], after["queue_s"]) == (pytest.approx(4.0), pytest.approx(0.5))

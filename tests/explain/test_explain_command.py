@@ -16,9 +16,9 @@ from kvrs.core.model import events as ev
 from kvrs.errors import ConfigError, LogError
 from kvrs.explain.incidents import RecordedDecision, explain_log, incidents
 from kvrs.explain.questions import parse_bandwidth
-from kvrs.ids import InstanceId
 from kvrs.profiles import catalog
-from tests.core.policy_harness import instance_up
+from kvrs.protocol.instance import ReformingReport
+from tests.core.policy_harness import instance_up, load
 from tests.core.recorded_incident import A, Recorder, incident
 
 SEED = (
@@ -227,10 +227,11 @@ def test_a_log_shows_streams_that_stay(tmp_path: Path) -> None:
         recorder.handle(instance_up(name, prefill=table))
     for event in (ev.StreamArrived(A, 1000), ev.PrefillDone(A, 1, 1000), ev.StreamResumed(A, 1)):
         recorder.handle(event)
-    d0, produced = InstanceId("d0"), {A: 7}
-    lost = ev.InstanceReforming(d0, 1, 1, "rank 1 lost", 0.02, {}, 0.0, 1.0, 1.0, 0.03, produced)
-    recorder.handle(lost)
-    recorder.handle(ev.InstanceReformed(d0, 1, 1.0, 1.0, 0.03))
+    lost = ReformingReport(1, "reshard", 0.02, 1, [1], 0)
+    recorder.handle(
+        load("d0", reforming=lost, degree=1, full_degree=2, token_s=0.03, produced_tokens={A: 7})
+    )
+    recorder.handle(load("d0", degree=2, full_degree=2, token_s=0.03))
     recorder.handle(ev.StreamResumed(A, 1))
 
     _, text = shown_log(written(tmp_path / "events.jsonl", recorder.lines))

@@ -14,10 +14,10 @@ from operator import attrgetter
 from typing import Any
 
 from kvrs.core.model.health import UNANSWERED_S, AnswerHealth
-from kvrs.core.model.reforming import PredictedReforming
+from kvrs.core.model.reports import PredictedReforming
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import MEMORY, Capability, InstanceInfo, Role
+from kvrs.protocol.instance import MEMORY, Capability, InstanceInfo, LoadReport, Role
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,7 @@ class Member:
     moves_kv: bool = True
     # Instances with equal names go on exactly where another one was cut. Empty: not known.
     tokens: str = ""
+    told: LoadReport | None = None  # Its last report that changed a decision.
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
     bookings: int = 0

@@ -14,7 +14,7 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import InstanceInfo, ModelNames
+from kvrs.protocol.instance import InstanceInfo, LoadReport, ModelNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,6 @@ class GpuJudged:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainReported:
-    """The instance is draining: it ends when no stream runs there; repeated as long as one does.
-
-    `produced_tokens` is that of `InstanceLost`.
-    """
-
-    instance: InstanceId
-    epoch: int
-    produced_tokens: Mapping[StreamId, int]
-
-
-@dataclass(frozen=True, slots=True)
 class DrainOrdered:
     """An operator drains the instance, also its next processes: it gets nothing new while another
     one has its role. With `moves` the streams that run there are moved.
@@ -117,42 +105,6 @@ class DrainEnded:
     """The operator's order is withdrawn: the instance is used like any other."""
 
     instance: InstanceId
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceReforming:
-    """The instance has lost ranks, or gets others, and goes on with its streams when it has
-    re-formed. Sent when that begins, and again when its prediction changes.
-
-    `produced_tokens` is that of `InstanceLost`.
-    """
-
-    instance: InstanceId
-    epoch: int
-    number: int  # Of the re-forming; rises.
-    cause: str
-    ready_in_s: float
-    # Pages of each stream with lost cells, which are restored or computed once it is ready.
-    missing_pages: Mapping[StreamId, int]
-    page_s: float  # Of one such page that is computed.
-    decode_factor: float  # Step times of the layout that will serve, over those of all ranks.
-    prefill_factor: float
-    token_s: float  # Mean time between two tokens of a stream there, until now; 0: not known.
-    produced_tokens: Mapping[StreamId, int]
-    # Pages with lost cells that agents hold, and the time to fetch the cells of one.
-    held_pages: Mapping[StreamId, int] = field(default_factory=dict)
-    held_page_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceReformed:
-    """The instance serves again, with these step times over those of all ranks."""
-
-    instance: InstanceId
-    epoch: int
-    decode_factor: float
-    prefill_factor: float
-    token_s: float  # As of `InstanceReforming`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +140,18 @@ class NamesListed:
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
+    """A report of the instance that can change a decision (`model/reports.py`): of its queue, of a
+    re-forming of its ranks, or that it is draining, and ends when no stream runs there.
+    """
+
     instance: InstanceId
-    queue_delay_s: float
-    # That it runs or queues, of all proxies; a proxy without peers leaves it at 0.
-    streams: int = 0
+    report: LoadReport
+    has_peers: bool = False  # Other proxies use the instance as well.
+    # Where its ranks change, the mean time between two tokens of a stream there, until now; 0: not
+    # known.
+    token_s: float = 0.0
+    # That of `InstanceLost`, while it drains or re-forms.
+    produced_tokens: Mapping[StreamId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,12 +350,9 @@ Event = (
     | InstanceExited
     | PagesKept
     | GpuJudged
-    | DrainReported
     | DrainOrdered
     | DrainEnded
     | InstanceRemoved
-    | InstanceReforming
-    | InstanceReformed
     | SelfTested
     | NamesListed
     | LoadReported

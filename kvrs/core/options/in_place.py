@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.reforming import PredictedReforming
+from kvrs.core.model.reports import PredictedReforming
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_s
 
@@ -53,7 +53,7 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
     left_s = max(0.0, chosen.next_token_s - (now_s - attempt.started_s))
     if chosen.option is not _IN_PLACE:
         return left_s
-    if deadline is not None and deadline.number == reforming.number:
+    if deadline is not None and deadline.number == reforming.report.number:
         return chosen.compute_s  # The same re-forming, which says anew what else it takes.
     # It stayed already, and waits for what it lost then, behind streams that are counted before it.
     return min(left_s, chosen.transfer_s + chosen.compute_s)

@@ -3,10 +3,9 @@
 import pytest
 
 from kvrs.core.model import actions as act
-from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.options.recompute import estimate_recompute
-from tests.core.policy_harness import PolicyHarness, instance_up, member, of
+from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
 
 
 def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
@@ -56,7 +55,7 @@ def test_a_prefill_instance_is_weighed_beside_a_target_that_is_sooner(
     harness.decoding("s")
     for name in ("p1", "d1"):
         harness.handle(instance_up(name))
-    harness.handle(ev.LoadReported(member("d1").id, queue_s))
+    harness.handle(load("d1", queue_s))
 
     (recovered,) = of(harness.lose("d0"), act.Recovered)
 

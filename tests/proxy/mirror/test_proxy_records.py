@@ -263,7 +263,7 @@ async def test_the_oldest_parts_are_removed(tmp_path: Path) -> None:
         opened = EventLog(path, 65536, header, time.time)
         opened.open()
         for number in range(2500):
-            opened.note(float(number), ev.LoadReported(InstanceId(secrets.token_hex(60)), 0.5), ())
+            opened.note(float(number), ev.DrainEnded(InstanceId(secrets.token_hex(60))), ())
         await opened.close()
 
     old = old_parts(path)
