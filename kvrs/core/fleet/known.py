@@ -54,13 +54,16 @@ class KnownInstance:
     health: Health = Health.STARTING
     reason: str | None = None
     info: InstanceInfo | None = None
-    capabilities: frozenset[Capability] = frozenset()  # As of `info`.
     load: LoadReport | None = None
     reported_s: float = 0.0  # When `load` came.
     # When its last heartbeat came: while its event loop stalls, it has these alone.
     beat_s: float = -inf
-    lost: InstanceInfo | None = None  # The process that was last lost and may still run.
     epochs: dict[int, int] = field(default_factory=dict)  # The last of each of its last starts.
+
+    @property
+    def lost(self) -> InstanceInfo | None:
+        """The process that was last lost and may still run."""
+        return None if self.health is Health.UP else self.info
 
     def is_same_process(self, info: InstanceInfo) -> bool:
         """The process, with its workers, has been up all the time: another proxy has fenced it."""
@@ -133,8 +136,7 @@ class Instances:
 
     def remove(self, known: KnownInstance) -> None:
         known.health, known.reason = Health.REMOVED, None
-        known.info = known.load = known.lost = self._plain = None
-        known.capabilities = frozenset()
+        known.info = known.load = self._plain = None
         self.names.changed()
         known.epochs.clear()
 
@@ -173,10 +175,12 @@ class Instances:
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """The engine continues text, stop strings, usage and sampling itself."""
-        return Capability.EXACT_RESUME in self.known[instance].capabilities
+        info = self.known[instance].info
+        return info is not None and Capability.EXACT_RESUME in info.capabilities
 
     def sends_checkpoints(self, instance: InstanceId) -> bool:
-        return Capability.CHECKPOINT in self.known[instance].capabilities
+        info = self.known[instance].info
+        return info is not None and Capability.CHECKPOINT in info.capabilities
 
     def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
         """Where the instance is to send checkpoints; nowhere if it cannot."""
@@ -184,7 +188,8 @@ class Instances:
 
     def retains(self, instance: InstanceId) -> bool:
         """The instance keeps pages under a lease, which is to be renewed and given back."""
-        return Capability.RETAIN in self.known[instance].capabilities
+        info = self.known[instance].info
+        return info is not None and Capability.RETAIN in info.capabilities
 
     def is_one_call(self, plan: act.Plan) -> bool:
         """The decode instance has the history computed by the plan's prefill instance, which is of
@@ -265,10 +270,9 @@ class Instances:
 
     def accept(self, known: KnownInstance, info: InstanceInfo) -> ev.InstanceUp:
         """Note that the instance is used from now on; what the policy needs of it."""
-        known.info, known.capabilities = info, frozenset(info.capabilities)
+        known.info = info
         known.health = Health.UP
         known.reason = None
-        known.lost = None
         known.note_epoch(info.epoch)
         self._served, self._plain = info, None
         self.names.changed()
@@ -287,7 +291,6 @@ class Instances:
         known.health = Health.DOWN
         known.reason = cause
         known.load = None
-        known.lost = known.info
 
 
 def all_refused(instances: Instances) -> str | None:
