@@ -29,6 +29,7 @@ import msgspec
 from experiments.record import Record
 from experiments.request_path import whole
 from kvrs.config.file import Config, parse_config
+from kvrs.core.attempt import Attempt
 from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -264,7 +265,8 @@ async def measure_recovery(
     await calls.until(victims)
     for live in list(driver.streams.values()):
         live.journal.output_ids.extend(range(PRODUCED_TOKENS))
-        driver.resumed(live, live.journal.attempt)
+        assert live.plan is not None
+        driver.resumed(Attempt(driver.control, live, live.plan))
     bring_up(driver, instances[2:])
     gc.collect()
     with watch:

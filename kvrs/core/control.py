@@ -262,73 +262,17 @@ class Control(Generic[S]):
 
     # What attempts report.
 
-    def calls_prefill(self, live: S, instance: InstanceId) -> None:
-        """An attempt is about to have the history computed there, and its pages retained."""
-        if self.instances.retains(instance):
-            live.note_prefilled(instance)
+    def halt(self, live: S) -> None:
+        """The attempt has nothing to go on to; the policy knows that."""
+        self._shell.end_attempt(live)
 
-    def prefill_done(self, live: S, attempt: int, instance: InstanceId, now_s: float) -> bool:
-        """Prefill has answered the attempt's own call; whether the attempt goes on to decode, by
-        `live.plan`, which the policy may just have changed.
-        """
-        self.prefilled(live, attempt, instance, live.history_tokens, now_s)
-        if attempt != live.journal.attempt:
-            return False
-        assert live.plan is not None
-        if not self.instances.is_up(live.plan.decode):
-            # The policy knows as well; the stream waits for its next attempt.
-            self._shell.end_attempt(live)
-            return False
-        return True
-
-    def prefilled(
-        self, live: S, attempt: int, instance: InstanceId, history_tokens: int, now_s: float
-    ) -> None:
-        """The instance has computed the KV of the history. An attempt that is one call reports it
-        with its first token.
-        """
-        assert live.plan is not None
-        if instance != live.plan.decode:
-            self.fences.left(instance, live.id)
-        self.progress.delivered(instance, now_s)
-        if self.instances.retains(instance):
-            self.leases.hold(instance, live.id)
-        self.tell(ev.PrefillDone(live.id, attempt, history_tokens), now_s)
-
-    def resumed(self, live: S, attempt: int, now_s: float) -> None:
-        """The attempt's first token is with the client."""
-        self.tell(ev.StreamResumed(live.id, attempt), now_s)
-        self.checkpoints.resumed(live, now_s)
-
-    def attempt_failed(
-        self,
-        live: S,
-        attempt: int,
-        instance: InstanceId,
-        cause: str,
-        *,
-        abrupt: bool,
-        now_s: float,
-        failure: ev.FailureKind = ev.FailureKind.BROKEN,
-        retry_after_s: float | None = None,
-        final: bool = False,
-    ) -> None:
-        if self._current(live.id, attempt) is not live:
+    def attempt_over(self, live: S, event: ev.AttemptFailed | ev.SlotDenied, now_s: float) -> None:
+        """The stream needs another attempt, if it is not complete."""
+        if self._current(live.id, event.attempt) is not live:
             return
         self._shell.end_attempt(live)
         if self._goes_on(live, now_s):
-            produced = live.produced_tokens
-            failed = ev.AttemptFailed(
-                live.id, attempt, instance, cause, produced, abrupt, failure, retry_after_s, final
-            )
-            self.tell(failed, now_s)
-
-    def slot_denied(
-        self, live: S, attempt: int, target: InstanceId, wait_s: float, now_s: float
-    ) -> None:
-        if self._current(live.id, attempt) is live:
-            self._shell.end_attempt(live)
-            self.tell(ev.SlotDenied(live.id, attempt, target, wait_s), now_s)
+            self.tell(event, now_s)
 
     def retention_lost(
         self, instance: InstanceId, streams: Sequence[StreamId], now_s: float

@@ -119,14 +119,6 @@ class LiveStream:
         most = self.journal.max_tokens
         return None if most is None else most - self.produced_tokens
 
-    def prefills_at(self, plan: act.Plan) -> InstanceId | None:
-        """The instance that gets a prefill call of its own.
-
-        Where one instance does both stages its prefix cache is the hand-off, and the call is needed
-        only for the ids of a prompt that came as text.
-        """
-        return plan.prefill or (plan.decode if self.journal.prompt_ids is None else None)
-
     def note_prefilled(self, instance: InstanceId) -> None:
         if instance not in self.prefilled_at:
             self.prefilled_at = (*self.prefilled_at, instance)

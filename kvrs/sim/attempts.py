@@ -1,9 +1,10 @@
-"""One attempt at a stream of a simulated proxy: its calls to instances, and what comes back."""
+"""The calls of one attempt at a stream of a simulated proxy, which `kvrs.core.attempt` decides."""
 
 from typing import Protocol
 
+from kvrs.core.attempt import Attempt, Fault
 from kvrs.core.control import Control
-from kvrs.core.fleet.silence import LOST_TOGETHER_S, SilenceTimer
+from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.live import Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -19,12 +20,16 @@ from kvrs.sim.streams import SimStream
 from kvrs.sim.watches import IN_ORDER_S
 
 _NOT_CONNECTED = "refused"
-# What the answer of a sick instance says of it, as `kvrs/proxy/backends/pd.py` reads it.
-_FAILURES = {
-    "HTTP 404": ev.FailureKind.REFUSED,
-    "HTTP 500": ev.FailureKind.BROKEN,
-    "HTTP 503": ev.FailureKind.BUSY,
-    _NOT_CONNECTED: ev.FailureKind.BUSY,
+# What a broken call says of its instance, as `kvrs/proxy/backends/pd.py` reads it; any other cause
+# is a lost connection.
+_FAULTS = {
+    "HTTP 404": Fault.REFUSED,
+    "HTTP 500": Fault.WRONG,
+    "HTTP 503": Fault.BUSY,
+    "error event": Fault.WRONG,
+    "fenced": Fault.WRONG,
+    "too long": Fault.WRONG,
+    _NOT_CONNECTED: Fault.NOT_CONNECTED,
 }
 
 
@@ -106,23 +111,19 @@ class SimAttempt:
         self.live = live
         self.number = (live.journal.owner_epoch, live.journal.attempt)
         self._control = host.control
-        self._attempt = live.journal.attempt
-        self._plan = plan
+        self._attempt = Attempt(host.control, live, plan)
         self._connection: Connection | None = None
         self._slot: SlotRequest | None = None
         self._is_open = True
         self._is_decoding = False
-        self._has_resumed = False
         self._is_expected = False
         self._silence = SilenceTimer(host.now_s)
 
     def begin(self) -> None:
-        prefill = self.live.prefills_at(self._plan)
-        if prefill is None:
+        if (prefill := self._attempt.begin()) is None:
             self._decode(())
-            return
-        self._control.calls_prefill(self.live, prefill)
-        self._call(prefill, (), prefill_only=True)
+        else:
+            self._call(prefill, (), prefill_only=True)
 
     def expect_token(self) -> None:
         """Report the next token as that with which the attempt resumes."""
@@ -138,9 +139,9 @@ class SimAttempt:
     # Calls.
 
     def _decode(self, handed_over: tuple[PullSource, ...]) -> None:
-        plan, live = self._plan, self.live
+        attempt, plan, live = self._attempt, self._attempt.plan, self.live
         self._is_decoding = True
-        if not plan.runs:
+        if not attempt.decode():
             self._call(plan.decode, handed_over)
             return
         runs = tuple(
@@ -158,11 +159,10 @@ class SimAttempt:
                 self._call(plan.decode, runs, slot_token=token)
 
         def denied(wait_s: float) -> None:
-            if self._is_open:
-                now_s = self.host.now_s
-                self._control.slot_denied(live, self._attempt, plan.decode, wait_s, now_s)
+            if self._is_open and (denial := attempt.denial(wait_s)) is not None:
+                self._control.attempt_over(live, denial, self.host.now_s)
 
-        self._slot = SlotRequest(plan.decode, live.id, self._attempt, live.journal.owner_epoch)
+        self._slot = SlotRequest(plan.decode, live.id, attempt.number, live.journal.owner_epoch)
         self.host.slots.acquire(self._slot, granted, denied)
 
     def _call(
@@ -183,50 +183,39 @@ class SimAttempt:
             live.arrival.max_tokens,
             prefill_only,
             sources,
-            self._control.instances.places(name, self._plan),
+            self._control.instances.places(name, self._attempt.plan),
             connection,
             slot_token,
             live.arrival.is_poison,
         )
         connection.send(lambda: engine.submit(call), lambda: connection.broke(_NOT_CONNECTED))
-        timeout_s = self._control.progress.first_token_timeout_s(name)
         self._silence = SilenceTimer(self.host.now_s)
-        self._watch(connection, name, timeout_s)
+        self._watch(connection)
 
-    def _watch(self, connection: Connection, name: InstanceId, first_timeout_s: float) -> None:
+    def _watch(self, connection: Connection) -> None:
         """Fail the attempt when its call has been silent for too long."""
         if not self._is_open or self._connection is not connection:
             return
-        progress, now_s = self._control.progress, self.host.now_s
-        limit_s = first_timeout_s
-        if self._has_resumed:
-            limit_s = progress.token_gap_s(self.live, name, self._silence.heard_s, now_s)
-        next_s = self._silence.look(
-            now_s,
-            limit_s,
-            lambda: self.live.stays_until_s > now_s or progress.is_making_progress(name, now_s),
-        )
+        attempt, now_s = self._attempt, self.host.now_s
+        limit_s = attempt.limit_s(self._silence.heard_s, now_s)
+        next_s = self._silence.look(now_s, limit_s, lambda: attempt.is_excused(now_s))
         if next_s is not None:
-            self.host.after(next_s - now_s, lambda: self._watch(connection, name, first_timeout_s))
+            self.host.after(next_s - now_s, lambda: self._watch(connection))
             return
-        self.host.suspect(name)
-        self._fail(name, "silent", abrupt=True)
+        self.host.suspect(attempt.failed_at)
+        self._fail("silent")
 
     # Replies.
 
     def prefilled(self, name: InstanceId, history_tokens: int) -> None:
-        control, live, now_s = self._control, self.live, self.host.now_s
-        if not self._is_open or self._connection is None or self._has_resumed:
-            if self._attempt < live.journal.attempt and not live.outcome:
-                control.tell(ev.PrefillDone(live.id, self._attempt, history_tokens), now_s)
+        attempt, live, now_s = self._attempt, self.live, self.host.now_s
+        if not self._is_open or self._connection is None or attempt.has_resumed:
+            self._late(ev.PrefillDone(live.id, attempt.number, history_tokens))
             return
-        if live.journal.prompt_ids is None:
-            live.journal.prompt_ids = list(live.arrival.prompt_ids)
-        has_own_prefill = self._plan.prefill is not None
-        if not control.prefill_done(live, self._attempt, name, now_s) or not self._is_open:
+        self._know_prompt()
+        has_own_prefill = attempt.plan.prefill is not None
+        if not attempt.prefilled(now_s) or not self._is_open:
             return
-        assert live.plan is not None
-        self._plan = live.plan  # Perhaps redirected.
         self._connection = None
         pages = range(history_tokens // self.host.page_size_tokens)
         handed_over = (PullSource(name, None, pages, TrafficClass.HANDOFF, live.id),)
@@ -237,9 +226,8 @@ class SimAttempt:
         live, now_s = self.live, self.host.now_s
         if not self._is_open or not self._is_decoding:
             self.host.dropped_tokens += 1
-            if self._attempt < live.journal.attempt and not live.outcome:
-                late = ev.StreamEnded if is_last else ev.StreamResumed
-                self._control.tell(late(live.id, self._attempt), now_s)
+            late = ev.StreamEnded if is_last else ev.StreamResumed
+            self._late(late(live.id, self._attempt.number))
             return
         have = len(live.output)
         require(position == have, f"{live.id}: token {position} comes after {have} others")
@@ -247,10 +235,11 @@ class SimAttempt:
         require(token == right, f"{live.id}: token {position} is another one")
         live.journal.append(token, now_s)
         self._silence.heard_s = now_s
-        if not self._has_resumed or self._is_expected:
-            self._has_resumed, self._is_expected = True, False
+        if not self._attempt.has_resumed or self._is_expected:
+            self._is_expected = False
             self._release_slot()
-            self._control.resumed(live, self._attempt, now_s)
+            self._know_prompt()
+            self._attempt.resumed(now_s)
             self.host.resumed(live)
         self._control.progress.delivered(name, now_s)
         require(is_last == live.journal.finished, f"{live.id} ends after {len(live.output)} tokens")
@@ -259,32 +248,36 @@ class SimAttempt:
 
     def broke(self, name: InstanceId, cause: str) -> None:
         if self._is_open:
-            is_answer = cause in ("error event", "fenced", "too long") or cause.startswith("HTTP")
-            self._fail(name, cause, abrupt=not is_answer)
-        elif not self.live.outcome:
-            produced = self.live.produced_tokens
-            late = ev.AttemptFailed(self.live.id, self._attempt, name, cause, produced)
-            if self._attempt < self.live.journal.attempt:
-                self._control.tell(late, self.host.now_s)
+            self._fail(cause)
+            return
+        live = self.live
+        self._late(
+            ev.AttemptFailed(live.id, self._attempt.number, name, cause, live.produced_tokens)
+        )
 
-    def _fail(self, name: InstanceId, cause: str, *, abrupt: bool) -> None:
+    def _late(self, event: ev.Event) -> None:
+        """Report what a proxy leaves out, if the stream has another attempt by now."""
+        if self._attempt.number < self.live.journal.attempt and not self.live.outcome:
+            self._control.tell(event, self.host.now_s)
+
+    def _know_prompt(self) -> None:
+        """The answer has the ids of a prompt that came as text."""
+        journal = self.live.journal
+        if journal.prompt_ids is None:
+            journal.prompt_ids = list(journal.arrival.prompt_ids)
+
+    def _fail(self, cause: str) -> None:
         """Report it a moment later, when the loss of the whole instance may be known."""
         self.close()
+        fault = _FAULTS.get(cause, Fault.LOST)
 
         def report() -> None:
-            self._control.attempt_failed(
-                self.live,
-                self._attempt,
-                name,
-                cause,
-                abrupt=abrupt,
-                failure=_FAILURES.get(cause, ev.FailureKind.BROKEN),
-                now_s=self.host.now_s,
-            )
+            if (failed := self._attempt.failure(fault, cause)) is not None:
+                self._control.attempt_over(self.live, failed, self.host.now_s)
 
-        self.host.after(LOST_TOGETHER_S, report)
+        self.host.after(fault.delay_s(), report)
 
     def _release_slot(self) -> None:
-        if self._slot is not None:
+        if self._attempt.has_slot and self._slot is not None:
+            self._attempt.slot_released()
             self.host.slots.release(self._slot)
-            self._slot = None

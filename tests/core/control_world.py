@@ -8,6 +8,7 @@ nothing.
 """
 
 from collections import Counter
+from dataclasses import replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
@@ -18,6 +19,7 @@ import msgspec
 from kvrs.config.backup import BackupSettings
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
+from kvrs.core.attempt import Attempt, Fault
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Health
@@ -129,9 +131,8 @@ class World:
         self.nodes |= {name: known.node for name, known in agents.items()}
         self.epochs |= dict.fromkeys(agents, 0)
         self.invariants = Invariants(self.config, self.nodes, self.streams)
-        self._running: dict[StreamId, int] = {}  # The attempt whose calls are answered.
-        self._prefilling: set[StreamId] = set()  # Of which that is the prefill call.
-        self._produced: set[tuple[StreamId, int]] = set()  # Attempts that brought tokens.
+        self._running: dict[StreamId, Attempt[SimStream]] = {}  # Their calls are answered.
+        self._prefilling: set[StreamId] = set()  # Streams whose call is the prefill call.
         self._stored: dict[tuple[InstanceId, StreamId], int] = {}  # Pages, of agents that are up.
         self._agenda: list[tuple[float, int, tuple[str, object]]] = []
         self._order = count()
@@ -213,12 +214,13 @@ class World:
         pass
 
     def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
-        self._running[live.id] = live.journal.attempt
+        attempt = self._running[live.id] = Attempt(self.control, live, plan)
         self.one_calls += self.control.instances.is_one_call(plan)
         self._prefilling.discard(live.id)
-        if (prefill := live.prefills_at(plan)) is not None:
+        if attempt.begin() is None:
+            attempt.decode()
+        else:
             self._prefilling.add(live.id)
-            self.control.calls_prefill(live, prefill)
         self.soon(("advance", (live.id, live.journal.attempt)))
 
     # Attempts.
@@ -228,9 +230,8 @@ class World:
         poisoned stream ends its instance.
         """
         assert isinstance(whom, tuple)
-        stream, attempt = whom
-        live = self.streams[stream]
-        if self._running.get(stream) != attempt or live.instance is None:
+        stream, live = whom[0], self.streams[whom[0]]
+        if (attempt := self._running_as(whom)) is None or live.instance is None:
             return
         if live.instance in self._reforming and self.random.random() < 0.9:
             self.soon(("advance", whom))
@@ -239,61 +240,59 @@ class World:
             self._kill(live.instance)
             return
         assert live.plan is not None
-        plan, is_first_call = live.plan, stream in self._prefilling
-        asks_slot = bool(plan.runs) and (stream, attempt) not in self._produced
-        if not is_first_call and asks_slot and self.random.random() < 0.2:
-            self._deny(live, attempt, plan)
+        if attempt.has_slot and self.random.random() < 0.2:
+            self._deny(attempt)
         elif self.random.random() < self.failure_rate:
             self.at(self.now_s + self.random.choice([0.0, 5.0]), ("break", whom))
-        elif is_first_call and self.control.instances.is_one_call(plan):
-            assert plan.prefill is not None
-            self._know_prompt(live)
-            self._prefilling.discard(stream)
-            history_tokens = live.true_history_tokens
-            self.control.prefilled(live, attempt, plan.prefill, history_tokens, self.now_s)
-            if self._running.get(stream) == attempt:
-                self._produce(live, attempt)
-        elif is_first_call:
+        elif stream in self._prefilling:
             self._know_prompt(live)
             self._prefilling.discard(stream)
             self._store(live)
-            if self.control.prefill_done(live, attempt, live.instance, self.now_s):
+            if attempt.prefilled(self.now_s):
+                attempt.decode()
                 self.soon(("advance", whom))
         else:
-            self._produce(live, attempt)
+            self._produce(attempt)
+
+    def _running_as(self, whom: tuple[StreamId, int]) -> Attempt[SimStream] | None:
+        attempt = self._running.get(whom[0])
+        return attempt if attempt is not None and attempt.number == whom[1] else None
 
     def _know_prompt(self, live: SimStream) -> None:
         live.journal.prompt_ids = live.journal.prompt_ids or list(live.arrival.prompt_ids)
 
-    def _deny(self, live: SimStream, attempt: int, plan: act.Plan) -> None:
+    def _deny(self, attempt: Attempt[SimStream]) -> None:
         self.denials += 1
-        wait_s = self.random.choice([0.0, 0.05, 0.4, 3.0])
-        self.control.slot_denied(live, attempt, plan.decode, wait_s, self.now_s)
-        self.tell(ev.SlotDenied(live.id, attempt, plan.decode, 1.0))  # Again, or too late.
+        denial = attempt.denial(self.random.choice([0.0, 0.05, 0.4, 3.0]))
+        assert denial is not None
+        self.control.attempt_over(attempt.live, denial, self.now_s)
+        assert attempt.denial(1.0) is None
+        self.tell(replace(denial, wait_s=1.0))  # Again, or too late.
 
-    def _produce(self, live: SimStream, attempt: int) -> None:
-        if self.random.random() < 0.4:
+    def _produce(self, attempt: Attempt[SimStream]) -> None:
+        live = attempt.live
+        self._know_prompt(live)
+        reports_history = attempt.computes is not None and not attempt.has_resumed
+        if not reports_history and self.random.random() < 0.4:
             self.control.end(live, Complete(), self.now_s)
             return
-        self._produced.add((live.id, attempt))
+        if attempt.has_slot:
+            attempt.slot_released()
         for _ in range(self.random.randint(1, 40)):
             live.journal.append(0, self.now_s)
-        self.control.resumed(live, attempt, self.now_s)
+        attempt.resumed(self.now_s)
         self._store(live)
-        self.soon(("advance", (live.id, attempt)))
+        self.soon(("advance", (live.id, attempt.number)))
 
     def _break(self, whom: object) -> None:
         assert isinstance(whom, tuple)
-        stream, attempt = whom
-        live = self.streams[stream]
-        if self._running.get(stream) == attempt and live.plan is not None:
-            is_one_call = self.control.instances.is_one_call(live.plan)
-            instance = live.plan.decode if is_one_call else live.instance or live.plan.decode
-            abrupt = self.random.random() < 0.5
-            self.control.attempt_failed(
-                live, attempt, instance, "broke", abrupt=abrupt, now_s=self.now_s
-            )
-            self.tell(ev.AttemptFailed(stream, attempt, instance, "broke", live.produced_tokens))
+        if (attempt := self._running_as(whom)) is not None:
+            fault = self.random.choice([Fault.WRONG, Fault.LOST])
+            failed = attempt.failure(fault, "broke")
+            assert failed is not None
+            self.control.attempt_over(attempt.live, failed, self.now_s)
+            assert attempt.failure(fault, "broke") is None
+            self.tell(replace(failed, abrupt=False))
 
     def _end_again(self, stream: object) -> None:
         live = self.streams[StreamId(str(stream))]

@@ -10,6 +10,7 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.file import ProfileSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
 from kvrs.config.proxy import Inexact
+from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Instances
 from kvrs.core.live import CannotContinue, Complete
@@ -88,11 +89,12 @@ class Driver:
         """A stream whose first token is with its client."""
         live = self.stream(**options)
         assert live.plan is not None
-        assert live.plan.prefill is not None
-        self.control.calls_prefill(live, live.plan.prefill)
-        assert self.control.prefill_done(live, 1, live.plan.prefill, 0.1)
+        attempt = Attempt(self.control, live, live.plan)
+        assert attempt.begin() == live.plan.prefill
+        assert attempt.prefilled(0.1)
+        attempt.decode()
         live.journal.append(7, 0.2)
-        self.control.resumed(live, 1, 0.2)
+        attempt.resumed(0.2)
         return live
 
     def calls_of(self, name: str) -> list[Any]:
@@ -108,7 +110,7 @@ def test_a_report_of_a_superseded_attempt_does_nothing() -> None:
     assert live.journal.attempt == 2
     driver.events.clear()
 
-    driver.control.attempt_failed(live, 1, D0, "reset", abrupt=True, now_s=2.0)
+    driver.control.attempt_over(live, ev.AttemptFailed(S, 1, D0, "reset", 1), 2.0)
 
     assert driver.events == []
 
@@ -120,7 +122,7 @@ def test_an_attempt_that_fails_is_ended_before_the_next_begins() -> None:
     assert live.instance is not None
     driver.performed.clear()
 
-    driver.control.attempt_failed(live, 1, live.instance, "reset", abrupt=True, now_s=1.0)
+    driver.control.attempt_over(live, ev.AttemptFailed(S, 1, live.instance, "reset", 1), 1.0)
 
     calls = [name for name, _ in driver.performed]
     assert "end_attempt" in calls[: calls.index("begin_attempt")]
@@ -169,7 +171,7 @@ def test_a_driver_with_a_tokenizer_gives_the_end_itself(monkeypatch: pytest.Monk
     assert live.instance is not None
     begun = len(driver.calls_of("begin_attempt"))
 
-    driver.control.attempt_failed(live, 1, live.instance, "reset", abrupt=True, now_s=1.0)
+    driver.control.attempt_over(live, ev.AttemptFailed(S, 1, live.instance, "reset", 1), 1.0)
 
     assert len(driver.calls_of("give_end")) == 1
     assert len(driver.calls_of("begin_attempt")) == begun

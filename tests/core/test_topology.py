@@ -1,5 +1,6 @@
 """Instances that leave while streams run."""
 
+from kvrs.core.attempt import Attempt
 from kvrs.core.topology import Topology
 from tests.core.test_core import D0, D1, P0, P1, Driver
 
@@ -16,7 +17,7 @@ def test_an_instance_goes_when_those_that_were_moved_from_it_have_their_next_tok
     assert live.plan is not None
     while_it_fetches = topology.gone(5.0)
     live.journal.append(8, 6.0)
-    driver.control.resumed(live, 2, 6.0)
+    Attempt(driver.control, live, live.plan).resumed(6.0)
 
     assert (live.plan.decode, while_it_fetches) == (D1 if home == D0 else D0, [])
     assert topology.gone(6.0) == [home]

@@ -189,7 +189,7 @@ def test_relay_that_takes_late_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch
     def careless(
         self: SimAttempt, name: InstanceId, position: int, token: int, *, is_last: bool
     ) -> None:
-        self._is_open = self._is_open or self._attempt < self.live.journal.attempt
+        self._is_open = self._is_open or self.number[1] < self.live.journal.attempt
         real(self, name, position, token, is_last=is_last)
 
     monkeypatch.setattr(SimAttempt, "token", careless)

@@ -1,6 +1,4 @@
-"""One attempt at a stream, from its plan to its last token. It reports how it went; `kvrs.core`
-decides what follows.
-"""
+"""The calls of one attempt at a stream, which `kvrs.core.attempt` decides."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -10,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from kvrs.core.attempt import Attempt, Fault
 from kvrs.core.control import Control
-from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S, SilenceTimer
+from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.live import CannotContinue
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.errors import ConfigError, KvrsError, UpstreamError
+from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.backends.backend import Backend, Prefilled, RefusedError
@@ -52,141 +51,88 @@ class AttemptDriver(Protocol):
     clock: Callable[[], float]
 
     def suspect_instance(self, instance: InstanceId) -> bool: ...
-    def resumed(self, live: OpenStream, attempt: int) -> None: ...
-    def attempt_failed(
-        self,
-        live: OpenStream,
-        attempt: int,
-        instance: InstanceId,
-        cause: str,
-        *,
-        abrupt: bool,
-        failure: ev.FailureKind,
-        retry_after_s: float | None,
-        final: bool,
-    ) -> None: ...
-    def slot_denied(
-        self, live: OpenStream, attempt: int, target: InstanceId, wait_s: float
-    ) -> None: ...
+    def resumed(self, attempt: Attempt[OpenStream]) -> None: ...
+    def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None: ...
     def completed(self, live: OpenStream) -> None: ...
     def fail(self, live: OpenStream, failure: Failed) -> None: ...
 
 
-class Attempt:
+class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
-    __slots__ = (
-        *("_asks_slot", "_attempt", "_control", "_driver", "_first_token_timeout_s"),
-        *("_has_resumed", "_instance", "_instances", "_live", "_plan", "_prefilling"),
-        *("_produced_before", "_relay", "_span"),
-    )
+    __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span", "_watchdog")
 
-    def __init__(
-        self, live: OpenStream, attempt: int, plan: act.Plan, driver: AttemptDriver
-    ) -> None:
+    def __init__(self, live: OpenStream, plan: act.Plan, driver: AttemptDriver) -> None:
+        self._attempt = Attempt(driver.control, live, plan)
         self._live = live
-        self._attempt = attempt
-        self._plan = plan
         self._driver = driver
-        self._control = driver.control
         self._instances = driver.control.instances
-        self._instance = plan.prefill or plan.decode  # The one that a failure is attributed to.
-        self._has_resumed = False
-        self._asks_slot = False  # It fetches history, or is about to.
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
-        # Facts of an attempt that is one call: the instance that computes the history, and how much
-        # of the output belongs to that.
-        self._prefilling: InstanceId | None = None
-        self._produced_before = 0
         # The relay of the decode call, while it runs.
         self._relay: Relay | None = None
-        self._first_token_timeout_s = 0.0
+        self._watchdog: Watchdog | None = None  # Of the call.
 
-    def run(self) -> Coroutine[Any, Any, None]:
-        return self._report(self._produce)
-
-    def end_alone(self) -> Coroutine[Any, Any, None]:
-        """Give the client what is missing of a stream that has all its ids: no engine is needed for
-        it.
+    async def run(self, *, gives_end: bool = False) -> None:
+        """With `gives_end`, give the client what is missing of a stream that has all its ids: no
+        engine is needed for it.
         """
-        return self._report(self._end_alone)
-
-    async def _report(self, begin: Callable[[], "_Work"]) -> None:
-        live, driver = self._live, self._driver
+        attempt, live, driver = self._attempt, self._live, self._driver
         try:
-            work: _Work | None = begin()
-            del begin
+            work: _Work | None = self._end_alone() if gives_end else self._produce()
             while work is not None:
                 work = await work
         except RefusedError as error:
             live.refusal = Failed(error.status, error.body, rejected=True)
-            self._failed(error, ev.FailureKind.REFUSED)
-        except DeniedError as error:
-            # Another instance may take the key. If none does, the client is told at once.
-            body = error_body(f"{self._instance}: {error}", kind="server_error", code="denied")
-            live.refusal = Failed(502, body)
-            self._failed(error, ev.FailureKind.REFUSED)
+            self._over(attempt.failure(Fault.REFUSED, str(error), final=error.is_final))
         except SlotDeniedError as error:
-            driver.slot_denied(live, self._attempt, error.target, error.wait_s)
+            self._over(attempt.denial(error.wait_s))
         except ClientGoneError:
             gone = error_body("the client is gone", kind="client_gone")
             driver.fail(live, Failed(499, gone))
         except ConfigError as error:
-            self._control.end(live, CannotContinue(str(error)), driver.clock())
+            driver.control.end(live, CannotContinue(str(error)), driver.clock())
         except UpstreamError as error:
-            is_silent = isinstance(error, SilentError)
-            # The loss of an instance that is given up ends this task, however busy the loop is.
-            is_given_up = is_silent and driver.suspect_instance(self._instance)
+            fault, is_silent = _fault_of(error), isinstance(error, SilentError)
+            is_given_up = is_silent and driver.suspect_instance(attempt.failed_at)
             has_waited = isinstance(error, ConnectionLostError) and error.has_waited
-            if not has_waited:
-                await asyncio.sleep(EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S)
-            if isinstance(error, BusyError):
-                driver.busy_status = error.status
-            is_busy = isinstance(error, BusyError | NotConnectedError)
-            self._failed(error, ev.FailureKind.BUSY if is_busy else ev.FailureKind.BROKEN)
+            if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
+                await asyncio.sleep(delay_s)
+            retry_after_s = None
+            if isinstance(error, DeniedError):
+                # Another instance may take the key. If none does, the client is told at once.
+                body = error_body(
+                    f"{attempt.failed_at}: {error}", kind="server_error", code="denied"
+                )
+                live.refusal = Failed(502, body)
+            elif isinstance(error, BusyError):
+                driver.busy_status, retry_after_s = error.status, error.retry_after_s
+            self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
         finally:
-            if self._asks_slot:
+            if attempt.has_slot:
                 self._release_slot()
 
-    def _failed(self, error: KvrsError, failure: ev.FailureKind) -> None:
-        self._driver.attempt_failed(
-            self._live,
-            self._attempt,
-            self._instance,
-            str(error),
-            abrupt=isinstance(error, ConnectionLostError | SilentError),
-            failure=failure,
-            retry_after_s=error.retry_after_s if isinstance(error, BusyError) else None,
-            final=isinstance(error, RefusedError) and error.is_final,
-        )
+    def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
+        if event is not None:
+            self._driver.attempt_over(self._live, event)
 
     async def _produce(self) -> "_Work | None":
         """Everything before the decode call, which is returned: while it lasts, nothing of this is
         kept.
         """
-        plan, live = self._plan, self._live
+        attempt, live = self._attempt, self._live
         continuation = await self._continuation() if live.journal.output_ids else None
         if continuation is not None and (live.journal.remaining_tokens == 0 or continuation.ended):
             self._give_end(continuation)
             return None
-        if plan.prefill is not None and self._instances.is_one_call(plan):
-            self._prefilling, self._produced_before = plan.prefill, len(live.journal.output_ids)
-            self._calls_prefill(plan.prefill)
-            return self._decode(None, continuation)
-        computes_prompt = plan.prefill is None and self._instances.computes_prompts(plan.decode)
-        if computes_prompt and not live.journal.output_ids:
-            self._prefilling = plan.decode
-            self._calls_prefill(plan.decode)
-            return self._decode(None, None)
-        transfer: msgspec.Raw | None = None
-        if (prefill := live.prefills_at(plan)) is not None:
+        plan, transfer, prefill = attempt.plan, None, attempt.begin()
+        if plan.prefill is None and (prefill or attempt.computes):
+            live.enter(StreamPhase.PREFILL, plan.decode)
+        if prefill is not None:
             answer = await self._prefill(prefill)
             transfer = answer.transfer if plan.prefill is not None else None
-            if not self._control.prefill_done(live, self._attempt, prefill, self._driver.clock()):
+            if not attempt.prefilled(self._driver.clock()):
                 return None
-            assert live.plan is not None
-            if live.plan is not plan:
-                self._plan = live.plan  # Redirected, to an engine that may need other text.
+            if attempt.plan is not plan:  # Redirected, to an engine that may need other text.
                 continuation = await self._continuation()
             if (
                 transfer is not None
@@ -202,7 +148,7 @@ class Attempt:
         self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
-        exact = self._instances.resumes_exactly(self._plan.decode)
+        exact = self._instances.resumes_exactly(self._attempt.plan.decode)
         self._new_relay(continuation, exact).end_alone()
         self._driver.completed(self._live)
 
@@ -212,7 +158,7 @@ class Attempt:
         refuse` forbids that.
         """
         journal, tokenizer = self._live.journal, self._driver.tokenizer
-        resumes_exactly = self._instances.resumes_exactly(self._plan.decode)
+        resumes_exactly = self._instances.resumes_exactly(self._attempt.plan.decode)
         fits = resumes_exactly and journal.text_sent is None
         only_the_end = journal.remaining_tokens == 0 and tokenizer.available
         if not journal.output_ids or (fits and not only_the_end):
@@ -222,21 +168,13 @@ class Attempt:
         return Continuation(journal, await tokenizer.load())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
-        journal = self._live.journal
-        self._calls_prefill(instance)
-        timeout_s = self._control.progress.first_token_timeout_s(instance)
-        places = self._instances.places(instance, self._plan) if self._plan.places else ()
-
-        def excused() -> bool:
-            return self._stays() or self._is_making_progress(instance)
-
-        with (
-            self._traced("prefill", instance) as span,
-            Watchdog(lambda: timeout_s, excused),
-        ):
+        journal, plan = self._live.journal, self._attempt.plan
+        places = self._instances.places(instance, plan) if plan.places else ()
+        self._watchdog = watchdog = Watchdog(self._limit_s, self._is_excused)
+        with self._traced("prefill", instance) as span, watchdog:
             call = prefill_call(
                 journal,
-                self._attempt,
+                self._attempt.number,
                 places,
                 exact=self._instances.resumes_exactly(instance),
                 traceparent=None if span is None else span.traceparent,
@@ -248,44 +186,25 @@ class Attempt:
             journal.cached_tokens = answer.cached_tokens
         return answer
 
-    def _calls_prefill(self, instance: InstanceId) -> None:
-        self._live.enter(StreamPhase.PREFILL, instance)
-        self._control.calls_prefill(self._live, instance)
-
-    def _stays(self) -> bool:
-        """The instance re-forms, and the stream waits there for that."""
-        return self._live.stays_until_s > self._driver.clock()
-
-    def _is_making_progress(self, instance: InstanceId) -> bool:
-        return self._control.progress.is_making_progress(instance, self._driver.clock())
-
     async def _decode(
         self, transfer: msgspec.Raw | None, continuation: Continuation | EngineText | None
     ) -> None:
-        live, plan = self._live, self._plan
-        self._instance = plan.decode
+        attempt, live, plan = self._attempt, self._live, self._attempt.plan
+        if attempt.computes is None:
+            live.enter(StreamPhase.DECODE, plan.decode)
         if live.journal.output_ids:
             self._check_exactness(plan.decode)
-        if self._prefilling is None:
-            live.enter(StreamPhase.DECODE, plan.decode)
         slot = 0
-        if plan.runs:  # A hand-off of a prefill is not counted.
-            self._asks_slot = True
+        if attempt.decode():
             slot = await self._driver.slots.acquire(
-                plan.decode, live.id, live.journal.owner_epoch, self._attempt
-            )
-        progress = self._control.progress
-        self._first_token_timeout_s = progress.first_token_timeout_s(plan.decode)
-        if self._prefilling is not None:
-            self._first_token_timeout_s = max(
-                self._first_token_timeout_s, progress.first_token_timeout_s(self._prefilling)
+                plan.decode, live.id, live.journal.owner_epoch, attempt.number
             )
         exact = self._instances.resumes_exactly(plan.decode)
-        watchdog = Watchdog(self._limit_s, self._is_excused)
+        self._watchdog = watchdog = Watchdog(self._limit_s, self._is_excused)
         self._relay = relay = self._new_relay(continuation, exact, watchdog.silence)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
-        is_handed_off = transfer is not None and plan.prefill is not None
+        is_handed_off = transfer is not None
         try:
             with self._traced("decode", plan.decode) as self._span, watchdog:
                 decoded = backend.decode(self._decode_call(transfer, slot, exact), relay)
@@ -293,21 +212,20 @@ class Attempt:
                 await decoded
                 relay.check_end()
         except ErrorEventError as error:
-            is_blamed = is_handed_off and not self._has_resumed
-            if is_blamed and plan.prefill and backend.blames_prefill(error.details):
-                self._instance = plan.prefill
+            if is_handed_off and backend.blames_prefill(error.details):
+                attempt.blame_hand_off()
             raise
         finally:
             relay.leave()
             self._relay = None
-            if self._attempt == live.journal.attempt:
+            if attempt.number == live.journal.attempt:
                 live.expect_token = None
 
     def _decode_call(self, transfer: msgspec.Raw | None, slot: int, exact: bool) -> Call:
-        plan, instances, journal = self._plan, self._instances, self._live.journal
+        plan, instances, journal = self._attempt.plan, self._instances, self._live.journal
         call = decode_call(
             journal,
-            self._attempt,
+            self._attempt.number,
             plan.runs,
             instances.places(plan.decode, plan) if plan.places else (),
             transfer,
@@ -326,30 +244,15 @@ class Attempt:
         trace: RequestTrace = journal.request.trace
         return trace.call(name, instance, journal)
 
-    # The silence of the decode call.
-
-    def _waits_at(self) -> tuple[InstanceId, ...]:
-        """The instances that it waits for."""
-        if self._prefilling is None or self._has_resumed:
-            return (self._plan.decode,)
-        return self._plan.decode, self._prefilling
-
     def _limit_s(self) -> float:
-        relay, now_s = self._relay, self._driver.clock()
-        if not self._has_resumed or relay is None:
-            return self._first_token_timeout_s
-        return self._control.progress.token_gap_s(
-            self._live, self._plan.decode, relay.silence.heard_s, now_s
-        )
+        assert self._watchdog is not None
+        return self._attempt.limit_s(self._watchdog.silence.heard_s, self._driver.clock())
 
     def _is_excused(self) -> bool:
         relay = self._relay
         return (
-            (relay is not None and relay.is_complete)
-            or self._live.client.blocked
-            or self._stays()
-            or any(map(self._is_making_progress, self._waits_at()))
-        )
+            relay is not None and (relay.is_complete or self._live.client.blocked)
+        ) or self._attempt.is_excused(self._driver.clock())
 
     def _check_exactness(self, target: InstanceId) -> None:
         """Mark a stream that this instance cannot go on with exactly, as self-tests have seen.
@@ -359,7 +262,7 @@ class Attempt:
         """
         live = self._live
         is_sampled = live.journal.parsed.request.temperature > 0
-        tests = self._control.self_tests
+        tests = self._driver.control.self_tests
         if tests.goes_on(live.decoded_by, target, sampled=is_sampled):
             return
         if self._driver.refuses_inexact:
@@ -369,30 +272,20 @@ class Attempt:
 
     def _release_slot(self) -> None:
         journal = self._live.journal
-        self._driver.slots.release(journal.stream, journal.owner_epoch, self._attempt)
+        self._attempt.slot_released()
+        self._driver.slots.release(journal.stream, journal.owner_epoch, self._attempt.number)
 
     def _resumed(self) -> None:
-        if self._has_resumed:  # It stayed at an instance that has re-formed.
-            self._driver.resumed(self._live, self._attempt)
-            return
-        self._has_resumed = True
-        if self._span is not None:
-            self._span.first_token()
-        self._live.decoded_by = self._control.self_tests.process(self._plan.decode)
-        if self._asks_slot:
-            self._release_slot()
-        if self._prefilling is not None:
-            self._control.prefilled(
-                self._live,
-                self._attempt,
-                self._prefilling,
-                self._live.prompt_tokens + self._produced_before,
-                self._driver.clock(),
-            )
-            is_current = self._attempt == self._live.journal.attempt
-            if is_current and self._live.phase is StreamPhase.PREFILL:
-                self._live.enter(StreamPhase.DECODE, self._plan.decode)
-        self._driver.resumed(self._live, self._attempt)
+        attempt, live = self._attempt, self._live
+        if not attempt.has_resumed:
+            if self._span is not None:
+                self._span.first_token()
+            live.decoded_by = self._driver.control.self_tests.process(attempt.plan.decode)
+            if attempt.has_slot:
+                self._release_slot()
+        self._driver.resumed(attempt)
+        if live.phase is StreamPhase.PREFILL and attempt.is_current:  # It is one call.
+            live.enter(StreamPhase.DECODE, attempt.plan.decode)
 
     def _new_relay(
         self,
@@ -404,15 +297,29 @@ class Attempt:
         return Relay(
             live.journal,
             live.client,
-            self._attempt,
+            self._attempt.number,
             clock=self._driver.clock,
             resumed=self._resumed,
-            delivered=self._control.progress.of(self._plan.decode),
+            delivered=self._driver.control.progress.of(self._attempt.plan.decode),
             completed=partial(self._driver.completed, live),
             exact=exact,
             continuation=continuation,
             silence=silence,
         )
+
+
+def _fault_of(error: UpstreamError) -> Fault:
+    match error:
+        case DeniedError():
+            return Fault.REFUSED
+        case BusyError():
+            return Fault.BUSY
+        case NotConnectedError():
+            return Fault.NOT_CONNECTED
+        case ConnectionLostError() | SilentError():
+            return Fault.LOST
+        case _:
+            return Fault.WRONG
 
 
 # What an attempt does, and what it goes over to; None: that was all.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
+from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import KnownAgent, KnownInstance, all_refused
 from kvrs.core.live import Complete
@@ -125,53 +126,31 @@ class Driver:
             return False
         return end_watch()
 
-    def resumed(self, live: OpenStream, attempt: int) -> None:
-        blame_refusers(self._metrics, live)
-        self.control.resumed(live, attempt, self.clock())
-        self.recoveries.resumed(live.id, attempt)
+    def resumed(self, attempt: Attempt[OpenStream]) -> None:
+        if attempt.live.refused_by:
+            blame_refusers(self._metrics, attempt.live)
+        attempt.resumed(self.clock())
+        self.recoveries.resumed(attempt.live.id, attempt.number)
 
-    def attempt_failed(
-        self,
-        live: OpenStream,
-        attempt: int,
-        instance: InstanceId,
-        cause: str,
-        *,
-        abrupt: bool,
-        failure: ev.FailureKind,
-        retry_after_s: float | None,
-        final: bool,
-    ) -> None:
-        if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
-            return
-        extra = {"stream": live.id, "attempt": attempt, "instance": instance, "cause": cause}
-        if failure is ev.FailureKind.REFUSED and not live.journal.output_ids:
-            log.info("attempt refused", extra=extra)
-            live.refused_by = (*live.refused_by, instance)
-        else:
-            log.warning("attempt failed", extra=extra)
-            self._metrics.failures.labels(instance).inc()
+    def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
+        match event:
+            case ev.SlotDenied():
+                self.recoveries.settle(live.id, "denied")
+            case ev.AttemptFailed(instance=instance, cause=cause):
+                extra = {
+                    "stream": live.id,
+                    "attempt": event.attempt,
+                    "instance": instance,
+                    "cause": cause,
+                }
+                if event.failure is ev.FailureKind.REFUSED and not live.journal.output_ids:
+                    log.info("attempt refused", extra=extra)
+                    live.refused_by = (*live.refused_by, instance)
+                else:
+                    log.warning("attempt failed", extra=extra)
+                    self._metrics.failures.labels(instance).inc()
         live.task = None  # It is the task that reports this.
-        self.control.attempt_failed(
-            live,
-            attempt,
-            instance,
-            cause,
-            abrupt=abrupt,
-            failure=failure,
-            retry_after_s=retry_after_s,
-            final=final,
-            now_s=self.clock(),
-        )
-
-    def slot_denied(
-        self, live: OpenStream, attempt: int, target: InstanceId, wait_s: float
-    ) -> None:
-        if self.streams.get(live.id) is not live or attempt != live.journal.attempt:
-            return
-        live.task = None
-        self.recoveries.settle(live.id, "denied")
-        self.control.slot_denied(live, attempt, target, wait_s, self.clock())
+        self.control.attempt_over(live, event, self.clock())
 
     def completed(self, live: OpenStream) -> None:
         # Its task still reads the last bytes of the response, so that the connection can be used

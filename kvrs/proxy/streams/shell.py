@@ -12,7 +12,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.eager_tasks import EagerTask
 from kvrs.protocol.openai.chunks import error_body
-from kvrs.proxy.streams.attempts import Attempt, AttemptDriver
+from kvrs.proxy.streams.attempts import AttemptCalls, AttemptDriver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.live import Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.metrics import Metrics
@@ -65,7 +65,7 @@ class TaskShell:
         )
         # A client that has just left ends its stream when its own task runs.
         if not live.outcome.done():
-            self._start(live, Attempt(live, live.journal.attempt, plan, self._driver).run())
+            self._start(live, AttemptCalls(live, plan, self._driver).run())
 
     def end_attempt(self, live: OpenStream) -> None:
         live.enter(StreamPhase.WAITING, None)
@@ -78,7 +78,7 @@ class TaskShell:
             live.expect_token()
 
     def give_end(self, live: OpenStream, plan: act.Plan) -> None:
-        self._start(live, Attempt(live, live.journal.attempt, plan, self._driver).end_alone())
+        self._start(live, AttemptCalls(live, plan, self._driver).run(gives_end=True))
 
     def stream_closed(self, live: OpenStream) -> None:
         self._metrics.streams.ended(live, self._clock())

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 import kvrs
+from kvrs.core import attempt
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import Capability, SourceRange
-from kvrs.proxy.streams import attempts
 from kvrs.proxy.wire import pool
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
@@ -40,7 +40,7 @@ async def test_all_streams_of_a_killed_instance_are_decided_together(
     build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One lost instance is one event, whichever of its sockets is read first."""
-    for module in (attempts, pool):  # However long this process stands still between two reads.
+    for module in (attempt, pool):  # However long this process stands still between two reads.
         monkeypatch.setattr(module, "LOST_TOGETHER_S", 60.0)
     system = await build()
     system.script.gate, system.script.gate_at = asyncio.Event(), 3

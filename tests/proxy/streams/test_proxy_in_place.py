@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrs.core.attempt import Attempt
 from kvrs.core.fleet import silence
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth, GpuState
@@ -237,7 +238,9 @@ async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterB
     d0.reforming = report(30.0)
     await system.until(lambda: stays_somewhere(system))
     (stream,) = driver.streams
-    driver.resumed(driver.control.streams[StreamId(stream)], 1)
+    live = driver.control.streams[StreamId(stream)]
+    assert live.plan is not None
+    driver.resumed(Attempt(driver.control, live, live.plan))
     early = (await recoveries(system))[0]["outcome"]
     d0.reforming, d0.degree, d0.layout_number = None, 1, 1
     await system.until(lambda: says(system, "d0", "degraded"))

@@ -1,0 +1,215 @@
+"""The decisions of one attempt at a stream, from its plan to the report of how it went.
+
+Pure: no clock, no socket, no randomness. An edge performs the calls and reports what came of them,
+with `now_s`: the proxy's with sockets and tasks, the simulator's in virtual time.
+
+    begin        -> the instance to call for prefill, or straight to the decode call
+    prefilled    -> whether the decode call follows, by `plan`, which may be another one now
+    decode       -> whether a slot is to be asked for before the call
+    limit_s, is_excused: how long a call may be silent; `failed_at` is to blame for what fails
+    resumed      -> its first token, and the first one after a stay
+    slot_released: after the first token or at the end, if `has_slot`
+    failure, denial -> the report of its end, after the fault's `delay_s`; None: it is over
+
+A report of an attempt that is over changes nothing.
+"""
+
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvrs.core.control import Control
+from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.live import LiveStream
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.ids import InstanceId
+
+S = TypeVar("S", bound=LiveStream)
+
+
+class Fault(Enum):
+    """How a call ended before its stream: its meaning for the instance, and whether the connection
+    ended without an error, so that the whole instance may be lost.
+    """
+
+    REFUSED = ev.FailureKind.REFUSED, False
+    BUSY = ev.FailureKind.BUSY, False
+    NOT_CONNECTED = ev.FailureKind.BUSY, True
+    WRONG = ev.FailureKind.BROKEN, False  # An error, or no answer to the request.
+    LOST = ev.FailureKind.BROKEN, True  # Or silent for too long.
+
+    def __init__(self, kind: ev.FailureKind, abrupt: bool) -> None:
+        self.kind = kind
+        self.abrupt = abrupt
+
+    def delay_s(self, *, is_given_up: bool = False, has_waited: bool = False) -> float:
+        """Return how long to wait with the report, for the loss of the whole instance. The loss of
+        one that is given up ends the attempt, however busy the event loop is.
+        """
+        if has_waited or self is Fault.REFUSED:
+            return 0.0
+        return EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S
+
+
+class Attempt(Generic[S]):
+    __slots__ = (
+        *("_control", "_first_token_timeout_s", "_is_reported", "_produced_before"),
+        *("_waits_for", "computes", "failed_at", "has_resumed", "has_slot", "live"),
+        *("number", "plan"),
+    )
+
+    def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
+        self.live = live
+        self.plan = plan
+        self.failed_at = plan.prefill or plan.decode  # What a failure is attributed to.
+        self.has_resumed = False
+        self._control = control
+        self.number = live.journal.attempt
+        self.has_slot = False  # It has asked for one, or is about to.
+        self._is_reported = False
+        # Of an attempt that is one call: the instance that computes the history, and how much of
+        # the output belongs to that.
+        self.computes: InstanceId | None = None
+        self._produced_before = 0
+        self._first_token_timeout_s = 0.0
+        self._waits_for: tuple[InstanceId, ...] = ()  # What its silence is that of.
+
+    @property
+    def is_current(self) -> bool:
+        live = self.live
+        is_open = self._control.streams.get(live.id) is live
+        return is_open and live.journal.attempt == self.number and not self._is_reported
+
+    # Calls.
+
+    def begin(self) -> InstanceId | None:
+        """Return the instance that gets a prefill call of its own; None: the decode call is next.
+
+        Where one instance does both stages its prefix cache is the hand-off, and the call is needed
+        only for the ids of a prompt that came as text.
+        """
+        control, plan, journal = self._control, self.plan, self.live.journal
+        if plan.prefill is not None:
+            is_one_call = control.instances.is_one_call(plan)
+        else:
+            is_one_call = not journal.output_ids and control.instances.computes_prompts(plan.decode)
+            if not is_one_call and journal.prompt_ids is not None:
+                return None
+        if control.instances.retains(self.failed_at):
+            self.live.note_prefilled(self.failed_at)
+        self._first_token_timeout_s = control.progress.first_token_timeout_s(self.failed_at)
+        self._waits_for = (self.failed_at,)
+        if not is_one_call:
+            return self.failed_at
+        self.computes, self._produced_before = self.failed_at, len(journal.output_ids)
+        return None
+
+    def prefilled(self, now_s: float) -> bool:
+        """Prefill has answered; True if the decode call follows, by `plan`, which the policy may
+        just have changed.
+        """
+        live = self.live
+        if not self.is_current:
+            return False
+        self._computed(self.failed_at, live.history_tokens, now_s)
+        if live.journal.attempt != self.number:
+            return False
+        assert live.state is not None
+        plan = live.state.attempt.plan
+        if not self._control.instances.is_up(plan.decode):
+            # The policy knows as well; the stream waits for its next attempt.
+            self._control.halt(live)
+            return False
+        self.plan = plan
+        return True
+
+    def decode(self) -> bool:
+        """The decode call is next; True if a slot is to be asked for before it."""
+        decode = self.failed_at = self.plan.decode
+        timeout_s = self._control.progress.first_token_timeout_s(decode)
+        if self.computes is None:
+            self._first_token_timeout_s, self._waits_for = timeout_s, (decode,)
+        else:
+            self._first_token_timeout_s = max(self._first_token_timeout_s, timeout_s)
+            self._waits_for = (decode, self.computes)
+        self.has_slot = bool(self.plan.runs)  # A hand-off of a prefill is not counted.
+        return self.has_slot
+
+    def slot_released(self) -> None:
+        """It has given its slot back, because it fetches nothing any more."""
+        self.has_slot = False
+
+    # Silence.
+
+    def limit_s(self, heard_s: float, now_s: float) -> float:
+        """Return how long the call may be silent."""
+        if not self.has_resumed:
+            return self._first_token_timeout_s
+        return self._control.progress.token_gap_s(self.live, self.plan.decode, heard_s, now_s)
+
+    def is_excused(self, now_s: float) -> bool:
+        """The instance re-forms and the stream waits for that, or it delivers to others."""
+        progress = self._control.progress
+        return self.live.stays_until_s > now_s or any(
+            progress.is_making_progress(each, now_s) for each in self._waits_for
+        )
+
+    # Reports.
+
+    def resumed(self, now_s: float) -> None:
+        """A token is with the client: the first one, or the first one after a stay."""
+        live, computes = self.live, self.computes
+        if not self.is_current:
+            return
+        if not self.has_resumed:
+            self.has_resumed, self._waits_for = True, (self.plan.decode,)
+            if computes is not None:
+                self._computed(computes, live.prompt_tokens + self._produced_before, now_s)
+        self._control.tell(ev.StreamResumed(live.id, self.number), now_s)
+        self._control.checkpoints.resumed(live, now_s)
+
+    def blame_hand_off(self) -> None:
+        """The decode instance takes the prefill instance's answer for the cause of its error."""
+        if self.computes is None and not self.has_resumed:
+            self.failed_at = self.plan.prefill or self.failed_at
+
+    def failure(
+        self,
+        fault: Fault,
+        cause: str,
+        *,
+        retry_after_s: float | None = None,
+        final: bool = False,
+    ) -> ev.AttemptFailed | None:
+        """Return the report of its failure; None: it is over."""
+        if not self.is_current:
+            return None
+        self._is_reported = True
+        return ev.AttemptFailed(
+            self.live.id,
+            self.number,
+            self.failed_at,
+            cause,
+            self.live.produced_tokens,
+            fault.abrupt,
+            fault.kind,
+            retry_after_s,
+            final,
+        )
+
+    def denial(self, wait_s: float) -> ev.SlotDenied | None:
+        """Return the report that no slot is left for it; None: it is over."""
+        if not self.is_current:
+            return None
+        self._is_reported = True
+        return ev.SlotDenied(self.live.id, self.number, self.plan.decode, wait_s)
+
+    def _computed(self, instance: InstanceId, history_tokens: int, now_s: float) -> None:
+        """The instance has computed the KV of the history."""
+        control, live = self._control, self.live
+        if instance != self.plan.decode:
+            control.fences.left(instance, live.id)
+        control.progress.delivered(instance, now_s)
+        if control.instances.retains(instance):
+            control.leases.hold(instance, live.id)
+        control.tell(ev.PrefillDone(live.id, self.number, history_tokens), now_s)

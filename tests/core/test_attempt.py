@@ -1,0 +1,210 @@
+"""The machine that decides an attempt: calls, slot, silence, and what is reported of it, once."""
+
+from math import inf
+from random import Random
+
+import pytest
+
+from kvrs.core.attempt import Attempt, Fault
+from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.sim.streams import SimStream
+from tests.core.test_core import D0, D1, P0, P1, Driver, S
+
+RUNS = (act.PageRange(D1, 1, 0, 2),)
+
+
+def attempt_of(driver: Driver, live: SimStream, plan: act.Plan | None = None) -> Attempt[SimStream]:
+    assert live.plan is not None
+    return Attempt(driver.control, live, plan or live.plan)
+
+
+def test_prefill_is_called_where_the_plan_has_it() -> None:
+    driver = Driver()
+    attempt = attempt_of(driver, driver.stream())
+
+    assert attempt.begin() == attempt.plan.prefill == attempt.failed_at
+    assert attempt.live.prefilled_at == (attempt.plan.prefill,)
+
+
+def test_only_the_ids_of_a_text_need_a_prefill_call_without_a_prefill_instance() -> None:
+    """The prefix cache of the one instance is the hand-off."""
+    driver = Driver()
+    live = driver.stream()
+    plan = act.Plan(D0)
+
+    knows_ids = attempt_of(driver, live, plan).begin()
+    live.journal.prompt_ids = None
+    of_text = attempt_of(driver, live, plan).begin()
+
+    assert (knows_ids, of_text) == (None, D0)
+
+
+def test_one_call_reports_the_history_with_its_first_token() -> None:
+    """The decode instance has it computed: no call and no answer of prefill."""
+    driver = Driver(own_prefill=True)
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    assert (attempt.begin(), attempt.decode()) == (None, False)
+    live.journal.append(7, 0.2)
+    driver.events.clear()
+
+    attempt.resumed(0.2)
+
+    assert driver.events == [ev.PrefillDone(S, 1, 40), ev.StreamResumed(S, 1)]
+    assert attempt.failed_at == attempt.plan.decode
+
+
+def test_a_slot_is_asked_for_where_history_is_fetched() -> None:
+    """A hand-off of a prefill is not counted."""
+    driver = Driver()
+    live = driver.stream()
+    plain, fetching = (attempt_of(driver, live, act.Plan(D0, runs=runs)) for runs in ((), RUNS))
+
+    assert (plain.decode(), plain.has_slot) == (False, False)
+    assert (fetching.decode(), fetching.has_slot) == (True, True)
+    fetching.slot_released()
+    assert not fetching.has_slot
+
+
+def test_no_decode_call_follows_when_its_instance_is_gone() -> None:
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+    driver.control.instances.lose(driver.control.instances.known[attempt.plan.decode], "killed")
+
+    assert not attempt.prefilled(0.1)
+    assert driver.calls_of("end_attempt")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "abrupt", "delay_s"),
+    [
+        (Fault.REFUSED, ev.FailureKind.REFUSED, False, 0.0),
+        (Fault.BUSY, ev.FailureKind.BUSY, False, LOST_TOGETHER_S),
+        (Fault.NOT_CONNECTED, ev.FailureKind.BUSY, True, LOST_TOGETHER_S),
+        (Fault.WRONG, ev.FailureKind.BROKEN, False, LOST_TOGETHER_S),
+        (Fault.LOST, ev.FailureKind.BROKEN, True, LOST_TOGETHER_S),
+    ],
+)
+def test_a_fault_is_reported_when_the_loss_of_the_whole_instance_may_be_known(
+    fault: Fault, kind: ev.FailureKind, abrupt: bool, delay_s: float
+) -> None:
+    """All victims of one loss are decided together."""
+    driver = Driver()
+    attempt = attempt_of(driver, driver.stream())
+
+    failed = attempt.failure(fault, "cause")
+
+    at = attempt.failed_at
+    assert failed == ev.AttemptFailed(S, 1, at, "cause", 0, abrupt=abrupt, failure=kind)
+    assert fault.delay_s() == delay_s
+    assert fault.delay_s(has_waited=True) == 0.0
+
+
+def test_an_instance_that_is_given_up_ends_its_attempts_itself() -> None:
+    assert Fault.LOST.delay_s(is_given_up=True) == EVENT_LOOP_STALL_S
+
+
+def test_the_hand_off_is_blamed_before_the_first_token_only() -> None:
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+    assert attempt.prefilled(0.1)
+    attempt.decode()
+    assert attempt.failed_at == attempt.plan.decode
+
+    attempt.blame_hand_off()
+    before = attempt.failed_at
+    attempt.decode()
+    live.journal.append(7, 0.2)
+    attempt.resumed(0.2)
+    attempt.blame_hand_off()
+
+    assert (before, attempt.failed_at) == (attempt.plan.prefill, attempt.plan.decode)
+
+
+def test_a_call_may_be_silent_while_its_stream_stays() -> None:
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+
+    live.stays_until_s = 5.0
+
+    assert (attempt.is_excused(4.0), attempt.is_excused(6.0)) == (True, False)
+
+
+def test_the_first_token_has_the_longer_limit() -> None:
+    """The queue of the instance is part of it; afterwards the stream's own pace counts."""
+    driver = Driver()
+    live = driver.stream()
+    attempt = attempt_of(driver, live)
+    attempt.begin()
+    first_s = attempt.limit_s(0.0, 0.0)
+    assert attempt.prefilled(0.1)
+    attempt.decode()
+    live.journal.append(7, 0.2)
+    live.journal.append(8, 0.21)
+
+    attempt.resumed(0.21)
+
+    assert attempt.limit_s(0.21, 0.21) < first_s < inf
+
+
+def events_of_attempts(driver: Driver) -> list[ev.Event]:
+    kinds = ev.PrefillDone | ev.StreamResumed | ev.AttemptFailed | ev.SlotDenied
+    return [event for event in driver.events if isinstance(event, kinds)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_comes_in_any_order_an_attempt_ends_once_and_changes_nothing_then(
+    seed: int,
+) -> None:
+    """An end is reported once, an attempt that is over reports nothing, and a slot that was asked
+    for is given back once.
+    """
+    random, driver = Random(seed), Driver(own_prefill=seed % 3 == 0)
+    live = driver.stream()
+    runs = RUNS if random.random() < 0.5 else ()
+    prefill = random.choice([None, P0, P1])
+    attempt = attempt_of(driver, live, act.Plan(D0, prefill, runs=runs))
+    asked, released, ends = int(attempt.begin() is None and attempt.decode()), 0, 0
+
+    def step() -> None:
+        nonlocal released, ends
+        match random.randrange(6):
+            case 0:
+                attempt.prefilled(0.1)
+            case 1:
+                live.journal.append(7, 0.2)
+                attempt.resumed(0.2)
+            case 2:
+                failed = attempt.failure(random.choice(list(Fault)), "cause")
+                if failed is not None:
+                    ends += 1
+                    driver.control.attempt_over(live, failed, 0.3)
+            case 3:
+                if (denied := attempt.denial(0.1)) is not None:
+                    ends += 1
+                    driver.control.attempt_over(live, denied, 0.3)
+            case 4:
+                released += attempt.has_slot
+                attempt.slot_released()
+            case 5 if random.random() < 0.3:
+                driver.control.instance_lost(driver.control.instances.known[D0], "killed", 0.4)
+                driver.up(D0, epoch=random.randrange(2, 1_000_000_000))
+            case _:
+                pass
+
+    for _ in range(12):
+        over, told = not attempt.is_current, len(events_of_attempts(driver))
+        step()
+        assert not over or len(events_of_attempts(driver)) == told
+    released += attempt.has_slot
+
+    assert ends <= 1
+    assert released == asked
