@@ -18,7 +18,6 @@ from aiohttp.tcp_helpers import tcp_keepalive
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvrs.connections import Connections
-from kvrs.eager_tasks import EagerTask
 from kvrs.http_connection import SERVER, HttpConnection, address_of, refuse
 from kvrs.large_work import LARGE_BYTES
 from kvrs.unfinished import SMALL_BYTES, UnfinishedBodies
@@ -135,10 +134,14 @@ def _parse_head(head: bytes) -> _Head | None:
     if len(fields) != text.count("\n") or len(fields) != text.count("\r"):
         return None
     headers = CIMultiDict[str]([(name, value.rstrip(" \t")) for name, value in fields])
-    if len(headers) > _MOST_HEADERS or any(name in headers for name in _UNUSUAL):
+    if len(headers) > _MOST_HEADERS:
         return None
-    if any(len(headers.getall(name, ())) != 1 for name in _UNIQUE):
-        return None
+    for name in _UNUSUAL:
+        if name in headers:
+            return None
+    for name in _UNIQUE:
+        if len(headers.getall(name, ())) != 1:
+            return None
     connection = ", ".join(headers.getall("Connection", ("keep-alive",))).lower()
     length = headers["Content-Length"]
     if connection not in ("keep-alive", "close") or _LENGTH.fullmatch(length) is None:
@@ -278,7 +281,7 @@ class DirectConnection(asyncio.Protocol):
         self._idle_until_s = 0.0
         self._abort: Callable[[], object] | None = None
         self._request: DirectRequest | None = None  # The one that is served.
-        self._work: EagerTask | None = None
+        self._work: asyncio.Task[None] | None = None
         # The request that has come in part.
         self._gathered = b""
         self._needs_bytes = 0
@@ -418,23 +421,22 @@ class DirectConnection(asyncio.Protocol):
         self._request = request = DirectRequest(
             head.path, head.headers, head.keep_alive, len(body), self.address, self, body
         )
-        self._work = work = EagerTask(self._server.paths[head.path](request), self._served)
-        work.go_on()
+        work = self._answer(self._server.paths[head.path](request))
+        self._work = asyncio.get_running_loop().create_task(work)
 
-    def _served(
-        self,
-        _: EagerTask,
-        response: web.Response | SentResponse | None,
-        error: BaseException | None,
-    ) -> None:
-        self._work = None
-        if response is not None:
-            self._respond(response)
-            return
-        if not isinstance(error, asyncio.CancelledError):
+    async def _answer(self, serve: Coroutine[Any, Any, web.Response | SentResponse]) -> None:
+        try:
+            response = await serve
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        except Exception:
             # A bug: what is written already cannot be taken back.
-            log.error("request ended by a bug", exc_info=error)
-        self.abort()
+            log.exception("request ended by a bug")
+            self.abort()
+        else:
+            self._work = None
+            self._respond(response)
 
     def _respond(self, response: web.Response | SentResponse) -> None:
         request, self._request = self._request, None

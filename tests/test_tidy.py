@@ -20,7 +20,6 @@ RANK = {
     "large_work": 0,
     "garbage": 0,
     "tables": 0,
-    "eager_tasks": 0,
     "origins": 0,
     "private_files": 0,
     "connections": 1,

@@ -148,7 +148,6 @@ class Serving:
 
     async def _respond_by_one(self, call: ClientCall) -> tuple[Outcome, Response]:
         """One engine answers; another one where it dies."""
-        await asyncio.sleep(0)  # In a task from here on, as above.
         path, fields = call.parsed.endpoint.path, whole_fields(call.parsed)
         answer = await self._passed.ask(path, fields, call.name.key)
         answer.headers.update(call.headers)

@@ -91,9 +91,10 @@ class OpenAiPeer(Peer):
         head = pool.head(call.path, len(body), call.headers)
         upstream = await pool.take()
         try:
-            ended = await upstream.send(head, body, reader)
+            sent = upstream.send(head, body, reader)
             del call, head, body  # The answer may take minutes.
-            need = await ended
+            # No name holds the future: its error would lead back to it through this frame.
+            need = await (await sent)
             status = upstream.status
             if status in _DENIED:
                 answer = _as_openai(upstream.refusal)

@@ -13,7 +13,6 @@ from kvrs.core.fleet.known import KnownAgent, KnownInstance, all_refused
 from kvrs.core.live import Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate
@@ -88,18 +87,14 @@ class Driver:
             message = f"no instance can be used: {cause}"
             body = error_body(message, kind="server_error", code=act.Reason.NO_INSTANCE)
             return Failed(503, body, retry_after_s=_REFUSED_RETRY_S)
-        outcome: EagerFuture[Outcome] = EagerFuture(asyncio.get_running_loop())
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         journal.request = request = CURRENT.get()
         if request is not None and request.trace is not None:
             request.trace.opened(journal)
         live = OpenStream(journal=journal, client=client, outcome=outcome, clock=self.clock)
         self._metrics.streams.active.value += 1
         try:
-            self._shell.is_opening = True
-            try:
-                self.control.open(live, self.clock())
-            finally:
-                self._shell.begin()
+            self.control.open(live, self.clock())
             return await outcome
         finally:
             self.control.close(live, self.clock())

@@ -1,5 +1,6 @@
 """An open stream of the proxy: its client, the task of its attempt, and its outcome."""
 
+import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +8,6 @@ from enum import StrEnum
 
 from kvrs.core.fleet.self_tests import TestedProcess
 from kvrs.core.live import Complete, LiveStream
-from kvrs.eager_tasks import EagerFuture, EagerTask
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
@@ -42,14 +42,14 @@ _NOTHING = [0.0] * len(_PLACES)
 class OpenStream(LiveStream):
     journal: Journal
     client: Client
-    outcome: EagerFuture[Outcome]
+    outcome: asyncio.Future[Outcome]
     clock: Callable[[], float]
     phase: StreamPhase = StreamPhase.WAITING
     instance: InstanceId | None = None  # Where it runs.
     entered_s: float = 0.0  # When the current phase began.
     # In each phase before, in all attempts together, in the order of the phases.
     spent_s: "array[float]" = field(default_factory=lambda: array("d", _NOTHING))
-    task: EagerTask | None = None
+    task: asyncio.Task[None] | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
     # Has the current attempt report its next token as if it were its first.
     expect_token: Callable[[], None] | None = None

@@ -10,7 +10,6 @@ from kvrs.core.live import CannotContinue, Complete
 from kvrs.core.live import Outcome as CoreOutcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.eager_tasks import EagerTask
 from kvrs.protocol.openai.chunks import error_body
 from kvrs.proxy.streams.attempts import AttemptCalls, AttemptDriver
 from kvrs.proxy.streams.event_log import EventLog
@@ -46,15 +45,12 @@ class TaskShell:
         event_log: EventLog | None,
         clock: Callable[[], float],
     ) -> None:
-        self.is_opening = False  # Tasks begin right after it.
         self._driver = driver
         self._recoveries = recoveries
         self._metrics = metrics
         self._event_log = event_log
         self._clock = clock
-        self._tasks: dict[EagerTask, OpenStream] = {}
-        self._ended = self._task_ended  # One for all tasks.
-        self._to_begin: list[EagerTask] = []
+        self._tasks: dict[asyncio.Task[None], OpenStream] = {}
         self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
 
@@ -102,23 +98,17 @@ class TaskShell:
         self._metrics.slot_asked(outcome.value)
 
     def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
-        live.task = task = EagerTask(work, self._ended)
+        # It begins in a turn of its own: decisions that belong together are carried out before.
+        live.task = task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = live
-        # Decisions that belong together are carried out before any of their attempts begins.
-        if not self._to_begin and not self.is_opening:
-            asyncio.get_running_loop().call_soon(self.begin)
-        self._to_begin.append(task)
+        task.add_done_callback(self._task_ended)
 
-    def begin(self) -> None:
-        tasks, self._to_begin, self.is_opening = self._to_begin, [], False
-        for task in tasks:
-            task.go_on()
-
-    def _task_ended(self, task: EagerTask, _: None, error: BaseException | None) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         live = self._tasks.pop(task)
+        error = None if task.cancelled() else task.exception()
         if not self._tasks and self._quiet is not None:
             self._quiet.set_result(None)
-        if error is not None and not isinstance(error, asyncio.CancelledError):
+        if error is not None:
             # A bug of ours. The client's handler raises it, so that neither of them goes on as if
             # nothing had happened.
             log.error("attempt ended by a bug", exc_info=error)

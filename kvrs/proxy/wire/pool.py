@@ -18,7 +18,6 @@ import aiohttp
 from kvrs.config.settings import is_numeric
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
 from kvrs.descriptors import is_exhausted
-from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
 from kvrs.large_work import LargeWork
 from kvrs.protocol.proof import ProofError
@@ -113,7 +112,7 @@ class Pool:
         self._forget = self._lost  # One for all connections.
         self._sweep: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._lost_calls: list[tuple[EagerFuture[Need], UpstreamError]] = []
+        self._lost_calls: list[tuple[asyncio.Future[Need], UpstreamError]] = []
 
     def head(self, path: str, size_bytes: int, headers: str = "") -> bytes:
         """The head of a request; each line of `headers` has its end."""
@@ -168,7 +167,7 @@ class Pool:
             upstream.close()
 
     def _lost(
-        self, upstream: Upstream, call: EagerFuture[Need] | None, error: UpstreamError | None
+        self, upstream: Upstream, call: asyncio.Future[Need] | None, error: UpstreamError | None
     ) -> None:
         self._kept.pop(upstream, None)
         if call is not None and error is not None:

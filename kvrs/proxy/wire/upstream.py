@@ -10,7 +10,6 @@ from contextlib import suppress
 from enum import Enum
 from typing import Protocol, assert_never, cast
 
-from kvrs.eager_tasks import EagerFuture
 from kvrs.errors import UpstreamError
 from kvrs.proxy.wire.http_response import BrokenBody, Fault, HttpResponse, NotHttp
 from kvrs.proxy.wire.peer import LARGE_BODY_BYTES, ConnectionLostError, UnusableError
@@ -114,7 +113,7 @@ class Upstream(asyncio.Protocol):
         self._take: Callable[[bytes], Need] | None = None  # None: the head has not come yet.
         self._shortcut: Shortcut | None = None
         self._refusal: WholeReader | None = None
-        self._ended: EagerFuture[Need] | None = None
+        self._ended: asyncio.Future[Need] | None = None
         self._room: asyncio.Future[None] | None = None  # For more of a large body.
         self._is_sent = True
         self._is_paused = False
@@ -132,8 +131,7 @@ class Upstream(asyncio.Protocol):
         assert self._transport is not None
         self._response, self._reader = HttpResponse(self._loop), reader
         self._take = self._refusal = None
-        ended: EagerFuture[Need] = EagerFuture(self._loop)
-        self._ended = ended
+        self._ended = ended = self._loop.create_future()
         reader.begin(self)
         if len(body) <= LARGE_BODY_BYTES:
             self._transport.write(head + body)
@@ -156,7 +154,7 @@ class Upstream(asyncio.Protocol):
         response = self._response
         if response is None or response.is_complete:
             return
-        self._ended = EagerFuture(self._loop)
+        self._ended = self._loop.create_future()
         self.resume()
         with suppress(TimeoutError, UpstreamError):
             async with asyncio.timeout(timeout_s):
@@ -244,7 +242,6 @@ class Upstream(asyncio.Protocol):
             # raises it.
             self._fail(error)
             return
-        # The end of a call comes last: within it another one may begin here.
         if need is not Need.MORE:
             self._take = _drop
             if response.fault is not None:
@@ -308,7 +305,7 @@ class Upstream(asyncio.Protocol):
 
 
 # Takes the connection, its call and the error of that.
-Lost = Callable[[Upstream, EagerFuture[Need] | None, UpstreamError | None], None]
+Lost = Callable[[Upstream, asyncio.Future[Need] | None, UpstreamError | None], None]
 
 
 def _drop(_: bytes) -> Need:
