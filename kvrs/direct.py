@@ -34,13 +34,6 @@ _REQUEST_LINE = re.compile(r"POST (/[!-~]*) HTTP/1\.1(?=\r\n)")
 # To the end of its line: a value with a control character is for the full parser.
 _FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([ -~]*+)(?=\r\n|\Z)")
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
-_LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,9})\r\n")
-_AUTHORIZATION = re.compile(rb"\r\n[Aa]uthorization: ([!-~](?:[ -~]*[!-~])?)\r\n")
-_OF_AUTHORIZATION, _BEFORE_IT_BYTES = b"uthorization: ", 3
-# Fields that may hold a secret, or differ with each request; also others than these.
-_UNCACHED = re.compile(
-    r"auth|key|token|secret|passw|cookie|credential|signature|session|trace|-id$", re.IGNORECASE
-)
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
 _UNIQUE = ("Content-Length", "Host")
 _NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
@@ -65,66 +58,13 @@ class _Head(NamedTuple):
     body_bytes: int
 
 
-# Those of requests so far, by all of their bytes but the length and the value of `Authorization`: a
-# client repeats itself. None holds a secret.
-_KNOWN_HEADS: dict[bytes, _Head] = {}
-_MOST_KNOWN = 256
-_MOST_KNOWN_BYTES = 1 << 10
-
-
 def parse_head(data: bytes) -> _Head | None:
     """The head of a usual request at the beginning of `data`; None: it is another, or not whole."""
     end = data.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
     if end < 0 or not data.startswith(b"POST "):
         return None
-    length = _LENGTH_FIELD.search(data, 0, end + 2)
-    if length is None or end > _MOST_KNOWN_BYTES:
-        return _parse_head(data[:end])
-    begin, stop = length.span(1)
-    # No head that was taken has a line without CR: so the key says where the values stood.
-    key, authorization = b"%b\n%b" % (data[:begin], data[stop:end]), None
-    known = _KNOWN_HEADS.get(key)
-    if known is None and (at := data.find(_OF_AUTHORIZATION, 0, end)) > 0:
-        if (found := _AUTHORIZATION.match(data, at - _BEFORE_IT_BYTES, end + 2)) is None:
-            return _parse_head(data[:end])
-        first, last = found.span(1)
-        authorization = data[first:last].decode()
-        if last < begin:
-            key = b"%b\n%b\n%b" % (data[:first], data[last:begin], data[stop:end])
-        else:
-            key = b"%b\n%b\n%b" % (data[:begin], data[stop:first], data[last:end])
-        known = _KNOWN_HEADS.get(key)
-    if known is None:
-        parsed = _parse_head(data[:end])
-        if parsed is not None:
-            _keep(key, parsed, has_authorization=authorization is not None)
-        return parsed
-    body_bytes = int(length[1])
-    if authorization is None and known.body_bytes == body_bytes and known.size_bytes == end + 4:
-        return known
-    headers = CIMultiDict(known.headers)
-    headers["Content-Length"] = length[1].decode()
-    if authorization is not None:
-        headers["Authorization"] = authorization
-    return _Head(known.path, CIMultiDictProxy(headers), known.keep_alive, end + 4, body_bytes)
-
-
-def _keep(key: bytes, head: _Head, *, has_authorization: bool) -> None:
-    """Unless something of it may be a secret; the value of the one `Authorization` is left out."""
-    headers = CIMultiDict(head.headers)
-    if has_authorization and len(headers.getall("Authorization")) == 1:
-        headers["Authorization"] = ""
-    if "?" in head.path or any(_UNCACHED.search(name) and value for name, value in headers.items()):
-        return
-    if len(_KNOWN_HEADS) >= _MOST_KNOWN:
-        _KNOWN_HEADS.clear()
-    _KNOWN_HEADS[key] = head._replace(headers=CIMultiDictProxy(headers))
-
-
-def _parse_head(head: bytes) -> _Head | None:
-    """Parse a head without its last, empty line, as `parse_head` does."""
     try:
-        text = head.decode("ascii")
+        text = data[:end].decode("ascii")
     except UnicodeDecodeError:
         return None
     if (line := _REQUEST_LINE.match(text)) is None:
@@ -147,8 +87,7 @@ def _parse_head(head: bytes) -> _Head | None:
     if connection not in ("keep-alive", "close") or _LENGTH.fullmatch(length) is None:
         return None
     keep_alive = connection == "keep-alive"
-    size_bytes = len(head) + 4
-    return _Head(line[1], CIMultiDictProxy(headers), keep_alive, size_bytes, int(length))
+    return _Head(line[1], CIMultiDictProxy(headers), keep_alive, end + 4, int(length))
 
 
 @dataclass(slots=True, eq=False)
