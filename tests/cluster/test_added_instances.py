@@ -28,12 +28,13 @@ PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: the stream lasts while 
 
 
 @pytest.fixture
-def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: str) -> Iterator[Launch]:
     monkeypatch.setenv(ENV_NAME, secrets.token_hex(32))
     config = tmp_path / "cluster.yaml"
     roles = {"p0": "prefill", "d0": "decode"}
     node = {"id": "n0", "instances": [{"id": name, "role": role} for name, role in roles.items()]}
-    cluster = {"nodes": [node], "engine": {"pages": 512, "pace": PACE}}
+    engine = {"pages": 512, "pace": PACE}
+    cluster = {"model": tiny_llama, "nodes": [node], "engine": engine}
     # Whatever recomputing would cost on a busy machine: what is tested is where the KV comes from.
     policy = {"name": "always_migrate"}
     proxy = {"self_test": False}

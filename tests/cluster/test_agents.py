@@ -25,14 +25,17 @@ def memory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def started(tmp_path: Path, memory: Path) -> Iterator[Launch]:
+def started(tmp_path: Path, memory: Path, tiny_llama: str) -> Iterator[Launch]:
     """One node with checkpoints in its own agent; a stream has been there."""
     instances = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]
     config = tmp_path / "config.yaml"
     config.write_text(
         yaml.safe_dump(
             {
-                "cluster": {"nodes": [{"id": "n0", "instances": instances}]},
+                "cluster": {
+                    "model": tiny_llama,
+                    "nodes": [{"id": "n0", "instances": instances}],
+                },
                 "backup": {"mode": "local", "directory": str(memory), "capacity_bytes": 1 << 23},
             }
         )

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Iterator[Cluster]:
     """Two proxies, and an instance of two ranks that does not re-form."""
     nodes = [
         {
@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         }
     ]
     document = {
-        "cluster": {"nodes": nodes, "engine": {"pages": 256}},
+        "cluster": {"model": tiny_llama, "nodes": nodes, "engine": {"pages": 256}},
         "elastic": {"enabled": False},
         "proxy": {
             "port": 0,

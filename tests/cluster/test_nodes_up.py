@@ -24,7 +24,7 @@ DIVIDED = {"pp": 2, "stage_hosts": [{"node": "n1"}]}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tiny_llama: str) -> Iterator[Cluster]:
     nodes = [
         {
             "id": "n0",
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
         {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
     ]
     document = {
-        "cluster": {"nodes": nodes, "engine": {"pages": 512}},
+        "cluster": {"model": tiny_llama, "nodes": nodes, "engine": {"pages": 512}},
         "proxy": {"port": 0, "admin_port": 0},
     }
     with Cluster(parse_config(document), lambda line: None) as running:

@@ -33,7 +33,7 @@ STREAMS = 4
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tiny_llama: str) -> Iterator[Cluster]:
     """Prefill by one process; decode by two ranks, and by two stages."""
     nodes = [
         {
@@ -46,7 +46,12 @@ def cluster() -> Iterator[Cluster]:
         }
     ]
     document = {
-        "cluster": {"nodes": nodes, "engine": {"pages": 512}, "allow_faults": True},
+        "cluster": {
+            "model": tiny_llama,
+            "nodes": nodes,
+            "engine": {"pages": 512},
+            "allow_faults": True,
+        },
         "proxy": {"port": 0, "admin_port": 0},
     }
     with Cluster(parse_config(document), lambda line: None) as running:

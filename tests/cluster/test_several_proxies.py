@@ -31,7 +31,7 @@ TOKENS = 240  # Some seconds: all streams flow at a time.
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def started(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Iterator[Launch]:
     """One cluster for all tests of this file that leave it whole: a dozen processes take long to
     start.
     """
@@ -40,7 +40,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     nodes = [{"id": f"n{n}", "instances": [{"id": f"b{n}", "role": "both"}]} for n in range(2)]
     document = {
         "proxy": {"drain_s": 60.0, "event_log": str(directory / "events.jsonl")},
-        "cluster": {"engine": {"pace": PACE}, "nodes": nodes},
+        "cluster": {"model": tiny_llama, "engine": {"pace": PACE}, "nodes": nodes},
         # Retained pages are released with the next renewal of leases, for which a draining process
         # waits.
         "transfer": {"lease_s": 2.0},

@@ -31,11 +31,16 @@ PROMPT = [(7 * at * at + 3) % 500 + 2 for at in range(50)]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tiny_llama: str) -> Iterator[Cluster]:
     """One instance, so that its streams have nowhere else to go."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
     document = {
-        "cluster": {"nodes": nodes, "engine": {"pages": 256}, "allow_faults": True},
+        "cluster": {
+            "model": tiny_llama,
+            "nodes": nodes,
+            "engine": {"pages": 256},
+            "allow_faults": True,
+        },
         "proxy": {"port": 0, "admin_port": 0},
         "state_plane": {"enabled": True},
     }

@@ -16,11 +16,12 @@ pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group(
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def up(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Iterator[Launch]:
     """A cluster started from a file, under nohup."""
     folder = tmp_path_factory.mktemp("up")
     instances = [{"id": name, "role": role} for name, role in (("p0", "prefill"), ("d0", "decode"))]
-    document = {"cluster": {"nodes": [{"id": "n0", "instances": instances}]}}
+    nodes = [{"id": "n0", "instances": instances}]
+    document = {"cluster": {"model": tiny_llama, "nodes": nodes}}
     (folder / "c.yaml").write_text(json.dumps(document))
     # nohup itself would write to a file where this runs at a terminal.
     ignoring = ("sh", "-c", 'trap "" HUP; exec "$@"', "-")
