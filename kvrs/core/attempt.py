@@ -116,6 +116,7 @@ class Attempt(Generic[S]):
             return False
         assert live.state is not None
         plan = live.state.attempt.plan
+        assert plan is not None
         if not self._control.instances.is_up(plan.decode):
             # The policy knows as well; the stream waits for its next attempt.
             self._control.halt(live)
