@@ -84,7 +84,7 @@ class SimRanks:
         self._ready_s = 0.0
         layout = hybrid(model.units, staged(model.units.layers, [range(count)]))
         self._full = shares(layout, model.units)
-        self._layout, self._factors = layout, (1.0, 1.0)  # The factors are those of this layout.
+        self._paced, self._factors = layout, (1.0, 1.0)  # The factors are those of this layout.
         whole = model.units.total_bytes
         self._machine = Reforming(
             model.units,
@@ -143,9 +143,9 @@ class SimRanks:
 
     def factor(self, *, decodes: bool) -> float:
         """Step times of the layout over those of all ranks."""
-        if self._layout is not self._machine.layout:
-            self._layout = self._machine.layout
-            self._factors = shares(self._layout, self._model.units).factors(self._full)
+        if self._paced is not self._machine.layout:
+            self._paced = self._machine.layout
+            self._factors = shares(self._paced, self._model.units).factors(self._full)
         decode, prefill = self._factors
         return decode if decodes else prefill
 
