@@ -27,7 +27,7 @@ from kvrs.ids import InstanceId
 S = TypeVar("S", bound=LiveStream)
 
 
-class Fault(Enum):
+class CallFault(Enum):
     """How a call ended before its stream: its meaning for the instance, and whether the connection
     ended without an error, so that the whole instance may be lost.
     """
@@ -46,7 +46,7 @@ class Fault(Enum):
         """Return how long to wait with the report, for the loss of the whole instance. The loss of
         one that is given up ends the attempt, however busy the event loop is.
         """
-        if has_waited or self is Fault.REFUSED:
+        if has_waited or self is CallFault.REFUSED:
             return 0.0
         return EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S
 
@@ -176,7 +176,7 @@ class Attempt(Generic[S]):
 
     def failure(
         self,
-        fault: Fault,
+        fault: CallFault,
         cause: str,
         *,
         retry_after_s: float | None = None,

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from kvrs.core.attempt import Attempt, Fault
+from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.live import Complete
@@ -23,13 +23,13 @@ _NOT_CONNECTED = "refused"
 # What a broken call says of its instance, as `kvrs/proxy/backends/pd.py` reads it; any other cause
 # is a lost connection.
 _FAULTS = {
-    "HTTP 404": Fault.REFUSED,
-    "HTTP 500": Fault.WRONG,
-    "HTTP 503": Fault.BUSY,
-    "error event": Fault.WRONG,
-    "fenced": Fault.WRONG,
-    "too long": Fault.WRONG,
-    _NOT_CONNECTED: Fault.NOT_CONNECTED,
+    "HTTP 404": CallFault.REFUSED,
+    "HTTP 500": CallFault.WRONG,
+    "HTTP 503": CallFault.BUSY,
+    "error event": CallFault.WRONG,
+    "fenced": CallFault.WRONG,
+    "too long": CallFault.WRONG,
+    _NOT_CONNECTED: CallFault.NOT_CONNECTED,
 }
 
 
@@ -269,7 +269,7 @@ class SimAttempt:
     def _fail(self, cause: str) -> None:
         """Report it a moment later, when the loss of the whole instance may be known."""
         self.close()
-        fault = _FAULTS.get(cause, Fault.LOST)
+        fault = _FAULTS.get(cause, CallFault.LOST)
 
         def report() -> None:
             if (failed := self._attempt.failure(fault, cause)) is not None:

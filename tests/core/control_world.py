@@ -19,7 +19,7 @@ import msgspec
 from kvrs.config.backup import BackupSettings
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.attempt import Attempt, Fault
+from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Health
@@ -287,7 +287,7 @@ class World:
     def _break(self, whom: object) -> None:
         assert isinstance(whom, tuple)
         if (attempt := self._running_as(whom)) is not None:
-            fault = self.random.choice([Fault.WRONG, Fault.LOST])
+            fault = self.random.choice([CallFault.WRONG, CallFault.LOST])
             failed = attempt.failure(fault, "broke")
             assert failed is not None
             self.control.attempt_over(attempt.live, failed, self.now_s)

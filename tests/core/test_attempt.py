@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from kvrs.core.attempt import Attempt, Fault
+from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -82,15 +82,15 @@ def test_no_decode_call_follows_when_its_instance_is_gone() -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "abrupt", "delay_s"),
     [
-        (Fault.REFUSED, ev.FailureKind.REFUSED, False, 0.0),
-        (Fault.BUSY, ev.FailureKind.BUSY, False, LOST_TOGETHER_S),
-        (Fault.NOT_CONNECTED, ev.FailureKind.BUSY, True, LOST_TOGETHER_S),
-        (Fault.WRONG, ev.FailureKind.BROKEN, False, LOST_TOGETHER_S),
-        (Fault.LOST, ev.FailureKind.BROKEN, True, LOST_TOGETHER_S),
+        (CallFault.REFUSED, ev.FailureKind.REFUSED, False, 0.0),
+        (CallFault.BUSY, ev.FailureKind.BUSY, False, LOST_TOGETHER_S),
+        (CallFault.NOT_CONNECTED, ev.FailureKind.BUSY, True, LOST_TOGETHER_S),
+        (CallFault.WRONG, ev.FailureKind.BROKEN, False, LOST_TOGETHER_S),
+        (CallFault.LOST, ev.FailureKind.BROKEN, True, LOST_TOGETHER_S),
     ],
 )
 def test_a_fault_is_reported_when_the_loss_of_the_whole_instance_may_be_known(
-    fault: Fault, kind: ev.FailureKind, abrupt: bool, delay_s: float
+    fault: CallFault, kind: ev.FailureKind, abrupt: bool, delay_s: float
 ) -> None:
     """All victims of one loss are decided together."""
     driver = Driver()
@@ -105,7 +105,7 @@ def test_a_fault_is_reported_when_the_loss_of_the_whole_instance_may_be_known(
 
 
 def test_an_instance_that_is_given_up_ends_its_attempts_itself() -> None:
-    assert Fault.LOST.delay_s(is_given_up=True) == EVENT_LOOP_STALL_S
+    assert CallFault.LOST.delay_s(is_given_up=True) == EVENT_LOOP_STALL_S
 
 
 def test_the_hand_off_is_blamed_before_the_first_token_only() -> None:
@@ -183,7 +183,7 @@ def test_whatever_comes_in_any_order_an_attempt_ends_once_and_changes_nothing_th
                 live.journal.append(7, 0.2)
                 attempt.resumed(0.2)
             case 2:
-                failed = attempt.failure(random.choice(list(Fault)), "cause")
+                failed = attempt.failure(random.choice(list(CallFault)), "cause")
                 if failed is not None:
                     ends += 1
                     driver.control.attempt_over(live, failed, 0.3)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from kvrs.core.attempt import Attempt, Fault
+from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import SilenceTimer
 from kvrs.core.live import CannotContinue
@@ -83,7 +83,7 @@ class AttemptCalls:
                 work = await work
         except RefusedError as error:
             live.refusal = Failed(error.status, error.body, rejected=True)
-            self._over(attempt.failure(Fault.REFUSED, str(error), final=error.is_final))
+            self._over(attempt.failure(CallFault.REFUSED, str(error), final=error.is_final))
         except SlotDeniedError as error:
             self._over(attempt.denial(error.wait_s))
         except ClientGoneError:
@@ -308,18 +308,18 @@ class AttemptCalls:
         )
 
 
-def _fault_of(error: UpstreamError) -> Fault:
+def _fault_of(error: UpstreamError) -> CallFault:
     match error:
         case DeniedError():
-            return Fault.REFUSED
+            return CallFault.REFUSED
         case BusyError():
-            return Fault.BUSY
+            return CallFault.BUSY
         case NotConnectedError():
-            return Fault.NOT_CONNECTED
+            return CallFault.NOT_CONNECTED
         case ConnectionLostError() | SilentError():
-            return Fault.LOST
+            return CallFault.LOST
         case _:
-            return Fault.WRONG
+            return CallFault.WRONG
 
 
 # What an attempt does, and what it goes over to; None: that was all.
