@@ -25,7 +25,7 @@ from kvrs.sim.proxy import SimProxy
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.site import SimHolder, Site
 from kvrs.sim.streams import SimJournal, SimStream
-from kvrs.sim.watches import Watch
+from kvrs.sim.watches import SimWatch
 
 PACE = "opt-13b-a100-distserve-tp1"  # Where the configuration names none.
 POISONED = "a poisoned request"
@@ -227,7 +227,7 @@ class SimCluster:
         self.outcome.poison_deaths[stream] += 1
         self.kill(engine, with_node=False, is_external=False)
 
-    def _gossip_loss(self, watch: Watch, epoch: int) -> None:
+    def _gossip_loss(self, watch: SimWatch, epoch: int) -> None:
         """Gossip a loss that one proxy has found to the others."""
         if self._site.config.gossip.enabled:
             for proxy in self.running_proxies():

@@ -214,7 +214,7 @@ class Disturbances:
             clock.after(rng.uniform(0.0, 0.3), again)
 
     def _with_ranks(self, death: str) -> tuple[SimEngine, SimRanks] | None:
-        """An instance that computes with several ranks."""
+        """An instance that computes with several ranks, one with streams if there is one."""
         having = [
             (engine, engine.ranks)
             for engine in self._cluster.engines.values()
@@ -222,7 +222,8 @@ class Disturbances:
         ]
         if not having:
             return None
-        engine, ranks = self._cluster.rng.choice(having)
+        busy = [each for each in having if self._cluster.streams_on(each[0].id)]
+        engine, ranks = self._cluster.rng.choice(busy or having)
         self._cluster.note(death, engine.id, self._cluster.streams_on(engine.id))
         return engine, ranks
 

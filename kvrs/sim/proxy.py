@@ -15,10 +15,10 @@ from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.known import KnownInstance
 from kvrs.core.fleet.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
-from kvrs.core.fleet.silence import WatchLimits
 from kvrs.core.live import Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 from kvrs.sim.agent import SimAgent
@@ -29,7 +29,7 @@ from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.site import Site
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
-from kvrs.sim.watches import AgentWatch, InstanceWatch, ReportLine, Watch
+from kvrs.sim.watches import ReportLine, SimWatch
 
 _SELF_TEST_S = 0.05
 _GENERATED = Generated((), (), Continues.SEEDED)
@@ -46,7 +46,7 @@ class SimProxy:
         rng: Random,
         *,
         keep_log: bool,
-        lost: Callable[[Watch, int], None] = lambda watch, epoch: None,
+        lost: Callable[[SimWatch, int], None] = lambda watch, epoch: None,
     ) -> None:
         """`lost` gets every process that this proxy has lost, for gossip."""
         config = site.config
@@ -64,7 +64,7 @@ class SimProxy:
             runs_self_tests=config.proxy.self_test,
         )
         self.control.self_tests.changed = lambda: self.after(0.0, self._self_test)
-        self.watches: dict[InstanceId, Watch] = {}
+        self.watches: dict[InstanceId, SimWatch] = {}
         self.log: list[str] | None = (
             [header_line(config.policy, config.slo, config.backup)] if keep_log else None
         )
@@ -152,13 +152,15 @@ class SimProxy:
             self.after(max(0.0, retry_s - self.now_s), self._self_test)
         self._self_test()
 
-    def _watch(self, holder: object, line: ReportLine) -> Watch:
-        if isinstance(holder, SimAgent):
-            known_agent = self.control.agents.known[holder.id]
-            return AgentWatch(holder, known_agent, self.control.checkpoints, line)
-        assert isinstance(holder, SimEngine)
-        known = self.control.instances.known[holder.id]
-        return InstanceWatch(holder, known, self.control, line)
+    def _watch(self, holder: object, line: ReportLine) -> SimWatch:
+        assert isinstance(holder, SimEngine | SimAgent)
+        control = self.control
+        known = (
+            control.agents.known[holder.id]
+            if isinstance(holder, SimAgent)
+            else control.instances.known[holder.id]
+        )
+        return SimWatch(holder, known, control, line)
 
     def _report_delay_s(self, name: InstanceId, late_s: float) -> float:
         return self.delay_s(name) + (late_s if self._rng.random() < 0.2 else 0.0)
@@ -173,9 +175,7 @@ class SimProxy:
 
     def watch_anew(self, known: KnownInstance) -> None:
         """An instance that was removed is there again."""
-        before = self.watches[known.id]
-        assert isinstance(before, InstanceWatch)
-        watch = self.watches[known.id] = before.anew(known)
+        watch = self.watches[known.id] = self.watches[known.id].anew(known)
         watch.begin()
 
     def adopt(self, journal: SimJournal) -> None:
@@ -213,7 +213,7 @@ class SimProxy:
     ) -> None:
         holder, delay_s = self._site.holders[name], self.delay_s(name)
         assert isinstance(holder, SimEngine | SimAgent)
-        if self.watches[name].epoch is None:
+        if not self.watches[name].is_up:
             return
 
         def apply() -> None:

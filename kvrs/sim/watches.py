@@ -1,24 +1,33 @@
-"""A simulated proxy's watches of processes: reports come late, each at its own moments, and a death
-is noticed mostly by silence or a reset.
+"""A simulated proxy's connections to processes: reports come late, each at its own moments, and a
+death is noticed mostly by silence or a reset. What follows from it, `kvrs/core/watch.py` decides.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from functools import partial
+from typing import Any, assert_never
 
-from kvrs.core.books.checkpoint_holds import CheckpointHolds
+from kvrs.core.books.fences import Number
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import KnownAgent, KnownInstance
-from kvrs.core.fleet.silence import FIRST_PAUSE_S, LONGEST_PAUSE_S, SilenceTimer, WatchLimits
-from kvrs.protocol.instance import AgentReport, LoadReport
-from kvrs.sim.agent import Changes, SimAgent
+from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.watch import (
+    AgentWatch,
+    DeathCause,
+    End,
+    InstanceWatch,
+    Watch,
+    WatchLimits,
+    WatchNote,
+    WatchStep,
+)
+from kvrs.ids import StreamId
+from kvrs.protocol.instance import AgentInfo, AgentReport, InstanceInfo, LoadReport
+from kvrs.sim.agent import SimAgent
 from kvrs.sim.engine import SimEngine
-from kvrs.sim.process import OwnTime, Step, require
+from kvrs.sim.process import OwnTime, require
 from kvrs.sim.streams import SimStream
 
 IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
-SILENT = "silent"  # The cause of a loss without an end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,72 +38,153 @@ class ReportLine:
     limits: WatchLimits
     interval_s: float
     delay_s: Callable[[], float]  # How late a message is.
-    lost: Callable[["Watch", int], None]  # Gets the epoch of a process that was lost.
+    lost: Callable[["SimWatch", int], None]  # Gets the epoch of a process that was lost.
 
 
-class Watch(ABC):
-    """One proxy's connection to one process."""
+class SimWatch:
+    """Carries out one proxy's watch of one process."""
 
-    def __init__(self, process: SimEngine | SimAgent, line: ReportLine) -> None:
+    url = "simulated"
+
+    def __init__(
+        self,
+        process: SimEngine | SimAgent,
+        known: KnownInstance | KnownAgent,
+        control: Control[SimStream],
+        line: ReportLine,
+    ) -> None:
         self.process = process
-        self.epoch: int | None = None  # None: it is down, as far as is known.
         self.drop = 0  # So many of the next reports are lost.
+        self._known = known
+        self._control = control
         self._line = line
         self._time = line.time
-        self._silence = SilenceTimer(line.time.now_s)
         self._gossiped_epoch = -1  # The latest of the process whose death gossip has reported.
         self._arrival_s = 0.0
         self._is_over = False
-        self._session = 0  # Reports of those before this one are ignored.
-        self._pause_s = FIRST_PAUSE_S
+        self._watch: Watch[Any, Any] = (
+            InstanceWatch(known, control, line.limits, self)
+            if isinstance(known, KnownInstance)
+            else AgentWatch(known, control, line.limits, self)
+        )
 
-    @abstractmethod
-    def _meet(self, session: int) -> None:
-        """At the process: let it report."""
+    def anew(self, known: KnownInstance) -> "SimWatch":
+        """For the same process, after it was removed."""
+        return SimWatch(self.process, known, self._control, self._line)
 
-    @abstractmethod
-    def _lose(self, cause: str) -> None: ...
-
-    def _others_since_s(self) -> float:
-        """Since when others could take what this process does."""
-        return -inf
+    @property
+    def is_up(self) -> bool:
+        return self._known.health is Health.UP
 
     def begin(self) -> None:
-        if self._is_over:
-            return
-        self._session += 1
-        session = self._session
-        self.process.call(
-            self._line.delay_s(), lambda: self._meet(session), lambda: self._refused(session)
-        )
+        """Ask for the identity of the process, and for its reports with the same message."""
+        if not self._is_over:
+            session = self._watch.connects()
+            self._ask(session, WatchStep.IDENTIFY, self.process.info, lambda: self._listen(session))
 
     def end(self) -> None:
         """The proxy has died, or the process is no part of its cluster any more."""
-        self._session += 1
-        self.epoch, self._is_over = None, True
+        self._watch.session, self._is_over = None, True
 
     def reset(self) -> None:
         """The process has died, and its kernel closes the connection."""
-        session = self._session
-        self._later(lambda: self._end(session, "reset"))
+        if (session := self._watch.session) is not None:
+            self._later(lambda: self._end(session, "reset", DeathCause.CONNECTION_LOST))
 
     def expire_if_silent(self) -> None:
         """Take the silence of the process for its end, unless it has just begun."""
-        if self._silence.may_be_suspected(self._time.now_s):
-            self._end(self._session, SILENT)
+        watch = self._watch
+        if watch.session is not None and watch.silence.may_be_suspected(self._time.now_s):
+            self._end(watch.session, "silent", DeathCause.SILENT)
 
     def gossiped_dead(self, epoch: int) -> None:
         """Gossip reports the death of the process, in this epoch: check at once for an overdue
         report.
         """
         self._gossiped_epoch = max(self._gossiped_epoch, epoch)
-        if self.epoch is not None:
-            self._look(self._session)
+        if self.is_up and (session := self._watch.session) is not None:
+            self._look(session)
 
     def gossip_withdrawn(self) -> None:
         self._gossiped_epoch = -1
 
-    def _later(self, step: Step) -> None:
+    # Steps.
+
+    def _perform(self, session: int, step: WatchStep | End | None) -> None:
+        match step:
+            case None | WatchStep.SHAPE:
+                pass  # The identity of a simulated process does not name its ranks.
+            case End():
+                self._end(session, step.cause, step.death)
+            case WatchStep.IDENTIFY:
+                self._ask(session, step, self.process.info)
+            case WatchStep.FENCE:
+                numbers = self._control.fences.numbers(self.process.id)
+                self._ask(session, step, partial(self._fence, numbers))
+            case WatchStep.LISTEN:
+                self._look(session)
+            case _:
+                assert_never(step)
+
+    def _ask(
+        self,
+        session: int,
+        step: WatchStep,
+        answer: Callable[[], InstanceInfo | AgentInfo],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`then` follows the answer at the process, which is dead if it refuses the question."""
+
+        def asked() -> None:
+            info = answer()
+            self._later(
+                lambda: self._perform(
+                    session, self._watch.answered(session, step, info, self._time.now_s)
+                )
+            )
+            then()
+
+        self.process.call(
+            self._line.delay_s(),
+            asked,
+            lambda: self._end(session, "refused", DeathCause.CONNECTION_LOST),
+        )
+
+    def _fence(self, numbers: dict[StreamId, Number]) -> InstanceInfo:
+        assert isinstance(self.process, SimEngine)
+        self.process.fence_all(numbers)
+        return self.process.info()
+
+    def _listen(self, session: int) -> None:
+        """At the process: let it report."""
+        process = self.process
+        if isinstance(process, SimEngine):
+            process.reporting.append(lambda: self._send(session, process.load))
+            self._report(session, process.load)
+        else:
+            self._report(session, partial(process.report, process.watch()))
+
+    def _report(self, session: int, make: Callable[[], LoadReport | AgentReport]) -> None:
+        """At the process: send a report, and the next one an interval later."""
+        if self._watch.session != session:
+            return
+        if self.drop:
+            self.drop -= 1
+            make()
+        else:
+            self._send(session, make)
+        self.process.later(self._line.interval_s, lambda: self._report(session, make))
+
+    def _send(self, session: int, make: Callable[[], LoadReport | AgentReport]) -> None:
+        if self._watch.session == session:
+            report = make()
+            self._later(
+                lambda: self._perform(
+                    session, self._watch.reported(session, report, self._time.now_s)
+                )
+            )
+
+    def _later(self, step: Callable[[], None]) -> None:
         """Take a step when the process's message arrives; messages arrive in the order in which
         they were sent.
         """
@@ -102,162 +192,35 @@ class Watch(ABC):
         self._arrival_s = max(self._arrival_s + IN_ORDER_S, now_s + self._line.delay_s())
         self._time.after(self._arrival_s - now_s, step)
 
-    def _report(self, session: int, make: Callable[[], Step]) -> None:
-        """At the process: send a report, and the next one an interval later."""
-        if self._session != session:
-            return
-        heard = make()
-        if self.drop:
-            self.drop -= 1
-        else:
-            self._later(lambda: heard() if session == self._session else None)
-        self.process.later(self._line.interval_s, lambda: self._report(session, make))
-
-    def _met(self, session: int, epoch: int) -> bool:
-        """Watch the process from now on, if the answer is of this session; False: it is not."""
-        if session != self._session:
-            return False
-        self._pause_s = FIRST_PAUSE_S
-        self.epoch = epoch
-        self._silence = SilenceTimer(self._time.now_s)
-        self._look(session)
-        return True
-
     def _look(self, session: int) -> None:
-        if session != self._session:
+        if session != self._watch.session:
             return
-        now_s = self._time.now_s
-        is_dead = self.epoch is not None and self._gossiped_epoch >= self.epoch
-        limit_s = self._line.limits.silence_s(
-            is_gossiped_dead=is_dead,
-            alone_for_s=self._others_since_s() - self._silence.heard_s,
-        )
-        next_s = self._silence.look(now_s, limit_s, lambda: False)
-        if next_s is None:
-            overdue_s = self._line.limits.overdue_s
-            require(
-                now_s - self._silence.heard_s >= overdue_s - 1e-9,
-                f"{self.process.id} reports, and was lost by its silence",
-            )
-            self._end(session, SILENT)
-        else:
+        now_s, silence = self._time.now_s, self._watch.silence
+        next_s = silence.look(now_s, self._watch.limit_s(now_s), lambda: False)
+        if next_s is not None:
             self._time.after(next_s - now_s, lambda: self._look(session))
-
-    def _heard(self) -> None:
-        self._silence.heard_s = self._time.now_s
-
-    def _end(self, session: int, cause: str) -> None:
-        if session != self._session:
             return
-        epoch, self.epoch = self.epoch, None
-        self._session += 1
-        if epoch is not None:
-            self._lose(cause)
-            self._line.lost(self, epoch)
-        self._retry()
+        require(
+            now_s - silence.heard_s >= self._line.limits.overdue_s - 1e-9,
+            f"{self.process.id} reports, and was lost by its silence",
+        )
+        self._end(session, "silent", DeathCause.SILENT)
 
-    def _retry(self) -> None:
-        session = self._session
-        self._time.after(self._pause_s, lambda: self.begin() if session == self._session else None)
+    def _end(self, session: int, cause: str, death: DeathCause) -> None:
+        pause_s = self._watch.ended(session, cause, death, self._time.now_s)
+        if pause_s is not None:
+            self._time.after(pause_s, self.begin)
 
-    def _refused(self, session: int) -> None:
-        if session != self._session:
-            return
-        if self.epoch is not None:
-            self._end(session, "refused")
-            return
-        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
-        self._retry()
+    # The surroundings of its watch.
 
+    def is_gossiped_dead(self, epoch: int) -> bool:
+        return self._gossiped_epoch >= epoch
 
-class InstanceWatch(Watch):
-    def __init__(
-        self,
-        engine: SimEngine,
-        known: KnownInstance,
-        control: Control[SimStream],
-        line: ReportLine,
-    ) -> None:
-        super().__init__(engine, line)
-        self._engine = engine
-        self._known = known
-        self._control = control
+    def came_up(self) -> None:
+        pass
 
-    def anew(self, known: KnownInstance) -> "InstanceWatch":
-        """For the same process, after it was removed."""
-        return InstanceWatch(self._engine, known, self._control, self._line)
+    def lost(self, epoch: int, cause: str, death: DeathCause, silent_s: float) -> None:
+        self._line.lost(self, epoch)
 
-    def _meet(self, session: int) -> None:
-        if self._known.must_be_fenced(self._engine.info()):
-            self._engine.fence_all(self._control.fences.numbers(self._known.id))
-        info = self._engine.info()
-
-        def met() -> None:
-            if self._met(session, info.epoch):
-                self._control.instance_up(self._known, info, self._time.now_s)
-
-        def make() -> Step:
-            report = self._engine.load()
-            return lambda: self._load(report)
-
-        def report_now() -> None:
-            if session == self._session:
-                heard = make()
-                self._later(lambda: heard() if session == self._session else None)
-
-        self._later(met)
-        self._engine.reporting.append(report_now)
-        self._report(session, make)
-
-    def _load(self, report: LoadReport) -> None:
-        if report.epoch != self.epoch:
-            # Restarted, or fenced by another proxy: met again, as what it is now.
-            self.begin()
-            return
-        self._heard()
-        self._control.load_reported(self._known, report, self._time.now_s)
-
-    def _others_since_s(self) -> float:
-        return self._control.progress.others_since_s(self._known.id, self._time.now_s)
-
-    def _lose(self, cause: str) -> None:
-        now_s = self._time.now_s
-        self._control.instance_lost(self._known, cause, now_s, may_live=cause == SILENT)
-
-
-class AgentWatch(Watch):
-    def __init__(
-        self,
-        agent: SimAgent,
-        known: KnownAgent,
-        checkpoints: CheckpointHolds,
-        line: ReportLine,
-    ) -> None:
-        super().__init__(agent, line)
-        self._agent = agent
-        self._known = known
-        self._checkpoints = checkpoints
-
-    def _meet(self, session: int) -> None:
-        info, changes = self._agent.info(), self._agent.watch()
-
-        def met() -> None:
-            if self._met(session, info.epoch):
-                self._checkpoints.up(self._known, info, self._time.now_s)
-
-        self._later(met)
-        self._report(session, lambda: self._holdings(changes))
-
-    def _holdings(self, changes: Changes) -> Step:
-        report = self._agent.report(changes)
-        return lambda: self._reported(report)
-
-    def _reported(self, report: AgentReport) -> None:
-        if report.epoch != self.epoch:
-            self._end(self._session, f"reports epoch {report.epoch}")
-            return
-        self._heard()
-        self._checkpoints.reported(self._known, report, self._time.now_s)
-
-    def _lose(self, cause: str) -> None:
-        self._checkpoints.lost(self._known, cause, self._time.now_s)
+    def note(self, note: WatchNote, detail: str | list[str]) -> None:
+        pass

@@ -1,19 +1,15 @@
 """Silence: when it counts, and what excuses it."""
 
-from math import inf
-
 import pytest
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.config.proxy import ProxySettings
 from kvrs.core.fleet.known import Instances
 from kvrs.core.fleet.silence import (
     EVENT_LOOP_STALL_S,
     SHORTEST_SILENCE_S,
     InstanceProgress,
     SilenceTimer,
-    WatchLimits,
     mean_interval_s,
 )
 from kvrs.core.live import LiveStream
@@ -61,27 +57,6 @@ def test_an_excuse_starts_the_timeout_again() -> None:
     assert timer.look(1.0, 1.0, lambda: True) == 2.0
 
 
-def test_a_gossiped_death_only_shortens_the_report_timeout() -> None:
-    """A process that goes on reporting stays in use."""
-    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
-
-    assert limits.silence_s(is_gossiped_dead=False) == 5.0
-    assert limits.silence_s(is_gossiped_dead=True) == 1.0
-
-
-def test_a_process_whose_heartbeats_go_on_has_until_they_are_overdue() -> None:
-    """Its event loop stalls; but no longer than any silence may last."""
-    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
-
-    for is_gossiped_dead in (False, True):
-        allowed = [
-            limits.silence_s(is_gossiped_dead=is_gossiped_dead, beats_for_s=beats_for_s)
-            for beats_for_s in (-inf, 0.5, 6.0, 60.0)
-        ]
-        usual_s = limits.silence_s(is_gossiped_dead=is_gossiped_dead)
-        assert allowed == [usual_s, max(usual_s, 1.5), 7.0, 10.0]
-
-
 @pytest.mark.parametrize(
     ("first_s", "last_s", "tokens", "mean_s"),
     [(None, None, 0, None), (1.0, 1.0, 1, None), (1.0, 3.0, 5, 0.5)],
@@ -91,20 +66,6 @@ def test_the_usual_interval_is_the_mean_over_the_stream(
 ) -> None:
     """In the proxy and in the simulator alike."""
     assert mean_interval_s(first_s, last_s, tokens) == mean_s
-
-
-def test_a_process_whose_streams_nothing_else_could_take_has_the_longest_limit() -> None:
-    """To give it up would gain nothing; agents gossip silence as a death. Once there are others its
-    limit counts from then on.
-    """
-    limits = WatchLimits.of(ProxySettings(load_interval_s=0.25, token_gap_s=10.0))
-
-    for is_gossiped_dead, usual_s in ((False, 5.0), (True, 1.0)):
-        allowed_s = [
-            limits.silence_s(is_gossiped_dead=is_gossiped_dead, alone_for_s=alone_for_s)
-            for alone_for_s in (-inf, 3.0, inf)
-        ]
-        assert allowed_s == [usual_s, 3.0 + usual_s, 10.0]
 
 
 def test_a_stall_in_which_no_look_was_due_is_no_silence() -> None:

@@ -15,12 +15,12 @@ from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.kv_locations import KvLocations
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.event_log import rerun
-from kvrs.core.fleet.silence import WatchLimits
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.steps import Steps
+from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot
 from kvrs.scheduling.scheduler import BatchScheduler

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from kvrs.config.proxy import ProxySettings
-from kvrs.core.fleet.known import Instances, overdue_after_s
+from kvrs.core.fleet.known import Instances
 from kvrs.core.live import LiveStream
 from kvrs.ids import InstanceId
 
@@ -26,9 +25,6 @@ SHORTEST_SUSPICION_S = 0.5
 USUAL_INTERVALS = 20
 # A look that is so late was delayed by a stall of this process's own event loop.
 EVENT_LOOP_STALL_S = 0.25
-# Between two tries to reach a process, doubling.
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
 # A killed process resets all its sockets at once, but they are read one after the other: wait this
 # long for the news that the whole instance is gone, so that all its victims are decided together.
 LOST_TOGETHER_S = 0.002
@@ -44,38 +40,6 @@ def mean_interval_s(first_s: float | None, last_s: float | None, tokens: int) ->
     if first_s is None or last_s is None or tokens < 2:
         return None
     return (last_s - first_s) / (tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class WatchLimits:
-    """How long a watched process may go without a report."""
-
-    usual_s: float
-    overdue_s: float  # Enough where gossip reports the process dead.
-    # For one whose event loop stalls, while its heartbeats come, and where nothing else could take
-    # its streams.
-    longest_s: float
-
-    @classmethod
-    def of(cls, settings: ProxySettings) -> "WatchLimits":
-        overdue_s = overdue_after_s(settings.load_interval_s)
-        longest_s = max(settings.token_gap_s, overdue_s)
-        usual_s = silent_after_s(settings.load_interval_s, longest_s)
-        return cls(usual_s, overdue_s, longest_s)
-
-    def silence_s(
-        self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0, alone_for_s: float = 0.0
-    ) -> float:
-        """A gossiped death only shortens the report timeout: it ends no watch by itself. A process
-        whose heartbeats have gone on for `beats_for_s` since its last report has until they are
-        overdue, too. One whose streams no other could take until `alone_for_s` after its last
-        report has its time from then on, whatever is gossiped: agents report silence as a death.
-        """
-        silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
-        if beats_for_s <= 0.0 and alone_for_s <= 0.0:
-            return silence_s
-        silence_s += max(0.0, alone_for_s)
-        return min(self.longest_s, max(silence_s, beats_for_s + self.overdue_s))
 
 
 class SilenceTimer:

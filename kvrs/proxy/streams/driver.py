@@ -9,7 +9,7 @@ from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import KnownAgent, KnownInstance, all_refused
+from kvrs.core.fleet.known import all_refused
 from kvrs.core.live import Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -24,7 +24,7 @@ from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.live import Failed, OpenStream, Outcome
-from kvrs.proxy.streams.metrics import DeathCause, Metrics
+from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.shell import TaskShell, blame_refusers
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
@@ -152,17 +152,6 @@ class Driver:
         # again.
         live.task = None
         self.control.end(live, Complete(), self.clock())
-
-    # What watches report.
-
-    def instance_lost(self, known: KnownInstance, cause: str, death: DeathCause) -> None:
-        now_s = self.clock()
-        self._metrics.worker_lost(known.id, death, now_s - max(known.reported_s, known.beat_s))
-        self.control.instance_lost(known, cause, now_s, may_live=death is DeathCause.SILENT)
-
-    def agent_lost(self, known: KnownAgent, cause: str, death: DeathCause) -> None:
-        self._metrics.agents.lost(known.id, death)
-        self.control.checkpoints.lost(known, cause, self.clock())
 
     # Leases.
 

@@ -6,7 +6,6 @@ address that it scrapes.
 
 import platform
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.fleet.known import KnownInstance
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
+from kvrs.core.watch import DeathCause
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId
@@ -58,15 +58,6 @@ def _requests(registry: CollectorRegistry) -> dict[str, Tally]:
         "kvrs_requests", "Requests of clients by outcome.", registry=registry, labels=["outcome"]
     )
     return {outcome: counter.of(outcome) for outcome in OUTCOMES_OF_REQUESTS}
-
-
-class DeathCause(StrEnum):
-    """How the proxy noticed that a worker was lost."""
-
-    CONNECTION_LOST = "connection_lost"  # The connection of its reports was closed or reset.
-    SILENT = "silent"  # No report came for too long.
-    UNUSABLE = "unusable"  # It answered, but as another server, version or epoch.
-    FAILED = "failed"  # It answered with an error, or with reports that cannot be read.
 
 
 class Metrics:

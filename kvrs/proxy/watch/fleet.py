@@ -21,9 +21,9 @@ from kvrs.proxy.fleet.failing_gpus import FailingGpus
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running
 from kvrs.proxy.reload import Apply, ReloadingPart
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.metrics import DeathCause, Metrics
+from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.watch.gossip_view import GossipView
-from kvrs.proxy.watch.watcher import AgentWatcher, InstanceWatcher, Watcher
+from kvrs.proxy.watch.watcher import Watcher
 from kvrs.proxy.wire.pool import EngineLinks
 
 log = logging.getLogger(__name__)
@@ -198,9 +198,7 @@ class Fleet:
         """It is down, and comes back at another address."""
         log.info("instance moved", extra={"instance": instance.id, "url": instance.url})
         known, links = self._driver.control.instances.known[instance.id], self._links
-        self._unwatch(instance.id)
-        if known.health is Health.UP:  # Since this was looked at.
-            self._driver.instance_lost(known, "it is at another address", DeathCause.FAILED)
+        self._leave(known)
         links.engines.admit(instance_keys(links.secret, [instance]))
         links.backends[instance.id].leave()
         links.backends[instance.id] = open_backend(config, links.engines, node, instance)
@@ -208,21 +206,19 @@ class Fleet:
 
     def _move_agent(self, known: KnownAgent, node: NodeSettings) -> None:
         log.info("agent moved", extra={"instance": known.id, "url": node.agent.url})
-        self._unwatch(known.id)
-        if known.health is Health.UP:
-            self._driver.agent_lost(known, "it is at another address", DeathCause.FAILED)
+        self._leave(known)
         self._links.agent_backends[known.id] = self._links.new_agent(node)
         self._watch(known)
 
+    def _leave(self, known: KnownInstance | KnownAgent) -> None:
+        if known.health is Health.UP:  # Since this was looked at.
+            self._watchers[known.id].lose("it is at another address")
+        self._unwatch(known.id)
+
     def _watch(self, known: KnownInstance | KnownAgent) -> None:
-        driver, settings, gossip_view = self._driver, self._settings, self._gossip_view
-        watcher: Watcher
-        if isinstance(known, KnownInstance):
-            watcher = InstanceWatcher(known, driver, settings, gossip_view)
-        else:
-            watcher = AgentWatcher(known, driver, settings, gossip_view)
+        watcher = Watcher(known, self._driver, self._settings, self._metrics, self._gossip_view)
         self._watchers[known.id] = watcher
-        self._gossip_view.follow(known.id, watcher.node, watcher.look)
+        self._gossip_view.follow(known.id, known.node, watcher.look)
         if self._group is not None:
             self._start(watcher)
 

@@ -92,12 +92,15 @@ class Watchdog:
     )
 
     def __init__(
-        self, limit_s: Callable[[], float], paused: Callable[[], bool] = lambda: False
+        self,
+        limit_s: Callable[[], float],
+        paused: Callable[[], bool] = lambda: False,
+        silence: SilenceTimer | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
         self._paused = paused
-        self.silence = SilenceTimer(self._loop.time())
+        self.silence = silence or SilenceTimer(self._loop.time())
         self._wheel = _wheel_of(self._loop)
         self._tick: int | None = None  # Of the next look.
         self._is_over = False

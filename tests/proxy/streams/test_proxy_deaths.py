@@ -10,9 +10,7 @@ import msgspec
 import pytest
 
 from kvrs.core.fleet import silence
-from kvrs.core.model import events as ev
-from kvrs.ids import InstanceId
-from kvrs.proxy.streams.metrics import DeathCause
+from kvrs.core.watch import WatchLimits
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
@@ -259,7 +257,7 @@ async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing
     # What the end of its connection does to the handler; it runs on in the loop's next turn.
     live.outcome.cancel()
     known = driver.control.instances.known[live.plan.decode]
-    driver.instance_lost(known, "killed", DeathCause.FAILED)
+    driver.control.instance_lost(known, "killed", driver.clock())
     await asyncio.gather(asked, return_exceptions=True)
 
     await system.until(lambda: _has_no_stream(system))
@@ -268,27 +266,6 @@ async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing
     assert [
         (row["work_s"], row["decode_streams"]) for row in state["instances"] if row["running"]
     ] == []
-
-
-@pytest.mark.parametrize("cause", DeathCause)
-async def test_an_instance_that_only_fell_silent_may_live(
-    build: ProxyClusterBuilder, cause: DeathCause
-) -> None:
-    """The policy learns with the loss whether the instance may still live."""
-    system = await build()
-    driver = system.proxy.parts.driver
-    told: list[ev.InstanceLost] = []
-
-    def tell(event: ev.Event, now_s: float) -> None:
-        assert isinstance(event, ev.InstanceLost)
-        told.append(event)
-
-    known = driver.control.instances.known[InstanceId("d0")]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(driver.control, "tell", tell)
-        driver.instance_lost(known, "lost", cause)
-
-    assert [event.may_live for event in told] == [cause is DeathCause.SILENT]
 
 
 # Engines that send something other than tokens.
@@ -334,7 +311,7 @@ async def test_a_hang_is_noticed_by_the_stream_s_own_pace_and_fenced_when_it_wak
     """A stopped process closes nothing: all its streams move together, long before `token_gap_s`;
     what it ran is dropped.
     """
-    monkeypatch.setattr(silence.WatchLimits, "silence_s", lambda *_, **__: 3600.0)
+    monkeypatch.setattr(WatchLimits, "silence_s", lambda *_, **__: 3600.0)
     system = await build(proxy={"token_gap_s": 3600.0})
     hung = system.instances["d0"]
     asked = await held_open(system, count=6)

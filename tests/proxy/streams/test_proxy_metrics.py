@@ -13,10 +13,11 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrs import __version__
+from kvrs.core.watch import DeathCause
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
-from kvrs.proxy.streams.metrics import DeathCause, Metrics, Total
+from kvrs.proxy.streams.metrics import Metrics, Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
 from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError

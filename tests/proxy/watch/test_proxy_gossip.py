@@ -11,7 +11,7 @@ import pytest
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.transfer import LinkSettings
-from kvrs.core.fleet import silence
+from kvrs.core.watch import WatchLimits
 from kvrs.gossip.facts import FailureFact, LinkFact
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
@@ -93,12 +93,12 @@ async def test_an_instance_of_a_node_that_is_held_dead_is_given_up_when_its_own_
     """A machine that lost its power closes no connection; silence alone would count only much
     later.
     """
-    limits = silence.WatchLimits.of
+    limits = WatchLimits.of
 
-    def patient(settings: ProxySettings) -> silence.WatchLimits:
+    def patient(settings: ProxySettings) -> WatchLimits:
         return replace(limits(settings), usual_s=3600.0)
 
-    monkeypatch.setattr(silence.WatchLimits, "of", patient)
+    monkeypatch.setattr(WatchLimits, "of", patient)
     async with cluster() as (system, members, _, n1):
         for name in ("p1", "d1"):
             system.instances[name].freeze()

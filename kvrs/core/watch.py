@@ -1,0 +1,367 @@
+"""The watch of one process: when it is identified, fenced, up and lost, and when it is tried again.
+
+Pure: no clock, no socket, no randomness. A shell connects, carries out the steps, and passes on
+with `now_s` what comes of them; the proxy's does so over sockets, the simulator's in virtual time.
+
+| input                                  | leads to                                               |
+| -------------------------------------- | ------------------------------------------------------ |
+| `connects`                             | IDENTIFY                                               |
+| `answered` its identity                | `End` if it must not be used; FENCE if it ran on while |
+|                                        | it was taken for lost; LISTEN                          |
+| `answered` the fence                   | LISTEN                                                 |
+| `reported` in the epoch that was met   | it is up, if nothing is left that must drain first     |
+| `reported` in another epoch            | IDENTIFY: it was restarted, or another proxy fenced it |
+| `reported` with other ranks            | SHAPE                                                  |
+| no report for `limit_s`                | `ended` as silent                                      |
+| `ended`                                | what was up is lost; a pause; `connects`               |
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from math import inf
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from kvrs.config.proxy import ProxySettings
+from kvrs.core.control import Control
+from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance, overdue_after_s
+from kvrs.core.fleet.names import listed_names
+from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
+from kvrs.core.model import events as ev
+from kvrs.protocol.instance import (
+    NO_OTHER_NAMES,
+    AgentInfo,
+    AgentReport,
+    InstanceInfo,
+    LoadReport,
+)
+
+# Between two tries to reach a process, doubling.
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+Info = TypeVar("Info", InstanceInfo, AgentInfo)
+Report = TypeVar("Report", LoadReport, AgentReport)
+
+
+class DeathCause(StrEnum):
+    """How the loss of a process was noticed."""
+
+    CONNECTION_LOST = "connection_lost"  # The connection of its reports was closed or reset.
+    SILENT = "silent"  # No report came for too long.
+    UNUSABLE = "unusable"  # It answered, but as another server, version or epoch.
+    FAILED = "failed"  # It answered with an error, or with reports that cannot be read.
+
+
+class WatchStep(Enum):
+    """The next thing that a shell does; it passes an answer to `answered`."""
+
+    IDENTIFY = auto()  # Ask the process for its identity.
+    FENCE = auto()  # Have it drop attempts by `Control.fences`; its answer is its identity.
+    LISTEN = auto()  # Read its reports, and end the connection when it is silent for `limit_s`.
+    SHAPE = auto()  # Ask for its identity because of its ranks; without an answer it goes on.
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The shell is to close the connection, and to pass this to `ended`."""
+
+    cause: str
+    death: DeathCause
+
+
+class WatchNote(Enum):
+    """A kind of message to people."""
+
+    REFUSED = auto()
+    UNREACHED = auto()
+    NAMES = auto()
+
+
+class WatchShell(Protocol):
+    """The surroundings of one watch. It decides nothing."""
+
+    @property
+    def url(self) -> str: ...
+
+    def is_gossiped_dead(self, epoch: int) -> bool:
+        """Others report the death of the process in this epoch, or of its node."""
+
+    def came_up(self) -> None: ...
+
+    def lost(self, epoch: int, cause: str, death: DeathCause, silent_s: float) -> None:
+        """Count and gossip the loss, which the core has handled. `silent_s`: since the last sign of
+        life.
+        """
+
+    def note(self, note: WatchNote, detail: str | list[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """How long a watched process may go without a report."""
+
+    usual_s: float
+    overdue_s: float  # Enough where gossip reports the process dead.
+    # For one whose event loop stalls, while its heartbeats come, and where nothing else could take
+    # its streams.
+    longest_s: float
+
+    @classmethod
+    def of(cls, settings: ProxySettings) -> "WatchLimits":
+        overdue_s = overdue_after_s(settings.load_interval_s)
+        longest_s = max(settings.token_gap_s, overdue_s)
+        usual_s = silent_after_s(settings.load_interval_s, longest_s)
+        return cls(usual_s, overdue_s, longest_s)
+
+    def silence_s(
+        self, *, is_gossiped_dead: bool, beats_for_s: float = 0.0, alone_for_s: float = 0.0
+    ) -> float:
+        """A gossiped death only shortens the report timeout: it ends no watch by itself. A process
+        whose heartbeats have gone on for `beats_for_s` since its last report has until they are
+        overdue, too. One whose streams no other could take until `alone_for_s` after its last
+        report has its time from then on, whatever is gossiped: agents report silence as a death.
+        """
+        silence_s = self.overdue_s if is_gossiped_dead else self.usual_s
+        if beats_for_s <= 0.0 and alone_for_s <= 0.0:
+            return silence_s
+        silence_s += max(0.0, alone_for_s)
+        return min(self.longest_s, max(silence_s, beats_for_s + self.overdue_s))
+
+
+class Watch(ABC, Generic[Info, Report]):
+    """One process as its proxy sees it. What comes of a session that has ended changes nothing."""
+
+    def __init__(
+        self, known: KnownInstance | KnownAgent, limits: WatchLimits, shell: WatchShell
+    ) -> None:
+        self.known = known
+        self.session: int | None = None  # None: between two connections.
+        self.silence = SilenceTimer(0.0)  # A new one with each session's LISTEN.
+        self._limits = limits
+        self._shell = shell
+        self._sessions = 0
+        self._info: Info | None = None  # The identity that was met in this session.
+        self._unmet: Report | None = None  # The last of an epoch that the process is asked for.
+        self._reported_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+
+    # Inputs.
+
+    def connects(self) -> int:
+        """The shell connects, to IDENTIFY the process; returns the session to name from now on."""
+        self._sessions += 1
+        self.session, self._info, self._unmet = self._sessions, None, None
+        return self._sessions
+
+    def answered(
+        self, session: int, step: WatchStep, info: Info, now_s: float
+    ) -> WatchStep | End | None:
+        """The process has answered this step. None: there is nothing to do but to listen."""
+        if session != self.session:
+            return None
+        if step is WatchStep.SHAPE:
+            self._reshape(info)
+            return None
+        if step is WatchStep.IDENTIFY:
+            if (fault := self._fault(info)) is not None:
+                return End(fault, DeathCause.UNUSABLE)
+            if self._must_be_fenced(info):
+                return WatchStep.FENCE
+        before, self._info = self._info, info
+        report, self._unmet = self._unmet, None
+        if before is None or report is None:
+            self._reported_s = now_s
+            self.silence = SilenceTimer(now_s)
+            return WatchStep.LISTEN
+        if report.epoch == info.epoch:
+            return self._take(info, report, now_s)
+        if before.epoch < info.epoch > report.epoch:
+            return None  # Fenced once more since it reported.
+        fault = f"reports epoch {report.epoch}, but is in {info.epoch}"
+        return End(fault, DeathCause.FAILED)
+
+    def reported(self, session: int, report: Report, now_s: float) -> WatchStep | End | None:
+        info = self._info
+        if session != self.session or info is None:
+            return None
+        self.silence.heard_s = self._reported_s = now_s
+        if self._unmet is not None:
+            self._unmet = report
+            return None
+        if report.epoch != info.epoch:
+            self._unmet = report
+            return WatchStep.IDENTIFY
+        return self._take(info, report, now_s)
+
+    def beat(self, now_s: float) -> None:
+        """A heartbeat of the process came: while its event loop stalls, it has these alone."""
+        self.known.beat_s = now_s
+
+    def limit_s(self, now_s: float) -> float:
+        """Return how long the process may be silent, as matters stand."""
+        assert self._info is not None
+        return self._limits.silence_s(
+            is_gossiped_dead=self._shell.is_gossiped_dead(self._info.epoch),
+            beats_for_s=self.known.beat_s - self._reported_s,
+            alone_for_s=self._others_since_s(now_s) - self._reported_s,
+        )
+
+    def ended(self, session: int, cause: str, death: DeathCause, now_s: float) -> float | None:
+        """The connection has ended, or is to end. Return the pause before the next one; None: the
+        session had ended before.
+        """
+        if session != self.session:
+            return None
+        known, self.session = self.known, None
+        if death is DeathCause.UNUSABLE:
+            self._refuse(cause)
+        if known.health is Health.UP:
+            assert known.info is not None
+            epoch, self._pause_s = known.info.epoch, FIRST_PAUSE_S
+            self._lose(cause, now_s, may_live=death is DeathCause.SILENT)
+            silent_s = now_s - max(self._reported_s, known.beat_s)
+            self._shell.lost(epoch, cause, death, silent_s)
+        elif known.health is not Health.REFUSED:
+            self._tell(WatchNote.UNREACHED, f"{cause} ({self._shell.url})")
+        pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        return pause_s
+
+    # Decisions.
+
+    def _take(self, info: Info, report: Report, now_s: float) -> WatchStep | End | None:
+        """A report of the process that was met."""
+        known = self.known
+        if self._must_drain(info, report):
+            return None
+        if known.health is not Health.UP or known.info is not info:
+            # Again: another instance may have become the measure since this one was met.
+            if (fault := self._fault(info)) is not None:
+                return End(fault, DeathCause.UNUSABLE)
+            self._up(info, now_s)
+            self._shell.came_up()
+        return self._count(info, report, now_s)
+
+    def _refuse(self, fault: str) -> None:
+        if self.known.health is Health.UP:
+            self._shell.note(WatchNote.REFUSED, fault)
+            return
+        self.known.health = Health.REFUSED
+        self._tell(WatchNote.REFUSED, fault)
+
+    def _tell(self, note: WatchNote, reason: str) -> None:
+        if self.known.reason != reason:
+            self.known.reason = reason
+            self._shell.note(note, reason)
+
+    # Differences of instances and agents.
+
+    @abstractmethod
+    def _fault(self, info: Info) -> str | None:
+        """Why the process must not be used."""
+
+    @abstractmethod
+    def _up(self, info: Info, now_s: float) -> None: ...
+
+    @abstractmethod
+    def _count(self, info: Info, report: Report, now_s: float) -> WatchStep | None: ...
+
+    @abstractmethod
+    def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None: ...
+
+    def _must_be_fenced(self, info: Info) -> bool:
+        return False
+
+    def _must_drain(self, info: Info, report: Report) -> bool:
+        return False
+
+    def _others_since_s(self, now_s: float) -> float:
+        """Since when others could take what this process does."""
+        return -inf
+
+    def _reshape(self, info: Info) -> None:
+        raise AssertionError("it has no ranks")
+
+
+class InstanceWatch(Watch[InstanceInfo, LoadReport]):
+    def __init__(
+        self, known: KnownInstance, control: Control[Any], limits: WatchLimits, shell: WatchShell
+    ) -> None:
+        super().__init__(known, limits, shell)
+        self._known = known
+        self._control = control
+        # The shape of its ranks: when they were learned, and as the process was asked for them.
+        self._shape: tuple[int, int, int] | None = None
+        self._asked_shape: tuple[int, int, int] | None = None
+
+    def connects(self) -> int:
+        self._shape = None
+        return super().connects()
+
+    def _fault(self, info: InstanceInfo) -> str | None:
+        control = self._control
+        return control.instances.fault(self._known, info, streams_open=bool(control.streams))
+
+    def _must_be_fenced(self, info: InstanceInfo) -> bool:
+        return self._known.must_be_fenced(info)
+
+    def _must_drain(self, info: InstanceInfo, report: LoadReport) -> bool:
+        return report.running > 0 and self._known.must_drain_before_use(info)
+
+    def _up(self, info: InstanceInfo, now_s: float) -> None:
+        self._control.instance_up(self._known, info, now_s)
+        if info.names != NO_OTHER_NAMES:
+            self._shell.note(WatchNote.NAMES, listed_names(info))
+
+    def _count(self, info: InstanceInfo, report: LoadReport, now_s: float) -> WatchStep | None:
+        if report.names is not None and report.names != info.names:
+            self._relist(msgspec.structs.replace(info, names=report.names), now_s)
+        self._control.load_reported(self._known, report, now_s)
+        if not report.full_degree:
+            return None
+        # Ranks and layout change without a new epoch.
+        number = 0 if report.reforming is None else report.reforming.number
+        self._asked_shape = report.layout_number, report.degree, number
+        return None if self._asked_shape == self._shape else WatchStep.SHAPE
+
+    def _relist(self, info: InstanceInfo, now_s: float) -> None:
+        """The same process serves other names than before."""
+        self._info = self._known.info = info
+        self._control.instances.names.changed()
+        self._control.tell(ev.NamesListed(info.id, info.epoch, info.names), now_s)
+        self._shell.note(WatchNote.NAMES, listed_names(info))
+
+    def _reshape(self, info: InstanceInfo) -> None:
+        assert self._info is not None
+        info = msgspec.structs.replace(self._info, ranks=info.ranks, layout=info.layout)
+        self._info = self._known.info = info
+        self._shape = self._asked_shape
+
+    def _others_since_s(self, now_s: float) -> float:
+        return self._control.progress.others_since_s(self._known.id, now_s)
+
+    def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None:
+        self._control.instance_lost(self._known, cause, now_s, may_live=may_live)
+
+
+class AgentWatch(Watch[AgentInfo, AgentReport]):
+    def __init__(
+        self, known: KnownAgent, control: Control[Any], limits: WatchLimits, shell: WatchShell
+    ) -> None:
+        super().__init__(known, limits, shell)
+        self._known = known
+        self._checkpoints = control.checkpoints
+
+    def _fault(self, info: AgentInfo) -> str | None:
+        return self._checkpoints.agents.fault(self._known, info)
+
+    def _up(self, info: AgentInfo, now_s: float) -> None:
+        self._checkpoints.up(self._known, info, now_s)
+
+    def _count(self, info: AgentInfo, report: AgentReport, now_s: float) -> None:
+        self._checkpoints.reported(self._known, report, now_s)
+
+    def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None:
+        self._checkpoints.lost(self._known, cause, now_s)
