@@ -1,7 +1,7 @@
 """A proxy in front of scripted instances, on free ports, in the caller's own event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,7 @@ async def open_proxy_cluster(
     *,
     pairs: int = 2,
     roles: tuple[tuple[str, Role], ...] = (("p", Role.PREFILL), ("d", Role.DECODE)),
+    nodes: Sequence[Sequence[str]] | None = None,
     wait: bool = True,
     model: str | None = None,
     agent_ports: Mapping[str, int] | None = None,
@@ -110,20 +111,23 @@ async def open_proxy_cluster(
     cluster_drain_s: float = 30.0,
     **sections: dict[str, Any],
 ) -> AsyncIterator[ProxyCluster]:
-    """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., all up; `sections` are those of the
-    configuration, and a reload takes the one that `read` returns.
+    """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., or with instances of the roles that `nodes`
+    names, all up; `sections` are those of the configuration, and a reload takes the one that `read`
+    returns.
 
     Agents that section `backup` or `gossip_ports` calls for are scripted, unless `agent_ports` has
     the ports of real ones by node. The test itself starts gossip at `gossip_ports`.
     """
     async with AsyncExitStack() as stack:
         script = Script()
+        of_nodes = [[(name[0], Role(name)) for name in node] for node in nodes or ()]
+        of_nodes = of_nodes or [list(roles)] * pairs
         instances = {
             f"{letter}{n}": Scripted(
                 f"{letter}{n}", f"n{n}", role=role, script=script, created=100 + n
             )
-            for n in range(pairs)
-            for letter, role in roles
+            for n, its_roles in enumerate(of_nodes)
+            for letter, role in its_roles
         }
         prepare(instances)
         for instance in instances.values():
@@ -134,12 +138,17 @@ async def open_proxy_cluster(
             sections.get("backup", {}).get("mode", "off") != "off" or gossip_ports is not None
         )
         if agent_ports is None and wants_agents:
-            agents = {f"agent-n{n}": ScriptedAgent(f"agent-n{n}", f"n{n}") for n in range(pairs)}
+            agents = {
+                f"agent-n{n}": ScriptedAgent(f"agent-n{n}", f"n{n}") for n in range(len(of_nodes))
+            }
         for agent in agents.values():
             await agent.start()
             stack.push_async_callback(agent.close)
         agent_ports = agent_ports or {agent.node: agent.port for agent in agents.values()}
-        nodes = [
+        sections["cluster"] = {"model": model, "drain_s": cluster_drain_s} | sections.get(
+            "cluster", {}
+        )
+        sections["cluster"]["nodes"] = [
             {
                 "id": f"n{n}",
                 "agent": {
@@ -152,10 +161,10 @@ async def open_proxy_cluster(
                         "role": role.value,
                         "port": instances[f"{letter}{n}"].port,
                     }
-                    for letter, role in roles
+                    for letter, role in its_roles
                 ],
             }
-            for n in range(pairs)
+            for n, its_roles in enumerate(of_nodes)
         ]
         # The tests of self-tests turn them on; for the others every call counts.
         proxy_section = {
@@ -164,11 +173,7 @@ async def open_proxy_cluster(
             "load_interval_s": 0.05,
             "self_test": False,
         } | sections.pop("proxy", {})
-        document = {
-            "proxy": proxy_section,
-            "cluster": {"nodes": nodes, "model": model, "drain_s": cluster_drain_s},
-            **sections,
-        }
+        document = {"proxy": proxy_section, **sections}
         proxy = Proxy(parse_config(document), SECRET, read=read)
         await proxy.start()
         stack.push_async_callback(proxy.close)

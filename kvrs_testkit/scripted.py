@@ -120,6 +120,7 @@ class Script:
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
     prefill_gate: asyncio.Event | None = None  # Prefill calls wait for it.
+    prefill_s: float = 0.0  # They take so long.
     # By the `user` of the request: the output position before which it kills its decode instance,
     # or -1, its prefill instance.
     poisons: dict[str, int] = field(default_factory=dict)
@@ -328,6 +329,9 @@ class Scripted(ScriptedServer):
             await self._die_of(parsed)
         if self.script.prefill_gate is not None:
             await self.script.prefill_gate.wait()
+        if self.script.prefill_s:
+            await asyncio.sleep(self.script.prefill_s)
+            await self.awake.wait()
         assert parsed.kvrs is not None
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": []}
         ids = {"prompt_token_ids": self._history(parsed)}

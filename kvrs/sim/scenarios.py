@@ -86,27 +86,6 @@ def sick(seed: int, *, keep_log: bool = False) -> World:
     return World(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
 
 
-def paused(seed: int, *, decodes: int, for_s: float, pick: str = "random") -> World:
-    """A prefill and some decode instances under load, which are paused for a while: all of them, or
-    one.
-    """
-    rng = Random(seed)
-    nodes = [{"id": "p", "instances": [{"id": "p0", "role": "prefill"}]}]
-    nodes += [
-        {"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "decode"}]} for n in range(decodes)
-    ]
-    arrivals = _poisson(rng, per_s=8.0, from_s=1.0, to_s=6.0, max_tokens=150)
-    pause = {
-        "when": {"at_s": 4.0},
-        "what": "stop",
-        "whom": {"role": "decode", "pick": pick},
-        "for_s": for_s,
-    }
-    death = FaultEvent("a pause", 4.0, tuple(parse_faults([pause])))
-    config = parse_config({"cluster": {"nodes": nodes}, "gossip": {"enabled": True}})
-    return World(config, arrivals, [death], seed=seed)
-
-
 def no_prefill(seed: int, *, keep_log: bool = False) -> World:
     """Three pairs of engines like vLLM under load, all prefill instances of which are killed, and
     are back after some seconds.

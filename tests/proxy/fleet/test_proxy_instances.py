@@ -15,7 +15,6 @@ from kvrs.proxy.wire import pool
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
-from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
@@ -233,19 +232,6 @@ async def test_a_capability_of_a_later_version_is_an_offer_that_is_not_taken(
     assert [await answer_text(system) for _ in range(2)] == [text()] * 2
 
 
-async def test_a_request_waits_for_an_instance_to_come_up(build: ProxyClusterBuilder) -> None:
-    """Starting is not failing."""
-    system = await build(pairs=1)
-    await system.instances["d0"].kill()
-    await system.until_health(d0="down")
-
-    asked = asyncio.create_task(answer_text(system))
-    await asyncio.sleep(0.1)
-    await system.instances["d0"].restart()
-
-    assert await asked == text()
-
-
 async def test_an_instance_that_is_not_reached_says_why(build: ProxyClusterBuilder) -> None:
     """An operator with a wrong port or secret finds the reason in the state, not a bare `down`."""
     system = await build(pairs=1)
@@ -278,25 +264,6 @@ async def test_without_any_instance_the_answer_is_503_with_retry_after(
     assert response.status == 503
     assert int(response.headers["Retry-After"]) >= 1
     assert msgspec.json.decode(body)["error"]["code"] == "no_instance"
-
-
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Never by silent truncation, and never with [DONE]."""
-    system = await build(pairs=1, policy={"recovery": {"wait_s": 1.0}})
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asked = asyncio.create_task(system.complete(**REQUEST, stream=True))
-    await system.until_streams_hold(3)
-
-    await system.instances["d0"].kill()
-
-    status, body = await asked
-    assert status == 200
-    last = events_of(body)[-2]
-    assert msgspec.json.decode(last[6:])["error"]["code"] == "no_instance"
-    assert b"data: [DONE]" not in body
-    assert (await system.state())["streams"] == []
 
 
 async def test_a_poisoned_request_is_given_up_after_max_attempts(

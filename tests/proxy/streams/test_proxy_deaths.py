@@ -14,7 +14,6 @@ from kvrs.core.watch import WatchLimits
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
-from kvrs_testkit.sse import events_of
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
@@ -64,100 +63,7 @@ async def recoveries(system: ProxyCluster) -> list[Any]:
     return rows
 
 
-# The prefill instance.
-
-
-async def test_a_prefill_instance_that_is_dead_already_is_not_asked(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Before the hand-off: nothing goes there, nothing is recovered."""
-    system = await build()
-    await system.instances["p0"].kill()
-    await system.until_health(p0="down")
-
-    assert await all_exact(start(system, 4))
-
-    assert await recoveries(system) == []
-    assert len(system.instances["p1"].completions) == 4
-
-
-async def test_a_prefill_instance_that_dies_at_work_is_replaced(build: ProxyClusterBuilder) -> None:
-    """During prefill: the client, which has nothing yet, only waits a little longer."""
-    system = await build()
-    system.script.prefill_gate = asyncio.Event()
-    asked = start(system, 4)
-    await system.until(lambda: _truth(len(system.instances["p0"].completions) == 2))
-
-    await system.instances["p0"].kill()
-    await system.until_health(p0="down")
-    system.script.prefill_gate.set()
-
-    assert await all_exact(asked)
-    assert {row["from"] for row in await recoveries(system)} == {"p0"}
-
-
-async def test_a_prefill_instance_that_dies_after_the_hand_off_is_not_missed(
-    build: ProxyClusterBuilder,
-) -> None:
-    """After it: the stream goes on untouched. What it retained is no source any more when decode
-    dies as well.
-    """
-    system = await build(policy={"name": "always_migrate"})
-    asked = await held_open(system)
-    (row,) = (await system.state())["streams"]
-
-    await system.instances[row["prefill"]].kill()
-    await system.until_health(**{row["prefill"]: "down"})
-    untouched = await recoveries(system)
-    await system.instances[row["decode"]].kill()
-    await system.until(lambda: _recovered(system, 1))
-    release(system)
-
-    assert untouched == []
-    assert await all_exact(asked)
-    assert [each["option"] for each in await recoveries(system)] == ["recompute"]
-
-
 # Decode instances.
-
-
-async def test_a_target_that_dies_during_a_recovery_is_replaced(build: ProxyClusterBuilder) -> None:
-    """The recovery is decided again, and one token is not sent twice."""
-    system = await build(pairs=3)
-    asked = await held_open(system)
-    (row,) = (await system.state())["streams"]
-
-    await system.instances[row["decode"]].kill()
-    await system.until(lambda: _recovered(system, 1))
-    (first,) = await recoveries(system)
-    await system.instances[first["to"]].kill()
-    await system.until(lambda: _recovered(system, 2))
-    release(system)
-
-    assert await all_exact(asked)
-    assert [each["outcome"] for each in await recoveries(system)] == ["failed", "resumed"]
-    assert {each["to"] for each in await recoveries(system)} | {row["decode"]} == {"d0", "d1", "d2"}
-
-
-async def test_no_stream_is_lost_when_several_instances_die_at_once(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Half the cluster, prefill and decode, in the same instant: one event, as long as a busy
-    machine may take to notice all of it.
-    """
-    system = await build(pairs=4, policy={"recovery": {"gather_s": 5.0}})
-    asked = await held_open(system, count=16)
-    on_them = {s["id"] for s in (await system.state())["streams"] if s["decode"] in ("d0", "d1")}
-
-    await asyncio.gather(*(system.instances[name].kill() for name in ("d0", "p0", "d1", "p1")))
-    await system.until_health(d0="down", d1="down", p0="down", p1="down")
-    await system.until(lambda: _recovered(system, len(on_them)))
-    release(system)
-
-    assert await all_exact(asked)
-    rows = await recoveries(system)
-    assert {row["stream"] for row in rows} == on_them
-    assert {row["to"] for row in rows} == {"d2", "d3"}
 
 
 async def test_streams_that_break_before_their_instance_are_its_victims(
@@ -182,66 +88,6 @@ async def test_streams_that_break_before_their_instance_are_its_victims(
     assert early == []
     assert {row["stream"] for row in rows} == on_it
     assert {(row["attempt"], row["from"]) for row in rows} == {(2, "d0")}
-
-
-async def test_no_stream_is_lost_with_a_node_and_its_agent(build: ProxyClusterBuilder) -> None:
-    """The pages that the agent held are gone with it."""
-    system = await build(pairs=3, backup={"mode": "both"})
-    asked = await held_open(system, count=6)
-
-    await asyncio.gather(
-        *(
-            process.kill()
-            for process in (
-                system.instances["p0"],
-                system.instances["d0"],
-                system.agents["agent-n0"],
-            )
-        )
-    )
-    await system.until_health(**{"d0": "down", "p0": "down", "agent-n0": "down"})
-    release(system)
-
-    assert await all_exact(asked)
-    assert {row["from"] for row in await recoveries(system)} == {"d0"}
-
-
-async def test_without_any_decode_instance_streams_wait_and_then_fail(
-    build: ProxyClusterBuilder,
-) -> None:
-    """All of them die; after `wait_s` each stream ends with an error event, and never looks
-    complete.
-    """
-    system = await build(policy={"recovery": {"wait_s": 1.5}})
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asked = start(system, 4, stream=True)
-    await system.until_streams_hold(3, count=4)
-
-    await asyncio.gather(*(system.instances[name].kill() for name in ("d0", "d1")))
-    answers = await asyncio.gather(*asked)
-
-    for status, body in answers:
-        assert status == 200
-        assert b"[DONE]" not in body
-        *_, last, end = events_of(body)
-        assert end == b""
-        assert msgspec.json.decode(last[6:])["error"]["code"] == "no_instance"
-    assert (await system.state())["streams"] == []
-
-
-async def test_streams_that_wait_go_on_with_the_first_decode_instance_that_returns(
-    build: ProxyClusterBuilder,
-) -> None:
-    """The wait is worth it."""
-    system = await build()
-    asked = await held_open(system, count=4)
-
-    await asyncio.gather(*(system.instances[name].kill() for name in ("d0", "d1")))
-    await system.until_health(d0="down", d1="down")
-    await system.instances["d1"].restart()
-    release(system)
-
-    assert await all_exact(asked)
 
 
 async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing_behind(
@@ -359,20 +205,6 @@ async def test_a_stream_that_hangs_alone_fails_alone(build: ProxyClusterBuilder)
     (row,) = await recoveries(system)
     assert "silent" in row["cause"]
     assert set((await system.health()).values()) == {"up"}
-
-
-@pytest.mark.usefixtures("quick_suspicion")
-async def test_a_slow_instance_is_not_moved(build: ProxyClusterBuilder) -> None:
-    """Ten times as slow is alive: a stream that crawls is left where it is."""
-    system = await build(proxy={"token_gap_s": 3600.0})
-    system.script.pause_s = 0.01
-    asked = await held_open(system, at=4)
-
-    system.script.pause_s = 0.1
-    release(system)
-
-    assert await all_exact(asked)
-    assert await recoveries(system) == []
 
 
 @pytest.mark.usefixtures("quick_suspicion")

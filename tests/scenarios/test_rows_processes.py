@@ -1,0 +1,72 @@
+"""Rows of the table in clusters of real processes: a tenth of them, and with KVRS_SCENARIOS=all
+every one that they can express.
+"""
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvrs.cluster.launcher import Cluster
+from kvrs.core.event_log import LogEntry, read
+from kvrs.demo import PACE, run_load
+from kvrs.load.passes import Run
+from kvrs.traces.records import ReplayRequest
+from kvrs_testkit.scenarios import Found, Scenario, check
+from tests.scenarios.rows import ROWS
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+RUN_ALL = os.environ.get("KVRS_SCENARIOS") == "all"
+ALWAYS = ("paused-beside-another",)  # The demo's test kills an instance.
+RETURN_S = 180.0
+
+
+def in_processes(row: Scenario, log: Path) -> Found:
+    """The row's load with its faults, compared token by token with the same load without."""
+    config = row.config(port=0, admin_port=0, event_log=str(log))
+    engine = config.cluster.engine.model_copy(update={"pace": PACE})
+    cluster_settings = config.cluster.model_copy(update={"engine": engine})
+    load, console = row.load, Console(quiet=True)
+    requests = [
+        ReplayRequest(load.at_s(number), tuple(prompt), load.tokens)
+        for number, prompt in enumerate(load.prompts(0))
+    ]
+
+    with Cluster(
+        config.model_copy(update={"cluster": cluster_settings}), lambda line: None
+    ) as cluster:
+        faulted = run_load(cluster, requests, row.parsed, 0, console, "with faults")
+        over_s = time.monotonic()
+        cluster.wait_all_up(RETURN_S)
+        clean = run_load(cluster, requests, [], 0, console, "without")
+    entries = [
+        (entry.event, entry.actions)
+        for entry in read(log.read_text().splitlines())
+        if isinstance(entry, LogEntry) and entry.now_s < over_s
+    ]
+    assert tokens(faulted) == tokens(clean)
+    never_due = [each.label for each in faulted.never_due]
+    pauses_s = [each["gap_s"] for each in faulted.recoveries if each["gap_s"] is not None]
+    found = Found(Counter(), entries, never_due, pauses_s)
+    for record in faulted.records:
+        found.ended["complete" if record.error is None else record.error.message] += 1
+    return found
+
+
+def tokens(run: Run) -> list[list[int]]:
+    return [record.token_ids for record in run.records]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.name) for row in ROWS if not row.not_real]
+)
+def test_row_holds_in_processes(row: Scenario, tmp_path: Path) -> None:
+    """Each row states its own rule."""
+    if row.name not in ALWAYS and not RUN_ALL:
+        pytest.skip("KVRS_SCENARIOS=all runs every row in processes of its own")
+
+    check(row, in_processes(row, tmp_path / "events.jsonl"))

@@ -1,0 +1,71 @@
+"""Every row of the table in the simulator, whose invariants are checked on the way."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from kvrs.core.event_log import LogEntry, read
+from kvrs.core.model import actions as act
+from kvrs.core.model import events as ev
+from kvrs.core.recovery import RecoveryPolicy
+from kvrs.sim.fault_scenarios import named_deaths
+from kvrs.sim.streams import Arrival
+from kvrs.sim.world import World
+from kvrs_testkit.scenarios import Found, Scenario, check
+from tests.scenarios.rows import ROWS
+
+
+def simulated(row: Scenario, seed: int) -> Found:
+    load = row.load
+    arrivals = [
+        Arrival(
+            load.at_s(number),
+            tuple(prompt),
+            load.tokens,
+            is_poison=number in load.poisons,
+        )
+        for number, prompt in enumerate(load.prompts(seed))
+    ]
+    world = World(
+        row.config(),
+        arrivals,
+        named_deaths(row.parsed),
+        seed=seed,
+        reload_s=row.back_s,
+        keep_log=True,
+    )
+    outcome = world.run()
+    poison_deaths = Counter({str(name): deaths for name, deaths in outcome.poison_deaths.items()})
+    return Found(outcome.ended, entries(world), outcome.never_due, outcome.pauses_s, poison_deaths)
+
+
+def entries(world: World) -> Iterator[tuple[ev.Event, tuple[act.Action, ...]]]:
+    """The log until the last stream had ended: then the world is brought to rest."""
+    (proxy,) = world.cluster.proxies
+    for entry in read(proxy.log or []):
+        if isinstance(entry, LogEntry) and entry.now_s <= world.cluster.outcome.span_s:
+            yield entry.event, entry.actions
+
+
+@pytest.mark.parametrize(
+    ("row", "seed"),
+    [
+        pytest.param(row, seed, id=f"{row.name}-{seed}")
+        for row in ROWS
+        if not row.not_simulated
+        for seed in range(row.seeds)
+    ],
+)
+def test_row_holds_in_the_simulator(row: Scenario, seed: int) -> None:
+    """Each row states its own rule."""
+    check(row, simulated(row, seed))
+
+
+def test_simulator_notices_streams_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of paused instances can be broken."""
+    monkeypatch.setattr(RecoveryPolicy, "has_others", lambda *_: True)
+    (row,) = (row for row in ROWS if row.name == "paused-alone")
+
+    with pytest.raises(AssertionError, match="lost"):
+        check(row, simulated(row, 0))
