@@ -23,7 +23,7 @@ def stop(whom: Row, for_s: float, at_s: float = 4.0) -> tuple[Row, ...]:
 ALL_DECODE = {"role": "decode", "pick": "all"}
 BACK = "a supervisor brings back every process that was killed"
 CONNECTS = (
-    "a new connection to a stopped process fails after 5 s: a request that comes during the "
+    "a new connection to a stopped process fails after 1 s: a request that comes during the "
     "pause makes a second attempt"
 )
 NO_POISON = "no request ends the embedded engine"
