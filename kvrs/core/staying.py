@@ -200,6 +200,8 @@ class Staying:
         until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
         if deadline is not None and deadline.number == reforming.report.number:
             until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
+            if is_past(until_s, now_s):
+                return  # This proxy was stopped: its alarm is due.
             self._set_deadline(stream, replace(deadline, until_s=until_s))
             return
         latest_s = now_s + chosen.raw_s + _LONGEST_GRACE_S

@@ -190,6 +190,18 @@ def test_later_predictions_extend_a_promise_only_so_far(updates: int) -> None:
         assert left_s <= 1.1 + GRACE_S + 0.11
 
 
+def test_a_prediction_that_is_read_after_the_last_moment_does_not_extend_a_deadline() -> None:
+    """The proxy was stopped meanwhile: the alarm is overdue, and rings with the report."""
+    harness = two_pairs("s")
+    harness.handle(reforming("d0", 0.1), at_s=1.0)
+
+    late = harness.handle(reforming("d0", 0.0), at_s=9.0)
+    rung = ring(harness, 9.1)
+
+    assert of(late, act.Stay) == []
+    assert only([*late, *rung], act.Start).attempt == 2
+
+
 def test_a_prediction_that_has_become_far_later_makes_a_stream_leave() -> None:
     harness = two_pairs("s")
     harness.handle(reforming("d0", 0.02), at_s=1.0)
