@@ -164,7 +164,10 @@ class Steps:
 
     def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
         stream.note_prefill(history_tokens)
-        if prefill.retains or prefill.caches:
+        reforming = prefill.reforming
+        # An answer from before the re-forming in which cells of the pages were lost.
+        has_lost = reforming is not None and reforming.pages_of(stream.id)[0] > 0
+        if (prefill.retains or prefill.caches) and not has_lost:
             pages = history_tokens // prefill.page_size_tokens
             self._ledger.kv_locations.retain(stream, prefill, pages)
 

@@ -329,6 +329,20 @@ def test_lost_cells_are_no_source() -> None:
     assert [run.holder for run in runs[StreamId("t")]] == ["b0"]
 
 
+def test_an_answer_of_a_prefill_does_not_bring_back_what_was_lost_since() -> None:
+    """The history was computed before the re-forming, and the answer comes during it."""
+    harness = PolicyHarness("p0", "d0")
+    harness.handle(ev.StreamArrived(S, 400))
+    harness.handle(reforming("p0", 0.1, missing_pages={S: 25}, page_s=0.001), at_s=1.0)
+    harness.handle(ev.PrefillDone(S, 1, 400), at_s=1.01)
+    harness.handle(instance_up("d1"), at_s=1.02)
+
+    lost = harness.lose("d0", at_s=1.03)
+    later = ring(harness, 1.2)
+
+    assert only([*lost, *later], act.Start).plan.runs == ()
+
+
 def test_nothing_new_comes_to_it_while_others_are_up() -> None:
     harness = two_pairs()
     harness.handle(instance_up("b2"))
