@@ -167,7 +167,8 @@ class Attempt(Generic[S]):
             if computes is not None:
                 self._computed(computes, live.prompt_tokens + self._produced_before, now_s)
         self._control.tell(ev.StreamResumed(live.id, self.number), now_s)
-        self._control.checkpoints.resumed(live, now_s)
+        if live.copies:
+            self._control.checkpoints.resumed(live, now_s)
 
     def blame_hand_off(self) -> None:
         """The decode instance takes the prefill instance's answer for the cause of its error."""

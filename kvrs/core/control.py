@@ -138,7 +138,7 @@ class Control(Generic[S]):
             if known is not None and known.info is not None and known.info.epoch == kept.epoch:
                 live.note_prefilled(kept.holder)
                 self.leases.hold(kept.holder, live.id)
-        self.checkpoints.adopt(live)
+            self.checkpoints.adopt(live, kept)
         self.tell(_arrival(live, now_s), now_s)
 
     def end(self, live: S, outcome: Outcome, now_s: float) -> None:
@@ -156,7 +156,8 @@ class Control(Generic[S]):
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for instance in live.prefilled_at:
             let_go(instance, live.id)
-        self.checkpoints.ended(live)
+        if live.copies:
+            self.checkpoints.ended(live)
         for instance in self.fences.instances(live.id):
             # One that is up drops the attempt because its connection is closed; one that is cut
             # off cannot know.
@@ -227,7 +228,8 @@ class Control(Generic[S]):
         live.state, live.stays_until_s = self.policy.streams[live.id], -inf
         number = (live.journal.owner_epoch, action.attempt)
         self.fences.started(action.plan, live.id, number)
-        self.checkpoints.planned(live, action.plan)
+        if action.plan.places:
+            self.checkpoints.planned(live, action.plan)
         self._shell.begin_attempt(live, action.plan)
 
     def _redirect(self, action: act.Redirect) -> None:
@@ -237,7 +239,8 @@ class Control(Generic[S]):
             return
         number = (live.journal.owner_epoch, action.attempt)
         self.fences.redirected(action.plan, live.id, number)
-        self.checkpoints.planned(live, action.plan)
+        if action.plan.places:
+            self.checkpoints.planned(live, action.plan)
         self._shell.note(action)
 
     def _goes_on(self, live: S, now_s: float) -> bool:
@@ -381,7 +384,8 @@ class Control(Generic[S]):
 def _arrival(live: LiveStream, now_s: float) -> ev.StreamArrived | ev.StreamAdopted:
     journal = live.journal
     prompt_tokens = live.prompt_tokens or journal.prompt_tokens_guess
-    most_tokens = None if journal.max_tokens is None else prompt_tokens + journal.max_tokens
+    max_tokens = journal.max_tokens
+    most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
     if not journal.owner_epoch or journal.prompt_ids is None:
         return ev.StreamArrived(
             journal.stream,

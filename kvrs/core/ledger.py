@@ -179,7 +179,8 @@ class Ledger:
             member.quarantined_for not in (None, stream.id)
         )
         member.running.add(stream.id)
-        self.outliers.awaits(stream)
+        predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
+        member.health.awaits(stream.id, predicted_s, self.view.now_s)
         self._enter(stream, stage)
 
     def _leave(self, stream: Stream) -> None:

@@ -111,7 +111,8 @@ class LiveStream:
 
     @property
     def history_tokens(self) -> int:
-        return self.prompt_tokens + self.produced_tokens
+        journal = self.journal
+        return len(journal.prompt_ids or ()) + len(journal.output_ids)
 
     @property
     def remaining_tokens(self) -> int | None:

@@ -53,8 +53,6 @@ class CheckpointHolds:
 
     def resumed(self, live: LiveStream, now_s: float) -> None:
         """The plan has worked: release the agents that it does not name."""
-        if not live.copies:
-            return
         assert live.plan is not None
         places = {place.holder for place in live.plan.places}
         for agent in [name for name in live.copies if name not in places]:
@@ -64,13 +62,12 @@ class CheckpointHolds:
             let_go(agent, live.id)
             self._tell(ev.RetentionLost(agent, (live.id,)), now_s)
 
-    def adopt(self, live: LiveStream) -> None:
+    def adopt(self, live: LiveStream, kept: ev.Kept) -> None:
         """Hold what the proxy before this one had reserved for the stream."""
-        for kept in live.journal.kept:
-            known = self.agents.known.get(kept.holder)
-            if known is not None and known.info is not None and known.info.epoch == kept.epoch:
-                live.copies[kept.holder] = Copy(kept.pages)
-                self.leases.hold(kept.holder, live.id)
+        known = self.agents.known.get(kept.holder)
+        if known is not None and known.info is not None and known.info.epoch == kept.epoch:
+            live.copies[kept.holder] = Copy(kept.pages)
+            self.leases.hold(kept.holder, live.id)
 
     def ended(self, live: LiveStream) -> None:
         let_go = self.leases.drop if live.journal.resumable else self.leases.release

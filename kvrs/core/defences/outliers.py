@@ -54,13 +54,6 @@ class Outliers:
             if health.busy_until_s is not None:
                 health.try_busy(stream.id, self._view.now_s)
 
-    def awaits(self, stream: Stream) -> None:
-        """The attempt is at an instance now, and waits for its answer."""
-        attempt = stream.attempt
-        if attempt.runs_on is not None:
-            predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
-            attempt.runs_on.health.awaits(stream.id, predicted_s, self._view.now_s)
-
     def answered(self, stream: Stream, member: Member) -> None:
         """The attempt's prefill is done there, or its first token has come from there."""
         health = member.health

@@ -297,10 +297,13 @@ def all_refused(instances: Instances) -> str | None:
     """Why no instance will come up by itself: each answers and must not be used. None: one is up,
     or may come.
     """
-    present = list(instances.present())
-    if not present or any(known.health is not Health.REFUSED for known in present):
-        return None
-    return "; ".join(f"{known.id}: {known.reason}" for known in present)
+    causes = []
+    for known in instances.known.values():
+        if known.health is Health.REFUSED:
+            causes.append(f"{known.id}: {known.reason}")
+        elif known.health is not Health.REMOVED:
+            return None
+    return "; ".join(causes) or None
 
 
 def missing_roles(instances: Instances) -> list[Role]:

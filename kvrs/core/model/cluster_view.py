@@ -111,10 +111,6 @@ class Member:
     def queue_s(self) -> float:
         return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
 
-    def count(self, change: int) -> None:
-        self.streams += change
-        self.rank = self.streams, self.id
-
     def is_clear(self, now_s: float) -> bool:
         """Fast path: no health restriction applies, the instance is open for new requests and for
         recoveries, and not busy.
@@ -308,13 +304,13 @@ class ClusterView:
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses streams."""
-        if not member.is_ranked:
-            member.count(change)
-            return
         decoders = self._decoders
-        at = bisect_left(decoders, member.rank, key=_rank)
-        assert decoders[at] is member, member
-        member.count(change)
+        at = bisect_left(decoders, member.rank, key=_rank) if member.is_ranked else None
+        assert at is None or decoders[at] is member, member
+        member.streams += change
+        member.rank = member.streams, member.id
+        if at is None:
+            return
         beside = at + 1 if change > 0 else at - 1
         if 0 <= beside < len(decoders) and (decoders[beside].rank < member.rank) is (change > 0):
             del decoders[at]
