@@ -209,7 +209,7 @@ class Passed:
         call = Call(path, dict(fields), headers, sum(map(len, fields.values())))
         limit_s = progress.first_token_timeout_s(name)
         with Watchdog(
-            lambda: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())
+            lambda *_: limit_s, lambda: progress.is_making_progress(name, self._driver.clock())
         ):
             return await self._driver.backends[name].ask(call)
 

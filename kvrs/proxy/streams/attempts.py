@@ -60,7 +60,7 @@ class AttemptDriver(Protocol):
 class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
-    __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span", "_watchdog")
+    __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span")
 
     def __init__(self, live: OpenStream, plan: act.Plan, driver: AttemptDriver) -> None:
         self._attempt = Attempt(driver.control, live, plan)
@@ -70,7 +70,6 @@ class AttemptCalls:
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
         # The relay of the decode call, while it runs.
         self._relay: Relay | None = None
-        self._watchdog: Watchdog | None = None  # Of the call.
 
     async def run(self, *, gives_end: bool = False) -> None:
         """With `gives_end`, give the client what is missing of a stream that has all its ids: no
@@ -170,7 +169,7 @@ class AttemptCalls:
     async def _prefill(self, instance: InstanceId) -> Prefilled:
         journal, plan = self._live.journal, self._attempt.plan
         places = self._instances.places(instance, plan) if plan.places else ()
-        self._watchdog = watchdog = Watchdog(self._limit_s, self._is_excused)
+        watchdog = Watchdog(self._attempt.limit_s, self._is_excused)
         with self._traced("prefill", instance) as span, watchdog:
             call = prefill_call(
                 journal,
@@ -200,7 +199,7 @@ class AttemptCalls:
                 plan.decode, live.id, live.journal.owner_epoch, attempt.number
             )
         exact = self._instances.resumes_exactly(plan.decode)
-        self._watchdog = watchdog = Watchdog(self._limit_s, self._is_excused)
+        watchdog = Watchdog(attempt.limit_s, self._is_excused)
         self._relay = relay = self._new_relay(continuation, exact, watchdog.silence)
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
@@ -243,10 +242,6 @@ class AttemptCalls:
             return _NO_SPAN
         trace: RequestTrace = journal.request.trace
         return trace.call(name, instance, journal)
-
-    def _limit_s(self) -> float:
-        assert self._watchdog is not None
-        return self._attempt.limit_s(self._watchdog.silence.heard_s, self._driver.clock())
 
     def _is_excused(self) -> bool:
         relay = self._relay

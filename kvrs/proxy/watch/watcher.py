@@ -97,7 +97,7 @@ class Watcher:
         """Watch the process until the connection ends, or UpstreamError."""
         await self._perform(session, WatchStep.IDENTIFY)
         watch, clock, end_watch = self._watch, self._driver.clock, self._driver.end_watch
-        with Watchdog(lambda: watch.limit_s(clock()), silence=watch.silence) as watchdog:
+        with Watchdog(lambda *_: watch.limit_s(clock()), silence=watch.silence) as watchdog:
             self._watchdog, end_watch[self.id] = watchdog, watchdog.expire_if_silent
             beats = asyncio.create_task(self._follow_heartbeats())
             try:

@@ -82,8 +82,9 @@ def _wheel_of(loop: asyncio.AbstractEventLoop) -> _TimerWheel:
 
 
 class Watchdog:
-    """A block that may not go without `heard()` for `limit_s()`, save while `paused()`. Leaving it
-    raises SilentError if it did. (As `asyncio.timeout`, without its timer and its coroutines.)
+    """A block that may not go without `heard()` for `limit_s(heard_s, now_s)`, save while
+    `paused()`. Leaving it raises SilentError if it did. (As `asyncio.timeout`, without its timer
+    and its coroutines.)
     """
 
     __slots__ = (
@@ -93,7 +94,7 @@ class Watchdog:
 
     def __init__(
         self,
-        limit_s: Callable[[], float],
+        limit_s: Callable[[float, float], float],
         paused: Callable[[], bool] = lambda: False,
         silence: SilenceTimer | None = None,
     ) -> None:
@@ -137,8 +138,9 @@ class Watchdog:
 
     def look(self) -> None:
         """End the block if the limit is passed; else look again in time for it."""
-        limit_s = self._limit_s()
-        next_s = self.silence.look(self._loop.time(), limit_s, self._paused)
+        now_s = self._loop.time()
+        limit_s = self._limit_s(self.silence.heard_s, now_s)
+        next_s = self.silence.look(now_s, limit_s, self._paused)
         if next_s is None:
             self.exceeded_s = limit_s
             self._expire()

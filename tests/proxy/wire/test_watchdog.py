@@ -18,7 +18,7 @@ async def silent_for(limit_s: float) -> float:
     loop = virtual_loop()
     begun_s = loop.time()
     silent = pytest.raises(SilentError, match=f"silent for {limit_s:.3g} s")
-    with silent, Watchdog(lambda: limit_s):
+    with silent, Watchdog(lambda *_: limit_s):
         await asyncio.Event().wait()
     return loop.time() - begun_s
 
@@ -60,15 +60,15 @@ def test_what_is_heard_or_excused_goes_on_and_a_block_that_ended_is_forgotten() 
 
 async def _heard_and_excused() -> list[int]:
     """How often a block was excused while it lasted, and in all."""
-    with Watchdog(lambda: 0.3) as heard:
+    with Watchdog(lambda *_: 0.3) as heard:
         for _ in range(4):
             await asyncio.sleep(0.2)
             heard.heard()
         for _ in range(4):
             await asyncio.sleep(0.2)
             reset_timeout()
-    with Watchdog(lambda: 0.3):
-        with Watchdog(lambda: 0.3):
+    with Watchdog(lambda *_: 0.3):
+        with Watchdog(lambda *_: 0.3):
             await asyncio.sleep(0.2)
         reset_timeout()
         for _ in range(4):
@@ -81,7 +81,7 @@ async def _heard_and_excused() -> list[int]:
         excused += 1
         return True
 
-    with Watchdog(lambda: 0.05, excuses):
+    with Watchdog(lambda *_: 0.05, excuses):
         await asyncio.sleep(0.13)
     during = excused
     await asyncio.sleep(1.0)
@@ -92,7 +92,7 @@ def test_a_proxy_that_was_stopped_itself_suspects_no_instance() -> None:
     """After a stall of the proxy's own event loop the timeout starts again."""
 
     async def stopped() -> None:
-        with Watchdog(lambda: 0.2):
+        with Watchdog(lambda *_: 0.2):
             virtual_loop().stall(0.5)
             await asyncio.sleep(0.15)
 
@@ -103,7 +103,7 @@ def test_a_stall_that_is_over_before_a_look_is_due_is_no_silence() -> None:
     """Nothing could be heard in it, although no look was late."""
 
     async def stopped() -> None:
-        with Watchdog(lambda: 2.0) as watchdog:
+        with Watchdog(lambda *_: 2.0) as watchdog:
             await asyncio.sleep(0.1)
             virtual_loop().stall(1.85)
             await asyncio.sleep(1.5)
@@ -117,7 +117,7 @@ def test_a_watch_that_heard_something_a_moment_ago_is_not_ended_by_suspicion() -
     """A time slice on a busy machine is no silence; half a second is."""
 
     async def suspected() -> None:
-        with Watchdog(lambda: 5.0) as watchdog:
+        with Watchdog(lambda *_: 5.0) as watchdog:
             for pause_s in (0.042, 0.5):
                 await asyncio.sleep(pause_s)
                 ended.append(watchdog.expire_if_silent())
