@@ -71,17 +71,50 @@ class RecoveryPolicy:
         carried out.
         """
         self._view.now_s = now_s
-        self._apply(event, now_s)
-        if self._timers.heap:
-            while (due := self._timers.next_due(now_s)) is not None:
-                self._steps.apply(due, AlarmDue(), now_s)
-        if self._slots.awaited:
-            while (served := self._slots.next_served(now_s)) is not None:
-                self._steps.apply(served, SlotFree(), now_s)
-        if self._starter.held_back:
-            self._starter.place_held_back(now_s)
-        if self._timers.heap and (wake := self._timers.next_wake(now_s)) is not None:
-            self._actions.append(wake)
+        match event:
+            case (
+                ev.StreamArrived()
+                | ev.PrefillDone()
+                | ev.StreamResumed()
+                | ev.StreamEnded()
+                | ev.StreamAdopted()
+                | ev.AttemptFailed()
+                | ev.SlotDenied()
+            ):
+                self._steps.apply(event.stream, event, now_s)
+            case ev.InstanceUp():
+                self._instances.up(event, now_s)
+            case ev.PagesKept():
+                self._kv_locations.kept_pages(event)
+            case ev.InstanceLost() | ev.InstanceRemoved() | ev.InstanceExited():
+                self._instances.ended(event, now_s)
+            case ev.GpuJudged():
+                self._instances.gpu_judged(event, now_s)
+            case ev.DrainOrdered() | ev.DrainEnded():
+                self._instances.ordered(event, now_s)
+            case ev.SelfTested() | ev.NamesListed():
+                self._instances.learned(event, now_s)
+            case ev.LoadReported():
+                self._instances.reported(event, now_s)
+            case ev.LinkMeasured():
+                self._view.link(event.source, event.target).measure(event.bytes_per_s)
+            case ev.HolderUp():
+                self._kv_locations.agent_up(event)
+            case ev.HolderLost():
+                self._instances.agent_lost(event, now_s)
+            case ev.CheckpointsReported():
+                self._kv_locations.reported(event)
+            case ev.RetentionLost():
+                for stream in event.streams:
+                    self._kv_locations.forget(stream, event.instance)
+            case ev.TimerFired():
+                self._timers.woken(now_s)
+            case ev.SettingsReloaded():
+                self._reload(event.policy, event.slo)
+            case _:
+                assert_never(event)
+        if self._timers.heap or self._slots.awaited or self._starter.held_back:
+            self._place_due(now_s)
         actions = self._actions.copy()
         self._actions.clear()
         return actions
@@ -162,46 +195,15 @@ class RecoveryPolicy:
         self._steps.reload(policy, slo)
         self._instances.reload(policy)
 
-    def _apply(self, event: ev.Event, now_s: float) -> None:
-        match event:
-            case (
-                ev.StreamArrived()
-                | ev.PrefillDone()
-                | ev.StreamResumed()
-                | ev.StreamEnded()
-                | ev.StreamAdopted()
-                | ev.AttemptFailed()
-                | ev.SlotDenied()
-            ):
-                self._steps.apply(event.stream, event, now_s)
-            case ev.InstanceUp():
-                self._instances.up(event, now_s)
-            case ev.PagesKept():
-                self._kv_locations.kept_pages(event)
-            case ev.InstanceLost() | ev.InstanceRemoved() | ev.InstanceExited():
-                self._instances.ended(event, now_s)
-            case ev.GpuJudged():
-                self._instances.gpu_judged(event, now_s)
-            case ev.DrainOrdered() | ev.DrainEnded():
-                self._instances.ordered(event, now_s)
-            case ev.SelfTested() | ev.NamesListed():
-                self._instances.learned(event, now_s)
-            case ev.LoadReported():
-                self._instances.reported(event, now_s)
-            case ev.LinkMeasured():
-                self._view.link(event.source, event.target).measure(event.bytes_per_s)
-            case ev.HolderUp():
-                self._kv_locations.agent_up(event)
-            case ev.HolderLost():
-                self._instances.agent_lost(event, now_s)
-            case ev.CheckpointsReported():
-                self._kv_locations.reported(event)
-            case ev.RetentionLost():
-                for stream in event.streams:
-                    self._kv_locations.forget(stream, event.instance)
-            case ev.TimerFired():
-                self._timers.woken(now_s)
-            case ev.SettingsReloaded():
-                self._reload(event.policy, event.slo)
-            case _:
-                assert_never(event)
+    def _place_due(self, now_s: float) -> None:
+        """Place streams that wait, and whose alarm, slot or instance is there now."""
+        if self._timers.heap:
+            while (due := self._timers.next_due(now_s)) is not None:
+                self._steps.apply(due, AlarmDue(), now_s)
+        if self._slots.awaited:
+            while (served := self._slots.next_served(now_s)) is not None:
+                self._steps.apply(served, SlotFree(), now_s)
+        if self._starter.held_back:
+            self._starter.place_held_back(now_s)
+        if self._timers.heap and (wake := self._timers.next_wake(now_s)) is not None:
+            self._actions.append(wake)

@@ -91,7 +91,8 @@ class KvLocations:
         stream = self._streams.get(stream_id)
         if stream is None:
             return
-        self._checkpoints.lose(stream, holder, f"{holder} keeps no KV of it any more")
+        if holder in stream.checkpoints:
+            self._checkpoints.lose(stream, holder, f"{holder} keeps no KV of it any more")
         if (found := stream.holders.pop(holder, None)) is not None:
             found.member.held.discard(stream_id)
 
