@@ -140,7 +140,7 @@ class DirectServer:
         self.is_closing = False
         self.connections: set[DirectConnection] = set()
         # Those without a request, and when they are closed, the next one first.
-        self._idle: dict[DirectConnection, float] = {}
+        self.idle: dict[DirectConnection, float] = {}
         self._look: asyncio.TimerHandle | None = None
         self._quiet: asyncio.Future[None] | None = None
 
@@ -166,26 +166,23 @@ class DirectServer:
         """Close the connection then, unless a request comes before. No other one of this port has
         an earlier time.
         """
-        self._idle[connection] = until_s
+        self.idle[connection] = until_s
         if self._look is None:
             self._look = asyncio.get_running_loop().call_at(until_s, self._close_idle)
-
-    def waits_no_more(self, connection: "DirectConnection") -> None:
-        self._idle.pop(connection, None)
 
     def _close_idle(self) -> None:
         loop = asyncio.get_running_loop()
         self._look, now_s = None, loop.time()
-        for connection, until_s in list(self._idle.items()):
+        for connection, until_s in list(self.idle.items()):
             if until_s > now_s:
                 self._look = loop.call_at(until_s, self._close_idle)
                 return
-            del self._idle[connection]
+            del self.idle[connection]
             connection.close_if_idle()
 
     def forget(self, connection: "DirectConnection") -> None:
         self.connections.discard(connection)
-        self._idle.pop(connection, None)
+        self.idle.pop(connection, None)
         if not self.connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -356,7 +353,7 @@ class DirectConnection(asyncio.Protocol):
 
     def _serve(self, head: _Head, body: bytes) -> None:
         self._among.begin(self)
-        self._server.waits_no_more(self)
+        self._server.idle.pop(self, None)
         self._request = request = DirectRequest(
             head.path, head.headers, head.keep_alive, len(body), self.address, self, body
         )

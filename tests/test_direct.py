@@ -410,7 +410,7 @@ async def test_one_timer_closes_idle_connections_in_the_order_of_their_last_requ
     now_s = asyncio.get_running_loop().time()
     for connection, until_s in ((a, 0.02), (b, 0.03), (c, 0.04)):
         server.wait(connection, now_s + until_s)
-    server.waits_no_more(a)
+    server.idle.pop(a)
     server.wait(a, now_s + 0.05)
     server.forget(c)
     async with asyncio.timeout(60):

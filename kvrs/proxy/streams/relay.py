@@ -202,7 +202,7 @@ class Relay:
         """Send the end of a stream that has all its ids, without an engine."""
         assert self._continuation is not None
         event = self._own_event(self._continuation.end())
-        self._note_resumed()
+        self._resumed()
         if self._journal.marks is not None:
             self._journal.marks.append(self._journal.seq)
         self._client.send([self._counted(event) if self._counts_each else event])
@@ -242,7 +242,10 @@ class Relay:
             fault = error
         new_tokens = len(journal.output_ids) - had_tokens
         if not self._noted and (new_tokens or journal.finish_reason is not None):
-            self._note_resumed()
+            # Before the write: a client that does not read delays it, which is no cost of the
+            # attempt. And the listener measures the gap since the last write.
+            self._noted = True
+            self._resumed()
         if events:
             self._client.send(events)
             if self._client.blocked:
@@ -255,13 +258,6 @@ class Relay:
         if fault is not None:
             raise fault
         return done
-
-    def _note_resumed(self) -> None:
-        # Before the write: a client that does not read delays it, which is no cost of the attempt.
-        # And the listener measures the gap since the last write.
-        if not self._noted:
-            self._noted = True
-            self._resumed()
 
     def _take(self, data: bytes) -> bytes | None:
         """Append one event to the journal; returns the client's form of it, if it gets any."""

@@ -117,7 +117,7 @@ class TaskShell:
 
     def end_stream(self, live: OpenStream, outcome: CoreOutcome) -> None:
         is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
-        if not is_refused:
+        if live.refused_by and not is_refused:
             blame_refusers(self._metrics, live)
         match outcome:
             case Complete():

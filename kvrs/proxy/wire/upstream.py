@@ -251,9 +251,9 @@ class Upstream(asyncio.Protocol):
             self._end(Need.MORE)
         elif response.fault is not None:
             self._fail(_error_of(response.fault))
-        elif response.is_between_chunks and self._refusal is None and self._take is not _drop:
-            assert self._reader is not None
-            self._shortcut = self._reader.shortcut
+        elif self._reader is not None and (shortcut := self._reader.shortcut) is not None:
+            is_read = self._refusal is None and self._take is not _drop
+            self._shortcut = shortcut if is_read and response.is_between_chunks else None
 
     def _begin_body(self, status: int) -> Callable[[bytes], Need]:
         assert self._reader is not None
