@@ -130,10 +130,11 @@ class MemoryLoop(VirtualLoop):
         self._reached[sock.fileno()] = address[1]
 
     async def create_connection(  # type: ignore[override]
-        self, factory: Any, *_: Any, sock: Any = None, **__: Any
+        self, factory: Any, _: Any = None, port: Any = None, *, sock: Any = None, **__: Any
     ) -> Any:
-        port = self._reached.pop(sock.fileno())
-        sock.close()
+        if sock is not None:
+            port = self._reached.pop(sock.fileno())
+            sock.close()
         if port not in self._listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         near, far = ("127.0.0.1", next(self._ports)), ("127.0.0.1", port)

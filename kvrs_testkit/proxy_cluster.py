@@ -106,6 +106,7 @@ async def open_proxy_cluster(
     model: str | None = None,
     agent_ports: Mapping[str, int] | None = None,
     gossip_ports: Mapping[str, int] | None = None,
+    engine: Callable[[str, str, Role], Any] | None = None,
     prepare: Callable[[dict[str, Scripted]], None] = lambda _: None,
     read: Callable[[], Config] | None = None,
     cluster_drain_s: float = 30.0,
@@ -116,16 +117,17 @@ async def open_proxy_cluster(
     returns.
 
     Agents that section `backup` or `gossip_ports` calls for are scripted, unless `agent_ports` has
-    the ports of real ones by node. The test itself starts gossip at `gossip_ports`.
+    the ports of real ones by node. The test itself starts gossip at `gossip_ports`. `engine` makes
+    instances other than `Scripted` ones of name, node and role.
     """
     async with AsyncExitStack() as stack:
         script = Script()
         of_nodes = [[(name[0], Role(name)) for name in node] for node in nodes or ()]
         of_nodes = of_nodes or [list(roles)] * pairs
         instances = {
-            f"{letter}{n}": Scripted(
-                f"{letter}{n}", f"n{n}", role=role, script=script, created=100 + n
-            )
+            f"{letter}{n}": engine(f"{letter}{n}", f"n{n}", role)
+            if engine
+            else Scripted(f"{letter}{n}", f"n{n}", role=role, script=script, created=100 + n)
             for n, its_roles in enumerate(of_nodes)
             for letter, role in its_roles
         }

@@ -56,6 +56,10 @@ class Expected:
     attempts: int | None = 2  # The most that a stream that moves has needed.
     pause_s: float | None = None  # No stream that moved was silent for longer.
     poison_deaths: set[int] | None = None  # Of each poisoned request, one of these numbers.
+    failed: int | None = None  # Attempts that failed, each by itself.
+    # At least so many streams begin while all prefill instances are lost, and after that. Only
+    # then, and always then, they begin without one.
+    without_prefill: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,7 @@ class Scenario:
     rule: str
     faults: tuple[Row, ...]
     nodes: tuple[tuple[str, ...], ...] = (PAIR, PAIR)
+    is_vllm: bool = False  # Its engines are vLLM's.
     settings: Mapping[str, Any] = field(default_factory=dict)
     load: Load = field(default_factory=Load)
     back_s: float = NEVER_S  # What was killed is back after it.
@@ -132,6 +137,7 @@ def check(row: Scenario, found: Found) -> None:
         "options": {each.option.value for each in recovered},
         "recovers": bool(moved) and (victims <= moved or "complete" not in found.ended),
         "attempts": max((each.attempt for each in recovered), default=None),
+        "failed": sum(isinstance(event, ev.AttemptFailed) for event, _ in entries),
     }
     wanted = {"never_due": [], "ended": expected.ended or {"complete": row.load.streams}}
     wanted |= {name: value for name in seen if (value := getattr(expected, name, None)) is not None}
@@ -140,3 +146,28 @@ def check(row: Scenario, found: Found) -> None:
     assert expected.pause_s is None or max(found.pauses_s) <= expected.pause_s
     if expected.poison_deaths is not None:
         assert set(found.poison_deaths.values()) <= expected.poison_deaths
+    begun = _begun(row, entries)
+    assert set(begun) <= {("before", False), ("while", True), ("after", False)}, begun
+    assert min(begun["while", True], begun["after", False]) >= expected.without_prefill, begun
+
+
+def _begun(
+    row: Scenario, entries: Iterable[tuple[ev.Event, tuple[act.Action, ...]]]
+) -> Counter[tuple[str, bool]]:
+    """New streams by when they begin: before all prefill instances are lost, while they are, or
+    after that; and by whether they begin without one.
+    """
+    prefill = {f"p{n}" for n, roles in enumerate(row.nodes) if "prefill" in roles}
+    lost, when, begun = set[str](), "before", Counter[tuple[str, bool]]()
+    for event, actions in entries:
+        if isinstance(event, ev.InstanceLost):
+            lost.add(str(event.instance))
+        elif isinstance(event, ev.InstanceUp):
+            lost.discard(str(event.info.id))
+        if prefill <= lost:
+            when = "while"
+        elif when == "while":
+            when = "after"
+        starts = [each for each in actions if isinstance(each, act.Start) and each.attempt == 1]
+        begun.update((when, each.plan.prefill is None) for each in starts)
+    return begun

@@ -64,6 +64,7 @@ class VllmScript:
     gate: asyncio.Event | None = None  # Streams wait for it before position `gate_at`.
     gate_at: int = 0
     tokens_per_event: int = 1
+    pause_s: float = 0.0  # Between two events.
 
 
 @dataclass(eq=False)
@@ -287,6 +288,8 @@ class ScriptedVllm(ScriptedServer):
                 return response
             if isinstance(event, Fault):
                 return await _break(request, response, event)
+            await asyncio.sleep(script.pause_s)
+            await self.awake.wait()
             await response.write(event)
         return response
 

@@ -86,22 +86,6 @@ def sick(seed: int, *, keep_log: bool = False) -> World:
     return World(_pairs(3, {}), arrivals, [death], seed=seed, proxies=1, keep_log=keep_log)
 
 
-def no_prefill(seed: int, *, keep_log: bool = False) -> World:
-    """Three pairs of engines like vLLM under load, all prefill instances of which are killed, and
-    are back after some seconds.
-    """
-    rng = Random(seed)
-    kill = {"when": {"at_s": 4.0}, "what": "kill", "whom": {"role": "prefill", "pick": "all"}}
-    death = FaultEvent("all prefill instances", 4.0, tuple(parse_faults([kill])))
-    arrivals = _poisson(rng, per_s=6.0, from_s=1.0, to_s=21.0, max_tokens=60)
-    world = World(
-        _pairs(3, {}), arrivals, [death], seed=seed, stay_away=0.0, reload_s=8.0, keep_log=keep_log
-    )
-    for engine in world.cluster.engines.values():
-        engine.is_plain = True
-    return world
-
-
 def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
     """Decode instances of four ranks that lose some, again and again, while they serve; some
     leave by order.

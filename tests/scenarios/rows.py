@@ -1,5 +1,6 @@
 """The rows."""
 
+from dataclasses import replace
 from typing import Any
 
 from kvrs_testkit.scenarios import DECODE, PAIR, Expected, Load, Row, Scenario
@@ -26,9 +27,50 @@ CONNECTS = (
     "a new connection to a stopped process fails after 1 s: a request that comes during the "
     "pause makes a second attempt"
 )
+VLLM = "tests/vllm has real ones"
 NO_POISON = "no request ends the embedded engine"
 ONE_STREAM = Load(streams=1)
 FLOW = Load(streams=40, every_s=0.125, tokens=150)  # Some come while instances are paused.
+
+PAUSED = [
+    Scenario(
+        name="paused-beside-another",
+        rule="After the usual limit, far shorter than the pause, streams go on elsewhere.",
+        faults=stop({"id": "d1"}, 8.0),
+        nodes=(PREFILL, DECODE, DECODE),
+        load=FLOW,
+        seeds=4,
+        expected=Expected(lost={"d1"}, left={"d1"}, to={"d2"}, pause_s=6.0),
+    ),
+    Scenario(
+        name="paused-alone",
+        rule="Streams of the only decode instance, and new requests, wait: nothing is given up.",
+        faults=stop({"id": "d1"}, 8.0),
+        nodes=(PREFILL, DECODE),
+        load=FLOW,
+        seeds=4,
+        expected=Expected(lost=set(), recovers=False, attempts=None, failed=0),
+        not_real=CONNECTS,
+    ),
+    Scenario(
+        name="paused-all",
+        rule="To give up one of them would only move its streams to another silent one.",
+        faults=stop(ALL_DECODE, 8.0),
+        nodes=(PREFILL, DECODE, DECODE),
+        load=FLOW,
+        seeds=4,
+        expected=Expected(lost=set(), recovers=False, attempts=None, failed=0),
+        not_real=CONNECTS,
+    ),
+    Scenario(
+        name="paused-beyond-the-longest-silence",
+        rule="`proxy.token_gap_s` ends the wait, then everything is as with any silence.",
+        faults=stop({"id": "d1"}, 14.0),
+        nodes=(PREFILL, DECODE),
+        load=FLOW,
+        expected=Expected(lost={"d1"}, left={"d1"}),
+    ),
+]
 
 ROWS = [
     Scenario(
@@ -132,6 +174,18 @@ ROWS = [
         expected=Expected(lost={"d0", "d1"}, left={"d0", "d1"}, to={"d0", "d1"}, attempts=None),
     ),
     Scenario(
+        name="dies-again-and-again",
+        rule="Every attempt may fail: `max_attempts` is for those that bring nothing.",
+        faults=tuple(
+            fault("kill", {"role": "decode"}, at_s=2.0 + n, phase="decode") for n in range(20)
+        ),
+        settings={"policy": {"recovery": {"max_attempts": 2}}},
+        load=Load(streams=1, tokens=1500),
+        back_s=0.3,
+        expected=Expected(lost={"d0", "d1"}, left={"d0", "d1"}, attempts=21),
+        not_real=BACK,
+    ),
+    Scenario(
         name="request-before-its-instance",
         rule="Starting is not failing: a request waits for an instance to come up.",
         faults=kill("d0", at_s=0.5),
@@ -141,42 +195,30 @@ ROWS = [
         expected=Expected(lost={"d0"}, recovers=False, attempts=None),
     ),
     Scenario(
-        name="paused-beside-another",
-        rule="After the usual limit, far shorter than the pause, streams go on elsewhere.",
-        faults=stop({"id": "d1"}, 8.0),
-        nodes=(PREFILL, DECODE, DECODE),
-        load=FLOW,
-        seeds=4,
-        expected=Expected(lost={"d1"}, left={"d1"}, to={"d2"}, pause_s=6.0),
+        name="request-before-its-prefill-instance",
+        rule="A restart takes seconds, and costs no request its answer.",
+        faults=kill("p0", at_s=0.5),
+        nodes=(PAIR,),
+        load=ONE_STREAM,
+        back_s=3.0,
+        expected=Expected(lost={"p0"}, recovers=False, attempts=None),
     ),
     Scenario(
-        name="paused-alone",
-        rule="Streams of the only decode instance, and new requests, wait: nothing is given up.",
-        faults=stop({"id": "d1"}, 8.0),
-        nodes=(PREFILL, DECODE),
-        load=FLOW,
-        seeds=4,
-        expected=Expected(lost=set(), recovers=False, attempts=None),
-        not_real=CONNECTS,
+        name="all-prefill-vllm",
+        rule="Until one is back, new streams begin at decode instances, which compute prompts.",
+        faults=(fault("kill", {"role": "prefill", "pick": "all"}, at_s=4.0),),
+        nodes=(PAIR, PAIR, PAIR),
+        is_vllm=True,
+        load=Load(streams=120, every_s=0.17, tokens=60, prompt_tokens=20),
+        back_s=8.0,
+        expected=Expected(
+            lost={"p0", "p1", "p2"}, recovers=None, attempts=None, without_prefill=40
+        ),
+        seeds=6,
+        not_real=VLLM,
     ),
-    Scenario(
-        name="paused-all",
-        rule="To give up one of them would only move its streams to another silent one.",
-        faults=stop(ALL_DECODE, 8.0),
-        nodes=(PREFILL, DECODE, DECODE),
-        load=FLOW,
-        seeds=4,
-        expected=Expected(lost=set(), recovers=False, attempts=None),
-        not_real=CONNECTS,
-    ),
-    Scenario(
-        name="paused-beyond-the-longest-silence",
-        rule="`proxy.token_gap_s` ends the wait, then everything is as with any silence.",
-        faults=stop({"id": "d1"}, 14.0),
-        nodes=(PREFILL, DECODE),
-        load=FLOW,
-        expected=Expected(lost={"d1"}, left={"d1"}),
-    ),
+    *PAUSED,
+    *(replace(row, name=f"{row.name}-vllm", is_vllm=True, not_real=VLLM) for row in PAUSED),
     Scenario(
         name="slow",
         rule="Ten times as slow is alive: a stream that crawls is left where it is.",

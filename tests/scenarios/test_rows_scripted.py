@@ -21,7 +21,10 @@ from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scenarios import Found, Scenario, check
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_server import ScriptedServer
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.sse import events_of
+from tests.proxy.backends.conftest import vllm_model as vllm_model
+from tests.proxy.conftest import model as model
 from tests.scenarios.rows import ROWS
 
 TOKEN_S, PREFILL_TOKEN_S = 0.02, 0.0005
@@ -29,12 +32,14 @@ LOOK_S = 0.01
 SLOW_PERIOD_S = 0.2
 REFUSED = (422, "poison", "invalid_request_error")  # Other streams fail when they have begun.
 
+Entry = tuple[ev.Event, tuple[act.Action, ...]]
+
 
 class Entries:
     """An event log that is kept as it is."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[ev.Event, tuple[act.Action, ...]]] = []
+        self.found: list[Entry] = []
 
     def note(self, _: float, event: ev.Event, actions: Sequence[act.Action]) -> None:
         self.found.append((event, tuple(actions)))
@@ -54,7 +59,8 @@ class Run:
         script.poisons = {f"s{number}": load.poison_at for number in load.poisons}
         self._system.proxy.parts.driver._shell._event_log = entries  # type: ignore[assignment]
         self._begin(self._carry_out_all())
-        self._begin(self._bring_back_poisoned())
+        if load.poisons:
+            self._begin(self._bring_back_poisoned())
         prompts = enumerate(load.prompts(0))
         ends = await asyncio.gather(*(self._ask(number, prompt) for number, prompt in prompts))
         seen = list(entries.found)
@@ -68,6 +74,9 @@ class Run:
         assert state["streams"] == []
         last = {each["stream"]: each["outcome"] for each in state["recoveries"]}
         assert set(last.values()) <= ({"resumed", "ended"} if load.poisons else {"resumed"})
+        if not load.poisons and not self._row.is_vllm:
+            assert await self._system.count("kvrs_attempts_failed_total") == 0, "one event a loss"
+        _look_at(state["recoveries"], seen)
         pauses_s = [row["gap_s"] for row in state["recoveries"] if row["gap_s"] is not None]
         return Found(Counter(ends), seen, never_due, pauses_s, poison_deaths)
 
@@ -138,6 +147,22 @@ class Run:
         await victim.restart()
 
 
+def _look_at(recoveries: Sequence[Any], seen: Sequence[Entry]) -> None:
+    """Each tells how far its stream was, how long it took, and one estimate of every option."""
+    events = [event for event, _ in seen]
+    lost = [each.produced_tokens for each in events if isinstance(each, ev.InstanceLost)]
+    failed = [each for each in events if isinstance(each, ev.AttemptFailed)]
+    produced = {told for each in lost for told in each.items()}
+    produced |= {(each.stream, each.produced_tokens) for each in failed}
+    for row in recoveries:
+        options = [estimate["option"] for estimate in row["estimates"]]
+        assert options
+        assert len(options) == len(set(options))
+        if row["produced_tokens"] and row["outcome"] == "resumed":
+            assert (row["stream"], row["produced_tokens"]) in produced
+            assert min(row["real_s"], row["gap_s"]) > 0
+
+
 async def _stop(victim: ScriptedServer, for_s: float) -> None:
     victim.freeze()
     await asyncio.sleep(for_s)
@@ -152,9 +177,16 @@ async def _slow(victim: ScriptedServer, factor: float, for_s: float) -> None:
         await asyncio.sleep(SLOW_PERIOD_S / factor)
 
 
-async def scripted(row: Scenario) -> Found:
-    roles: dict[str, Any] = {"nodes": row.nodes}
-    async with open_proxy_cluster(**roles, **row.settings) as system:
+async def scripted(row: Scenario, model: str) -> Found:
+    settings: dict[str, Any] = {"nodes": row.nodes, **row.settings}
+    if row.is_vllm:
+        script = VllmScript(pause_s=TOKEN_S, prompt_tokens=row.load.prompt_tokens)
+        settings["engine"] = lambda name, node, role: ScriptedVllm(
+            name, node, role=role, script=script
+        )
+        settings["cluster"] = {"backend": "vllm", "model": model}
+        settings["profiles"] = {"prefill": "opt-13b-a100-distserve-tp1"}
+    async with open_proxy_cluster(**settings) as system:
         return await Run(row, system).found()
 
 
@@ -162,9 +194,9 @@ async def scripted(row: Scenario) -> Found:
     "row", [pytest.param(row, id=row.name) for row in ROWS if not row.not_scripted]
 )
 def test_row_holds_at_a_proxy_before_scripted_instances(
-    row: Scenario, monkeypatch: pytest.MonkeyPatch
+    row: Scenario, monkeypatch: pytest.MonkeyPatch, vllm_model: str
 ) -> None:
     """Each row states its own rule."""
     with asyncio.Runner(loop_factory=MemoryLoop) as runner:
         monkeypatch.setattr(time, "monotonic", runner.get_loop().time)
-        check(row, runner.run(scripted(row)))
+        check(row, runner.run(scripted(row, vllm_model)))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvrs.core import routing, starter
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -35,6 +36,8 @@ def simulated(row: Scenario, seed: int) -> Found:
         reload_s=row.back_s,
         keep_log=True,
     )
+    for engine in world.cluster.engines.values():
+        engine.is_plain = row.is_vllm
     outcome = world.run()
     poison_deaths = Counter({str(name): deaths for name, deaths in outcome.poison_deaths.items()})
     return Found(outcome.ended, entries(world), outcome.never_due, outcome.pauses_s, poison_deaths)
@@ -69,3 +72,14 @@ def test_simulator_notices_streams_that_do_not_wait(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(AssertionError, match="lost"):
         check(row, simulated(row, 0))
+
+
+def test_simulator_notices_prompts_that_decode_instances_do_not_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The row of prefill instances that are all lost can be broken: requests are refused then."""
+    monkeypatch.setattr(routing, "computing_prompts", lambda view: [])
+    monkeypatch.setattr(starter, "computing_prompts", lambda view: [])
+    (row,) = (row for row in ROWS if row.name == "all-prefill-vllm")
+
+    assert simulated(row, 0).ended["no_instance"] > 0

@@ -1,6 +1,5 @@
 """Requests while no instance of a role is up."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -141,19 +140,3 @@ async def test_without_any_instance_no_role_is_named(build: ProxyClusterBuilder)
 
     assert (await refusal(system))[:2] == (503, "no instance came up within 0 s")
     assert await ready(system) == (503, "no instance is up")
-
-
-async def test_a_request_waits_for_a_prefill_instance_that_is_started_again(
-    build: ProxyClusterBuilder,
-) -> None:
-    """A restart takes seconds, and costs no request its answer."""
-    system = await build(pairs=1, policy={"recovery": {"role_wait_s": 30.0}})
-    await system.instances["p0"].kill()
-    await system.until_health(p0="down")
-
-    asked = asyncio.create_task(system.complete(prompt=PROMPT, max_tokens=TOKENS, temperature=0))
-    await system.until_streams_hold(0)
-    await system.instances["p0"].restart()
-    status, _ = await asked
-
-    assert status == 200

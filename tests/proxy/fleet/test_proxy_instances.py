@@ -8,10 +8,8 @@ import msgspec
 import pytest
 
 import kvrs
-from kvrs.core import attempt
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import Capability, SourceRange
-from kvrs.proxy.wire import pool
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
@@ -33,38 +31,6 @@ async def answer_text(system: ProxyCluster, **fields: object) -> str:
     assert status == 200, body
     answer: str = msgspec.json.decode(body)["choices"][0]["text"]
     return answer
-
-
-async def test_all_streams_of_a_killed_instance_are_decided_together(
-    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One lost instance is one event, whichever of its sockets is read first."""
-    for module in (attempt, pool):  # However long this process stands still between two reads.
-        monkeypatch.setattr(module, "LOST_TOGETHER_S", 60.0)
-    system = await build()
-    system.script.gate, system.script.gate_at = asyncio.Event(), 3
-    asked = [asyncio.create_task(answer_text(system)) for _ in range(8)]
-    await system.until_streams_hold(3, count=8)
-    on_d0 = [s["id"] for s in (await system.state())["streams"] if s["decode"] == "d0"]
-
-    await system.instances["d0"].kill()
-    await system.until_health(d0="down")
-    system.script.gate.set()
-
-    assert await asyncio.gather(*asked) == [text()] * 8
-    recoveries = (await system.state())["recoveries"]
-    assert sorted(r["stream"] for r in recoveries) == sorted(on_d0)
-    assert on_d0
-    assert {r["from"] for r in recoveries} == {"d0"}
-    assert {r["to"] for r in recoveries} == {"d1"}
-    assert {r["produced_tokens"] for r in recoveries} == {3}
-    assert all(
-        r["outcome"] == "resumed" and r["real_s"] > 0 and r["gap_s"] > 0 and r["estimates"]
-        for r in recoveries
-    )
-    assert await system.count("kvrs_attempts_failed_total") == 0, (
-        "no stream was put down to its own connection"
-    )
 
 
 async def test_a_killed_instance_returns_with_a_higher_epoch(build: ProxyClusterBuilder) -> None:

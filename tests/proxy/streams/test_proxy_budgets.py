@@ -45,29 +45,6 @@ def calls(system: ProxyCluster) -> int:
     return sum(len(instance.completions) for instance in system.instances.values())
 
 
-async def test_a_stream_outlives_many_deaths_with_progress_in_between(
-    build: ProxyClusterBuilder,
-) -> None:
-    """Every attempt may fail; `max_attempts` is for those that bring nothing."""
-    system = await build(policy={"recovery": {"max_attempts": 2}})
-    system.script.gate = asyncio.Event()
-    system.script.gate_at = 1
-    asked = asyncio.create_task(system.complete(**REQUEST, max_tokens=40))
-
-    for death in range(1, 21):
-        await system.until_streams_hold(death)
-        (row,) = (await system.state())["streams"]
-        victim = system.instances[row["decode"]]
-        await victim.kill()
-        system.script.gate_at = death + 1
-        await victim.restart()
-        await system.until_health(**{victim.id: "up"})
-    system.script.gate.set()
-
-    status, body = await asked
-    assert (status, text_in(body)) == (200, whole(40))
-
-
 @pytest.mark.parametrize("status", [429, 503])
 async def test_streams_wait_while_every_survivor_is_busy(
     build: ProxyClusterBuilder, status: int

@@ -322,21 +322,3 @@ async def _fail_alone(system: ProxyCluster, name: str, count: int) -> bool:
 
 async def _truth(value: bool) -> bool:
     return value
-
-
-async def test_a_recovery_is_kept_without_every_target_of_a_large_cluster(
-    build: ProxyClusterBuilder,
-) -> None:
-    """A thousand are kept: the room that each takes does not grow with the number of instances."""
-    system = await build(pairs=6)
-    asked = await held_open(system, count=1)
-    (stream,) = (await system.state())["streams"]
-
-    await system.instances[stream["decode"]].kill()
-    release(system)
-
-    assert await all_exact(asked)
-    (recovery,) = (await system.state())["recoveries"]
-    options = [estimate["option"] for estimate in recovery["estimates"]]
-    assert "recompute" in options
-    assert len(options) == len(set(options))
