@@ -15,6 +15,7 @@ from kvrs.core.model import events as ev
 from kvrs.faults.language import Fault, parse_faults
 
 Row = dict[str, Any]
+Entry = tuple[ev.Event, tuple[act.Action, ...]]  # Of an event log.
 PAIR = ("prefill", "decode")
 DECODE = ("decode",)
 NEVER_S = 10_000.0
@@ -101,7 +102,7 @@ class Found:
     """The outcome of one run, as a driver saw it."""
 
     ended: Counter[str]
-    entries: Iterable[tuple[ev.Event, tuple[act.Action, ...]]]  # Of the proxy's event log.
+    entries: Iterable[Entry]  # Of the proxy's event log.
     never_due: list[str]
     pauses_s: list[float]
     poison_deaths: Counter[str] = field(default_factory=Counter)
@@ -151,9 +152,7 @@ def check(row: Scenario, found: Found) -> None:
     assert min(begun["while", True], begun["after", False]) >= expected.without_prefill, begun
 
 
-def _begun(
-    row: Scenario, entries: Iterable[tuple[ev.Event, tuple[act.Action, ...]]]
-) -> Counter[tuple[str, bool]]:
+def _begun(row: Scenario, entries: Iterable[Entry]) -> Counter[tuple[str, bool]]:
     """New streams by when they begin: before all prefill instances are lost, while they are, or
     after that; and by whether they begin without one.
     """

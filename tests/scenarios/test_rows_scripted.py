@@ -18,7 +18,7 @@ from kvrs.core.model import events as ev
 from kvrs.faults.language import DueFault, FaultSchedule, What
 from kvrs_testkit.memory_loop import MemoryLoop
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
-from kvrs_testkit.scenarios import Found, Scenario, check
+from kvrs_testkit.scenarios import Entry, Found, Scenario, check
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.scripted_server import ScriptedServer
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
@@ -31,8 +31,6 @@ TOKEN_S, PREFILL_TOKEN_S = 0.02, 0.0005
 LOOK_S = 0.01
 SLOW_PERIOD_S = 0.2
 REFUSED = (422, "poison", "invalid_request_error")  # Other streams fail when they have begun.
-
-Entry = tuple[ev.Event, tuple[act.Action, ...]]
 
 
 class Entries:

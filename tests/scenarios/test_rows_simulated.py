@@ -7,13 +7,11 @@ import pytest
 
 from kvrs.core import routing, starter
 from kvrs.core.event_log import LogEntry, read
-from kvrs.core.model import actions as act
-from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
-from kvrs_testkit.scenarios import Found, Scenario, check
+from kvrs_testkit.scenarios import Entry, Found, Scenario, check
 from tests.scenarios.rows import ROWS
 
 
@@ -43,7 +41,7 @@ def simulated(row: Scenario, seed: int) -> Found:
     return Found(outcome.ended, entries(world), outcome.never_due, outcome.pauses_s, poison_deaths)
 
 
-def entries(world: World) -> Iterator[tuple[ev.Event, tuple[act.Action, ...]]]:
+def entries(world: World) -> Iterator[Entry]:
     """The log until the last stream had ended: then the world is brought to rest."""
     (proxy,) = world.cluster.proxies
     for entry in read(proxy.log or []):
