@@ -60,6 +60,10 @@ class InstanceSettings(Settings):
     """Where its pages are pulled from. 0: any free port, chosen once by `kvrs up`."""
     page_host: Host | None = None
     """Address of the page port. null: `host`."""
+    connector_port: int | None = Field(default=None, ge=1, le=65535)
+    """With `cluster.backend: vllm`: port of the kvrs connector in it, for the proxies. null: it has
+    none.
+    """
     bind: Host | None = None
     """Where its ports listen, as 0.0.0.0 or ::. null: at the addresses that others use."""
     tp: int = Field(default=1, ge=1, le=MOST_RANKS)

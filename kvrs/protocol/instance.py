@@ -211,6 +211,18 @@ class ReformingReport(msgspec.Struct, frozen=True):
     held_page_s: Seconds = 0.0
 
 
+class ConnectorReport(msgspec.Struct, frozen=True):
+    """Counts of the kvrs connector in vLLM, since its start where they only rise."""
+
+    version: str  # Of kvrs.
+    pages_saved: Natural = 0  # That agents have answered for.
+    pages_loaded: Natural = 0  # Copied into vLLM's blocks after they were verified.
+    pages_damaged: Natural = 0  # Fetched with a wrong checksum, and computed instead.
+    lag_pages: Natural = 0  # Full pages of protected streams that agents do not have yet.
+    pinned_blocks: Natural = 0  # Staged pages and the blocks that wait for them.
+    off_reason: str | None = None  # Why it does nothing; None: it is at work.
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS`
     (newline-delimited JSON).
@@ -245,6 +257,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     full_degree: Natural = 0  # Ranks that it was configured with.
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
+    connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
