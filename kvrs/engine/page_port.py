@@ -5,16 +5,14 @@ for each pool of pages a fetcher and a checkpointer. Shared by the embedded engi
 long as the process lives, and by a stage of DistServe, which gets a new pool with every restart.
 """
 
-import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.engine.checkpoints import Checkpointer
@@ -38,6 +36,7 @@ from kvrs.transfer.peers import (
 )
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.registry import agents_of, peers_of, probe_links, with_own_memory
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import store_directory
@@ -158,9 +157,8 @@ class PagePort:
         """Where pages come from; the memory of the own node's processes is on this host: that of
         its agent, and what this owns for instances of one process.
         """
-        peers, own = peers_of(config), self._place.node
-        if (agent := peers.get(own.agent_id)) is not None:
-            peers[own.agent_id] = replace(agent, directory=self._directory(config))
+        own = self._place.node
+        peers = with_own_memory(peers_of(config), config, own, self._place.secret)
         if config.state_plane.enabled:
             for settings in own.instances:
                 if settings.ranks == 1 and (peer := peers.get(settings.id)) is not None:
@@ -224,44 +222,3 @@ class PagePort:
 
 def _socket_of(instance: InstanceId) -> str:
     return f"{PAGES_SOCKET}-{quote(instance, safe='')}"
-
-
-async def probe_links(
-    puller: PagePuller, registry: Mapping[InstanceId, Peer], own: InstanceId, interval_s: float
-) -> None:
-    """Probe the links from all peers once per interval; links with traffic of their own are left
-    out.
-    """
-    while True:
-        peers = [*registry.values()]
-        # The other instances of this node probe the same links.
-        probers = [peer.node for peer in peers].count(registry[own].node)
-        for peer in peers:
-            # After an answer of one peer, the others of its node are not probed.
-            if peer.instance != own:
-                await puller.probe(peer, probers)
-        await asyncio.sleep(interval_s)
-
-
-def peers_of(config: Config) -> dict[InstanceId, Peer]:
-    """Where pages may come from and go to: all instances, then the agents if there are any."""
-    peers = [
-        Peer(instance=instance.id, node=node.id, host=instance.pages_at, port=instance.page_port)
-        for node, instance in config.cluster.instances()
-    ]
-    return {peer.instance: peer for peer in peers} | agents_of(config)
-
-
-def agents_of(config: Config) -> dict[InstanceId, Peer]:
-    """Where checkpoints go."""
-    if config.backup.mode is BackupMode.OFF:
-        return {}
-    return {
-        node.agent_id: Peer(
-            instance=node.agent_id,
-            node=node.id,
-            host=node.agent.pages_at,
-            port=node.agent.page_port,
-        )
-        for node in config.cluster.nodes
-    }

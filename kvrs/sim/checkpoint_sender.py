@@ -1,4 +1,4 @@
-"""Sends newly filled pages to agents, as `kvrs/engine/checkpoints.py` does: the real backlog says
+"""Sends newly filled pages to agents, as `kvrs/transfer/checkpoint_sender.py` does: the real backlog says
 what goes next.
 """
 
@@ -8,10 +8,10 @@ from itertools import islice
 from kvrs.ids import InstanceId
 from kvrs.protocol.page_messages import HeldPages, TrafficClass
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling.checkpoint_backlog import RETRY_MOST_S, RETRY_S, CheckpointDelivery
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.links import SimTransfer
 from kvrs.sim.site import LATENCY_S, SimPagePool, Site
+from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S, RETRY_S, CheckpointDelivery
 from kvrs.transfer.store.book import IncomingRange
 
 SHORTEST_S = 0.001  # A round in which nothing could be sent is not begun again at the same moment.
@@ -21,7 +21,7 @@ _Batch = list[
 ]  # A delivery, its first page, and the pages.
 
 
-class CheckpointSender:
+class SimCheckpointSender:
     """One per instance; to each agent one round at a time."""
 
     def __init__(self, engine: SimPagePool, site: Site) -> None:
@@ -184,7 +184,7 @@ class _Store:
 
     def __init__(
         self,
-        checkpoint_sender: CheckpointSender,
+        checkpoint_sender: SimCheckpointSender,
         agent: SimAgent,
         parcel: _Batch,
         runs: list[IncomingRange],

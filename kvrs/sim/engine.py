@@ -20,16 +20,16 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
-from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
 from kvrs.scheduling.sources import PullSource, alike, next_source
 from kvrs.sim.calls import Batch, SimCall, SimRun, checkpoints_of, token_at
-from kvrs.sim.checkpoint_sender import CheckpointSender
+from kvrs.sim.checkpoint_sender import SimCheckpointSender
 from kvrs.sim.process import Step, require
 from kvrs.sim.ranks import RankedEngine, SimRanks
 from kvrs.sim.site import Fetch, OpenedPages, PageRequest, SimPagePool, Site
+from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 
 _POISON_ACTS_S = 0.005
@@ -66,7 +66,7 @@ class SimEngine(SimPagePool, RankedEngine):
             self._site.config.transfer.link, self._site.config.transfer.probe_bytes
         )
         self.backlog = CheckpointBacklog(self._size)
-        self.checkpoint_sender = CheckpointSender(self, self._site)
+        self.checkpoint_sender = SimCheckpointSender(self, self._site)
         self.runs: dict[Sequence, SimRun] = {}
         self._attempts: dict[StreamId, tuple[int, int]] = {}
         self.contents: dict[int, Tag] = {}  # Of pages that were ever full.

@@ -39,7 +39,6 @@ from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
@@ -47,6 +46,7 @@ from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import Batch, SimRun, checkpoints_of
 from kvrs.sim.process import SimProcess, Step, require
 from kvrs.sim.site import Site
+from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 
 _PAGES = 1  # That must find room beside the weights; cells take no part of the simulated memory.

@@ -10,12 +10,12 @@ from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling.checkpoint_backlog import CheckpointBacklog
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.sim.links import SimLinks, SimTransfer
 from kvrs.sim.process import Clock, SimProcess, Step, require
 from kvrs.sim.rank_model import RankModel
+from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 
 LATENCY_S = 0.0002  # One way, between any two processes of the cluster.

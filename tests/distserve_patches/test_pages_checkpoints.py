@@ -5,11 +5,11 @@ import torch
 from ray.exceptions import RayActorError
 
 from kvrs.config.backup import BackupSettings
-from kvrs.engine import checkpoints
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.kv_pool import KvPool
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.scheduling import sequences
+from kvrs.transfer import checkpoint_sender
 from tests.distserve_patches.ranks import Stage
 from tests.engine.test_checkpoints import AGENTS, GEOMETRY, World, eventually, working
 
@@ -49,7 +49,7 @@ class StageWorld(World):
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "RETRY_S", 0.01)
+    monkeypatch.setattr(checkpoint_sender, "RETRY_S", 0.01)
 
 
 async def test_pages_of_all_ranks_arrive_whole() -> None:

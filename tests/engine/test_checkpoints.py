@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvrs.config.backup import BackupSettings
-from kvrs.engine import checkpoints
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import GenerationRun
@@ -21,10 +20,11 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import Tag, root_tag
-from kvrs.scheduling import checkpoint_backlog as backlog
 from kvrs.scheduling import sequences
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.sources import PullSource
+from kvrs.transfer import checkpoint_backlog as backlog
+from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.peers import (
     CheckpointClaim,
     HeldPages,
@@ -252,12 +252,12 @@ async def working(world: World) -> AsyncIterator[World]:
         world.pages.release(sequence.pages)
     world.pages.check()
     assert world.pages.free_pages == world.pages.pages
-    assert world.most_pinned <= world.checkpointer._staging_pages
+    assert world.most_pinned <= world.checkpointer._sender._staging_pages
 
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "RETRY_S", 0.01)
+    monkeypatch.setattr(checkpoint_sender, "RETRY_S", 0.01)
     monkeypatch.setattr(backlog, "LOOK_AGAIN_S", 0.02)
     monkeypatch.setattr(backlog, "STUCK_S", 0.02)
     monkeypatch.setattr(backlog, "ROOM_S", 0.02)

@@ -12,7 +12,6 @@ import pytest
 
 from kvrs.config.file import Config, parse_config
 from kvrs.config.transfer import TransferSettings
-from kvrs.engine import checkpoints
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.routes import make_app
@@ -20,7 +19,8 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Capability
 from kvrs.protocol.page_messages import CheckpointClaim, StoreCode
 from kvrs.protocol.tags import Tag, page_tags
-from kvrs.scheduling import checkpoint_backlog as backlog
+from kvrs.transfer import checkpoint_backlog as backlog
+from kvrs.transfer import checkpoint_sender
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import PAGES_SOCKET, Identity, PagePlace, PinnedPages, PullRequest
 from kvrs.transfer.send_faults import SendingFaults
@@ -202,7 +202,7 @@ def stalling_server() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "RETRY_S", 0.02)
+    monkeypatch.setattr(checkpoint_sender, "RETRY_S", 0.02)
     monkeypatch.setattr(backlog, "STUCK_S", 0.02)
 
 

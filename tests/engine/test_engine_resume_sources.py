@@ -13,12 +13,12 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.engine.hooks import StepHook
-from kvrs.engine.page_port import peers_of
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import SequencePhase
 from kvrs.transfer.peers import TrafficClass
+from kvrs.transfer.registry import peers_of
 from tests.engine.peers import P, PeerEngine, peer_engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]

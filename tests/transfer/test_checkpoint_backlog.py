@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.checkpoint_backlog import (
+from kvrs.scheduling.sequences import Sequence
+from kvrs.transfer.checkpoint_backlog import (
     LOOK_AGAIN_S,
     ROOM_S,
     STUCK_S,
     CheckpointBacklog,
     CheckpointDelivery,
 )
-from kvrs.scheduling.sequences import Sequence
 from kvrs.transfer.peers import HeldPages, StoreCode
 
 PAGE = 4

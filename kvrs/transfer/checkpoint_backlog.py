@@ -21,12 +21,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
-from kvrs.scheduling.sequences import Sequence
 
 # Time for a prefill instance to bring the holder more of what it handed over.
 LOOK_AGAIN_S = 0.2
@@ -43,6 +43,16 @@ RETRY_S = 0.5
 RETRY_MOST_S = 5.0
 
 
+class Followed(Protocol):
+    """A sequence whose pages are sent: `kvrs.scheduling.sequences.Sequence` is one."""
+
+    stream: StreamId
+    attempt: tuple[int, int]  # (owner epoch, attempt)
+    tags: list[Tag]  # Of all full pages of its tokens, computed or not.
+    computed_tokens: int
+    history_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class CheckpointDelivery:
     """One attempt at one stream, on its way to one holder."""
@@ -51,7 +61,7 @@ class CheckpointDelivery:
     holder: InstanceId
     reserved_bytes: int
     order: int  # Of two deliveries the one that was begun first has the lower.
-    sequence: Sequence  # Whose pages these are; its tags grow.
+    sequence: Followed  # Whose pages these are; its tags grow.
     handed_over_pages: int  # Leading pages that the prefill instance is probably sending.
     full_pages: int = 0  # Computed here.
     held_pages: int = 0  # Leading pages of the holder, by its last answer.
@@ -95,12 +105,12 @@ class CheckpointBacklog:
     def __init__(self, page_size_tokens: int) -> None:
         self.lag_pages = 0
         self._page_size = page_size_tokens
-        self._deliveries: dict[Sequence, list[CheckpointDelivery]] = {}
+        self._deliveries: dict[Followed, list[CheckpointDelivery]] = {}
         self._current: dict[tuple[StreamId, InstanceId], CheckpointDelivery] = {}
         self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
         self._begun = 0
 
-    def held(self, sequence: Sequence) -> dict[InstanceId, int]:
+    def held(self, sequence: Followed) -> dict[InstanceId, int]:
         """Leading full pages that its holders have, by their last answers."""
         deliveries = self._deliveries.get(sequence, [])
         return {each.holder: each.held_pages for each in deliveries if each.held_pages}
@@ -108,7 +118,7 @@ class CheckpointBacklog:
     # What the scheduler does.
 
     def follow(
-        self, sequence: Sequence, checkpoints: Iterable[CheckpointTarget], *, handed_over: bool
+        self, sequence: Followed, checkpoints: Iterable[CheckpointTarget], *, handed_over: bool
     ) -> None:
         """Bring the sequence's pages to these holders from now on, in place of earlier attempts at
         its stream.
@@ -140,7 +150,7 @@ class CheckpointBacklog:
             self._deliveries.setdefault(sequence, []).append(delivery)
             self._settle(delivery, 0)
 
-    def filled(self, sequence: Sequence, now_s: float) -> list[InstanceId]:
+    def filled(self, sequence: Followed, now_s: float) -> list[InstanceId]:
         """The sequence has more full pages than before, or has them again. Returns the holders
         that wait for them.
         """
@@ -156,7 +166,7 @@ class CheckpointBacklog:
             self._settle(delivery, lag_pages)
         return [delivery.holder for delivery in deliveries if delivery.waits]
 
-    def ended(self, sequence: Sequence, *, send_rest: bool) -> None:
+    def ended(self, sequence: Followed, *, send_rest: bool) -> None:
         """Nothing more is computed. What has not been sent is forgotten, or with `send_rest` goes
         on being sent.
         """

@@ -1,0 +1,199 @@
+"""Sending of newly filled pages to the agents that keep checkpoints, in the background.
+
+The engine never waits for this. It lends at most `backup.staging_pages` of its pages at a time,
+each until an agent has stored it, or has stalled for `transfer.stall_timeout_s`. That includes the
+time in which checkpoints wait for hand-offs and recoveries to the same node.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from itertools import islice
+from typing import Protocol
+
+from kvrs.config.backup import BackupSettings
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
+from kvrs.protocol.tags import Tag
+from kvrs.transfer.checkpoint_backlog import (
+    RETRY_MOST_S,
+    RETRY_S,
+    CheckpointBacklog,
+    CheckpointDelivery,
+)
+from kvrs.transfer.peers import CheckpointClaim, HeldPages, Peer, StoredPages
+
+log = logging.getLogger(__name__)
+
+_MAX_RANGES = 1024  # Of one batch: a STORE stays far below the largest frame.
+
+DueRange = tuple[CheckpointDelivery, int, int]  # The first page and the end of what is sent next.
+
+
+class Pusher(Protocol):
+    """`kvrs.transfer.pusher.PagePusher`. Both raise TransferError."""
+
+    async def offer(
+        self, peer: Peer, claim: CheckpointClaim, reserved_bytes: int, tags: Sequence[Tag]
+    ) -> HeldPages: ...
+
+    async def store(self, peer: Peer, batch: Sequence[StoredPages]) -> list[HeldPages]: ...
+
+
+class PageLender(Protocol):
+    """The engine whose pages are sent."""
+
+    def is_over(self, delivery: CheckpointDelivery) -> bool:
+        """The stream of a sequence that has ended needs no checkpoint any more."""
+        ...
+
+    def lend(
+        self, ranges: Sequence[DueRange]
+    ) -> AbstractAsyncContextManager[list[list[memoryview]]]:
+        """For each range the bytes of its leading pages, as far as they are there. They do not
+        change while they are lent.
+
+        Raises:
+            TransferError: they cannot be read.
+        """
+        ...
+
+
+class CheckpointSender:
+    """One per instance. All methods run on its event loop."""
+
+    def __init__(
+        self,
+        backlog: CheckpointBacklog,
+        lender: PageLender,
+        pusher: Pusher,
+        agents: Mapping[InstanceId, Peer],
+        settings: BackupSettings,
+        staging_pages: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.lent_pages = 0
+        self._backlog, self._lender, self._pusher = backlog, lender, pusher
+        self._agents = dict(agents)
+        self._settings, self._staging_pages, self._clock = settings, staging_pages, clock
+        self._senders: asyncio.TaskGroup | None = None
+        self._wakes = {agent: asyncio.Event() for agent in agents}
+        self._room = asyncio.Event()
+
+    @property
+    def agents(self) -> Mapping[InstanceId, Peer]:
+        return self._agents
+
+    def learn(self, agents: Mapping[InstanceId, Peer]) -> None:
+        """Send to further agents, or to those that are known at another address."""
+        known, self._agents = self._agents, {**self._agents, **agents}
+        for agent in agents.keys() - known.keys():
+            self._wakes[agent] = asyncio.Event()
+            if self._senders is not None:
+                self._senders.create_task(self._serve(agent))
+
+    def wake(self, agents: Sequence[InstanceId]) -> None:
+        """There is something to send to these."""
+        for agent in agents:
+            self._wakes[agent].set()
+
+    def check(self) -> None:
+        """Assert that the backlog is consistent, and that at most the allowed pages are lent."""
+        self._backlog.check()
+        assert 0 <= self.lent_pages <= self._staging_pages
+
+    async def run(self) -> None:
+        """Serve all agents until cancelled, each by a task of its own: one that stalls delays no
+        other.
+        """
+        async with asyncio.TaskGroup() as self._senders:
+            for agent in self._agents:
+                self._senders.create_task(self._serve(agent))
+            await asyncio.get_running_loop().create_future()
+
+    async def _serve(self, agent: InstanceId) -> None:
+        pause_s, more = RETRY_S, False
+        while True:
+            await self._due(agent)
+            if not more:
+                await asyncio.sleep(self._settings.gather_s)
+            try:
+                sent, more = await self._round(self._agents[agent])
+            except TransferError as error:
+                log.info("checkpoints wait for %s: %s", agent, error)
+                self._backlog.lost(agent)
+                more = False
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+            else:
+                # An answer to an offer alone does not prove that pages get through.
+                pause_s = RETRY_S if sent else pause_s
+
+    async def _due(self, agent: InstanceId) -> None:
+        """Wait until there is something to do for that agent."""
+        wake = self._wakes[agent]
+        while (due_in_s := self._backlog.due_in_s(agent, self._clock())) != 0:
+            wake.clear()
+            timer = (
+                asyncio.get_running_loop().call_later(due_in_s, wake.set)
+                if due_in_s is not None
+                else None
+            )
+            await wake.wait()
+            if timer is not None:
+                timer.cancel()
+
+    async def _round(self, peer: Peer) -> tuple[int, bool]:
+        """Make what offers are due, then send one batch. Returns how many pages were sent, and
+        whether there were more.
+        """
+        agent = peer.instance
+        for delivery in self._backlog.endings(agent):
+            if self._lender.is_over(delivery):
+                self._backlog.drop(delivery)
+        for delivery in self._backlog.offers(agent, self._clock()):
+            held = await self._pusher.offer(
+                peer, delivery.claim, delivery.reserved_bytes, delivery.known_tags
+            )
+            self._backlog.offered(delivery, held, self._clock())
+        budget = await self._budget()
+        ranges = list(islice(self._backlog.ranges(agent, self._clock(), budget), _MAX_RANGES))
+        pages = sum(end - first for _, first, end in ranges)
+        if not pages:
+            return 0, False
+        self.lent_pages += pages
+        try:
+            return await self._send(peer, ranges), pages == budget
+        finally:
+            self.lent_pages -= pages
+            self._room.set()
+
+    async def _send(self, peer: Peer, ranges: Sequence[DueRange]) -> int:
+        """Send what there is of these ranges; returns how many pages that were."""
+        async with self._lender.lend(ranges) as lent:
+            batch = [
+                (delivery, StoredPages(delivery.claim, first, tags, views))
+                for (delivery, first, _), views in zip(ranges, lent, strict=True)
+                if (tags := delivery.tags(first, first + len(views)))
+            ]
+            for (delivery, _, _), views in zip(ranges, lent, strict=True):
+                if not views:
+                    self._backlog.missed(delivery)
+            if not batch:
+                return 0
+            answers = await self._pusher.store(peer, [stored for _, stored in batch])
+        now_s = self._clock()
+        for (delivery, stored), held in zip(batch, answers, strict=True):
+            self._backlog.stored(delivery, stored.first_page, held, now_s)
+        return sum(len(stored.pages) for _, stored in batch)
+
+    async def _budget(self) -> int:
+        """How many pages may be lent for one agent: an equal share, so that a stalled one leaves
+        room for the others.
+        """
+        while self.lent_pages == self._staging_pages:
+            self._room.clear()
+            await self._room.wait()
+        share = max(1, self._staging_pages // max(1, self._backlog.busy_holders))
+        return min(share, self._staging_pages - self.lent_pages)

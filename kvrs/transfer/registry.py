@@ -1,0 +1,65 @@
+"""Where pages come from and go to, by the configuration."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvrs.config.backup import BackupMode
+from kvrs.config.cluster import NodeSettings
+from kvrs.config.file import Config
+from kvrs.ids import InstanceId
+from kvrs.transfer.peers import Peer
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.store.directory import store_directory
+
+
+async def probe_links(
+    puller: PagePuller, registry: Mapping[InstanceId, Peer], own: InstanceId, interval_s: float
+) -> None:
+    """Probe the links from all peers once per interval; links with traffic of their own are left
+    out.
+    """
+    while True:
+        peers = [*registry.values()]
+        # The other instances of this node probe the same links.
+        probers = [peer.node for peer in peers].count(registry[own].node)
+        for peer in peers:
+            # After an answer of one peer, the others of its node are not probed.
+            if peer.instance != own:
+                await puller.probe(peer, probers)
+        await asyncio.sleep(interval_s)
+
+
+def peers_of(config: Config) -> dict[InstanceId, Peer]:
+    """Where pages may come from and go to: all instances, then the agents if there are any."""
+    peers = [
+        Peer(instance=instance.id, node=node.id, host=instance.pages_at, port=instance.page_port)
+        for node, instance in config.cluster.instances()
+    ]
+    return {peer.instance: peer for peer in peers} | agents_of(config)
+
+
+def agents_of(config: Config) -> dict[InstanceId, Peer]:
+    """Where checkpoints go."""
+    if config.backup.mode is BackupMode.OFF:
+        return {}
+    return {
+        node.agent_id: Peer(
+            instance=node.agent_id,
+            node=node.id,
+            host=node.agent.pages_at,
+            port=node.agent.page_port,
+        )
+        for node in config.cluster.nodes
+    }
+
+
+def with_own_memory(
+    peers: Mapping[InstanceId, Peer], config: Config, own: NodeSettings, secret: bytes
+) -> dict[InstanceId, Peer]:
+    """The peers of a process of that node, whose agent is on its host and lends its memory."""
+    near = dict(peers)
+    if (agent := near.get(own.agent_id)) is not None:
+        directory = store_directory(config.backup.directory, secret, own.id)
+        near[own.agent_id] = replace(agent, directory=directory)
+    return near
