@@ -1,5 +1,5 @@
-"""Sends newly filled pages to agents, as `kvrs/transfer/checkpoint_sender.py` does: the real backlog says
-what goes next.
+"""Sends newly filled pages to agents as `kvrs/transfer/checkpoint_sender.py` does: the real backlog
+says what goes next.
 """
 
 from functools import partial
