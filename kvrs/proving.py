@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.settings import netloc
 from kvrs.protocol.proof import END, MAX_MESSAGE_BYTES, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.tls import Certificates, TlsConnector
@@ -39,7 +40,13 @@ def address_of(url: str) -> Address:
 def instance_keys(
     secret: bytes, instances: Iterable[InstanceSettings], scope: Scope = Scope.INSTANCE
 ) -> Keys:
-    return {address_of(each.url): scoped_key(secret, scope, each.id) for each in instances}
+    """Keys of the ports at which the instance protocol is spoken."""
+    return {
+        address_of(f"http://{netloc(each.host, each.protocol_port)}"): scoped_key(
+            secret, scope, each.id
+        )
+        for each in instances
+    }
 
 
 def agent_keys(secret: bytes, nodes: Iterable[NodeSettings]) -> Keys:

@@ -25,6 +25,7 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_model import (
     Arithmetic,
     Step,
@@ -81,6 +82,7 @@ class ScriptedVllm(ScriptedServer):
     adapters: dict[str, str] = field(default_factory=lambda: {"adapter": "/adapters/a"})
     version: str = "0.32.0"
     connector: bool = True
+    kvrs: ScriptedConnector | None = None  # The connector of kvrs in it.
     lacks: set[str] = field(default_factory=set)  # Fields, metrics and paths that it does not know.
     transfer: dict[str, Any] = field(
         default_factory=dict
@@ -118,10 +120,14 @@ class ScriptedVllm(ScriptedServer):
     async def start(self) -> None:
         self.engine, self.started_s = f"engine-{next(_ENGINES)}", next(_STARTS)
         self.script.engines.add(self.engine)
+        if self.kvrs is not None:
+            await self.kvrs.start()
         await super().start()
 
     async def kill(self) -> None:
         self.script.engines.discard(self.engine)
+        if self.kvrs is not None:
+            await self.kvrs.close()
         await super().kill()
 
     def kill_engine(self) -> None:
@@ -229,8 +235,15 @@ class ScriptedVllm(ScriptedServer):
             await asyncio.sleep(0.3)
         if any(status != "healthy" for status in self.engines or []):
             return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
-        if transfer is not None and transfer["do_remote_decode"]:
-            return self._prefill(parsed)
+        if transfer is not None:
+            if self.kvrs is not None:
+                self.kvrs.take(transfer)
+            elif "kvrs" in transfer:
+                self.script.violations.append("parameters for a connector that is not there")
+            if transfer.get("do_remote_decode"):
+                return self._prefill(parsed)
+            if not transfer.get("do_remote_prefill"):
+                transfer = None
         self.running += 1
         try:
             return await self._decode(request, parsed, transfer)

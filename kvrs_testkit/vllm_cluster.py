@@ -1,7 +1,7 @@
 """A proxy in front of scripted vLLM servers."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvrs_testkit.proxy_cluster import ProxyCluster
@@ -53,14 +53,29 @@ class Vllms(ProxyCluster):
 Builder = Callable[..., Awaitable[Vllms]]
 
 
-def document(model: str, ports: dict[str, int], **sections: Any) -> dict[str, Any]:
+def document(
+    model: str,
+    ports: dict[str, int],
+    connectors: Mapping[str, int] | None = None,
+    agents: Mapping[str, int] | None = None,
+    **sections: Any,
+) -> dict[str, Any]:
+    """The servers of `ADDRESSES` that have a port; `connectors` are ports by server, `agents` by
+    node.
+    """
     nodes = [
         {
             "id": node,
+            "agent": {"port": (agents or {}).get(node, 0)},
             "instances": [
-                {"id": name, "role": "prefill" if name[0] == "p" else "decode", "port": ports[name]}
+                {
+                    "id": name,
+                    "role": "prefill" if name[0] == "p" else "decode",
+                    "port": ports[name],
+                    "connector_port": (connectors or {}).get(name),
+                }
                 for name, on in ADDRESSES.items()
-                if on == node
+                if on == node and name in ports
             ],
         }
         for node in ("n0", "n1")

@@ -24,6 +24,11 @@ def faults_of_ports(
         for address in ((each.host, each.port), (each.pages_at, each.page_port))
     ]
     addresses += [
+        (instance.host, instance.connector_port)
+        for _, instance in cluster.instances()
+        if instance.connector_port is not None
+    ]
+    addresses += [
         (stage.host, stage.port)
         for _, instance in cluster.instances()
         for stage in instance.stage_hosts

@@ -139,6 +139,11 @@ class InstanceSettings(Settings):
     def url(self) -> str:
         return f"http://{netloc(self.host, self.port)}"
 
+    @property
+    def protocol_port(self) -> int:
+        """Where the instance protocol is spoken: the HTTP API's port, or that of a connector."""
+        return self.connector_port or self.port
+
 
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64, pattern=NAME)

@@ -99,8 +99,10 @@ class Config(Settings):
     """
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
-        """URL of the HTTP API of an instance or agent."""
-        return self.inner_url(process.host, process.port)
+        """URL at which an instance or agent speaks kvrs's own protocol."""
+        if isinstance(process, AgentSettings):
+            return self.inner_url(process.host, process.port)
+        return self.inner_url(process.host, process.protocol_port)
 
     def inner_url(self, host: str, port: int) -> str:
         scheme = "http" if self.security.tls is None else "https"
@@ -247,6 +249,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
             pass
         case _:
             assert_never(config.cluster.backend)
+    yield from _faults_of_connectors(config)
     yield from _faults_of_ranks(config)
     yield from _faults_of_roles(config)
     yield from _faults_of_services(config)
@@ -324,9 +327,16 @@ def _faults_of_stage_hosts(config: Config, instance: InstanceSettings) -> Iterat
 
 
 def _faults_of_roles(config: Config) -> Iterator[str]:
-    roles = {instance.role for _, instance in config.cluster.instances()}
+    instances = [instance for _, instance in config.cluster.instances()]
+    roles = {instance.role for instance in instances}
     roles |= {service.role for service in config.cluster.services}
-    for role in (Role.PREFILL, Role.DECODE):
+    # These compute prompts themselves, and restore KV from agents.
+    is_decode_only = (
+        roles == {Role.DECODE}
+        and not config.cluster.services
+        and all(each.connector_port for each in instances)
+    )
+    for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
         if not roles & {role, Role.BOTH}:
             yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
     mode = config.backup.mode
@@ -345,10 +355,11 @@ def _faults_of_services(config: Config) -> Iterator[str]:
             f"cluster.services: got {len(services)} with backend {backend.value!r}; allowed: none, "
             f"or backend 'vllm'"
         )
-    if services and config.gossip.enabled:
+    if services and config.agents_run:
+        what = "gossip.enabled: true" if config.gossip.enabled else "backup.mode"
         yield (
-            f"cluster.services: got {len(services)} with gossip.enabled: true, and their nodes "
-            f"have no agents; allowed: none, or gossip.enabled: false"
+            f"cluster.services: got {len(services)} with {what}, and their nodes have no agents; "
+            f"allowed: none, or gossip.enabled: false and backup.mode: off"
         )
     for name, count in _repeated(service.id for service in services):
         yield f"cluster.services: id {name!r} is used {count} times; allowed: once"
@@ -420,6 +431,16 @@ def _faults_of_workers(config: Config) -> Iterator[str]:
         )
 
 
+def _faults_of_connectors(config: Config) -> Iterator[str]:
+    backend = config.cluster.backend
+    for _, instance in config.cluster.instances():
+        if instance.connector_port is not None and backend is not Backend.VLLM:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has a connector_port; allowed with "
+                f"backend {backend.value!r}: null"
+            )
+
+
 def _faults_of_vllm(config: Config) -> Iterator[str]:
     """Settings that other engines publish themselves must be in the file."""
     if config.cluster.model is None:
@@ -432,12 +453,14 @@ def _faults_of_vllm(config: Config) -> Iterator[str]:
             "profiles.prefill: missing with backend 'vllm', which publishes no table; "
             "allowed: a name, or the path of one"
         )
-    if config.backup.mode is not BackupMode.OFF:
+    instances = [instance for _, instance in config.cluster.instances()]
+    mode = config.backup.mode
+    if mode is not BackupMode.OFF and not any(each.connector_port for each in instances):
         yield (
-            f"backup.mode: got {config.backup.mode.value!r} with backend 'vllm', which sends "
-            f"no checkpoints; allowed: 'off'"
+            f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "
+            f"connector that sends checkpoints; allowed: 'off', or a connector_port"
         )
-    for _, instance in config.cluster.instances():
+    for instance in instances:
         if instance.role is Role.BOTH:
             yield (
                 f"cluster.nodes: instance {instance.id!r} has role 'both'; allowed with "

@@ -184,7 +184,9 @@ class InstanceEvents:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
 
-    def learned(self, event: ev.SelfTested | ev.NamesListed, now_s: float) -> None:
+    def learned(
+        self, event: ev.SelfTested | ev.NamesListed | ev.CapabilitiesListed, now_s: float
+    ) -> None:
         """Other facts of an instance that runs on."""
         member = self._view.members.get(event.instance)
         if member is None or event.epoch != member.info.epoch:
@@ -195,6 +197,8 @@ class InstanceEvents:
             case ev.NamesListed():
                 member.set_info(msgspec.structs.replace(member.info, names=event.names))
                 self._starter.place_idle(now_s)
+            case ev.CapabilitiesListed(capabilities=capabilities):
+                member.set_info(msgspec.structs.replace(member.info, capabilities=capabilities))
             case _:
                 assert_never(event)
 

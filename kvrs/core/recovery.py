@@ -92,7 +92,7 @@ class RecoveryPolicy:
                 self._instances.gpu_judged(event, now_s)
             case ev.DrainOrdered() | ev.DrainEnded():
                 self._instances.ordered(event, now_s)
-            case ev.SelfTested() | ev.NamesListed():
+            case ev.SelfTested() | ev.NamesListed() | ev.CapabilitiesListed():
                 self._instances.learned(event, now_s)
             case ev.LoadReported():
                 self._instances.reported(event, now_s)

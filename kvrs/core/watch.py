@@ -34,6 +34,7 @@ from kvrs.protocol.instance import (
     NO_OTHER_NAMES,
     AgentInfo,
     AgentReport,
+    Capability,
     InstanceInfo,
     LoadReport,
 )
@@ -78,6 +79,7 @@ class WatchNote(Enum):
     REFUSED = auto()
     UNREACHED = auto()
     NAMES = auto()
+    CAPABILITIES = auto()
 
 
 class WatchShell(Protocol):
@@ -317,7 +319,9 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
 
     def _count(self, info: InstanceInfo, report: LoadReport, now_s: float) -> WatchStep | None:
         if report.names is not None and report.names != info.names:
-            self._relist(msgspec.structs.replace(info, names=report.names), now_s)
+            info = self._relist(msgspec.structs.replace(info, names=report.names), now_s)
+        if report.capabilities is not None and report.capabilities != info.capabilities:
+            self._equip(info, report.capabilities, now_s)
         self._control.load_reported(self._known, report, now_s)
         if not report.full_degree:
             return None
@@ -326,12 +330,22 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
         self._asked_shape = report.layout_number, report.degree, number
         return None if self._asked_shape == self._shape else WatchStep.SHAPE
 
-    def _relist(self, info: InstanceInfo, now_s: float) -> None:
+    def _equip(self, info: InstanceInfo, capabilities: list[Capability], now_s: float) -> None:
+        """The same process can do something more or less than before."""
+        info = msgspec.structs.replace(info, capabilities=capabilities)
+        self._info = self._known.info = info
+        if (tested := self._control.self_tests.process(info.id)) is not None:
+            tested.info = info
+        self._control.tell(ev.CapabilitiesListed(info.id, info.epoch, capabilities), now_s)
+        self._shell.note(WatchNote.CAPABILITIES, [each.value for each in capabilities])
+
+    def _relist(self, info: InstanceInfo, now_s: float) -> InstanceInfo:
         """The same process serves other names than before."""
         self._info = self._known.info = info
         self._control.instances.names.changed()
         self._control.tell(ev.NamesListed(info.id, info.epoch, info.names), now_s)
         self._shell.note(WatchNote.NAMES, listed_names(info))
+        return info
 
     def _reshape(self, info: InstanceInfo) -> None:
         assert self._info is not None

@@ -258,6 +258,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
     connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
+    # As of `InstanceInfo`, where they change; None: as they were.
+    capabilities: list[Capability] | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

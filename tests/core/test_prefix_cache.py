@@ -119,8 +119,8 @@ def test_over_a_fast_link_a_cached_prompt_is_cheaper(name: PolicyName) -> None:
 
 
 def test_an_instance_that_only_caches_is_never_fetched_from() -> None:
-    """A cache may forget at any moment, and gives nothing under a lease; a target that pulls has
-    other ways.
+    """A cache may forget at any moment, and gives nothing under a lease: what it has is handed off
+    by a prefill there, also to a target that fetches from others.
     """
     harness = PolicyHarness(name=PolicyName.ALWAYS_MIGRATE)
     for name in ("p0", "d0", "p1", "d1"):
@@ -130,9 +130,14 @@ def test_an_instance_that_only_caches_is_never_fetched_from() -> None:
         )
     harness.decoding("A")
 
-    record = only(harness.lose("d0", A=1), act.Recovered)
+    actions = harness.lose("d0", A=1)
 
-    assert {estimate.option for estimate in record.estimates} == {Option.RECOMPUTE}
+    record = only(actions, act.Recovered)
+    assert {each.option: each.by_prefill for each in record.estimates} == {
+        Option.MIGRATE: True,
+        Option.RECOMPUTE: False,
+    }
+    assert only(actions, act.Start).plan == act.Plan(D1, P0)
 
 
 def test_a_cache_that_failed_the_stream_is_not_tried_again() -> None:

@@ -14,7 +14,7 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.gpus import GpuState
-from kvrs.protocol.instance import InstanceInfo, LoadReport, ModelNames
+from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ModelNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,17 @@ class NamesListed:
     instance: InstanceId
     epoch: int
     names: ModelNames
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilitiesListed:
+    """The instance has these capabilities from now on: a connector comes and goes while vLLM
+    runs.
+    """
+
+    instance: InstanceId
+    epoch: int
+    capabilities: list[Capability]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +366,7 @@ Event = (
     | InstanceRemoved
     | SelfTested
     | NamesListed
+    | CapabilitiesListed
     | LoadReported
     | LinkMeasured
     | HolderUp

@@ -183,12 +183,13 @@ def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> flo
 
 def cached_at(stream: Stream, target: Member) -> list[Holder]:
     """Prefill instances that have the front of the history cached, and can hand the whole of it off
-    to a target that pulls nothing itself.
+    to a target that does not fetch it from there itself.
     """
     found = [
         holder
         for holder in stream.holders.values()
         if holder.pages
+        and not target.fetches_from(holder.member)
         and has_cached(stream, holder.member)
         and stream.is_served_at(holder.member)
         and holder.member is not target

@@ -35,8 +35,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     for source in case.sources:
         if not source.is_agent:
             weigh_fetch(case, _MIGRATE, source, estimates)
-    if not case.target.pulls:
-        estimates += [_cached(case, holder) for holder in cached_at(case.stream, case.target)]
+    estimates += [_cached(case, holder) for holder in cached_at(case.stream, case.target)]
 
 
 def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:

@@ -49,10 +49,10 @@ class Rom(Rule):
             if kept := [source for source in sources if not source.is_agent and source.pages]:
                 nearest = min(kept, key=lambda each: each.drain_s + each.pages * each.page_s)
                 migrate_from(nearest.id, by_prefill=False)
-        else:
-            for holder in cached_at(stream, target):
-                migrate_from(holder.member.id, by_prefill=True)
-            prefill = target if has_cached(stream, prefill) else prefill
+        for holder in cached_at(stream, target):
+            migrate_from(holder.member.id, by_prefill=True)
+        if has_cached(stream, prefill) and not target.fetches_from(prefill):
+            prefill = target
         estimates.append(rom_recompute(prefill, target, tokens))
         return estimates
 

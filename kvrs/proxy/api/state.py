@@ -100,11 +100,18 @@ def _instance(
         "epoch": None if known.info is None else known.info.epoch,
         "models": [] if known.info is None else listed_names(known.info),
         "load": None if known.load is None else msgspec.to_builtins(known.load),
+        "connector": _connector(known),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
         "self_test": driver.control.self_tests.describe(known.id),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
+
+
+def _connector(known: KnownInstance) -> dict[str, Any] | None:
+    """Counts of the kvrs connector in vLLM; None: it has none, or is not up."""
+    report = None if known.load is None else known.load.connector
+    return None if report is None else msgspec.to_builtins(report)
 
 
 def _ranks(known: KnownInstance, now_s: float) -> dict[str, Any]:

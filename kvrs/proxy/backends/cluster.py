@@ -8,10 +8,13 @@ from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
+from kvrs.protocol.connector import connector_key
+from kvrs.protocol.instance import Role
 from kvrs.proving import instance_keys
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.pd import PdBackend
 from kvrs.proxy.backends.vllm import ConfiguredIdentity, VllmBackend
+from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.wire.pool import Access, EngineLinks
 from kvrs.tls import Certificates
 
@@ -20,15 +23,17 @@ VLLM_API_KEY = "KVRS_VLLM_API_KEY"
 
 def new_engine_links(config: Config, secret: bytes, tls: Certificates | None = None) -> EngineLinks:
     """The connections for all requests to instances. vLLM cannot prove itself: it gets nothing that
-    comes of the cluster's secret, but its own API key.
+    comes of the cluster's secret, but its own API key. A connector of kvrs in it proves itself.
     """
     if config.cluster.backend is Engine.VLLM:
-        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None))
+        instances = [each for _, each in config.cluster.instances() if each.connector_port]
+        connectors = EngineLinks(Access(instance_keys(secret, instances), tls))
+        return EngineLinks(Access(token=os.environ.get(VLLM_API_KEY) or None), connectors)
     instances = [instance for _, instance in config.cluster.instances()]
     return EngineLinks(Access(instance_keys(secret, instances), tls))
 
 
-def open_backends(config: Config, links: EngineLinks) -> dict[InstanceId, Backend]:
+def open_backends(config: Config, links: EngineLinks, secret: bytes) -> dict[InstanceId, Backend]:
     """One per configured instance.
 
     Raises:
@@ -41,17 +46,32 @@ def open_backends(config: Config, links: EngineLinks) -> dict[InstanceId, Backen
             f"cluster.model: {model}/config.json is not there; allowed: a Hugging Face directory"
         )
     return {
-        instance.id: open_backend(config, links, node, instance)
+        instance.id: open_backend(config, links, secret, node, instance)
         for node, instance in config.cluster.instances()
     }
 
 
 def open_backend(
-    config: Config, links: EngineLinks, node: NodeSettings, instance: InstanceSettings
+    config: Config,
+    links: EngineLinks,
+    secret: bytes,
+    node: NodeSettings,
+    instance: InstanceSettings,
 ) -> Backend:
     if config.cluster.backend is not Engine.VLLM:
         return PdBackend(links, config.url_of(instance))
     model = config.cluster.model
     assert model is not None
-    identity = ConfiguredIdentity(instance.id, node.id, instance.role, model)
-    return VllmBackend(links, instance.url, identity)
+    connector = None
+    if instance.connector_port is not None:
+        assert links.connectors is not None
+        peer = PdBackend(links.connectors, config.url_of(instance))
+        connector = VllmConnector(peer, connector_key(secret, instance.id))
+    cluster = config.cluster
+    roles = {each.role for _, each in cluster.instances()} | {
+        each.role for each in cluster.services
+    }
+    identity = ConfiguredIdentity(
+        instance.id, node.id, instance.role, model, hands_off=Role.PREFILL in roles
+    )
+    return VllmBackend(links, instance.url, identity, connector)

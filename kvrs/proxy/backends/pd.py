@@ -150,9 +150,11 @@ class PdBackend(OpenAiPeer):
     async def order_rank(self, order: RankRequest) -> RankAnswer:
         return await self.control("POST", "/kvrs/v1/ranks", order, RankAnswer)
 
+    async def load(self) -> LoadReport:
+        return await self.control("GET", "/kvrs/v1/load", None, LoadReport)
+
     async def kv_received(self) -> float | None:
-        report = await self.control("GET", "/kvrs/v1/load", None, LoadReport)
-        return report.fetched_pages
+        return (await self.load()).fetched_pages
 
     def blames_prefill(self, error: Any) -> bool:
         return False  # These engines compute the pages that they cannot fetch.

@@ -9,19 +9,18 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrs.descriptors import is_exhausted
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     Adapter,
     Capability,
+    Heartbeat,
     InstanceInfo,
     KvTransferParams,
     LeaseAnswer,
@@ -36,8 +35,10 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
+from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_transfer import checked
 from kvrs.proxy.wire.peer import (
@@ -45,8 +46,6 @@ from kvrs.proxy.wire.peer import (
     DeniedError,
     UnusableError,
     body_of,
-    lost,
-    wait_for_descriptor,
 )
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.sse import PROMPT_TOKEN_IDS
@@ -104,6 +103,7 @@ class ConfiguredIdentity:
     node: NodeId
     role: Role
     model: str  # `cluster.model`: a directory.
+    hands_off: bool = True  # There are prefill instances.
 
 
 class VllmBackend(OpenAiPeer):
@@ -111,9 +111,16 @@ class VllmBackend(OpenAiPeer):
 
     UNAUTHORISED = "its --api-key is not what the proxy's environment has in KVRS_VLLM_API_KEY"
 
-    def __init__(self, links: EngineLinks, url: str, identity: ConfiguredIdentity) -> None:
+    def __init__(
+        self,
+        links: EngineLinks,
+        url: str,
+        identity: ConfiguredIdentity,
+        connector: VllmConnector | None = None,
+    ) -> None:
         super().__init__(links, url)
         self._identity = identity
+        self._connector = connector  # None: a plain vLLM.
         self._info: InstanceInfo | None = None  # Of the process that was probed last.
         self._ft_path: str | None = None  # None: it runs without fault tolerance.
         self._denied: str | None = None  # Why it must not be used, since it denied one token.
@@ -141,7 +148,7 @@ class VllmBackend(OpenAiPeer):
                 ) from None
             self._info, self._denied = info, None
         await self._check_engines()
-        return self._info
+        return self._info if self._connector is None else await self._connector.join(self._info)
 
     async def _meet(self, epoch: int, metrics: VllmMetrics) -> InstanceInfo:
         identity = self._identity
@@ -151,7 +158,7 @@ class VllmBackend(OpenAiPeer):
         model = next((model for model in listed.data if model.parent is None), None)
         if model is None:
             raise UnusableError("its /v1/models names no model")
-        if not metrics.has_connector:
+        if identity.hands_off and not metrics.has_connector:
             raise UnusableError(
                 f"it was started without a NixlConnector, which role "
                 f"{identity.role.value!r} needs (--kv-transfer-config): "
@@ -206,13 +213,22 @@ class VllmBackend(OpenAiPeer):
     def watch_load(
         self, interval_s: float
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
-        return aclosing(self._reports(interval_s))
+        if self._connector is None:
+            return aclosing(self._reports(interval_s))
+        return self._connector.beside(interval_s, self._reports(interval_s))
+
+    def watch_heartbeats(
+        self, interval_s: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[Heartbeat]]:
+        if self._connector is None:
+            return super().watch_heartbeats(interval_s)
+        return self._connector.peer.watch_heartbeats(interval_s)
 
     async def _reports(self, interval_s: float) -> AsyncGenerator[LoadReport]:
         """Load reports without time limits: the watcher has one."""
         clock = asyncio.get_running_loop().time
         read_s, report = 0.0, None
-        async with _IdleConnection(self.url) as idle:
+        async with IdleConnection(self.url) as idle:
             while True:
                 if self._denied is not None:
                     raise UnusableError(self._denied)
@@ -301,9 +317,16 @@ class VllmBackend(OpenAiPeer):
         info = self._info
         assert info is not None
         try:
-            return await self._prefilled(_plain(call), info.geometry.page_size_tokens)
+            return await self._prefilled(self._plain(call), info.geometry.page_size_tokens)
         except DeniedError as error:
             raise await self._judged(error) from None
+
+    def _plain(self, call: Call) -> Call:
+        """The call without kvrs's own field, which vLLM does not know: its connector does."""
+        params = call.fields.pop("kvrs", None)
+        if params is not None and self._connector is not None:
+            self._connector.seal(call, params)
+        return call
 
     async def _prefilled(self, call: Call, page_size_tokens: int) -> Prefilled:
         with _StallMonitor() as stalls:
@@ -321,7 +344,7 @@ class VllmBackend(OpenAiPeer):
         info = self._info
         assert info is not None
         try:
-            await super().decode(_limited(_plain(call), info.max_model_len), reader)
+            await super().decode(_limited(self._plain(call), info.max_model_len), reader)
         except DeniedError as error:
             raise await self._judged(error) from None
 
@@ -363,7 +386,9 @@ class VllmBackend(OpenAiPeer):
         raise UpstreamError("vLLM has no leases of proxies")
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
-        raise UpstreamError("vLLM cannot be fenced")
+        if self._connector is None:
+            raise UpstreamError("vLLM cannot be fenced")
+        return await self._connector.fence(attempts)
 
 
 def _names_beside(model: _Model, listed: _Models) -> ModelNames:
@@ -373,12 +398,6 @@ def _names_beside(model: _Model, listed: _Models) -> ModelNames:
         tuple(each.id for each in others if each.parent is None and each.root == model.root),
         tuple(Adapter(each.id, each.root or "") for each in others if each.parent is not None),
     )
-
-
-def _plain(call: Call) -> Call:
-    """The call without kvrs's own field, which vLLM does not know."""
-    call.fields.pop("kvrs", None)
-    return call
 
 
 def _limited(call: Call, max_model_len: int) -> Call:
@@ -444,53 +463,3 @@ class _StallMonitor:
         if self._stop is not None and self._beat_s - self._stop[1] < 2 * _TICK_S:
             return self._stop[0]
         return self._beat_s
-
-
-class _IdleConnection:
-    """An idle connection, which the kernel ends at once when the process dies."""
-
-    def __init__(self, url: str) -> None:
-        address = urlsplit(url)
-        self._host, self._port = address.hostname, address.port
-        self._gone: asyncio.Task[None] | None = None
-        # A server that closes idle connections at once must not be connected to without a pause.
-        self._must_pause = False
-
-    async def __aenter__(self) -> "_IdleConnection":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._gone is not None:
-            self._gone.cancel()
-            # Its result must not replace the reason for which this block ends.
-            await asyncio.gather(self._gone, return_exceptions=True)
-
-    async def wait(self, seconds: float) -> None:
-        """Wait so long, or until the connection ends: the process may be dead, or may only have
-        closed an idle connection.
-        """
-        if self._must_pause:
-            self._must_pause = False
-            await asyncio.sleep(seconds)
-            return
-        if self._gone is None:
-            self._gone = asyncio.create_task(self._hold())
-        done, _ = await asyncio.wait({self._gone}, timeout=seconds)
-        if done:
-            self._gone, self._must_pause = None, True
-            done.pop().result()
-
-    async def _hold(self) -> None:
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection(self._host, self._port)
-                break
-            except OSError as error:
-                if not is_exhausted(error):
-                    raise lost(error) from None
-            await wait_for_descriptor()
-        try:
-            with suppress(ConnectionError):
-                await reader.read(1)
-        finally:
-            writer.transport.abort()

@@ -113,7 +113,7 @@ def build(
     clock = time.monotonic
     metrics = metrics_of(config)
     metrics.orders_aside.set_function(lambda: len(reloads.orders.aside))
-    backends, agents = open_backends(config, links.engines), links.new_agents()
+    backends, agents = open_backends(config, links.engines, ring[0]), links.new_agents()
     event_log = new_event_log(config, reloads)
     driver = Driver(config, backends, agents, metrics, clock, time.time, event_log)
     control, follower = driver.control, FleetFollower(reloads)

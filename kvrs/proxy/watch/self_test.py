@@ -161,7 +161,8 @@ class SelfTester:
             return None
         journal = self._journal(target, seed=None, tokens=CUT + 1)
         try:
-            if Capability.PULL_PAGES in self._info(target).capabilities:
+            pulls = Capability.PULL_PAGES in self._info(target).capabilities
+            if pulls and self._control.instances.retains(holder):
                 await self._migrate(holder, target, journal)
             else:
                 await self._hand_off(holder, target, journal)

@@ -172,6 +172,8 @@ class Watcher:
                 log.warning("not reached", extra={"instance": self.id, "cause": detail})
             case WatchNote.NAMES:
                 log.info("names", extra={"instance": self.id, "names": detail})
+            case WatchNote.CAPABILITIES:
+                log.info("capabilities", extra={"instance": self.id, "capabilities": detail})
 
 
 def _death_cause(fault: UpstreamError) -> DeathCause:

@@ -12,6 +12,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script
+from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_server import ScriptedServer
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.vllm_cluster import ADDRESSES, CONFIG, Builder, Servers, Vllms, document
@@ -26,8 +27,16 @@ def vllm_model(model: str, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def vllms(vllm_model: str) -> AsyncIterator[Builder]:
-    """`await vllms(prepare=lambda servers: ..., wait=True, policy={...})`."""
+    """`await vllms(prepare=lambda servers: ..., wait=True, policy={...})`. With section `backup`
+    each node has a scripted agent.
+    """
     async with AsyncExitStack() as stack:
+
+        async def start(*servers: ScriptedServer) -> dict[str, int]:
+            for server in servers:
+                await server.start()
+                stack.push_async_callback(server.close)
+            return {server.id: server.port for server in servers}
 
         async def make(
             prepare: Callable[[Servers], None] = lambda _: None,
@@ -43,19 +52,31 @@ async def vllms(vllm_model: str) -> AsyncIterator[Builder]:
                 for name, node in ADDRESSES.items()
             }
             prepare(servers)
-            listening: dict[str, ScriptedServer] = {**servers, **(others or {})}
-            for server in listening.values():
-                await server.start()
-                stack.push_async_callback(server.close)
-            ports = {name: server.port for name, server in listening.items()}
-            proxy = Proxy(parse_config(document(vllm_model, ports, **sections)), SECRET)
+            ports = await start(*({**servers, **(others or {})}).values())
+            connectors = {
+                name: server.kvrs.port
+                for name, server in servers.items()
+                if server.kvrs is not None
+            }
+            nodes = ("n0", "n1") if "backup" in sections else ()
+            agents = {node: ScriptedAgent(f"agent-{node}", node) for node in nodes}
+            await start(*agents.values())
+            settings = document(
+                vllm_model,
+                ports,
+                connectors,
+                {node: agent.port for node, agent in agents.items()},
+                **sections,
+            )
+            proxy = Proxy(parse_config(settings), SECRET)
             await proxy.start()
             stack.push_async_callback(proxy.close)
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            system = Vllms(proxy, Script(), {}, {}, http)
+            named = {agent.id: agent for agent in agents.values()}
+            system = Vllms(proxy, Script(), {}, named, http)
             system.shared, system.servers = shared, servers
             if wait:
-                await system.until_health(p0="up", d0="up", d1="up")
+                await system.until_health(**dict.fromkeys((*servers, *named), "up"))
                 for server in servers.values():
                     server.bodies.clear()
             return system

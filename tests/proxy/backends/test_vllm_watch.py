@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from kvrs.proxy.backends.vllm import _IdleConnection
+from kvrs.proxy.backends.idle_connection import IdleConnection
 
 
 async def test_a_watch_that_is_cancelled_as_its_process_dies_is_cancelled() -> None:
     """Else the watcher would go on for ever, and the proxy with it."""
-    idle = _IdleConnection("http://127.0.0.1:1")
+    idle = IdleConnection("http://127.0.0.1:1")
 
     async def watch() -> None:
         async with idle:

@@ -1,0 +1,58 @@
+"""An idle connection to a server without a watch of its own: its end is the sign of a death."""
+
+import asyncio
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from kvrs.descriptors import is_exhausted
+from kvrs.proxy.wire.peer import lost, wait_for_descriptor
+
+
+class IdleConnection:
+    """An idle connection, which the kernel ends at once when the process dies."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname, address.port
+        self._gone: asyncio.Task[None] | None = None
+        # A server that closes idle connections at once must not be connected to without a pause.
+        self._must_pause = False
+
+    async def __aenter__(self) -> "IdleConnection":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._gone is not None:
+            self._gone.cancel()
+            # Its result must not replace the reason for which this block ends.
+            await asyncio.gather(self._gone, return_exceptions=True)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait so long, or until the connection ends: the process may be dead, or may only have
+        closed an idle connection.
+        """
+        if self._must_pause:
+            self._must_pause = False
+            await asyncio.sleep(seconds)
+            return
+        if self._gone is None:
+            self._gone = asyncio.create_task(self._hold())
+        done, _ = await asyncio.wait({self._gone}, timeout=seconds)
+        if done:
+            self._gone, self._must_pause = None, True
+            done.pop().result()
+
+    async def _hold(self) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+                break
+            except OSError as error:
+                if not is_exhausted(error):
+                    raise lost(error) from None
+            await wait_for_descriptor()
+        try:
+            with suppress(ConnectionError):
+                await reader.read(1)
+        finally:
+            writer.transport.abort()

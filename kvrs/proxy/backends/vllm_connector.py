@@ -1,0 +1,190 @@
+"""The kvrs connector within a vLLM server: what it adds to the server's identity, load reports and
+requests.
+
+It speaks the instance protocol at a port of its own. While it gives no answer, or is off, the
+server is used as a plain vLLM: the connector's end is not that of the server.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+from kvrs.ids import StreamId
+from kvrs.protocol.connector import FIELD, seal
+from kvrs.protocol.instance import (
+    Capability,
+    ConnectorReport,
+    InstanceInfo,
+    KvrsParams,
+    LoadReport,
+)
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.backends.pd import PdBackend
+
+# A front that is computed while the back is fetched needs a request of its own in vLLM.
+_USED = (Capability.PULL_PAGES, Capability.CHECKPOINT, Capability.FENCE)
+_SILENT_S = 5.0  # Without a report; they come several times a second.
+_ASK_AGAIN_S = 1.0
+
+
+class VllmConnector:
+    def __init__(self, peer: PdBackend, key: bytes) -> None:
+        """`key`: under which parameters for it are sealed."""
+        self.peer = peer
+        self._key = key
+        self._server: InstanceInfo | None = None  # The process that it is in.
+        # Of its process, if it answered when the server was met. Only then a fence can name the
+        # streams that may run on there.
+        self._epoch: int | None = None
+        self._pid = 0
+        self._offered: list[Capability] = []
+        self._report: LoadReport | None = None  # The last one of this process.
+        self._fault: str | None = "not asked yet"  # None: it answers.
+
+    @property
+    def off_reason(self) -> str | None:
+        """Why the server is used without it; None: it is at work."""
+        if self._fault is None and self._report is not None and self._report.connector is not None:
+            return self._report.connector.off_reason
+        return self._fault
+
+    # Identity and load.
+
+    async def join(self, server: InstanceInfo) -> InstanceInfo:
+        """The identity of a server that answers, the connector's share included."""
+        is_new = self._server is None or self._server.epoch != server.epoch
+        self._server = server
+        if is_new:
+            self._epoch, self._pid, self._report = None, 0, None
+        own = await self._ask()
+        if own is not None and is_new:
+            self._epoch, self._pid = own.epoch, own.pid
+        return self._joined(server)
+
+    async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
+        assert self._server is not None
+        self._met(await self.peer.fence(attempts))
+        return self._joined(self._server)
+
+    def _merged(self, report: LoadReport) -> LoadReport:
+        """A report of the server with the connector's beside it."""
+        server, own, off_reason = self._server, self._report, self.off_reason
+        assert server is not None
+        counts = None if own is None else own.connector
+        changes: dict[str, Any] = {
+            "connector": msgspec.structs.replace(
+                counts or ConnectorReport(""), off_reason=off_reason
+            )
+        }
+        if report.epoch == server.epoch:  # Else a server that is yet to be met.
+            joined = self._joined(server)
+            changes |= {"epoch": joined.epoch, "capabilities": joined.capabilities}
+        if own is not None:
+            changes |= {
+                "links": own.links if off_reason is None else [],
+                "checkpoint_lag_pages": own.checkpoint_lag_pages,
+                "damaged_pages": own.damaged_pages,
+                "fetched_pages": own.fetched_pages,
+                "kv_bytes": own.kv_bytes,
+            }
+        return msgspec.structs.replace(report, **changes)
+
+    @asynccontextmanager
+    async def beside(
+        self, interval_s: float, reports: AsyncGenerator[LoadReport]
+    ) -> AsyncIterator[AsyncIterator[LoadReport]]:
+        """Reports of the server, the connector's share included."""
+        async with aclosing(reports):
+            follows = asyncio.create_task(self._follow(interval_s))
+            try:
+                yield self._merge(reports, follows)
+            finally:
+                follows.cancel()
+                await asyncio.gather(follows, return_exceptions=True)
+
+    async def _merge(
+        self, reports: AsyncIterator[LoadReport], follows: "asyncio.Task[None]"
+    ) -> AsyncIterator[LoadReport]:
+        async for report in reports:
+            if follows.done():
+                follows.result()  # A bug, which ends the watch.
+            yield self._merged(report)
+
+    async def _follow(self, interval_s: float) -> None:
+        while True:
+            try:
+                if self._fault is None or await self._ask() is not None:
+                    await self._read_reports(interval_s)
+            except UpstreamError as error:
+                self._fault = str(error)
+            except TimeoutError:
+                self._fault = f"silent for {_SILENT_S:g} s"
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _read_reports(self, interval_s: float) -> None:
+        now_s = asyncio.get_running_loop().time
+        async with (
+            asyncio.timeout(_SILENT_S) as limit,
+            self.peer.watch_load(interval_s) as reports,
+        ):
+            async for report in reports:
+                limit.reschedule(now_s() + _SILENT_S)
+                self._report = report
+                self._rise(report.epoch)
+
+    async def _ask(self) -> InstanceInfo | None:
+        """Ask it for its identity and load. None: it cannot be used, and `_fault` says why."""
+        assert self._server is not None
+        try:
+            own = await self.peer.info()
+            self._report = await self.peer.load()
+        except UpstreamError as error:
+            self._fault = str(error)
+            return None
+        if own.geometry != self._server.geometry:
+            self._fault = (
+                f"its pages have the geometry {own.geometry}, the model has {self._server.geometry}"
+            )
+            return None
+        self._met(own)
+        return own
+
+    def _met(self, own: InstanceInfo) -> None:
+        self._fault, self._offered = None, own.capabilities
+        self._rise(own.epoch)
+
+    def _rise(self, epoch: int) -> None:
+        if self._epoch is not None:
+            self._epoch = max(self._epoch, epoch)
+
+    def _joined(self, server: InstanceInfo) -> InstanceInfo:
+        offered = self._offered if self.off_reason is None else []
+        used = [
+            each
+            for each in _USED
+            if each in offered and (each is not Capability.FENCE or self._epoch is not None)
+        ]
+        return msgspec.structs.replace(
+            server,
+            epoch=server.epoch if self._epoch is None else self._epoch,
+            pid=self._pid,
+            capabilities=[*server.capabilities, *used],
+        )
+
+    # The calls of a stream.
+
+    def seal(self, call: Call, params: KvrsParams) -> None:
+        """Put parameters for it into a call, beside those of a hand-off."""
+        if self.off_reason is not None:
+            return
+        params.token_ids = None  # vLLM gets a history as its prompt.
+        sealed = msgspec.json.encode(seal(params, self._key))
+        transfer = call.fields.get("kv_transfer_params")
+        before = b"{" if transfer is None else bytes(transfer)[:-1] + b","
+        call.fields["kv_transfer_params"] = msgspec.Raw(
+            before + f'"{FIELD}":'.encode() + sealed + b"}"
+        )

@@ -1,0 +1,71 @@
+"""Ports of the kvrs connectors in vLLM: what they allow, and where they are refused."""
+
+from typing import Any
+
+import pytest
+
+from kvrs.config.file import parse_config
+from kvrs.errors import ConfigError
+from kvrs.ids import InstanceId
+from kvrs_testkit.vllm_cluster import document
+
+PORTS = {"p0": 1001, "d0": 1002, "d1": 1003}
+CONNECTORS = {"d0": 1012, "d1": 1013}
+BACKUP = {"backup": {"mode": "remote"}}
+
+
+def faults(settings: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(settings)
+    return caught.value.faults
+
+
+def test_checkpoints_need_one_connector() -> None:
+    assert parse_config(document("/m", PORTS, {"d0": 1012}, **BACKUP)).agents_run
+
+    (fault,) = faults(document("/m", PORTS, **BACKUP))
+
+    assert fault.startswith("backup.mode: got 'remote' with backend 'vllm', of which no instance")
+    assert fault.endswith("allowed: 'off', or a connector_port")
+
+
+def test_only_vllm_has_connectors() -> None:
+    node = {"id": "n0", "instances": [{"id": "a", "role": "both", "connector_port": 1}]}
+
+    assert faults({"cluster": {"nodes": [node]}}) == [
+        "cluster.nodes: instance 'a' has a connector_port; allowed with backend 'embedded': null"
+    ]
+
+
+def test_decode_instances_with_connectors_need_no_prefill_instance() -> None:
+    alone = {name: port for name, port in PORTS.items() if name != "p0"}
+    assert parse_config(document("/m", alone, CONNECTORS))
+
+    assert faults(document("/m", alone, {"d0": 1012})) == [
+        "cluster.nodes: no instance of role 'prefill'; allowed: at least one"
+    ]
+
+
+def test_the_port_of_a_connector_is_its_own() -> None:
+    (fault,) = faults(document("/m", PORTS, {"d0": PORTS["d1"]}))
+
+    assert fault == "port 127.0.0.1:1003 is used 2 times; allowed: once"
+
+
+def test_checkpoints_and_services_exclude_each_other() -> None:
+    """The nodes of addresses have no agents."""
+    settings = document("/m", PORTS, CONNECTORS, **BACKUP)
+    settings["cluster"]["services"] = [{"id": "s", "host": "h", "port": 1, "role": "decode"}]
+
+    (fault,) = faults(settings)
+
+    assert fault.startswith("cluster.services: got 1 with backup.mode")
+
+
+def test_the_protocol_is_spoken_at_the_connector() -> None:
+    """Agents fence and watch there; the port of vLLM gets requests alone."""
+    config = parse_config(document("/m", PORTS, CONNECTORS))
+
+    _, d0 = config.cluster.find(InstanceId("d0"))
+
+    assert (config.url_of(d0), d0.url) == ("http://127.0.0.1:1012", "http://127.0.0.1:1002")

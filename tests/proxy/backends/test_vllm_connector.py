@@ -1,0 +1,181 @@
+"""vLLM servers with a kvrs connector in them: what it adds, and that its end is not theirs."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvrs.protocol.instance import KvrsParams
+from kvrs_testkit.scripted_connector import ScriptedConnector
+from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.vllm_cluster import LONG, TOKENS, Builder, Servers, Vllms
+
+pytestmark = pytest.mark.network
+
+BACKUP = {"mode": "remote"}
+OF_VLLM = ["prefix_cache"]
+OF_BOTH = [*OF_VLLM, "pull_pages", "checkpoint", "fence"]
+
+
+def equip(servers: Servers, *names: str) -> None:
+    for name in names or servers:
+        servers[name].kvrs = ScriptedConnector(name, servers[name].node)
+
+
+def connector_of(system: Vllms, name: str) -> ScriptedConnector:
+    found = system.servers[name].kvrs
+    assert found is not None
+    return found
+
+
+async def row_of(system: Vllms, name: str) -> dict[str, Any]:
+    return next(row for row in (await system.state())["instances"] if row["id"] == name)
+
+
+async def capabilities(system: Vllms, name: str) -> list[str]:
+    load = (await row_of(system, name))["load"]
+    return [] if load is None else [str(each) for each in load["capabilities"] or ()]
+
+
+async def until_capable(system: Vllms, name: str, wanted: list[str]) -> None:
+    async def holds() -> bool:
+        return await capabilities(system, name) == wanted
+
+    await system.until(holds)
+
+
+async def cut_in_mid_stream(system: Vllms, pages: int) -> list[int]:
+    """A stream that its decode instance loses after three tokens, when the agent of the other node
+    has so many pages of it.
+    """
+    system.shared.prompt_tokens, system.shared.gate_at = len(LONG), 3
+    system.shared.gate = asyncio.Event()
+    asked = asyncio.create_task(system.ids(LONG))
+    await system.until_streams_hold(3)
+    ((stream,),) = [[each["id"] for each in (await system.state())["streams"]]]
+    system.agents["agent-n1"].pages[stream] = pages
+
+    async def is_protected() -> bool:
+        (row,) = (await system.state())["streams"]
+        return bool(row["protected"] == {"agent-n1": pages})
+
+    await system.until(is_protected)
+    await system.servers["d0"].kill()
+    system.shared.gate.set()
+    return await asked
+
+
+def last_of(system: Vllms, name: str) -> KvrsParams:
+    return connector_of(system, name).taken[-1]
+
+
+async def test_a_stream_that_is_cut_is_restored_from_an_agent(vllms: Builder) -> None:
+    """The other server gets the history as its prompt, and its connector the name of the agent."""
+    system = await vllms(equip, policy={"name": "always_restore"}, backup=BACKUP)
+
+    ids = await cut_in_mid_stream(system, pages=2)
+
+    params = last_of(system, "d1")
+    assert ids == expected_ids(LONG, TOKENS)
+    assert [(each.id, each.first_page, each.pages) for each in params.sources] == [
+        ("agent-n1", 0, 2)
+    ]
+    assert params.slot_token > 0
+    assert params.prompt_tokens == len(LONG)
+    assert await system.causes() == [("restore", "d0", "d1")]
+    again = system.servers["d1"].bodies[-1]
+    assert again["prompt"] == LONG + ids[:3]
+    assert [*again["kv_transfer_params"]] == ["kvrs"]
+    assert system.shared.violations == []
+
+
+async def test_prefill_and_decode_save_to_the_agent_of_the_plan(vllms: Builder) -> None:
+    """Beside the hand-off of NIXL, whose parameters stay as they are."""
+    system = await vllms(equip, backup=BACKUP)
+
+    assert await system.ids(LONG) == expected_ids(LONG, TOKENS)
+
+    for name in ("p0", "d0"):
+        assert [each.agent for each in last_of(system, name).checkpoints] == ["agent-n1"]
+    assert system.servers["d0"].pulled == 1
+    assert "remote_block_ids" in system.servers["d0"].bodies[-1]["kv_transfer_params"]
+
+
+async def test_a_connector_that_is_not_reached_leaves_a_plain_vllm(vllms: Builder) -> None:
+    """Its reason stands in the state; the server takes streams, without parameters of kvrs."""
+    system = await vllms(equip, backup=BACKUP)
+    assert await capabilities(system, "d0") == OF_BOTH
+
+    await connector_of(system, "d0").kill()
+    await until_capable(system, "d0", OF_VLLM)
+
+    row = await row_of(system, "d0")
+    assert row["health"] == "up"
+    assert "connection" in row["connector"]["off_reason"]
+    assert await system.ids(LONG) == expected_ids(LONG, TOKENS)
+    assert "kvrs" not in system.servers["d0"].bodies[-1]["kv_transfer_params"]
+
+    await connector_of(system, "d0").start()
+    await until_capable(system, "d0", OF_BOTH)
+    assert (await row_of(system, "d0"))["connector"]["off_reason"] is None
+    assert not system.servers["d0"].calls.count("POST /kvrs/v1/fence")
+
+
+async def test_a_connector_that_is_off_is_not_used(vllms: Builder) -> None:
+    system = await vllms(equip, backup=BACKUP)
+
+    connector_of(system, "d0").off_reason = "an unknown layout"
+    await until_capable(system, "d0", OF_VLLM)
+
+    assert (await row_of(system, "d0"))["connector"]["off_reason"] == "an unknown layout"
+
+
+async def test_a_connector_with_another_geometry_is_not_used(vllms: Builder) -> None:
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        kvrs = servers["d0"].kvrs
+        assert kvrs is not None
+        kvrs.geometry = kvrs.geometry.__class__(2, 4, 8, 4, 16)
+
+    system = await vllms(prepare, backup=BACKUP)
+
+    assert await capabilities(system, "d0") == OF_VLLM
+    assert "dtype_bytes=4" in (await row_of(system, "d0"))["connector"]["off_reason"]
+
+
+async def test_a_server_without_a_connector_is_used_beside_others(vllms: Builder) -> None:
+    system = await vllms(lambda servers: equip(servers, "d0"), backup=BACKUP)
+
+    assert await system.ids(LONG) == expected_ids(LONG, TOKENS)
+
+    assert (await row_of(system, "d1"))["connector"] is None
+    assert system.shared.violations == []
+
+
+async def test_a_server_that_was_cut_off_is_fenced_by_its_connector(vllms: Builder) -> None:
+    """The process ran on: it is used again in a higher epoch."""
+    system = await vllms(equip, backup=BACKUP, proxy={"token_gap_s": 1.0})
+    before = connector_of(system, "d0").epoch
+
+    system.servers["d0"].freeze()
+    await system.until_health(d0="down")
+    system.servers["d0"].thaw()
+    await system.until_health(d0="up")
+
+    assert len(connector_of(system, "d0").fences) == 1
+    assert (await row_of(system, "d0"))["epoch"] == before + 1
+
+
+async def test_decode_instances_alone_serve_and_restore(vllms: Builder) -> None:
+    """Without NIXL in them: there is no hand-off."""
+
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        del servers["p0"]
+        for server in servers.values():
+            server.connector = False
+
+    system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP)
+
+    assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
+    assert await system.causes() == [("restore", "d0", "d1")]
