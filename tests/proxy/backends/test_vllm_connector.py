@@ -90,7 +90,7 @@ async def test_a_stream_that_is_cut_is_restored_from_an_agent(vllms: Builder) ->
 
 
 async def test_prefill_and_decode_save_to_the_agent_of_the_plan(vllms: Builder) -> None:
-    """Beside the hand-off of NIXL, whose parameters stay as they are."""
+    """The parameters of NIXL's hand-off stay as they are."""
     system = await vllms(equip, backup=BACKUP)
 
     assert await system.ids(LONG) == expected_ids(LONG, TOKENS)
