@@ -20,6 +20,7 @@ from typing import Any, assert_never
 from urllib.parse import urlsplit
 
 from kvrs.config.file import Config
+from kvrs.engine.ranks.settings import rank_name
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.faults.language import (
     DueFault,
@@ -381,6 +382,12 @@ def _command(pid: int) -> bytes:
     return b""
 
 
+def _name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().rstrip()
+    return ""
+
+
 def open_process(row: Mapping[str, Any]) -> int:
     """A handle on the process of an instance or agent of the state, on this machine.
 
@@ -440,7 +447,7 @@ def open_rank(row: Mapping[str, Any], rank: int) -> int:
     if (pid := pids.get(rank)) is None:
         raise FaultError(f"{_named(row)} has no rank {rank}; allowed: {sorted(pids)}")
     what = f"rank {rank} of {_named(row)}"
-    return _open(pid, what, lambda: b"kvrs.engine.ranks" in _command(pid), "is another one")
+    return _open(pid, what, lambda: _name_of(pid) == rank_name(rank), "is another one")
 
 
 def _open_worker(row: Mapping[str, Any], pid: int) -> int:

@@ -1,10 +1,10 @@
 """Runs one process of a cluster for the one that supervises it: an instance, the host of a stage of
 one, a server of DistServe, or the agent of a node.
 
-`python -m kvrs.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` it is a
-nursery (`kvrs.engine.nursery`), which has imported what an instance needs. An instance loads its
-model at once, and is a spare until it is told to start. Messages on lines are those of
-`kvrs.cluster.supervised`.
+`python -m kvrs.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` in place of
+the name it is a nursery (`kvrs.engine.nursery`) for all processes with an engine, of which it has
+imported what they need. An instance loads its model at once, and is a spare until it is told to
+start. Messages on lines are those of `kvrs.cluster.supervised`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvrs.cluster.processes import Kind, processes_of
+from kvrs.cluster.processes import Kind, has_ranks, processes_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.engine.nursery import tend
 from kvrs.errors import ConfigError, KvrsError, RanksLostError
@@ -54,6 +54,11 @@ class Hosted:
         (process,) = (each for each in processes_of(config) if each.name == self._name)
         if process.kind is not Kind.SERVER:
             collect_nothing_yet()
+        if has_ranks(config, process):
+            from kvrs.engine.ranks.processes import RANKS
+            from kvrs.engine.ranks.rank import obey
+
+            RANKS.begin_here(obey, self._line)
         loaded = self._load(config) if process.kind is Kind.INSTANCE else None
         word, _, number = self._line.recv(_MAX_MESSAGE_BYTES).decode().partition(" ")
         if word != "start":
@@ -207,16 +212,16 @@ class Hosted:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvrs.cluster.hosted", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--name", type=InstanceId, required=True)
+    parser.add_argument("--name", type=InstanceId)
     parser.add_argument("--line", type=int, required=True)
     parser.add_argument("--parent", type=int)
     given = parser.parse_args()
     os.set_inheritable(given.line, False)  # Open in a child, it would hide the end of this process.
 
-    def run(line: socket.socket) -> NoReturn:
+    def run(line: socket.socket, name: str) -> NoReturn:
         status = 1
         try:
-            hosted = Hosted(given.config, given.name, line)
+            hosted = Hosted(given.config, InstanceId(name), line)
             try:
                 hosted.serve()
                 status = 0
@@ -231,9 +236,12 @@ def main() -> None:
 
     line = socket.socket(fileno=given.line)
     if given.parent is None:
-        run(line)
+        run(line, given.name)
     collect_nothing_yet()
-    import kvrs.engine.server  # noqa: F401 - forked processes have it
+    # What forked processes need.
+    import kvrs.engine.ranks.host
+    import kvrs.engine.ranks.rank
+    import kvrs.engine.server  # noqa: F401
 
     tend(given.parent, line, run)
 

@@ -97,6 +97,12 @@ def instances_in(config: Config, process: Process) -> list[InstanceId]:
             assert_never(process.kind)
 
 
+def has_ranks(config: Config, process: Process) -> bool:
+    """The process has those of ranks below it."""
+    ranks = {instance.id: instance.ranks for _, instance in config.cluster.instances()}
+    return process.kind is Kind.STAGE or ranks.get(process.name, 1) > 1
+
+
 def with_added(config: Config, nodes: Sequence[Mapping[str, Any]]) -> Config:
     """The configuration with the instances and nodes that `nodes`, in plain data with all keys,
     have beside its own. Its own ones stay as they are: their processes go on until the end of the

@@ -22,7 +22,14 @@ from functools import partial
 
 from kvrs.cluster.exits import LOOK_INTERVAL_S as KILLS_INTERVAL_S
 from kvrs.cluster.exits import Ended, KernelKills, classify
-from kvrs.cluster.processes import Kind, LaunchError, Process, Progress, instances_in
+from kvrs.cluster.processes import (
+    Kind,
+    LaunchError,
+    Process,
+    Progress,
+    has_ranks,
+    instances_in,
+)
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
 from kvrs.engine.nursery import AdoptedChild, Nursery, spawn
@@ -237,25 +244,27 @@ class MachineSupervisor:
         self._run, self._environment, self._ended = run, environment, ended
         self._kills, self._stopping = KernelKills(), threading.Event()
         self._supervised: dict[InstanceId, WithLine] = {}
-        self._nurseries: list[Nursery] = []
         self._logs = ExitStack()
+        self._nursery: Nursery | None = None  # Of all processes with an engine.
 
     def start(self, processes: Iterable[Process], config: Config, starts: int = 0) -> None:
         """With what `learn` was given. `starts`: how many there have been of each."""
         threading.Thread(target=self._look_at_kills, name="kills", daemon=True).start()
+        command = ["kvrs.cluster.hosted", "--config", str(self._run.config_path())]
+        log = self._logs.enter_context(self._run.open_log("nursery"))
+        self._nursery = Nursery(command, self._environment, log)
         for process in processes:
             log = self._logs.enter_context(self._run.open_log(process.name))
-            path = str(self._run.config_path())
-            command = ["kvrs.cluster.hosted", "--config", path, "--name", process.name]
-            make: Make = partial(spawn, command, self._environment, log)
-            with_spare = False
-            if _is_forked(config, process):
-                self._nurseries.append(Nursery(command, self._environment, log))
-                make, with_spare = self._nurseries[-1].fork, config.state_plane.enabled
+            own = [*command, "--name", process.name]
+            make: Make = partial(spawn, own, self._environment, log)
+            if process.kind in (Kind.INSTANCE, Kind.STAGE):
+                make = partial(self._nursery.fork, name=process.name, output=log)
+            # The memory of ranks ends with their instance.
+            is_whole = process.kind is Kind.INSTANCE and not has_ranks(config, process)
             self._supervised[process.name] = WithLine(
                 process.name,
                 make,
-                with_spare=with_spare,
+                with_spare=is_whole and config.state_plane.enabled,
                 starts=starts,
                 tell_end=partial(self._tell_end, instances_in(config, process)),
             )
@@ -293,17 +302,11 @@ class MachineSupervisor:
         self._stopping.set()
         for each in self._supervised.values():
             each.close()
-        for nursery in self._nurseries:
-            nursery.close()
+        if self._nursery is not None:
+            self._nursery.close()
         for each in self._supervised.values():
             each.join(_JOIN_S)
         self._logs.close()
-
-
-def _is_forked(config: Config, process: Process) -> bool:
-    """The process is a whole instance. The memory of ranks ends with their instance."""
-    ranks = {instance.id: instance.ranks for _, instance in config.cluster.instances()}
-    return process.kind is Kind.INSTANCE and ranks[process.name] == 1
 
 
 class StartWait:

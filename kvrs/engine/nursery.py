@@ -3,6 +3,9 @@
 A nursery computes nothing and has one thread: locks of others would be copied as they are, and a
 child of a process with OpenMP threads hangs. What it forks are children of the process that needs
 them. They are killed when that one ends, and do not need the nursery.
+
+    to a nursery:  the name of a process, its socket, and perhaps the file of its output
+    from it:       "ready", once it has imported all; the id of each process
 """
 
 import ctypes
@@ -26,10 +29,10 @@ _MAX_MESSAGE_BYTES = 1 << 16
 _TASKS = Path("/proc/self/task")
 _LOOK_S = 0.0002
 _FORK_S = 120.0  # Until a nursery that has to import everything first has forked.
-_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # Of prctl(2).
+_SET_DEATH_SIGNAL, _SET_NAME, _SET_CHILD_SUBREAPER = 1, 15, 36  # Of prctl(2).
 _library = ctypes.CDLL(None)
 
-Child = Callable[[socket.socket], NoReturn]
+Child = Callable[[socket.socket, str], NoReturn]  # With its name.
 
 
 def spawn(
@@ -76,7 +79,7 @@ _adopting = _Adopting()
 
 class Nursery:
     """The side of the process that needs others. A nursery that has ended is made again when one is
-    needed, which takes as long as to import everything. One thread uses it.
+    needed, which takes as long as to import everything. Any thread may use it.
     """
 
     def __init__(
@@ -86,31 +89,53 @@ class Nursery:
         output: IO[str] | None = None,
     ) -> None:
         """`command`: a Python module that calls `tend` with `--parent` and `--line`."""
-        self._command = [*command, "--parent", str(os.getpid())]
+        self._command = command
         self._environment, self._output = environment or {}, output
         self._line: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | AdoptedChild | None = None
         self._is_ready = self._is_closed = False
-        self._closing = threading.Lock()
+        self._forking, self._closing = threading.Lock(), threading.Lock()
 
-    def fork(self, theirs: socket.socket) -> "AdoptedChild":
-        """Have a process forked that gets this descriptor: a child of this process.
+    def fork(
+        self, theirs: socket.socket, name: str, output: IO[str] | None = None
+    ) -> "AdoptedChild":
+        """Have a process forked that gets this descriptor: a child of this process. `output`:
+        where it writes, in place of the nursery's.
 
         Raises:
             KvrsError: none was forked.
         """
-        line = self._line
-        for _ in range(2):  # The first nursery may have ended, or end with the request.
-            line = line or self._begin()
-            with suppress(OSError):
-                line.settimeout(_FORK_S)
-                self._is_ready = self._is_ready or bool(line.recv(_MAX_MESSAGE_BYTES))
-                with _adopting:
-                    socket.send_fds(line, [b"fork"], [theirs.fileno()])
-                    if answer := line.recv(_MAX_MESSAGE_BYTES):
-                        return AdoptedChild(int(answer))
-            line = None
+        files = [theirs.fileno(), *([] if output is None else [output.fileno()])]
+        with self._forking:
+            line = self._line
+            for _ in range(2):  # The first nursery may have ended, or end with the request.
+                line = line or self._begin()
+                with suppress(OSError):
+                    line.settimeout(_FORK_S)
+                    self._is_ready = self._is_ready or bool(line.recv(_MAX_MESSAGE_BYTES))
+                    with _adopting:
+                        socket.send_fds(line, [name.encode()], files)
+                        if answer := line.recv(_MAX_MESSAGE_BYTES):
+                            return AdoptedChild(int(answer))
+                line = None
         raise KvrsError("no process could be forked")
+
+    def begin_here(self, child: Child, *others: socket.socket) -> None:
+        """Fork the nursery from this process, which has imported everything and has one thread yet;
+        the nursery does not have these other sockets.
+        """
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        with theirs:
+            if (pid := _fork()) == 0:
+                try:
+                    for each in (self._line, *others):
+                        each.close()
+                    gc.enable()
+                    tend(parent, theirs, child)
+                finally:
+                    os._exit(0)
+            self._process = AdoptedChild(pid)
 
     def close(self) -> None:
         """End it; its children stay. Another thread that waits for a child waits no more."""
@@ -125,12 +150,15 @@ class Nursery:
             self._end()  # What it may still answer would be taken for the next child.
             self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._process = spawn(self._command, self._environment, self._output, theirs)
+                command = [*self._command, "--parent", str(os.getpid())]
+                self._process = spawn(command, self._environment, self._output, theirs)
             self._is_ready = False
             return self._line
 
     def _end(self) -> None:
-        if self._process is not None:
+        if isinstance(self._process, AdoptedChild):
+            self._process.close()
+        elif self._process is not None:
             self._process.kill()
             self._process.wait()
         if self._line is not None:
@@ -197,7 +225,7 @@ def exit_status(found: os.waitid_result) -> int:
 
 
 def tend(parent: int, line: socket.socket, child: Child) -> None:
-    """Fork for each message, until the line is closed; the descriptor that comes with it goes to
+    """Fork for each message, until the line is closed; the socket that comes with it goes to
     `child`, in a process that `parent` adopts and that is killed when it ends, even while it is
     stopped.
     """
@@ -205,8 +233,8 @@ def tend(parent: int, line: socket.socket, child: Child) -> None:
     die_with_parent(parent)
     line.send(b"ready")
     while True:
-        message, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 1)
-        if not message:
+        name, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
+        if not name:
             return
         with socket.socket(fileno=fds[0]) as theirs:
             between = _fork()
@@ -219,8 +247,15 @@ def tend(parent: int, line: socket.socket, child: Child) -> None:
                 die_with_parent(parent)
                 line.send(str(os.getpid()).encode())
                 line.close()
-                child(theirs)
+                _library.prctl(_SET_NAME, name, 0, 0, 0)  # As `ps` and `top` show it.
+                for output in fds[1:]:
+                    for own_output in (sys.stdout, sys.stderr):
+                        os.dup2(output, own_output.fileno())
+                    os.close(output)
+                child(theirs, name.decode())
             os.waitpid(between, 0)
+        for output in fds[1:]:
+            os.close(output)
 
 
 def die_with_parent(parent: int) -> None:

@@ -78,7 +78,8 @@ def pid_of(cluster: Cluster) -> int:
 
 def nursery_of(cluster: Cluster) -> int:
     assert isinstance(cluster.supervisor, MachineSupervisor)
-    (nursery,) = cluster.supervisor._nurseries
+    nursery = cluster.supervisor._nursery
+    assert nursery is not None
     assert nursery._process is not None
     return nursery._process.pid
 

@@ -5,11 +5,14 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -29,13 +32,30 @@ def nursery() -> Iterator[Nursery]:
     found.close()
 
 
-def adopted(nursery: Nursery) -> tuple[AdoptedChild, socket.socket]:
+def adopted(
+    nursery: Nursery, name: str = "echo", output: IO[str] | None = None
+) -> tuple[AdoptedChild, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, ExitStack() as undo:
         undo.enter_context(ours)
-        child = nursery.fork(theirs)
+        child = nursery.fork(theirs, name, output)
         undo.pop_all()
     return child, ours
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until_ended(*pids: int) -> None:
+    give_up_s = time.monotonic() + 60.0
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < give_up_s, left
+        time.sleep(0.01)
 
 
 def parent_of(pid: int) -> int:
@@ -137,11 +157,50 @@ def test_a_child_knows_how_it_has_ended(nursery: Nursery, number: signal.Signals
     child.close()
 
 
+def test_children_have_their_names_and_outputs(nursery: Nursery, tmp_path: Path) -> None:
+    """So each can be found by name, and writes a log of its own."""
+    for name in ("p0", "d0"):
+        with (tmp_path / name).open("w") as output:
+            child, line = adopted(nursery, name, output)
+        with line:
+            assert int(line.recv(100)) == os.getpid()
+            assert Path(f"/proc/{child.pid}/comm").read_text() == f"{name}\n"
+            line.send(b"end")
+        assert child.wait()
+        child.close()
+
+    assert [(tmp_path / name).read_text() for name in ("p0", "d0")] == ["p0\n", "d0\n"]
+
+
+def test_a_process_may_become_the_parent_of_its_own_nursery() -> None:
+    """The nursery and what it has forked end with that process, even by SIGKILL; its children do
+    not need the nursery, which is made again.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        host = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.forked_echo", "--host", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        nurseries, children = zip(
+            *(map(int, ours.recv(100).split()) for _ in range(3)), strict=True
+        )
+
+        assert nurseries[0] == nurseries[1] != nurseries[2]
+        assert not is_running(nurseries[0])
+        assert [parent_of(pid) for pid in (nurseries[2], *children)] == 4 * [host.pid]
+        host.kill()
+        host.wait()
+
+        until_ended(nurseries[2], *children)
+
+
 def test_children_are_forked_for_several_threads_at_once(nursery: Nursery) -> None:
-    """Each waits for a nursery of its own; none stops adopting for the others."""
+    """By one nursery, or several; none stops adopting for the others."""
     others = [Nursery(["tests.engine.forked_echo"]) for _ in range(3)]
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(adopted, [nursery, *others]))
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(adopted, [nursery, nursery, nursery, *others]))
 
     for child, line in found:
         with line:

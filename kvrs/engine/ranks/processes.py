@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 _MOST_SOURCES = 200  # Memories that one order names; units of others are read from the files.
 
+# The ranks of this process are forked by one nursery, which ends with it.
+RANKS = Nursery(["kvrs.engine.ranks.rank"])
+
 RankMessage = Answered | Ended | RankOrdered
 
 
@@ -87,7 +90,6 @@ class RankProcesses:
         # Units that a rank computes with where a lost one had them, which has them until the next
         # layout serves: of a rank and a unit, that other rank.
         self._lent: dict[tuple[int, Unit], int] = {}
-        self._nursery = Nursery(["kvrs.engine.ranks.rank"])
 
     def start(
         self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
@@ -98,7 +100,7 @@ class RankProcesses:
         Raises:
             KvrsError: there can be none.
         """
-        seat = RankSeat(rank, self._nursery, self.told.put)
+        seat = RankSeat(rank, RANKS, self.told.put)
         layers = layout.stages[stage].layers
         order = Load(
             rank=rank,
@@ -343,7 +345,6 @@ class RankProcesses:
     def close(self, patience_s: float) -> None:
         for seat in self.seats.values():
             seat.close(patience_s)
-        self._nursery.close()
 
     def _note(self, rank: int, found: Iterable[tuple[str, bytes]]) -> None:
         for name, leaf in found:

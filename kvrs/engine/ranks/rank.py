@@ -370,7 +370,7 @@ def _bytes_of(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def obey(pair: socket.socket) -> NoReturn:
+def obey(pair: socket.socket, _name: str) -> NoReturn:
     """Be a rank, in a process of its own."""
     try:
         rank = _Rank(pair)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvrs.elastic.units import Unit
 from kvrs.engine.nursery import Nursery
 from kvrs.engine.ranks.futex import Life
+from kvrs.engine.ranks.settings import rank_name
 from kvrs.engine.ranks.wire import Answer, Order, RankGoneError, Receiver, encode, send
 from kvrs.errors import RanksLostError
 from kvrs.transfer.shared_memory.regions import Region
@@ -95,7 +96,7 @@ class RankSeat:
             self._pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             self._answers = Receiver(self._pair, Answer)
             with theirs:
-                self.process = nursery.fork(theirs)
+                self.process = nursery.fork(theirs, rank_name(rank))
             undo.pop_all()
         self._threads = [self._run(self._read)]
 

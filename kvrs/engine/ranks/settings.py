@@ -10,6 +10,11 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.errors import ConfigError, LayoutError
 
 
+def rank_name(rank: int) -> str:
+    """The name of the process of a rank."""
+    return f"rank-{rank}"
+
+
 def layout_of(settings: InstanceSettings, units: Units, *, spread: bool = False) -> Layout | None:
     """None: the instance is one process. `spread`: heads that are left over are, unless shares are
     asked for.
