@@ -102,6 +102,30 @@ def vllm_config(directory: Path) -> Config:
     return parse_config(document)
 
 
+def connector_config(directory: Path) -> Config:
+    """Two decode instances with the kvrs connector, each on a node with an agent."""
+    nodes = [
+        {"id": f"n{n}", "instances": [{"id": f"{role[0]}{n}", "role": role} for role in roles]}
+        for n, roles in enumerate((["prefill", "decode"], ["decode"]))
+    ]
+    model = directory / "tiny-llama"
+    write_tiny_model(model, MODEL_SEED)
+    document: dict[str, Any] = {
+        "proxy": {"port": 0, "admin_port": 0},
+        "gossip": {"enabled": False},
+        "backup": {"mode": "remote"},
+        "cluster": {"nodes": nodes},
+        "profiles": {"prefill": "llama-3.1-8b-a100-vllm-tp1"},
+    }
+    document = resolve_ports(parse_config(document)).model_dump(mode="json")
+    # The prefill instance gave the decode instances ports of their own for the connectors.
+    p0 = document["cluster"]["nodes"][0]["instances"].pop(0)
+    for node, port in zip(document["cluster"]["nodes"], (p0["port"], p0["page_port"]), strict=True):
+        node["instances"][0]["connector_port"] = port
+    document["cluster"] |= {"backend": "vllm", "model": str(model)}
+    return parse_config(document)
+
+
 class VllmServers(Processes):
     """The instances of a configuration whose backend is vllm, and at most one proxy at a time."""
 
@@ -114,16 +138,29 @@ class VllmServers(Processes):
 
     def start(self, *names: str) -> None:
         for name in names:
+            if name not in self._instances:
+                super().start(name)  # An agent.
+                continue
             if (former := self._running.get(name)) is not None:
                 # A server whose engine is dead ends by itself, when its last connection has closed.
                 self.kill(name)
                 former.wait(_END_TIMEOUT_S)
             instance = self._instances[name]
-            connector = {
-                "kv_connector": "NixlConnector",
-                "kv_role": _ROLES[instance.role],
-                "kv_buffer_device": "cpu",
-            }
+            connector: dict[str, Any]
+            if instance.connector_port is None:
+                connector = {
+                    "kv_connector": "NixlConnector",
+                    "kv_role": _ROLES[instance.role],
+                    "kv_buffer_device": "cpu",
+                }
+            else:
+                place = {"config": str(self._config_path), "instance": name}
+                connector = {
+                    "kv_connector": "KvrsConnector",
+                    "kv_connector_module_path": "kvrs.vllm.connector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"kvrs": place},
+                }
             self._spawn(
                 name,
                 "vllm.entrypoints.openai.api_server",
@@ -140,6 +177,7 @@ class VllmServers(Processes):
                 python=self._python,
                 **ENVIRONMENT,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
+                PYTHONPATH=str(Path(__file__).parents[1]),
                 # Beside the environment: the next start finds it, and it goes when that goes.
                 VLLM_CACHE_ROOT=str(Path(self._python).parent.parent / "cache"),
             )

@@ -48,6 +48,7 @@ RANK = {
     "agent": 7,
     "engine": 7,
     "proxy": 7,
+    "vllm": 7,
     "load": 7,
     "sim": 8,
     "cluster": 8,
@@ -87,8 +88,14 @@ IMPURE_IMPORTS = {
     *("threading", "time", "random", "secrets", "uuid", "logging", "aiohttp", "uvloop", "urllib"),
     *("torch", "numpy", "ray", "matplotlib"),
 }
-# Only the engine computes with tensors, only the cluster starts Ray, only the report draws.
-HOME_OF_LIBRARY = {"torch": "kvrs.engine", "ray": "kvrs.cluster", "matplotlib": "kvrs.report"}
+# Only the engine computes with tensors, only the connector in vLLM copies its tensors, only the
+# cluster starts Ray, only the report draws.
+HOMES_OF_LIBRARIES = {
+    "torch": ["kvrs.engine", "kvrs.vllm"],
+    "vllm": ["kvrs.vllm"],
+    "ray": ["kvrs.cluster"],
+    "matplotlib": ["kvrs.report"],
+}
 
 # Remote code execution by design; none of them may touch what comes from a socket, a file or shared
 # memory.
@@ -235,8 +242,8 @@ def test_heavy_libraries_are_imported_in_one_package_each() -> None:
         for module in modules()
         if root_of(module) == "kvrs"
         for line, name in imports_of(module)
-        if root_of(name) in HOME_OF_LIBRARY
-        and not is_within(module, [HOME_OF_LIBRARY[root_of(name)]])
+        if root_of(name) in HOMES_OF_LIBRARIES
+        and not is_within(module, HOMES_OF_LIBRARIES[root_of(name)])
     ]
 
     assert not wrong

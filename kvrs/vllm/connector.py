@@ -1,0 +1,298 @@
+"""The kvrs connector for vLLM, which loads it from outside its tree: `--kv-transfer-config` is
+
+    {"kv_connector": "KvrsConnector", "kv_connector_module_path": "kvrs.vllm.connector",
+     "kv_role": "kv_both",
+     "kv_connector_extra_config": {"kvrs": {"config": "cluster.yaml", "instance": "d0"}}}
+
+Only this file knows vLLM's types. What the connector cannot serve it leaves alone, and says why.
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvrs.config.file import Config, load_config, read_secrets
+from kvrs.errors import ConfigError, KvrsError, RequestError
+from kvrs.ids import InstanceId
+from kvrs.protocol.connector import FIELD, connector_key
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import EPOCHS_PER_START
+from kvrs.vllm.blocks import Blocks, part_of
+from kvrs.vllm.fingerprint import fingerprint_of
+from kvrs.vllm.guard import Switch, guarded, log
+from kvrs.vllm.port import ConnectorPort
+from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
+from kvrs.vllm.staging import Staging
+
+_DEADLINE_S = 2.0
+_STAGING_BYTES = 128 << 20
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class KvrsMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there to be checked.
+    def __init__(self, step: WorkerStep) -> None:
+        self.step = step
+
+
+class KvrsWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    def __init__(self, done: Done) -> None:
+        self.done = done
+
+    def aggregate(self, other: "KvrsWorkerMetadata") -> "KvrsWorkerMetadata":
+        self.done.add(other.done)
+        return self
+
+
+class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One in the scheduler's process, one in each worker's."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.switch = Switch(self._clear_up)
+        self._scheduler: SchedulerSide | None = None
+        self._port: ConnectorPort | None = None
+        self._pool: Any = None
+        self._blocks: Blocks | None = None
+        self._done = Done()
+        self._failed_blocks: set[int] = set()
+        self._reported: str | None = None  # Why this worker is off, as the scheduler knows it.
+        try:
+            self._geometry = _geometry(vllm_config, kv_cache_config)
+            if role is KVConnectorRole.SCHEDULER:
+                self._start(vllm_config)
+        except (KvrsError, OSError, ValueError) as error:
+            self.switch.turn_off(str(error))
+
+    def _start(self, vllm_config: Any) -> None:
+        options = (self._kv_transfer_config.kv_connector_extra_config or {}).get("kvrs") or {}
+        if not isinstance(options, dict) or not {"config", "instance"} <= options.keys():
+            raise ConfigError(
+                f"kv_connector_extra_config.kvrs: got {options!r:.200}; allowed: an object with "
+                f"config (the cluster's YAML) and instance (an id in it)"
+            )
+        config = load_config(Path(options["config"]))
+        node, settings = _instance(config, InstanceId(str(options["instance"])))
+        ring = read_secrets(config.security, os.environ)
+        model = vllm_config.model_config
+        fingerprint = fingerprint_of(
+            model.model, str(model.dtype), vllm_config.cache_config.cache_dtype, self._geometry
+        )
+        pages = max(
+            2, int(options.get("staging_bytes", _STAGING_BYTES)) // self._geometry.page_bytes
+        )
+        staging = Staging(pages, self._geometry.page_bytes)
+        self._port = ConnectorPort(
+            config,
+            node,
+            settings,
+            ring,
+            self._geometry,
+            fingerprint,
+            staging,
+            lambda copy: scheduler.requested.append(copy),
+            lambda: self.switch.off_reason,
+            int(100 * time.time()) * EPOCHS_PER_START,
+        )
+        scheduler = self._scheduler = SchedulerSide(
+            self._port,
+            staging.place,
+            fingerprint,
+            self._geometry.page_size_tokens,
+            [connector_key(secret, settings.id) for secret in ring],
+            ranks=vllm_config.parallel_config.world_size,
+            deadline_s=float(options.get("deadline_s", _DEADLINE_S)),
+            clock=time.monotonic,
+        )
+        self._port.start()
+
+    def _clear_up(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "HND"
+
+    # The scheduler's side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        if self._scheduler is None or not isinstance(params, dict) or FIELD not in params:
+            return
+        if request.lora_request is not None or request.mm_features:
+            return  # Their KV is not of the token ids alone.
+        try:
+            self._scheduler.arrived(request, params[FIELD], request.cache_salt or "")
+        except RequestError as error:
+            log.warning("request %s: %s", request.request_id, error)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.match(request.request_id, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+            self._scheduler.allocated(request.request_id, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvrsMetadata:
+        return KvrsMetadata(self._step(scheduler_output))
+
+    @guarded(WorkerStep)
+    def _step(self, scheduler_output: Any) -> WorkerStep:
+        if self._scheduler is None:
+            return WorkerStep()
+        state = scheduler_output.kv_connector_block_state
+        return self._scheduler.step(
+            scheduler_output.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]
+        )
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(meta, KvrsWorkerMetadata):
+            self._scheduler.done(meta.done)
+            if meta.done.off_reason is not None:
+                self.switch.turn_off(f"a worker: {meta.done.off_reason}")
+
+    @guarded(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids)
+
+    # The workers' side.
+
+    @guarded(lambda: None)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        parallel = self._vllm_config.parallel_config
+        layers = {}
+        for name, tensor in kv_caches.items():
+            if (found := _LAYER.search(name)) is None:
+                raise KvrsError(f"a layer's name is {name!r}; allowed: one with .layers.N.")
+            layers[int(found[1])] = tensor
+        part = part_of(
+            self._geometry.kv_heads,
+            get_tensor_model_parallel_rank(),
+            parallel.tensor_parallel_size,
+        )
+        self._blocks = Blocks(self._geometry, part, layers)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        step = self._connector_metadata.step
+        for request, copies in step.loads:
+            # A request whose load failed is reported all the same, with its blocks.
+            if not self._load(step, copies):
+                self._failed_blocks |= {block for _, block in copies}
+            self._done.loads[request] = 1
+
+    @guarded(lambda: False)
+    def _load(self, step: WorkerStep, copies: Any) -> bool:
+        if self._blocks is None or step.place is None:
+            return False
+        self._blocks.open(step.place)
+        self._blocks.load(copies)
+        return True
+
+    def wait_for_save(self) -> None:
+        step = self._connector_metadata.step
+        for job, copies in step.saves:
+            if self._save(step, copies):
+                self._done.saves[job] = 1
+
+    @guarded(lambda: False)
+    def _save(self, step: WorkerStep, copies: Any) -> bool:
+        if self._blocks is None or step.place is None:
+            return False
+        self._blocks.open(step.place)
+        self._blocks.save(copies)
+        return True
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are loaded before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """All layers are saved behind the step."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        return None, set(self._done.loads) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> KvrsWorkerMetadata | None:
+        done, self._done = self._done, Done()
+        if self.switch.off_reason != self._reported:
+            done.off_reason = self._reported = self.switch.off_reason
+        return KvrsWorkerMetadata(done) if done != Done() else None
+
+    def shutdown(self) -> None:
+        if self._port is not None:
+            self._port.close()
+
+
+def _instance(config: Config, name: InstanceId) -> Any:
+    for node, settings in config.cluster.instances():
+        if settings.id == name:
+            if settings.connector_port is None:
+                raise ConfigError(f"cluster.nodes: instance {name!r} has no connector_port")
+            return node, settings
+    known = ", ".join(str(settings.id) for _, settings in config.cluster.instances())
+    raise ConfigError(f"kv_connector_extra_config.kvrs.instance: {name!r}; allowed: {known}")
+
+
+def _geometry(vllm_config: Any, kv_cache_config: Any) -> KvGeometry:
+    """Raises KvrsError: this KV cache is not one that can be saved; the message says why."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise KvrsError(f"{len(groups)} groups of KV layers; allowed: 1 (no hybrid model)")
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec":
+        raise KvrsError(f"KV of kind {type(spec).__name__}; allowed: FullAttentionSpec")
+    if getattr(spec, "sliding_window", None) is not None:
+        raise KvrsError("a sliding window; allowed: full attention")
+    if (quantised := getattr(spec, "kv_quant_mode", None)) is not None and quantised.value:
+        raise KvrsError(f"KV quantised as {quantised.name}; allowed: none")
+    if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
+        raise KvrsError("keys and values of different sizes; allowed: equal ones")
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise KvrsError(f"{name}: got {getattr(parallel, name)}; allowed: 1")
+    return KvGeometry(
+        layers=model.hf_text_config.num_hidden_layers,
+        kv_heads=model.get_total_num_kv_heads(),
+        head_dim=spec.head_size,
+        dtype_bytes=spec.dtype.itemsize,
+        page_size_tokens=spec.block_size,
+    )

@@ -1,0 +1,56 @@
+"""An error of the connector turns the connector off, never the engine.
+
+vLLM ends its engine, with all requests, at any exception in a hook. So each hook answers as one
+that has nothing to do, once the connector is off.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Switch:
+    """The state of the connector. `turned_off` is called once, at the first error."""
+
+    def __init__(self, turned_off: Callable[[], None] = lambda: None) -> None:
+        self.off_reason: str | None = None
+        self._turned_off = turned_off
+
+    def turn_off(self, reason: str) -> None:
+        if self.off_reason is not None:
+            return
+        self.off_reason = reason
+        log.error("the kvrs connector is off: %s", reason)
+        try:
+            self._turned_off()
+        except Exception:
+            log.exception("the kvrs connector could not clear up")
+
+
+def guarded(idle: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a hook of an object with a `switch`. `idle` makes the answer of a connector that has
+    nothing to do.
+    """
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def call(*args: P.args, **more: P.kwargs) -> R:
+            switch: Switch = args[0].switch  # type: ignore[attr-defined]  # The object.
+            if switch.off_reason is None:
+                try:
+                    return hook(*args, **more)
+                except Exception as error:
+                    log.exception("in %s", hook.__name__)
+                    switch.turn_off(f"{hook.__name__}: {type(error).__name__}: {error}")
+            answer: R = idle()
+            return answer
+
+        return call
+
+    return decorate

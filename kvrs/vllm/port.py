@@ -1,0 +1,298 @@
+"""Everything of the connector that has to do with sockets: a thread with an event loop in the
+process of vLLM's scheduler.
+
+It fetches pages for restores, sends pages to agents, and serves the instance protocol to proxies
+and agents.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from kvrs.config.cluster import InstanceSettings, NodeSettings
+from kvrs.config.file import Config
+from kvrs.connections import ConnectionLimits
+from kvrs.errors import KvrsError
+from kvrs.http import HttpPort
+from kvrs.ids import StreamId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import CheckpointTarget, KvrsParams
+from kvrs.protocol.page_messages import Identity, PullRequest, TrafficClass
+from kvrs.protocol.secrets import Scope, scoped_keys
+from kvrs.protocol.tags import Tag
+from kvrs.tls import load_certificates
+from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
+from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.peers import Peer
+from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.pusher import PagePusher
+from kvrs.transfer.registry import agents_of, probe_links, with_own_memory
+from kvrs.transfer.send_faults import SendingFaults
+from kvrs.vllm.instance_protocol import InstanceProtocol
+from kvrs.vllm.staging import Staging
+from kvrs.vllm.tracked import CopyRequest, Counts, Restore, SavedStream
+
+log = logging.getLogger(__name__)
+
+_PULLED_PAGES = 16  # At a time: what has arrived at the deadline is used.
+_MAX_FENCED = 1 << 16  # Streams of which the lowest attempt that counts is remembered.
+_START_S = 10.0
+
+
+class ConnectorPort:
+    """Methods without an underscore may be called in any thread, those of tasks apart."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: NodeSettings,
+        settings: InstanceSettings,
+        ring: Sequence[bytes],
+        geometry: KvGeometry,
+        fingerprint: str,
+        staging: Staging,
+        request_copy: Callable[[CopyRequest], None],
+        off_reason: Callable[[], str | None],
+        epoch: int,
+    ) -> None:
+        self.counts = Counts()
+        self._config, self.node, self.settings, self._ring = config, node, settings, ring
+        self.geometry, self.fingerprint = geometry, fingerprint
+        self.staging, self._request_copy, self.off_reason = staging, request_copy, off_reason
+        self.epoch = epoch
+        self.fenced: dict[StreamId, tuple[int, int]] = {}
+        self.fetches: dict[Restore, asyncio.Task[None]] = {}
+        self._agents = with_own_memory(agents_of(config), config, node, ring[0])
+        self.backlog = CheckpointBacklog(geometry.page_size_tokens)
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started = threading.Event()
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="kvrs-pages", daemon=True)
+
+    def start(self) -> None:
+        """Raises KvrsError: its port cannot be had."""
+        self._thread.start()
+        if not self._started.wait(_START_S):
+            raise KvrsError("the connector's port did not open in time")
+        if self._failure is not None:
+            raise KvrsError(self._failure)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._call(self._stop.set)
+            self._thread.join(_START_S)
+
+    # What the scheduler's thread calls.
+
+    def fetch(self, restore: Restore) -> None:
+        self._call(self._begin_fetch, restore)
+
+    def release(self, restore: Restore) -> None:
+        self._call(self._end_fetch, restore)
+
+    def loaded(self, pages: int) -> None:
+        self.counts.pages_loaded += pages
+
+    def follow(self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget]) -> None:
+        known = [each for each in checkpoints if each.agent in self._agents]
+        self._call(lambda: self.backlog.follow(saved, known, handed_over=False))
+
+    def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
+        self._call(self._filled, saved, tags, computed_tokens)
+
+    def ended(self, saved: SavedStream) -> None:
+        self._call(lambda: self.backlog.ended(saved, send_rest=False))
+
+    def is_fenced(self, params: KvrsParams) -> bool:
+        lowest = self.fenced.get(params.stream)
+        return lowest is not None and (params.owner_epoch, params.attempt) < lowest
+
+    def _call(self, work: Callable[..., object], *args: Any) -> None:
+        with suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(work, *args)
+
+    # The thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:
+            log.exception("the connector's port has ended")
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        config, settings = self._config, self.settings
+        links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
+        secret = self._ring[0]
+        self._puller = PagePuller(self._identity, secret, config.transfer, time.monotonic)
+        self._pusher = PagePusher(self._identity, secret, config.transfer, links)
+        self._sender = CheckpointSender(
+            self.backlog,
+            self,
+            self._pusher,
+            self._agents,
+            config.backup,
+            min(config.backup.staging_pages, max(1, self.staging.pages // 2)),
+            time.monotonic,
+        )
+        keys = scoped_keys(self._ring, settings.id, Scope.INSTANCE)
+        tls = load_certificates("security.tls", config.security.tls)
+        port = HttpPort(
+            InstanceProtocol(self, self._puller, self._pusher).app(),
+            ConnectionLimits.of_peers(),
+            shutdown_timeout_s=0.5,
+            names={settings.host, *config.security.hosts},
+            keys=keys,
+            tls=tls,
+        )
+        assert settings.connector_port is not None
+        await port.open(settings.bound(settings.host), settings.connector_port)
+        own = Peer(settings.id, self.node.id, settings.host, 0)
+        registry = {settings.id: own, **self._agents}
+        interval_s = config.transfer.probe_interval_s
+        jobs = [
+            asyncio.create_task(self._sender.run()),
+            asyncio.create_task(probe_links(self._puller, registry, settings.id, interval_s)),
+            asyncio.create_task(self._wait()),
+        ]
+        if tls is not None:
+            jobs.append(asyncio.create_task(tls.run()))
+        self._started.set()
+        try:
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+        finally:
+            ending = [*jobs, *self.fetches.values()]
+            for job in ending:
+                job.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            await port.close()
+            await self._puller.close()
+            await self._pusher.close()
+
+    async def _wait(self) -> None:
+        await self._stop.wait()
+
+    def _identity(self) -> Identity:
+        return Identity(
+            instance=self.settings.id,
+            node=self.node.id,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            page_bytes=self.geometry.page_bytes,
+            page_cells=self.geometry.page_cells,
+        )
+
+    # Restores.
+
+    def _begin_fetch(self, restore: Restore) -> None:
+        self.fetches[restore] = asyncio.create_task(self._fetch(restore))
+
+    def _end_fetch(self, restore: Restore) -> None:
+        """Give its slots back once nothing is written to them any more."""
+        task = self.fetches.pop(restore)
+        task.add_done_callback(lambda _: self.staging.give_back(restore.slots))
+        task.cancel()
+
+    async def _fetch(self, restore: Restore) -> None:
+        try:
+            for source in restore.sources:
+                peer = self._agents.get(source.id)
+                next_page = restore.first_page + len(restore.slots)
+                end = min(source.first_page + source.pages, len(restore.tags))
+                if peer is None or source.first_page > next_page:
+                    return
+                while next_page < end:
+                    wanted = min(_PULLED_PAGES, end - next_page)
+                    slots = self.staging.take(wanted)
+                    if not slots:
+                        return
+                    damaged = self._puller.damaged_pages
+                    tags = tuple(restore.tags[next_page : next_page + len(slots)])
+                    arrived = 0
+                    try:
+                        result = await self._puller.pull(
+                            peer,
+                            PullRequest(tags, traffic=TrafficClass.RECOVERY),
+                            [self.staging.view(slot) for slot in slots],
+                            None,
+                            expected_epoch=source.generation,
+                        )
+                        arrived = result.full_pages
+                    finally:
+                        restore.slots += slots[:arrived]
+                        self.staging.give_back(slots[arrived:])
+                        self.counts.pages_damaged += self._puller.damaged_pages - damaged
+                    next_page += arrived
+                    if arrived < wanted:
+                        break
+        finally:
+            restore.is_over = True
+
+    # Checkpoints.
+
+    def _filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
+        saved.tags += tags
+        saved.computed_tokens = computed_tokens
+        self._sender.wake(self.backlog.filled(saved, time.monotonic()))
+
+    def is_over(self, delivery: CheckpointDelivery) -> bool:
+        return True
+
+    @asynccontextmanager
+    async def lend(self, ranges: Sequence[DueRange]) -> AsyncIterator[list[list[memoryview]]]:
+        """Copies of the pages, as vLLM's next step makes them."""
+        taken = [self.staging.take(end - first) for _, first, end in ranges]
+        counts = []
+        try:
+            waiting = [
+                self._copied(delivery.sequence, first, slots)
+                for (delivery, first, _), slots in zip(ranges, taken, strict=True)
+            ]
+            counts = await asyncio.gather(*waiting)
+            yield [
+                [self.staging.view(slot) for slot in slots[:count]]
+                for slots, count in zip(taken, counts, strict=True)
+            ]
+            self.counts.pages_saved += sum(counts)
+        finally:
+            for slots in taken:
+                self.staging.give_back(slots)
+
+    async def _copied(self, saved: Any, first_page: int, slots: list[int]) -> int:
+        assert isinstance(saved, SavedStream)
+        if not slots:
+            return 0
+        pages: asyncio.Future[int] = self._loop.create_future()
+
+        def copied(count: int) -> None:
+            self._call(pages.set_result, count)
+
+        self._request_copy(CopyRequest(saved.request_id, first_page, slots, copied))
+        # Not cancelled: a worker may be copying into these slots.
+        return await asyncio.shield(pages)
+
+    def fence(self, attempts: Mapping[StreamId, tuple[int, int]], *, slots_only: bool) -> None:
+        """Drop lower attempts: nothing is fetched for them, and with an epoch of its own nothing of
+        them is taken any more. For the protocol's routes.
+        """
+        for restore, task in self.fetches.items():
+            if restore.attempt < attempts.get(restore.stream, restore.attempt):
+                task.cancel()
+        if slots_only:
+            return
+        for stream, attempt in attempts.items():
+            self.fenced[stream] = max(attempt, self.fenced.pop(stream, attempt))
+        while len(self.fenced) > _MAX_FENCED:
+            del self.fenced[next(iter(self.fenced))]
+        self.epoch += 1

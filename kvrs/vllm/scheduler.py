@@ -1,0 +1,264 @@
+"""The connector in vLLM's scheduler: which pages are copied out of blocks and into them, and when a
+request may start.
+
+A load is staged: pages are fetched and verified before vLLM is promised any, and exactly those are
+promised. So no load of vLLM waits for a peer, and none fails. Nothing here waits; all calls come
+from vLLM's thread, and what has to do with sockets is the page port's.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrs.errors import RequestError
+from kvrs.protocol.connector import unseal
+from kvrs.protocol.instance import CheckpointTarget, KvrsParams
+from kvrs.protocol.tags import Tag, next_tag, page_tags, root_tag
+from kvrs.vllm.staging import StagingPlace
+from kvrs.vllm.tracked import CopyRequest, LiveRequest, Restore, SavedStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WorkerStep:
+    """Copies that workers make beside one step of vLLM."""
+
+    place: StagingPlace | None = None
+    saves: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)  # By job.
+    loads: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)  # By request.
+
+
+@dataclass(slots=True)
+class Done:
+    """Answers of workers: how many of them have done each job, and each load."""
+
+    saves: dict[int, int] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)
+    off_reason: str | None = None  # A worker does nothing any more.
+
+    def add(self, other: "Done") -> None:
+        """Add the answers of another worker."""
+        for job, count in other.saves.items():
+            self.saves[job] = self.saves.get(job, 0) + count
+        for request_id, count in other.loads.items():
+            self.loads[request_id] = self.loads.get(request_id, 0) + count
+        self.off_reason = self.off_reason or other.off_reason
+
+
+class Port(Protocol):
+    """The page port; its methods may be called in any thread and return at once."""
+
+    def fetch(self, restore: Restore) -> None:
+        """Fill the slots of a restore."""
+
+    def release(self, restore: Restore) -> None:
+        """Its slots are not used any more; what is still being fetched is ended."""
+
+    def loaded(self, pages: int) -> None:
+        """So many pages were copied into blocks."""
+
+    def follow(self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget]) -> None:
+        """Bring the pages of a stream to these agents."""
+
+    def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
+        """The stream has further full pages."""
+
+    def ended(self, saved: SavedStream) -> None:
+        """Nothing more is computed for it."""
+
+    def is_fenced(self, params: KvrsParams) -> bool:
+        """A higher attempt at the stream was announced."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    request: LiveRequest
+    tags: list[Tag]
+    root: Tag
+    saved: SavedStream | None
+    restore: Restore | None
+    full_pages: int = 0
+    local_tokens: int = 0  # Of vLLM's own prefix cache, at the last look.
+    loading: list[tuple[int, int]] | None = None  # Slots and blocks, while workers copy.
+
+
+class SchedulerSide:
+    """One per engine core. `ranks`: workers that answer for each job."""
+
+    def __init__(
+        self,
+        port: Port,
+        place: StagingPlace,
+        fingerprint: str,
+        page_size_tokens: int,
+        keys: Sequence[bytes],
+        *,
+        ranks: int,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.requested: deque[CopyRequest] = deque()  # The port appends to it.
+        self._port, self._place = port, place
+        self._fingerprint, self._page, self._keys = fingerprint, page_size_tokens, keys
+        self._ranks, self._deadline_s, self._clock = ranks, deadline_s, clock
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: list[tuple[str, list[tuple[int, int]]]] = []
+        self._jobs: dict[int, tuple[CopyRequest, int, int]] = {}  # Pages, and ranks to come.
+        self._job = 0
+
+    @property
+    def loading_blocks(self) -> int:
+        """Blocks that requests own and wait for."""
+        return sum(len(each.loading) for each in self._tracked.values() if each.loading)
+
+    def arrived(self, request: LiveRequest, sealed: object, salt: str) -> None:
+        """A request has come with `kv_transfer_params.kvrs`.
+
+        Raises:
+            RequestError: the parameters are not of a proxy of the cluster, or wrong.
+        """
+        params = unseal(sealed, self._keys)
+        if self._port.is_fenced(params):
+            raise RequestError(f"stream {params.stream}: a higher attempt was announced")
+        root = root_tag(self._fingerprint, salt)
+        tags = page_tags(root, request.all_token_ids, self._page)
+        attempt = (params.owner_epoch, params.attempt)
+        restore = saved = None
+        if params.sources and tags:
+            restore = Restore(
+                params.stream,
+                attempt,
+                tags,
+                params.sources,
+                self._clock() + self._deadline_s,
+                params.sources[0].first_page,
+            )
+            self._port.fetch(restore)
+        if params.checkpoints:
+            saved = SavedStream(
+                request.request_id, params.stream, attempt, [*tags], request.num_tokens
+            )
+            self._port.follow(saved, params.checkpoints)
+        self._tracked[request.request_id] = _Tracked(request, tags, root, saved, restore)
+
+    def match(self, request_id: str, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded behind those; None: not known yet."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or (restore := tracked.restore) is None or tracked.loading is not None:
+            return 0
+        is_late = self._clock() >= restore.deadline_s
+        if not restore.is_over and not is_late:
+            return None
+        end_page = restore.first_page + len(restore.slots)
+        # At least one token is computed: its logits are the next token's.
+        end_page = min(end_page, (tracked.request.num_tokens - 1) // self._page)
+        tracked.local_tokens = computed_tokens
+        found = end_page * self._page - computed_tokens
+        if found > 0 and computed_tokens >= restore.first_page * self._page:
+            return found
+        self._drop_restore(tracked)
+        return 0
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """Blocks were allocated; so many tokens are to be loaded into them."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or (restore := tracked.restore) is None or tracked.loading is not None:
+            return
+        if not external_tokens:
+            self._drop_restore(tracked)
+            return
+        first = tracked.local_tokens // self._page
+        pages = range(first, first + external_tokens // self._page)
+        tracked.loading = [
+            (restore.slots[page - restore.first_page], block_ids[page]) for page in pages
+        ]
+        self._loads.append((request_id, tracked.loading))
+
+    def step(
+        self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]
+    ) -> WorkerStep:
+        """Copies beside the step that computes so many tokens of each request."""
+        step = WorkerStep(self._place, loads=self._loads)
+        self._loads = []
+        known = {}
+        for request_id, tokens in scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.saved is not None:
+                known[request_id] = self._filled(tracked, tracked.saved, tokens)
+        for _ in range(len(self.requested)):
+            copy = self.requested.popleft()
+            if copy.request_id not in self._tracked:
+                copy.copied(0)
+            elif copy.request_id not in known:
+                self.requested.append(copy)
+            else:
+                blocks = blocks_of(copy.request_id)[: known[copy.request_id]]
+                blocks = blocks[copy.first_page : copy.first_page + len(copy.slots)]
+                if not blocks:
+                    copy.copied(0)
+                    continue
+                self._job += 1
+                self._jobs[self._job] = (copy, len(blocks), self._ranks)
+                step.saves.append((self._job, [*zip(copy.slots, blocks, strict=False)]))
+        return step
+
+    def done(self, done: Done) -> None:
+        """Workers have answered."""
+        for job, count in done.saves.items():
+            copy, pages, ranks = self._jobs.pop(job)
+            if ranks > count:
+                self._jobs[job] = (copy, pages, ranks - count)
+            else:
+                copy.copied(pages)
+        for request_id in done.loads:  # vLLM reports a load when all workers have.
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.loading is not None:
+                self._port.loaded(len(tracked.loading))
+                tracked.loading = None
+                self._drop_restore(tracked)
+
+    def finished(self, request_id: str) -> None:
+        """Nothing more is computed for a request."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None:
+            return
+        if tracked.saved is not None:
+            self._port.ended(tracked.saved)
+        # Workers may still copy out of the slots of a load, which are not read again.
+        self._drop_restore(tracked)
+        for copy in [each for each in self.requested if each.request_id == request_id]:
+            self.requested.remove(copy)
+            copy.copied(0)
+
+    def close(self) -> None:
+        """The engine ends, or the connector is off: nothing waits any more."""
+        for request_id in [*self._tracked]:
+            self.finished(request_id)
+        for copy, _, _ in self._jobs.values():
+            copy.copied(0)
+        self._jobs.clear()
+
+    def _filled(self, tracked: _Tracked, saved: SavedStream, tokens: int) -> int:
+        """Report new full pages; return how many there are after the step.
+
+        Of asynchronous scheduling the newest token is known a step later; drafts never count.
+        """
+        request, page = tracked.request, self._page
+        computed = min(request.num_computed_tokens + tokens, request.num_tokens)
+        full = computed // page
+        if full > tracked.full_pages:
+            tags, known = tracked.tags, len(tracked.tags)
+            for index in range(known, full):
+                ids = request.all_token_ids[index * page : (index + 1) * page]
+                tags.append(next_tag(tags[-1] if tags else tracked.root, ids))
+            tracked.full_pages = full
+            self._port.filled(saved, tags[known:], full * page)
+        return full
+
+    def _drop_restore(self, tracked: _Tracked) -> None:
+        if tracked.restore is not None:
+            restore, tracked.restore = tracked.restore, None
+            self._port.release(restore)

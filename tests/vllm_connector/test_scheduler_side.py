@@ -1,0 +1,265 @@
+"""The connector in vLLM's scheduler, beside a port that does as it is told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrs.errors import RequestError
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.connector import connector_key, seal
+from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
+from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
+from kvrs.vllm.staging import StagingPlace
+from kvrs.vllm.tracked import CopyRequest, Restore, SavedStream
+
+PAGE = 4
+KEY = connector_key(b"s" * 32, InstanceId("d0"))
+PLACE = StagingPlace(1, 2, 16, 64)
+AGENT = InstanceId("agent")
+STREAM = StreamId("a" * 32)
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class FakePort:
+    restores: list[Restore] = field(default_factory=list)
+    released: list[Restore] = field(default_factory=list)
+    tags: list[Tag] = field(default_factory=list)
+    computed_tokens: int = 0
+    loaded_pages: int = 0
+    ended_streams: list[SavedStream] = field(default_factory=list)
+    fenced: bool = False
+
+    def fetch(self, restore: Restore) -> None:
+        self.restores.append(restore)
+
+    def release(self, restore: Restore) -> None:
+        self.released.append(restore)
+
+    def loaded(self, pages: int) -> None:
+        self.loaded_pages += pages
+
+    def follow(self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget]) -> None:
+        self.tags += saved.tags
+
+    def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
+        self.tags += tags
+        self.computed_tokens = computed_tokens
+
+    def ended(self, saved: SavedStream) -> None:
+        self.ended_streams.append(saved)
+
+    def is_fenced(self, params: KvrsParams) -> bool:
+        return self.fenced
+
+
+class World:
+    def __init__(self, ranks: int = 1) -> None:
+        self.now_s = 0.0
+        self.port = FakePort()
+        self.side = SchedulerSide(
+            self.port,
+            PLACE,
+            "f",
+            PAGE,
+            [KEY],
+            ranks=ranks,
+            deadline_s=2.0,
+            clock=lambda: self.now_s,
+        )
+
+    def arrive(
+        self, request: Request, *, sources: Sequence[SourceRange] = (), saves: bool = False
+    ) -> None:
+        params = KvrsParams(STREAM, 2, 1, sources=list(sources))
+        if saves:
+            params.checkpoints = [CheckpointTarget(AGENT, 1 << 20)]
+        self.side.arrived(request, msgspec.to_builtins(seal(params, KEY)), "salt")
+
+    def step(
+        self, request: Request, tokens: int, blocks: Sequence[int] = range(100, 200)
+    ) -> WorkerStep:
+        step = self.side.step({request.request_id: tokens}, lambda _: blocks)
+        request.num_computed_tokens += tokens
+        return step
+
+    def copy(self, request: Request, first: int, slots: list[int]) -> list[int]:
+        counts: list[int] = []
+        self.side.requested.append(CopyRequest(request.request_id, first, slots, counts.append))
+        return counts
+
+
+def from_agent(first: int, pages: int) -> SourceRange:
+    return SourceRange(AGENT, first, pages, 7)
+
+
+def test_nothing_is_promised_before_it_has_arrived_and_exactly_that_is_promised() -> None:
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    (restore,) = world.port.restores
+    assert world.side.match("r", 0) is None
+    restore.slots += [5, 6, 7]
+    assert world.side.match("r", 0) is None
+    restore.is_over = True
+    assert world.side.match("r", 0) == 3 * PAGE
+    world.side.allocated("r", [30, 31, 32, 33, 34], 3 * PAGE)
+    step = world.side.step({}, lambda _: [])
+    assert step.loads == [("r", [(5, 30), (6, 31), (7, 32)])]
+    assert not world.side.step({}, lambda _: []).loads
+    assert not world.port.released
+    world.side.allocated("r", [], 0)  # vLLM calls it again behind the load.
+    assert not world.port.released
+    world.side.done(Done(loads={"r": 1}))
+    assert world.port.released == [restore]
+    assert world.port.loaded_pages == 3
+    assert world.side.match("r", 0) == 0
+
+
+def test_the_deadline_ends_the_wait_with_what_is_there() -> None:
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    world.port.restores[0].slots.append(3)
+    world.now_s = 1.99
+    assert world.side.match("r", 0) is None
+    world.now_s = 2.0
+    assert world.side.match("r", 0) == PAGE
+
+
+def test_one_token_is_left_to_compute() -> None:
+    world, request = World(), Request("r", list(range(16)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    restore = world.port.restores[0]
+    restore.slots += [1, 2, 3, 4]
+    restore.is_over = True
+    assert world.side.match("r", 0) == 3 * PAGE
+
+
+@pytest.mark.parametrize(("local", "found"), [(0, 0), (4, 0), (8, 8), (12, 4), (16, 0), (20, 0)])
+def test_pages_behind_a_gap_are_of_use_where_the_own_cache_fills_it(local: int, found: int) -> None:
+    world, request = World(), Request("r", list(range(30)))
+    world.arrive(request, sources=[from_agent(2, 2)])
+    restore = world.port.restores[0]
+    restore.slots += [1, 2]
+    restore.is_over = True
+    assert world.side.match("r", local) == found
+    assert (world.port.released == [restore]) is (found == 0)
+    if found:
+        world.side.allocated("r", list(range(100, 108)), found)
+        copies = world.side.step({}, lambda _: []).loads[0][1]
+        assert copies == [(1 + page - 2, 100 + page) for page in range(local // PAGE, 4)]
+
+
+def test_blocks_given_to_another_connector_release_what_was_fetched() -> None:
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    world.side.allocated("r", [], 0)
+    assert world.port.released == world.port.restores
+    assert world.side.match("r", 0) == 0
+
+
+def test_tags_are_those_of_the_tokens_whatever_the_steps_are() -> None:
+    ids = list(range(50, 50 + 23))
+    world, request = World(), Request("r", ids[:10])
+    world.arrive(request, saves=True)
+    world.step(request, 7)
+    assert world.port.computed_tokens == PAGE
+    world.step(request, 3)
+    assert world.port.computed_tokens == 2 * PAGE
+    for token in ids[10:]:
+        request.all_token_ids.append(token)
+        world.step(request, 1)
+    assert world.port.tags == page_tags(root_tag("f", "salt"), ids, PAGE)
+    assert world.port.computed_tokens == 5 * PAGE
+
+
+def test_a_page_whose_last_token_is_not_known_yet_is_not_reported() -> None:
+    """With asynchronous scheduling, and with drafts."""
+    world, request = World(), Request("r", list(range(7)))
+    world.arrive(request, saves=True)
+    world.step(request, 7 + 1 + 4)
+    assert world.port.computed_tokens == PAGE
+
+
+def test_copies_are_made_in_a_step_that_runs_the_request_and_answered_by_all_ranks() -> None:
+    world, request = World(ranks=2), Request("r", list(range(12)))
+    world.arrive(request, saves=True)
+    counts = world.copy(request, 1, [8, 9, 10])
+    assert not world.side.step({}, lambda _: []).saves
+    step = world.step(request, 12)
+    assert step.saves == [(1, [(8, 101), (9, 102)])]
+    world.side.done(Done(saves={1: 1}))
+    assert counts == []
+    world.side.done(Done(saves={1: 1}))
+    assert counts == [2]
+
+
+def test_a_preempted_request_has_nothing_to_copy() -> None:
+    world, request = World(), Request("r", list(range(12)))
+    world.arrive(request, saves=True)
+    world.step(request, 12)
+    request.num_computed_tokens = 0
+    counts = world.copy(request, 1, [8, 9])
+    assert not world.step(request, 4).saves
+    assert counts == [0]
+
+
+@pytest.mark.parametrize("is_close", [False, True])
+def test_an_end_answers_all_that_waits(is_close: bool) -> None:
+    world, request = World(), Request("r", list(range(12)))
+    world.arrive(request, saves=True, sources=[from_agent(0, 2)])
+    under_way = world.copy(request, 0, [8])
+    world.step(request, 12)
+    waiting = world.copy(request, 1, [9])
+    world.side.close() if is_close else world.side.finished("r")
+    assert waiting == [0]
+    assert under_way == ([0] if is_close else [])
+    assert world.port.released == world.port.restores
+    assert len(world.port.ended_streams) == 1
+    late = world.copy(request, 1, [9])
+    world.side.step({}, lambda _: [])
+    assert late == [0]
+
+
+def test_an_announced_higher_attempt_is_refused() -> None:
+    world = World()
+    world.port.fenced = True
+    with pytest.raises(RequestError, match="a higher attempt was announced"):
+        world.arrive(Request("r", [1, 2, 3]))
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.randoms(use_true_random=False),
+)
+def test_every_page_is_copied_from_its_own_block(chunks, prompt, random) -> None:  # type: ignore[no-untyped-def]
+    world, request = World(), Request("r", list(range(prompt)))
+    world.arrive(request, saves=True)
+    for tokens in chunks:
+        first = random.randrange(4)
+        counts = world.copy(request, first, [random.randrange(16) for _ in range(3)])
+        known = min(request.num_computed_tokens + tokens, request.num_tokens)
+        for job, copies in world.step(request, tokens).saves:
+            assert [block for _, block in copies] == [
+                100 + first + index for index in range(len(copies))
+            ]
+            assert (first + len(copies)) * PAGE <= known
+            world.side.done(Done(saves={job: 1}))
+        assert len(counts) == 1
+        request.all_token_ids.append(0)
+    world.side.finished("r")

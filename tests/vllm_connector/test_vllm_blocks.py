@@ -1,0 +1,96 @@
+"""Copies between vLLM's blocks and staged pages: whatever ranks save, any ranks load the same."""
+
+import pytest
+import torch
+
+from kvrs.errors import KvrsError
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.vllm.blocks import Blocks, part_of
+from kvrs.vllm.staging import Staging
+
+GEOMETRY = KvGeometry(layers=3, kv_heads=4, head_dim=5, dtype_bytes=2, page_size_tokens=8)
+BLOCKS = 6
+
+
+def worker(tp_rank: int, tp_size: int, layers: range, whole: list[torch.Tensor] | None) -> Blocks:
+    """With the cells of `whole`, or none."""
+    part = part_of(GEOMETRY.kv_heads, tp_rank, tp_size)
+    tensors = {}
+    for layer in layers:
+        if whole is None:
+            tensors[layer] = torch.zeros(BLOCKS, len(part.heads), 8, 10, dtype=torch.bfloat16)
+        else:
+            heads = slice(part.heads.start, part.heads.stop)
+            tensors[layer] = whole[layer][:, heads].contiguous()
+    blocks = Blocks(GEOMETRY, part, tensors)
+    blocks.tensors = tensors  # type: ignore[attr-defined]
+    return blocks
+
+
+def workers(tp: int, pp: int, whole: list[torch.Tensor] | None = None) -> list[Blocks]:
+    stages = [range(3)] if pp == 1 else [range(2), range(2, 3)]
+    return [worker(rank, tp, stage, whole) for stage in stages for rank in range(tp)]
+
+
+@pytest.mark.parametrize("loaded", [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize("saved", [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)])
+def test_pages_of_any_ranks_are_loaded_by_any(
+    saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    staging = Staging(4, GEOMETRY.page_bytes)
+    whole = [torch.randn(BLOCKS, 4, 8, 10).to(torch.bfloat16) for _ in range(3)]
+    for each in workers(*saved, whole):
+        each.open(staging.place)
+        each.save([(3, 1), (0, 5)])
+    for each in workers(*loaded):
+        each.open(staging.place)
+        each.load([(3, 2), (0, 0)])
+        heads = slice(each._part.heads.start, each._part.heads.stop)
+        for layer, tensor in each.tensors.items():  # type: ignore[attr-defined]
+            assert torch.equal(tensor[2], whole[layer][1, heads])
+            assert torch.equal(tensor[0], whole[layer][5, heads])
+            assert not tensor[[1, 3, 4, 5]].any()
+
+
+def test_bytes_that_are_staged_are_those_that_are_loaded() -> None:
+    staging = Staging(2, GEOMETRY.page_bytes)
+    staging.view(1)[:] = bytes(range(256)) * (GEOMETRY.page_bytes // 256) + bytes(
+        GEOMETRY.page_bytes % 256
+    )
+    (only,) = workers(1, 1)
+    only.open(staging.place)
+    only.load([(1, 4)])
+    only.save([(0, 4)])
+    assert staging.view(0) == staging.view(1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(6, 4, 8, 9, dtype=torch.bfloat16), "KV of shape"),
+        (torch.zeros(2, 6, 4, 8, 10, dtype=torch.bfloat16), "KV of shape"),
+        (torch.zeros(6, 4, 8, 10), "KV of 4 bytes"),
+        (torch.zeros(6, 8, 4, 10, dtype=torch.bfloat16).transpose(1, 2), "strides"),
+    ],
+)
+def test_another_layout_is_refused_by_name(tensor: torch.Tensor, said: str) -> None:
+    with pytest.raises(KvrsError, match=said):
+        Blocks(GEOMETRY, part_of(4, 0, 1), {0: tensor})
+
+
+def test_memory_of_other_pages_is_refused() -> None:
+    staging = Staging(2, GEOMETRY.page_bytes * 2)
+    with pytest.raises(KvrsError, match="staged pages of"):
+        workers(1, 1)[0].open(staging.place)
+
+
+def test_slots_are_counted() -> None:
+    staging = Staging(3, 64)
+    taken = staging.take(2)
+    assert len(taken) == 2
+    more = staging.take(2)
+    assert len(more) == 1
+    assert staging.take(1) == []
+    staging.give_back(taken)
+    assert staging.used == 1
+    assert {*staging.take(9), *more} == {0, 1, 2}
