@@ -243,7 +243,9 @@ class Starter:
             return
         if (member := self._view.members.get(recovery.suspect_instance)) is not None:
             stream.exclude(member)
-        is_by_option = not attempt.resumed and attempt.option is not Option.START
+        is_by_option = (
+            recovery.was_connected and not attempt.resumed and attempt.option is not Option.START
+        )
         pause_s = self._settings.recovery.retry_pause_s
         jitter = fraction(stream.id, recovery.failures)
         recovery.back_off(attempt.option if is_by_option else None, pause_s, jitter, now_s)

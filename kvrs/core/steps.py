@@ -255,8 +255,9 @@ class Steps:
             epoch = member.info.epoch
             self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
         # One that took no connection may be dead.
-        if event.failure is not ev.FailureKind.BUSY or event.abrupt:
-            stream.recovery.suspect(event.instance)
+        was_connected = event.failure is not ev.FailureKind.BUSY
+        if was_connected or event.abrupt:
+            stream.recovery.suspect(event.instance, was_connected=was_connected)
         if event.abrupt and event.instance in self._ledger.view.members:
             self._starter.gather([stream], now_s)
         else:

@@ -106,6 +106,7 @@ class RecoveryState:
     failed: InstanceId | None = None
     # The instance that an attempt failed at, until the next decision; it may turn out to be lost.
     suspect_instance: InstanceId | None = None
+    was_connected: bool = False  # To it: else nothing has shown the option to be bad.
     failures: int = 0
     # Attempts that were lost or failed. To be moved, denied a slot or told to come back later is
     # not to fail.
@@ -122,8 +123,8 @@ class RecoveryState:
         if self.failed_at_s is None:
             self.failed_at_s = now_s
 
-    def suspect(self, instance: InstanceId) -> None:
-        self.suspect_instance = instance
+    def suspect(self, instance: InstanceId, *, was_connected: bool) -> None:
+        self.suspect_instance, self.was_connected = instance, was_connected
 
     def clear_suspect(self, cause: str) -> None:
         """The instance as a whole is lost by this cause: the stream is a victim like the others."""
