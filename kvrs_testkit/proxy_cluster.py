@@ -14,7 +14,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.protocol.instance import Role
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script, Scripted
-from kvrs_testkit.scripted_agent import ScriptedAgent
+from kvrs_testkit.scripted_agent import CAPACITY_BYTES, ScriptedAgent
 
 WITHIN_S = 60.0  # Something becomes true, also on a busy machine.
 
@@ -140,8 +140,10 @@ async def open_proxy_cluster(
             sections.get("backup", {}).get("mode", "off") != "off" or gossip_ports is not None
         )
         if agent_ports is None and wants_agents:
+            capacity = sections.get("backup", {}).get("capacity_bytes", CAPACITY_BYTES)
             agents = {
-                f"agent-n{n}": ScriptedAgent(f"agent-n{n}", f"n{n}") for n in range(len(of_nodes))
+                f"agent-n{n}": ScriptedAgent(f"agent-n{n}", f"n{n}", capacity_bytes=capacity)
+                for n in range(len(of_nodes))
             }
         for agent in agents.values():
             await agent.start()

@@ -6,7 +6,7 @@ a plain P/D engine, which takes the history for a prompt and knows nothing of th
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -50,6 +50,7 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
+from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_model import (
     Arithmetic,
     Step,
@@ -121,6 +122,7 @@ class Script:
     gate_at: int = 0
     prefill_gate: asyncio.Event | None = None  # Prefill calls wait for it.
     prefill_s: float = 0.0  # They take so long.
+    fetch_s: float = 0.0  # What a decode call fetches or computes before its first event.
     # By the `user` of the request: the output position before which it kills its decode instance,
     # or -1, its prefill instance.
     poisons: dict[str, int] = field(default_factory=dict)
@@ -177,6 +179,9 @@ class Scripted(ScriptedServer):
     fetched_pages: int | None = 0
     names: ModelNames = NO_OTHER_NAMES
     hangs_on: str = ""  # Streams whose ids begin so get no answer.
+    gpus: list[str] | None = None
+    # They get the pages of checkpoints, as soon as these are full.
+    agents: Mapping[str, ScriptedAgent] = field(default_factory=dict)
 
     def routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/completions", self._completions)
@@ -204,6 +209,7 @@ class Scripted(ScriptedServer):
             own_prefill=None if self.own_prefill is None else InstanceId(self.own_prefill),
             ranks=self.ranks,
             names=self.names,
+            gpus=self.gpus,
         )
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -369,6 +375,7 @@ class Scripted(ScriptedServer):
             )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        await asyncio.sleep(self.script.fetch_s)
         sent = 0
         position = len(history) - prompt_tokens
         poisoned_at = self.script.poisons.get(parsed.user or "", -1)
@@ -384,6 +391,9 @@ class Scripted(ScriptedServer):
                 return await _break(request, response, cut)
             await response.write(event)
             sent += 1
+            for place in parsed.kvrs.checkpoints:
+                if (agent := self.agents.get(place.agent)) is not None:
+                    agent.pages[parsed.kvrs.stream] = len(history) // GEOMETRY.page_size_tokens
         self.script.lengths[parsed.seed] = sent
         return response
 

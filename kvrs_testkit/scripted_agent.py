@@ -29,6 +29,7 @@ class ScriptedAgent(ScriptedServer):
     pages: dict[str, int] = field(default_factory=dict)  # Leading pages held, by stream.
     denied: list[str] = field(default_factory=list)  # Reported once.
     reserved_bytes: int = 0
+    capacity_bytes: int = CAPACITY_BYTES
     lease_updates: list[LeaseUpdate] = field(default_factory=list)
     forgotten: set[str] = field(
         default_factory=set
@@ -56,7 +57,13 @@ class ScriptedAgent(ScriptedServer):
 
     async def _info(self, _: web.Request) -> web.Response:
         info = AgentInfo(
-            InstanceId(self.id), NodeId(self.node), self.epoch, self.pid, 1, CAPACITY_BYTES, 26e9
+            InstanceId(self.id),
+            NodeId(self.node),
+            self.epoch,
+            self.pid,
+            1,
+            self.capacity_bytes,
+            26e9,
         )
         return web.Response(body=msgspec.json.encode(info), content_type="application/json")
 

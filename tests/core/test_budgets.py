@@ -7,7 +7,7 @@ import pytest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, of, only
 
 A = StreamId("A")
 P0, D0, D1 = (InstanceId(name) for name in ("p0", "d0", "d1"))
@@ -34,22 +34,6 @@ def until_start_or_end(harness: PolicyHarness, most_s: float = 100.0) -> act.Sta
             if isinstance(action, act.Start | act.GiveUp):
                 return action
     raise AssertionError("neither")
-
-
-def test_a_stream_outlives_any_number_of_deaths_with_progress_in_between() -> None:
-    """`recovery.max_attempts` counts failures since the last token."""
-    harness = PolicyHarness("p0", "d0", "d1", max_attempts=2)
-    here, epochs = harness.decoding("A").plan.decode, {D0: 1, D1: 1}
-
-    for tokens in range(1, 101):
-        harness.now_s += 20.0
-        start = only(harness.lose(str(here), epochs[here], A=tokens), act.Start)
-        harness.handle(ev.StreamResumed(A, start.attempt))
-        epochs[here] += 1
-        harness.handle(instance_up(str(here), epochs[here]))
-        here = start.plan.decode
-
-    assert start.attempt == 101
 
 
 def test_busy_answers_count_as_no_attempt_and_pauses_grow() -> None:

@@ -178,18 +178,6 @@ def test_what_was_left_behind_is_known_until_the_stream_has_resumed() -> None:
     assert not harness.policy.is_left_at(here)
 
 
-def test_an_order_holds_for_the_next_process_until_it_is_withdrawn() -> None:
-    """An instance that is replaced gets nothing before the operator says so."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(ordered("d0"))
-
-    harness.handle(instance_up("d0", epoch=2))
-    before = decoders_of(harness, 4)
-    harness.handle(ev.DrainEnded(InstanceId("d0")))
-
-    assert (before, decoders_of(harness, 4)) == ({"d1"}, {"d0", "d1"})
-
-
 def test_the_only_instance_of_its_role_serves_though_it_is_to_be_drained() -> None:
     """The others have died after the order: better served there than not at all."""
     harness = PolicyHarness("p0", "d0", "p1")

@@ -73,15 +73,6 @@ def test_a_drained_instance_gets_nothing_new_and_keeps_what_it_has(
     assert here in decoders_of(harness, 4)
 
 
-def test_a_degraded_gpu_is_used_unless_the_settings_drain_it() -> None:
-    """A board that is too warm serves; to leave it would make its neighbours warm."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-
-    harness.handle(judged("d0", GpuState.DEGRADED))
-
-    assert decoders_of(harness, 4) == {"d0", "d1"}
-
-
 def test_an_irreplaceable_instance_serves_on() -> None:
     """A failing GPU may last for hours; without an instance no stream is served at all."""
     harness = PolicyHarness("p0", "d0")

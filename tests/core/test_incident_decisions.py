@@ -15,24 +15,6 @@ D0, D1, D2 = (InstanceId(f"d{n}") for n in range(3))
 REMOTE = BackupSettings(mode=BackupMode.REMOTE)
 
 
-def test_losses_that_are_near_to_each_other_are_one_event() -> None:
-    """Victims of the first are not sent to the second, which is lost a moment later."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1", "d2", gather_s=0.1)
-    harness.decoding("A")
-    harness.decoding("B")
-
-    first = harness.lose("d0", at_s=1.0, A=1)
-    second = harness.lose("d1", at_s=1.05, B=1)
-    woken = harness.handle(ev.TimerFired(), at_s=1.1)
-
-    assert first == [act.WakeAt(1.1)]
-    assert second == []
-    assert [(start.stream, start.plan.decode) for start in of(woken, act.Start)] == [
-        (A, D2),
-        (B, D2),
-    ]
-
-
 def test_gathering_ends_a_fixed_time_after_the_first_loss() -> None:
     """A series of losses does not put off the first victims for ever."""
     harness = PolicyHarness("p0", "d0", "p1", "d1", "d2", gather_s=0.1)
@@ -213,22 +195,6 @@ def test_victims_are_spread_by_the_load_of_all_proxies() -> None:
     assert where == [D2] * 4
 
 
-def test_only_the_victims_of_the_event_move() -> None:
-    """A survivor that is busy stays busy: moving what runs would cost its clients a pause."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1", "d2")
-    for n in range(8):
-        harness.decoding(f"s{n}")
-    on_d0 = [
-        StreamId(start.stream)
-        for start in of(harness.actions, act.Start)
-        if start.plan.decode == D0
-    ]
-
-    moved = [start.stream for start in of(harness.lose("d0"), act.Start)]
-
-    assert sorted(moved) == sorted(on_d0)
-
-
 def test_a_slow_instance_moves_nothing() -> None:
     """Slow is not dead: reports, however bad, lead to no action, and so to no flapping."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
@@ -323,20 +289,6 @@ def test_a_new_stream_that_cannot_start_in_time_is_given_up(
     assert [action.reason for action in of(actions, act.GiveUp)] == [act.Reason.SLO] * given_up
 
 
-def test_a_new_stream_waits_no_longer_than_its_ttft() -> None:
-    """No instance is up to start it."""
-    harness = PolicyHarness("d0", slo=SloSettings(abort=True, ttft_s=2.0))
-    harness.handle(ev.StreamArrived(A, 300), at_s=1.0)
-
-    early, late = (
-        harness.handle(ev.TimerFired(), at_s=2.5),
-        harness.handle(ev.TimerFired(), at_s=3.0),
-    )
-
-    assert of(early, act.GiveUp) == []
-    assert only(late, act.GiveUp).reason is act.Reason.SLO
-
-
 @pytest.mark.parametrize(
     ("deadlines", "option"),
     [
@@ -367,16 +319,6 @@ def test_the_limits_of_the_client_override_those_of_the_operator(
     assert [action.reason for action in of(actions, act.GiveUp)] == (
         [act.Reason.SLO] if option is Option.ABORT else []
     )
-
-
-def test_without_abort_no_stream_is_given_up_for_its_deadline() -> None:
-    """`slo.abort` is off by default: a late token is better than none."""
-    harness = PolicyHarness(
-        "p0", "d0", "d1", slo=SloSettings(ttft_s=0.01, recovery_gap_s=0.01, deadline_s=0.01)
-    )
-    harness.decoding("A")
-
-    assert only(harness.lose("d0", at_s=9.0, A=1), act.Start).attempt == 2
 
 
 def test_a_target_lost_during_a_recovery_is_replaced_until_attempts_run_out() -> None:

@@ -169,16 +169,6 @@ def test_a_new_request_is_refused_soon_by_the_name_of_the_role_that_was_lost(
     assert 5.0 <= given_up.retry_after_s <= 10.0
 
 
-def test_a_new_request_starts_when_the_lost_role_is_back_in_time() -> None:
-    harness = PolicyHarness("p0", "d0")
-    harness.lose("p0", at_s=1.0)
-    harness.handle(ev.StreamArrived(A, 100), 2.0)
-
-    begun = harness.handle(instance_up("p0", 2), 5.0)
-
-    assert only(begun, act.Start) == act.Start(A, 1, act.Plan(decode=D0, prefill=P0))
-
-
 @pytest.mark.parametrize("up", [(), ("p0",), ("d0",)])
 def test_a_role_that_never_was_up_is_waited_for_as_at_the_start(up: tuple[str, ...]) -> None:
     """Proxies come up before their instances."""
@@ -189,20 +179,6 @@ def test_a_role_that_never_was_up_is_waited_for_as_at_the_start(up: tuple[str, .
 
     assert of(early, act.GiveUp) == []
     assert only(harness.handle(ev.TimerFired(), 31.0), act.GiveUp).reason is act.Reason.NO_INSTANCE
-
-
-def test_a_stream_that_has_begun_waits_longer_than_a_new_request() -> None:
-    """Its client has tokens, or was promised some: `recovery.wait_s`."""
-    harness = PolicyHarness("p0", "d0", wait_s=30.0)
-    harness.decoding("A")
-    harness.decoding("B", resumed=False)
-    harness.lose("d0", at_s=1.0, A=5)
-
-    early = harness.handle(ev.TimerFired(), 30.0)
-    late = harness.handle(ev.TimerFired(), 31.0)
-
-    assert of(early, act.GiveUp) == []
-    assert {each.stream for each in of(late, act.GiveUp)} == {A, B}
 
 
 def test_a_request_that_waited_already_has_its_time_from_the_loss_on() -> None:

@@ -66,17 +66,6 @@ def test_an_instance_that_another_proxy_fenced_keeps_its_streams_and_what_it_hol
     ).plan == act.Plan(decode=D1, runs=(act.PageRange(P0, 0, 6, 2),))
 
 
-def test_streams_elsewhere_are_left_alone() -> None:
-    """Only those whose current stage runs on the lost instance are victims."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.decoding("A")
-    harness.decoding("B")
-
-    actions = harness.lose("d0", A=1)
-
-    assert [start.stream for start in of(actions, act.Start)] == [A]
-
-
 def test_a_slow_link_makes_auto_recompute_at_the_target() -> None:
     """No hand-off is left when the target computes the history itself."""
     harness = PolicyHarness("p0", "d0", "p1", "d1")
@@ -271,20 +260,6 @@ def test_a_stream_that_had_nothing_yet_is_started_again() -> None:
     assert only(actions, act.Recovered).option is Option.START
 
 
-def test_a_decode_instance_lost_during_prefill_is_replaced_after_it() -> None:
-    """The prefill goes on, because its KV is worth having wherever the stream continues."""
-    harness = PolicyHarness("p0", "d0", "p1", "d1")
-    harness.handle(ev.StreamArrived(A, 100))
-
-    lost = harness.lose("d0")
-    done = harness.handle(ev.PrefillDone(A, 1, 100))
-
-    assert of(lost, act.Start) == []
-    assert only(done, act.Start) == act.Start(
-        A, 2, act.Plan(decode=D1, runs=(act.PageRange(P0, 0, 6, 1),))
-    )
-
-
 def test_a_recovery_that_is_hit_again_is_decided_again() -> None:
     """Failures during recovery are ordinary; numbers only rise and late reports of older attempts
     are ignored.
@@ -362,55 +337,6 @@ def test_the_only_instance_is_tried_again_after_a_pause() -> None:
     assert only(again, act.Start).plan.decode == D0
 
 
-def test_attempts_are_bounded() -> None:
-    """A poisoned request must not go round for ever."""
-    harness = PolicyHarness("p0", "d0", "d1", "d2", max_attempts=2)
-    harness.decoding("A")
-    harness.lose("d0", A=1)
-
-    given_up = only(harness.lose("d1", A=1), act.GiveUp)
-
-    assert (given_up.stream, given_up.reason) == (A, act.Reason.RETRIES)
-
-
-def test_victims_wait_for_a_decode_instance_and_keep_their_kv() -> None:
-    """None is alive: they wait, and the one that comes up fetches what prefill still retains."""
-    harness = PolicyHarness("p0", "d0")
-    harness.decoding("A")
-    harness.decoding("B")
-
-    lost = harness.lose("d0", at_s=1.0, A=1, B=2)
-    up = harness.handle(instance_up("d0", epoch=2), at_s=20.0)
-
-    assert of(lost, act.Start) == []
-    assert [(start.stream, start.plan.runs[0].holder) for start in of(up, act.Start)] == [
-        (A, P0),
-        (B, P0),
-    ]
-
-
-def test_a_victim_waits_no_longer_than_allowed() -> None:
-    """`recovery.wait_s` from the loss on."""
-    harness = PolicyHarness("p0", "d0", wait_s=5.0)
-    harness.decoding("A")
-    harness.lose("d0", at_s=1.0, A=1)
-
-    assert (
-        only(harness.handle(ev.TimerFired(), at_s=6.0), act.GiveUp).reason is act.Reason.NO_INSTANCE
-    )
-
-
-def test_without_any_prefill_instance_the_target_computes_the_history_itself() -> None:
-    """Every engine can compute a prompt; losing the stream would be worse than burdening a decode
-    instance.
-    """
-    harness = PolicyHarness("p0", "d0", "d1")
-    harness.decoding("A")
-    harness.lose("p0")
-
-    assert only(harness.lose("d0", A=1), act.Start).plan == act.Plan(decode=D1)
-
-
 def test_abort_when_no_option_meets_the_gap() -> None:
     """`slo.abort`: an explicit error now, and the capacity for the others."""
     harness = PolicyHarness("p0", "d0", "d1", slo=SloSettings(abort=True, recovery_gap_s=0.05))
@@ -418,15 +344,6 @@ def test_abort_when_no_option_meets_the_gap() -> None:
     harness.handle(ev.LinkMeasured(N0, N1, 1e6))
 
     assert only(harness.lose("d0", A=1), act.GiveUp).reason is act.Reason.SLO
-
-
-def test_waiting_counts_against_the_gap() -> None:
-    """The client's pause began with the failure, not with the decision."""
-    harness = PolicyHarness("p0", "d0", slo=SloSettings(abort=True, recovery_gap_s=2.0))
-    harness.decoding("A")
-    harness.lose("d0", at_s=1.0, A=1)
-
-    assert only(harness.handle(ev.TimerFired(), at_s=3.0), act.GiveUp).reason is act.Reason.SLO
 
 
 def test_victims_are_spread_over_the_targets() -> None:

@@ -2,17 +2,30 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from kvrs.core import routing, starter
 from kvrs.core.event_log import LogEntry, read
 from kvrs.core.recovery import RecoveryPolicy
+from kvrs.ids import InstanceId
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
-from kvrs_testkit.scenarios import Entry, Found, Scenario, check
+from kvrs_testkit.scenarios import (
+    DRAINS_S,
+    Becomes,
+    Condition,
+    Entry,
+    Found,
+    Scenario,
+    check,
+    gpu_of,
+)
 from tests.scenarios.rows import ROWS
+
+ANSWERS = {Condition.FAILS: "HTTP 500", Condition.BUSY: "HTTP 503"}
 
 
 def simulated(row: Scenario, seed: int) -> Found:
@@ -36,9 +49,27 @@ def simulated(row: Scenario, seed: int) -> Found:
     )
     for engine in world.cluster.engines.values():
         engine.is_plain = row.is_vllm
+    for change in row.becomes:
+        world.cluster.clock.after(change.at_s, partial(become, world, change))
     outcome = world.run()
     poison_deaths = Counter({str(name): deaths for name, deaths in outcome.poison_deaths.items()})
     return Found(outcome.ended, entries(world), outcome.never_due, outcome.pauses_s, poison_deaths)
+
+
+def become(world: World, change: Becomes) -> None:
+    """Each condition ends the one before."""
+    (proxy,), now_s = world.cluster.proxies, world.cluster.clock.now_s
+    name, what = InstanceId(change.whom), change.what
+    engine, drains = world.cluster.engines[name], proxy.control.drains
+    engine.answer = ANSWERS.get(what)
+    engine.draining = what is Condition.ENDING
+    engine.hangs = what is Condition.HANGS
+    engine.look()
+    proxy.control.gpus_seen(engine.node, [gpu_of(name, what)], now_s)
+    if what in DRAINS_S:
+        drains.begin(name, DRAINS_S[what], now_s)
+    else:
+        drains.end(name, now_s)
 
 
 def entries(world: World) -> Iterator[Entry]:

@@ -19,22 +19,6 @@ from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 pytestmark = pytest.mark.network
 
 
-async def test_streams_leave_an_instance_that_drains(build: ProxyClusterBuilder) -> None:
-    """While it still runs: it is up, and is neither fenced nor blamed."""
-    system = await build()
-    asked = await held_open(system, count=4)
-
-    system.instances["d0"].draining = True
-    await system.until(lambda: _all_on(system, "d1"))
-    release(system)
-
-    assert await all_exact(asked)
-    state = await system.state()
-    assert {row["cause"] for row in state["recoveries"]} == {"moved: its instance is about to end"}
-    assert (await system.health())["d0"] == "up"
-    assert "POST /kvrs/v1/fence" not in system.instances["d0"].calls
-
-
 async def test_the_only_one_of_its_kind_keeps_its_streams_until_another_one_comes(
     build: ProxyClusterBuilder,
 ) -> None:

@@ -83,18 +83,3 @@ async def test_streams_wait_for_decode_instances_that_are_all_stopped(
     assert answers == [expected_ids(PROMPT, TOKENS)] * 10
     assert await stoppable.lost() == 0
     assert (await system.state())["recoveries"] == []
-
-
-async def test_streams_leave_a_stopped_instance_where_another_one_can_take_them(
-    stoppable: Stoppable,
-) -> None:
-    """After two seconds, and not after the longest silence."""
-    system = stoppable.system
-    asked = [asyncio.create_task(system.ids(max_tokens=TOKENS)) for _ in range(8)]
-    await system.until_streams_hold(10, count=8)
-
-    stoppable.pause("d0")
-    answers = await asyncio.wait_for(asyncio.gather(*asked), LONGEST_S / 2)
-
-    assert answers == [expected_ids(PROMPT, TOKENS)] * 8
-    assert {row["from"] for row in (await system.state())["recoveries"]} == {"d0"}
