@@ -11,7 +11,7 @@ from kvrs_testkit.vllm_cluster import document
 
 PORTS = {"p0": 1001, "d0": 1002, "d1": 1003}
 CONNECTORS = {"d0": 1012, "d1": 1013}
-BACKUP = {"backup": {"mode": "remote"}}
+BACKUP: dict[str, Any] = {"backup": {"mode": "remote"}}
 
 
 def faults(settings: dict[str, Any]) -> list[str]:
