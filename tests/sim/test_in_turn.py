@@ -18,7 +18,7 @@ from kvrs.sim.scenarios import KINDS, in_turn
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
-SEEDS = range(3)
+SEEDS = range(6)
 LONG_S = 300.0
 
 
