@@ -65,6 +65,8 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._blocks: Blocks | None = None
         self._done = Done()
         self._failed_blocks: set[int] = set()
+        # Blocks of requests whose load was not begun yet: vLLM waits for an answer for ever.
+        self._awaited: dict[str, list[int]] = {}
         self._reported: str | None = None  # Why this worker is off, as the scheduler knows it.
         try:
             self._geometry = _geometry(vllm_config, kv_cache_config)
@@ -84,9 +86,13 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         node, settings = _instance(config, InstanceId(str(options["instance"])))
         ring = read_secrets(config.security, os.environ)
         model = vllm_config.model_config
-        fingerprint = fingerprint_of(
-            model.model, str(model.dtype), vllm_config.cache_config.cache_dtype, self._geometry
-        )
+        arithmetic = [
+            str(model.dtype),
+            vllm_config.cache_config.cache_dtype,
+            str(model.quantization),
+            repr(model.hf_overrides),
+        ]
+        fingerprint = fingerprint_of(model.model, arithmetic, self._geometry)
         pages = max(
             2, int(options.get("staging_bytes", _STAGING_BYTES)) // self._geometry.page_bytes
         )
@@ -137,7 +143,8 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         params = request.kv_transfer_params
         if self._scheduler is None or not isinstance(params, dict) or FIELD not in params:
             return
-        if request.lora_request is not None or request.mm_features:
+        embeds = getattr(request, "prompt_embeds", None)
+        if request.lora_request is not None or request.mm_features or embeds is not None:
             return  # Their KV is not of the token ids alone.
         try:
             self._scheduler.arrived(request, params[FIELD], request.cache_salt or "")
@@ -155,17 +162,31 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        if num_external_tokens:
+            self._awaited[request.request_id] = [*block_ids]
         if self._scheduler is not None:
-            block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
             self._scheduler.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvrsMetadata:
-        return KvrsMetadata(self._step(scheduler_output))
+        step = self._step(scheduler_output)
+        if self.switch.off_reason is not None:
+            # Workers report these as failed: no block of them was filled.
+            step.place = None
+            step.loads = [
+                (request, [(0, block) for block in blocks])
+                for request, blocks in self._awaited.items()
+            ]
+        for request, _ in step.loads:
+            self._awaited.pop(request)
+        return KvrsMetadata(step)
 
     @guarded(WorkerStep)
     def _step(self, scheduler_output: Any) -> WorkerStep:
         if self._scheduler is None:
             return WorkerStep()
+        if self._port is not None and self._port.failure is not None:
+            raise KvrsError(f"its port has ended: {self._port.failure}")
         state = scheduler_output.kv_connector_block_state
         return self._scheduler.step(
             scheduler_output.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]
@@ -208,8 +229,7 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._blocks = Blocks(self._geometry, part, layers)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        step = self._connector_metadata.step
-        for request, copies in step.loads:
+        for request, copies in (step := _bound(self._connector_metadata)).loads:
             # A request whose load failed is reported all the same, with its blocks.
             if not self._load(step, copies):
                 self._failed_blocks |= {block for _, block in copies}
@@ -224,8 +244,7 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def wait_for_save(self) -> None:
-        step = self._connector_metadata.step
-        for job, copies in step.saves:
+        for job, copies in (step := _bound(self._connector_metadata)).saves:
             if self._save(step, copies):
                 self._done.saves[job] = 1
 
@@ -259,6 +278,11 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._port is not None:
             self._port.close()
+
+
+def _bound(metadata: Any) -> WorkerStep:
+    """Copies beside this step; none in a run of vLLM's own, as for profiling."""
+    return metadata.step if isinstance(metadata, KvrsMetadata) else WorkerStep()
 
 
 def _instance(config: Config, name: InstanceId) -> Any:

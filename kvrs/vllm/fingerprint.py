@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvrs.errors import KvrsError
@@ -11,9 +12,10 @@ LAYOUT = 1  # Of vLLM's blocks in our pages; rises where it changes.
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
-def fingerprint_of(model: str, dtype: str, cache_dtype: str, geometry: KvGeometry) -> str:
+def fingerprint_of(model: str, arithmetic: Sequence[str], geometry: KvGeometry) -> str:
     """Fingerprint of a model's directory: of its files of weights the sizes, the heads, and samples
-    at equal distances, since to read all would take minutes.
+    at equal distances, since to read all would take minutes. `arithmetic`: settings by which equal
+    weights give other KV.
 
     Raises:
         KvrsError: the directory has no weights.
@@ -23,7 +25,7 @@ def fingerprint_of(model: str, dtype: str, cache_dtype: str, geometry: KvGeometr
     if not files:
         raise KvrsError(f"{model}: no *.safetensors or *.bin; allowed: a directory with weights")
     digest = hashlib.blake2b(digest_size=16)
-    facts = [LAYOUT, dtype, cache_dtype, [*map(repr, [geometry])], [f.name for f in files]]
+    facts = [LAYOUT, [*arithmetic], [*map(repr, [geometry])], [f.name for f in files]]
     digest.update(json.dumps(facts).encode())
     config = directory / "config.json"
     digest.update(config.read_bytes() if config.is_file() else b"")

@@ -72,7 +72,7 @@ class ConnectorPort:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started = threading.Event()
-        self._failure: str | None = None
+        self.failure: str | None = None  # Why its thread has ended; the scheduler's thread looks.
         self._thread = threading.Thread(target=self._run, name="kvrs-pages", daemon=True)
 
     def start(self) -> None:
@@ -80,8 +80,8 @@ class ConnectorPort:
         self._thread.start()
         if not self._started.wait(_START_S):
             raise KvrsError("the connector's port did not open in time")
-        if self._failure is not None:
-            raise KvrsError(self._failure)
+        if self.failure is not None:
+            raise KvrsError(self.failure)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -125,7 +125,7 @@ class ConnectorPort:
             self._loop.run_until_complete(self._serve())
         except Exception as error:
             log.exception("the connector's port has ended")
-            self._failure = f"{type(error).__name__}: {error}"
+            self.failure = f"{type(error).__name__}: {error}"
         finally:
             self._started.set()
 

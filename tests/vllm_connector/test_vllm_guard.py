@@ -39,13 +39,13 @@ def test_an_error_turns_the_connector_off_and_nothing_else() -> None:
 
 def test_the_fingerprint_is_of_weights_sizes_and_types(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
-    found = {fingerprint_of(str(tmp_path), "bf16", "auto", GEOMETRY)}
-    found.add(fingerprint_of(str(tmp_path), "f32", "auto", GEOMETRY))
-    found.add(fingerprint_of(str(tmp_path), "bf16", "fp8", GEOMETRY))
+    found = {fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY)}
+    found.add(fingerprint_of(str(tmp_path), ["f32", "auto"], GEOMETRY))
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "fp8"], GEOMETRY))
     (tmp_path / "model.safetensors").write_bytes(bytes((1 << 20) - 4096) + bytes([1]) * 4096)
-    found.add(fingerprint_of(str(tmp_path), "bf16", "auto", GEOMETRY))
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
     (tmp_path / "config.json").write_text("{}")
-    found.add(fingerprint_of(str(tmp_path), "bf16", "auto", GEOMETRY))
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
     assert len(found) == 5
     with pytest.raises(KvrsError, match=r"no \*\.safetensors"):
-        fingerprint_of(str(tmp_path / "none"), "bf16", "auto", GEOMETRY)
+        fingerprint_of(str(tmp_path / "none"), ["bf16", "auto"], GEOMETRY)
