@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from kvrs.protocol.instance import REPLAY_KEY
 from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.protocol.openai.fields import VLLM, ApiKind, whole
 from kvrs.protocol.openai.requests import (
@@ -95,6 +96,7 @@ class ScriptedVllm(ScriptedServer):
     waiting: int = 0
     pulled: int = 0
     arithmetic: Arithmetic | None = None  # None: every request is a greedy one.
+    replays: bool = False  # It has the logits processor of `kvrs/vllm/replay.py`.
     moves_kv: bool = True  # Else what it should pull does not come, and it computes that.
     received_bytes: float = 0.0
     # Status of its engines, where it runs with fault tolerance.
@@ -204,8 +206,11 @@ class ScriptedVllm(ScriptedServer):
         if "echo" in fields or not whole(api).isdisjoint(fields):
             return await self._pass(request)
         self.bodies.append(msgspec.json.decode(body))
+        known = self.bodies[-1].get("vllm_xargs", {}).get(REPLAY_KEY, []) if self.replays else []
         fields = {
-            name: value for name, value in self.bodies[-1].items() if name != "kv_transfer_params"
+            name: value
+            for name, value in self.bodies[-1].items()
+            if name not in ("kv_transfer_params", "vllm_xargs")
         }
         parse = parse_chat_request if "messages" in fields else parse_completion_request
         parsed = parse(msgspec.json.encode(fields), VLLM)
@@ -246,7 +251,7 @@ class ScriptedVllm(ScriptedServer):
                 transfer = None
         self.running += 1
         try:
-            return await self._decode(request, parsed, transfer)
+            return await self._decode(request, parsed, transfer, known)
         finally:
             self.running -= 1
 
@@ -283,7 +288,11 @@ class ScriptedVllm(ScriptedServer):
         return _json({key: value for key, value in whole.items() if key not in self.lacks})
 
     async def _decode(
-        self, request: web.Request, parsed: CompletionRequest | ChatRequest, transfer: Any
+        self,
+        request: web.Request,
+        parsed: CompletionRequest | ChatRequest,
+        transfer: Any,
+        known: list[int],
     ) -> web.StreamResponse:
         history = _history(parsed)
         script, position = self.script, len(history) - self.script.prompt_tokens
@@ -295,7 +304,7 @@ class ScriptedVllm(ScriptedServer):
         if transfer is not None and not self._pull(history, transfer):
             await response.write(_error("Internal server error") + DONE)
             return response
-        async for event in self._events(parsed, history, position):
+        async for event in self._events(parsed, history, position, known):
             if self.is_dead:
                 await response.write(_error(ENGINE_DEAD) + DONE)
                 return response
@@ -328,7 +337,11 @@ class ScriptedVllm(ScriptedServer):
         return True
 
     async def _events(
-        self, parsed: CompletionRequest | ChatRequest, history: list[int], position: int
+        self,
+        parsed: CompletionRequest | ChatRequest,
+        history: list[int],
+        position: int,
+        known: list[int],
     ) -> AsyncIterator[bytes | Fault]:
         script, writer, prompt = self.script, Writer(parsed, history, False), list(history)
         begun_with = len(history)
@@ -343,7 +356,11 @@ class ScriptedVllm(ScriptedServer):
             while len(made) < script.tokens_per_event and (
                 not made or made[-1].finish_reason is None
             ):
-                history.append(self._next_token(parsed, history, begun_with))
+                made_before = len(history) - begun_with
+                if made_before < len(known):
+                    history.append(known[made_before])
+                else:
+                    history.append(self._next_token(parsed, history, begun_with))
                 made.append(writer.write(history[-1]))
                 position += 1
                 if position in script.faults:

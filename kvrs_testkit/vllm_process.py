@@ -26,9 +26,13 @@ class PacedVllm(ScriptedVllm):
         return True
 
     async def _events(
-        self, parsed: CompletionRequest | ChatRequest, history: list[int], position: int
+        self,
+        parsed: CompletionRequest | ChatRequest,
+        history: list[int],
+        position: int,
+        known: list[int],
     ) -> AsyncIterator[bytes | Fault]:
-        async for event in super()._events(parsed, history, position):
+        async for event in super()._events(parsed, history, position, known):
             await asyncio.sleep(self.pace_s)
             yield event
 

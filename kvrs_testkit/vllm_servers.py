@@ -40,6 +40,7 @@ FLAGS = [
         "67108864",
     ),
     *("--max-model-len", "2048", "--max-num-seqs", "48"),
+    *("--logits-processors", "kvrs.vllm.replay:Replay"),
 ]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

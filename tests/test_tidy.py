@@ -50,6 +50,7 @@ RANK = {
     "proxy": 7,
     "vllm": 7,
     "load": 7,
+    "vllm": 7,
     "sim": 8,
     "cluster": 8,
     "api": 9,

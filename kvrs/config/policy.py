@@ -110,6 +110,11 @@ class PolicySettings(Settings):
     fewer ranks each token takes longer. An instance that chooses how it goes on uses the value of
     its start. 0: only the next token counts.
     """
+    replay_tokens_max: int = Field(default=1024, ge=0, le=1_000_000)
+    """Longest output that is generated once more after a cut, one token a step, where nothing else
+    continues the stream exactly and the engine can do it. A stream with more goes on inexactly. 0:
+    never.
+    """
     handshake_s: float = Field(default=0.002, ge=0, le=10)
     """Time to connect, authenticate and ask before the first page moves."""
     admission: AdmissionSettings = AdmissionSettings()

@@ -111,7 +111,8 @@ class Attempt(Generic[S]):
         live = self.live
         if not self.is_current:
             return False
-        self._computed(self.failed_at, live.history_tokens, now_s)
+        computed = live.prompt_tokens if self.plan.replays else live.history_tokens
+        self._computed(self.failed_at, computed, now_s)
         if live.journal.attempt != self.number:
             return False
         assert live.state is not None
@@ -166,7 +167,8 @@ class Attempt(Generic[S]):
             self.has_resumed, self._waits_for = True, (self.plan.decode,)
             if computes is not None:
                 self._computed(computes, live.prompt_tokens + self._produced_before, now_s)
-        self._control.tell(ev.StreamResumed(live.id, self.number), now_s)
+        needs_replay = bool(live.journal.replayed)
+        self._control.tell(ev.StreamResumed(live.id, self.number, needs_replay), now_s)
         if live.copies:
             self._control.checkpoints.resumed(live, now_s)
 

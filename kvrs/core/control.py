@@ -23,7 +23,7 @@ from kvrs.core.books.leases import Leases
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
-from kvrs.core.fleet.known import Agents, Instances, KnownInstance
+from kvrs.core.fleet.known import Agents, Instances, KnownInstance, Replays
 from kvrs.core.fleet.orders import DrainOrders
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
@@ -141,6 +141,17 @@ class Control(Generic[S]):
             self.checkpoints.adopt(live, kept)
         self.tell(_arrival(live, now_s), now_s)
 
+    def replays(self, max_tokens: int | None) -> Replays:
+        """Where a stream of at most so many output tokens (None: as many as there is room for)
+        could have them generated again.
+        """
+        found, most = self.instances.replays(), self.policy.replay_tokens_max
+        longest = self.instances.max_model_len if max_tokens is None else max_tokens
+        if not most or found is Replays.NOWHERE:
+            return Replays.NOWHERE
+        is_bounded = longest is not None and longest <= most
+        return found if is_bounded else Replays.SOMEWHERE
+
     def end(self, live: S, outcome: Outcome, now_s: float) -> None:
         self._shell.end_stream(live, outcome)
         self.close(live, now_s)
@@ -251,7 +262,7 @@ class Control(Generic[S]):
         if journal.finished:
             self.end(live, Complete(), now_s)
             return False
-        if live.remaining_tokens == 0 and self._can_give_end:
+        if live.remaining_tokens == 0 and self._can_give_end and not journal.replayed:
             assert live.plan is not None
             self._shell.give_end(live, live.plan)
             return False

@@ -158,8 +158,10 @@ class Decisions:
         if decision is None or not (stream.recovers or decision.chosen.option is Option.IN_PLACE):
             return None
         chosen, real_s = decision.chosen, now_s - attempt.started_s
+        # A replay is not there to be fast.
+        others = (each for each in decision.estimates if each is not chosen)
         best_other_s = min(
-            (each.total_s for each in decision.estimates if each is not chosen), default=real_s
+            (each.total_s for each in others if chosen.option is not Option.REPLAY), default=real_s
         )
         # A start was predicted from a guess at the prompt's length, and a hand-off that went
         # elsewhere for another target.
@@ -189,8 +191,9 @@ class Decisions:
     def _eligible(
         self, stream: Stream, estimates: Sequence[Estimate], now_s: float
     ) -> Sequence[Estimate]:
-        """The estimates of options that have not just failed. Never empty, and never only the
-        option that failed last, unless there is no other.
+        """The estimates of options that have not just failed, of replays alone where there are any:
+        nothing else is exact. Never empty, and never only the option that failed last, unless there
+        is no other.
         """
         waited_s = self._settings.recovery.wait_s
         queued_too_long = stream.stage is Stage.QUEUED and is_past(
@@ -202,6 +205,8 @@ class Decisions:
             # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
             # option too, so that no policy queues for ever.
             return [estimate for estimate in estimates if not takes_slot(estimate)]
+        if stream.needs_replay and Option.REPLAY not in recovery.removed:
+            estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates
         if not recovery.removed:
             return estimates
         allowed = [estimate for estimate in estimates if estimate.option not in recovery.removed]

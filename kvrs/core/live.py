@@ -72,6 +72,10 @@ class StreamJournal(Protocol):
     def inexact(self) -> tuple[str, ...]:
         """Features that could not be continued exactly after a cut."""
 
+    @property
+    def replayed(self) -> tuple[str, ...]:
+        """Features that only `Option.REPLAY` continues exactly."""
+
 
 @dataclass(slots=True, eq=False)
 class Copy:

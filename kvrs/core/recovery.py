@@ -183,6 +183,10 @@ class RecoveryPolicy:
             "corrections": self._decisions.corrections.snapshot(),
         }
 
+    @property
+    def replay_tokens_max(self) -> int:
+        return self._settings.replay_tokens_max
+
     def _reload(self, policy: PolicySettings, slo: SloSettings) -> None:
         self._settings = policy
         self._view.reload(policy.assumed_link_bytes_per_s)

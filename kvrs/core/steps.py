@@ -224,6 +224,7 @@ class Steps:
         self._ledger.resume(stream)
         self._ledger.incidents.progressed(stream.id)
         stream.note_resumed(now_s)
+        stream.needs_replay = event.needs_replay
 
     # Its attempt ends.
 

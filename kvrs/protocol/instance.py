@@ -16,6 +16,8 @@ from kvrs.protocol.geometry import KvGeometry
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
 EPOCHS_PER_START = 1 << 20
+# In `vllm_xargs`: the ids with which the output is to begin (`kvrs/vllm/replay.py`).
+REPLAY_KEY = "kvrs_replay"
 _MOST = (1 << 63) - 1  # What page frames can carry, and msgspec can compare.
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -46,6 +48,7 @@ class Capability(StrEnum):
     EXACT_RESUME = (
         "exact_resume"  # Text, stop strings, usage and sampling continue from `kvrs.prompt_tokens`.
     )
+    REPLAY = "replay"  # Generates the tokens of `REPLAY_KEY` again before new ones.
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability | None":

@@ -42,6 +42,7 @@ class SimJournal:
     name: str = ""
     kept: tuple[ev.Kept, ...] = ()
     inexact: tuple[str, ...] = ()
+    replayed: tuple[str, ...] = ()
     first_token_s: float | None = None
     last_token_s: float | None = None
 

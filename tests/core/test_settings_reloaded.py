@@ -38,6 +38,7 @@ OTHER = PolicySettings(
     slot_lease_s=7.0,
     assumed_link_bytes_per_s=1e6,
     lookahead_tokens=5,
+    replay_tokens_max=5,
     handshake_s=0.5,
     admission=AdmissionSettings(wait_s=4.0),
     recovery=RecoverySettings(wait_s=3.0, gather_s=0.5, retry_pause_s=0.1, max_attempts=3),

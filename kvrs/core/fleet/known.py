@@ -5,7 +5,7 @@ Only one model is served at a time. There are no agents when `backup.mode` is of
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from math import inf
 
 import msgspec
@@ -115,6 +115,14 @@ class KnownAgent:
     beat_s: float = -inf  # As of an instance.
 
 
+class Replays(Enum):
+    """Where a cut stream could have its output generated again (`core/options/replay.py`)."""
+
+    NOWHERE = "nowhere"
+    SOMEWHERE = "somewhere"  # At some decode instances, or not with all of its output.
+    ALWAYS = "always"
+
+
 class Instances:
     def __init__(self, config: Config) -> None:
         self.known = {
@@ -128,6 +136,7 @@ class Instances:
         # weights.
         self._served: InstanceInfo | None = None
         self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
+        self._replays: Replays | None = None  # As `_plain`.
         self.names = NameBook(lambda: (known.info for known in self.known.values()))
 
     def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
@@ -136,7 +145,7 @@ class Instances:
 
     def remove(self, known: KnownInstance) -> None:
         known.health, known.reason = Health.REMOVED, None
-        known.info = known.load = self._plain = None
+        known.info = known.load = self._plain = self._replays = None
         self.names.changed()
         known.epochs.clear()
 
@@ -222,6 +231,20 @@ class Instances:
             )
         return self._plain[0]
 
+    def replays(self) -> Replays:
+        """How many of the instances to which a stream may have to go can generate its output
+        again.
+        """
+        if self._replays is None:
+            decoding = [
+                Capability.REPLAY in known.info.capabilities
+                for known in self.known.values()
+                if known.role is not Role.PREFILL and known.info is not None
+            ]
+            some = Replays.SOMEWHERE if any(decoding) else Replays.NOWHERE
+            self._replays = Replays.ALWAYS if decoding and all(decoding) else some
+        return self._replays
+
     def queue_delay_s(self, instance: InstanceId) -> float:
         load = self.known[instance].load
         if load is None:
@@ -274,7 +297,7 @@ class Instances:
         known.health = Health.UP
         known.reason = None
         known.note_epoch(info.epoch)
-        self._served, self._plain = info, None
+        self._served, self._plain, self._replays = info, None, None
         self.names.changed()
         if info.own_prefill not in self.known:
             info = msgspec.structs.replace(info, own_prefill=None)

@@ -36,13 +36,15 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     With `prefill`, the whole history goes to that instance first and `decode` gets its hand-off.
     Without it, `decode` takes the history directly, fetches the pages of `runs` and computes the
     rest itself; what lies before the first run it computes while it fetches. `places` are where the
-    attempt's newly filled pages go.
+    attempt's newly filled pages go. With `replays` both get the prompt alone, and `decode`
+    generates the known output once more.
     """
 
     decode: InstanceId
     prefill: InstanceId | None = None
     runs: tuple[PageRange, ...] = ()
     places: tuple[Place, ...] = ()
+    replays: bool = False
 
 
 class Start(msgspec.Struct, frozen=True, gc=False):

@@ -62,6 +62,7 @@ class Member:
     caches: bool = field(init=False)
     splits: bool = field(init=False)
     checkpoints: bool = field(init=False)
+    replays: bool = field(init=False)
     computes_prompts: bool = field(init=False)
     own_prefill: InstanceId | None = field(init=False)
     names: tuple[str, ...] = field(init=False)  # Of models, aliases and adapters that it serves.
@@ -91,6 +92,7 @@ class Member:
         self.caches = Capability.PREFIX_CACHE in capabilities
         self.splits = self.pulls and Capability.SPLIT in capabilities
         self.checkpoints = Capability.CHECKPOINT in capabilities
+        self.replays = Capability.REPLAY in capabilities
         self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
         self.own_prefill, self.names = info.own_prefill, info.name_keys
         self.page_bytes = geometry.page_bytes

@@ -16,6 +16,7 @@ class Option(StrEnum):
     REUSE = "reuse"  # The target has it.
     SPLIT = "split"  # The front is computed while the back is fetched.
     RECOMPUTE = "recompute"
+    REPLAY = "replay"  # The request begins again, and its known output is generated once more.
     ABORT = "abort"
 
 

@@ -286,10 +286,13 @@ class RetentionLost:
 
 
 class StreamResumed(msgspec.Struct, frozen=True, gc=False):
-    """The first new token of this attempt reached the client."""
+    """The first new token of this attempt reached the client; once more when `needs_replay` has
+    become true.
+    """
 
     stream: StreamId
     attempt: int
+    needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
 
 
 class FailureKind(StrEnum):

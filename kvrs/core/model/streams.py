@@ -205,6 +205,7 @@ class Stream:
     # Another proxy had it: its first attempt here is a recovery already.
     adopted: bool = False
     first_token_sent: bool = False
+    needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
     # Epochs of instances that failed this stream.
     excluded_epochs: Mapping[InstanceId, int] = field(default_factory=lambda: NO_EPOCHS)
     # Instances where it would not be apart, while it is to be.

@@ -9,12 +9,13 @@ from kvrs.core.options.base import Books, RecoveryOption
 from kvrs.core.options.in_place import IN_PLACE
 from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE
+from kvrs.core.options.replay import REPLAY
 from kvrs.core.options.restore import RESTORE
 from kvrs.core.options.reuse import REUSE
 from kvrs.core.options.split import SPLIT
 
 # In the order in which they are weighed: split stands on the fetches before it.
-ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE)
+ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE, REPLAY)
 # Weighed for streams of an instance that re-forms, at that instance alone (`core/staying.py`).
 BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, IN_PLACE)}
 

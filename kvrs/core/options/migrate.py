@@ -22,7 +22,6 @@ from kvrs.core.options.base import (
     fetch_terms,
     hand_off_terms,
     tail,
-    usable_pages,
     weigh_fetch,
 )
 
@@ -50,7 +49,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
         return
     assert estimate.source is not None, estimate
     yield Term("queue", estimate.queue_s, f"before the {estimate.source}")
-    held = _held_pages(case.stream, case.stream.holders[estimate.source])
+    held = _held_pages(case, case.stream.holders[estimate.source])
     yield Term("prefill", estimate.compute_s, f"{tail(case, held)}, at the {estimate.source}")
     yield from hand_off_terms(case, estimate)
 
@@ -61,7 +60,7 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         there,
         target,
         case.history_tokens,
-        _held_pages(case.stream, holder) * there.page_size_tokens,
+        _held_pages(case, holder) * there.page_size_tokens,
         bytes_per_s=case.books.view.bytes_per_s(there.node, target.node),
         queue_s=there.queue_s,
         target_queue_s=case.queue_s,
@@ -70,8 +69,8 @@ def _cached(case: Case, holder: Holder) -> Estimate:
     )
 
 
-def _held_pages(stream: Stream, holder: Holder) -> int:
-    return min(holder.pages, usable_pages(stream, holder.member))
+def _held_pages(case: Case, holder: Holder) -> int:
+    return min(holder.pages, (case.history_tokens - 1) // holder.member.page_size_tokens)
 
 
 def estimate_cached(

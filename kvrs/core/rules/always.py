@@ -6,6 +6,7 @@ from kvrs.config.policy import PolicyName
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE
+from kvrs.core.options.replay import REPLAY
 from kvrs.core.options.restore import RESTORE
 from kvrs.core.options.reuse import REUSE
 from kvrs.core.rules.base import Rule
@@ -17,7 +18,7 @@ class Always(Rule):
     stays = False
 
     def __init__(self, name: PolicyName, *preferred: Option) -> None:
-        super().__init__(name, (REUSE, MIGRATE, RESTORE, RECOMPUTE))
+        super().__init__(name, (REUSE, MIGRATE, RESTORE, RECOMPUTE, REPLAY))
         self._preferred = preferred
 
     def choose(self, estimates: Sequence[Estimate], fastest: Estimate) -> Estimate:

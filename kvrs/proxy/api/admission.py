@@ -14,7 +14,7 @@ import msgspec
 from multidict import CIMultiDictProxy
 
 from kvrs.config.proxy import Inexact, ProxySettings
-from kvrs.core.fleet.known import Instances
+from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
 from kvrs.core.fleet.self_tests import Continues
 from kvrs.core.model import events as ev
@@ -36,7 +36,7 @@ from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.streams.clients import SseClient
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.metrics import AdmissionMetrics
-from kvrs.proxy.wire.exactness import inexact_features, tokens_at_risk
+from kvrs.proxy.wire.exactness import inexact_features, replayable, tokens_at_risk
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.request_context import ClientRequest
 from kvrs.proxy.wire.requests import ByteBudget, ParsedRequest, RequestUsage, salted
@@ -66,6 +66,8 @@ class ClientCall:
     found: Record | None = None  # That of the stream to be resumed; None: the stream is new.
     name: ServedName = field(init=False)
     inexact: tuple[str, ...] = ()  # What could not be continued exactly.
+    replayed: tuple[str, ...] = ()  # As of `Journal`; so is `replays`.
+    replays: Replays = Replays.NOWHERE
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     echoes: Sequence[str | None] = ()  # For each journal the prompt to send before the output.
     journals: list[Journal] = field(init=False)
@@ -230,6 +232,11 @@ class Admissions:
                 continues=continues,
             )
             call.inexact = await self._large.run(parsed.size_bytes, find)
+            call.replays = self._driver.control.replays(parsed.request.max_tokens)
+            if call.replays is not Replays.NOWHERE:
+                call.replayed = replayable(call.inexact, parsed)
+            if call.replays is Replays.ALWAYS:
+                call.inexact = tuple(each for each in call.inexact if each not in call.replayed)
         else:
             call.inexact = tokens_at_risk(parsed, continues)
         if call.inexact and self._settings.inexact is Inexact.REFUSE:
@@ -303,6 +310,8 @@ class Admissions:
                 deadlines=call.deadlines,
                 client=client,
                 inexact=call.inexact,
+                replayed=call.replayed,
+                replays=call.replays,
             )
             call.journals.append(journal)
 

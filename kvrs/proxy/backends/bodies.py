@@ -7,7 +7,13 @@ from typing import Any, cast
 import msgspec
 
 from kvrs.core.model import actions as act
-from kvrs.protocol.instance import CheckpointTarget, KvrsParams, KvTransferParams, SourceRange
+from kvrs.protocol.instance import (
+    REPLAY_KEY,
+    CheckpointTarget,
+    KvrsParams,
+    KvTransferParams,
+    SourceRange,
+)
 from kvrs.protocol.openai.fields import (
     NOT_AFTER_SEAM,
     NOT_FOR_COMPLETIONS,
@@ -48,12 +54,21 @@ def prefill_call(
     places: Sequence[act.Place],
     *,
     exact: bool,
+    replays: bool = False,
     traceparent: str | None = None,
 ) -> Call:
-    """The call that computes and retains the KV of the whole history, and sends its pages to
-    `places`.
+    """The call that computes and retains the KV of the whole history, or with `replays` of the
+    prompt, and sends its pages to `places`.
     """
-    call = _call(journal, attempt, places, exact=exact, is_prefill=True, traceparent=traceparent)
+    call = _call(
+        journal,
+        attempt,
+        places,
+        exact=exact,
+        replays=replays,
+        is_prefill=True,
+        traceparent=traceparent,
+    )
     fields = call.fields
     fields["max_tokens"] = 1
     fields["temperature"] = 0
@@ -70,15 +85,19 @@ def decode_call(
     transfer: msgspec.Raw | None,
     *,
     exact: bool,
+    replays: bool = False,
     slot_token: int = 0,
     traceparent: str | None = None,
 ) -> Call:
-    """The call that streams the tokens after the history. It never has a peer's host and port."""
+    """The call that streams the tokens after the history, with `replays` all of the output. It
+    never has a peer's host and port.
+    """
     call = _call(
         journal,
         attempt,
         places,
         exact=exact,
+        replays=replays,
         runs=runs,
         slot_token=slot_token,
         traceparent=traceparent,
@@ -91,7 +110,9 @@ def decode_call(
         fields["seed"] = journal.seed
     if transfer is not None:
         fields["kv_transfer_params"] = transfer
-    if journal.output_ids and not exact:
+    if replays:
+        fields["vllm_xargs"] = {REPLAY_KEY: journal.output_ids[:]}
+    elif journal.output_ids and not exact:
         _count_from_here(journal, fields)
     return call
 
@@ -102,15 +123,17 @@ def _call(
     places: Sequence[act.Place],
     *,
     exact: bool,
+    replays: bool,
     is_prefill: bool = False,
     runs: Sequence[act.PageRange] = (),
     slot_token: int = 0,
     traceparent: str | None,
 ) -> Call:
     endpoint = journal.parsed.endpoint
-    history, prompt_tokens = journal.history, journal.prompt_tokens
+    history = journal.prompt if replays else journal.history
+    prompt_tokens = journal.prompt_tokens
     # A plain engine would render a chat's messages again; it takes ids in completions only.
-    is_continued_chat = endpoint is CHAT and not exact and bool(journal.output_ids)
+    is_continued_chat = endpoint is CHAT and not exact and not replays and bool(journal.output_ids)
     if is_continued_chat:
         endpoint = COMPLETIONS
     has_ids = endpoint is not CHAT and history is not None

@@ -40,6 +40,7 @@ from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm_connector import VllmConnector
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
+from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_transfer import checked
 from kvrs.proxy.wire.peer import (
     UNREADABLE,
@@ -138,6 +139,7 @@ class VllmBackend(OpenAiPeer):
             try:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
                     await self._probe(info)
+                    info = await with_replay(info, super().decode)
             except TimeoutError:
                 raise UpstreamError(
                     f"did not answer one token's request within {_PROBE_TIMEOUT_S:g} s"

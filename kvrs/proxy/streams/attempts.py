@@ -147,6 +147,8 @@ class AttemptCalls:
         self._give_end(Continuation(self._live.journal, await self._driver.tokenizer.load()))
 
     def _give_end(self, continuation: Continuation | EngineText) -> None:
+        if self._live.journal.replayed:
+            self._end_replays()
         exact = self._instances.resumes_exactly(self._attempt.plan.decode)
         self._new_relay(continuation, exact).end_alone()
         self._driver.completed(self._live)
@@ -160,7 +162,7 @@ class AttemptCalls:
         resumes_exactly = self._instances.resumes_exactly(self._attempt.plan.decode)
         fits = resumes_exactly and journal.text_sent is None
         only_the_end = journal.remaining_tokens == 0 and tokenizer.available
-        if not journal.output_ids or (fits and not only_the_end):
+        if self._attempt.plan.replays or not journal.output_ids or (fits and not only_the_end):
             return None
         if not tokenizer.available and not self._driver.refuses_inexact:
             return None if resumes_exactly else EngineText(journal)
@@ -176,11 +178,14 @@ class AttemptCalls:
                 self._attempt.number,
                 places,
                 exact=self._instances.resumes_exactly(instance),
+                replays=plan.replays,
                 traceparent=None if span is None else span.traceparent,
             )
             answer = await self._driver.backends[instance].prefill(call)
         if journal.prompt_ids is None:
             journal.prompt_ids = journal.parsed.tokenised(answer.prompt_ids)
+        elif plan.replays and answer.prompt_ids != journal.prompt:
+            raise UpstreamError("renders another prompt than that of the stream")
         if journal.cached_tokens is None and not journal.output_ids:
             journal.cached_tokens = answer.cached_tokens
         return answer
@@ -229,6 +234,7 @@ class AttemptCalls:
             instances.places(plan.decode, plan) if plan.places else (),
             transfer,
             exact=exact,
+            replays=plan.replays,
             slot_token=slot,
             traceparent=None if self._span is None else self._span.traceparent,
         )
@@ -250,13 +256,18 @@ class AttemptCalls:
         ) or self._attempt.is_excused(self._driver.clock())
 
     def _check_exactness(self, target: InstanceId) -> None:
-        """Mark a stream that this instance cannot go on with exactly, as self-tests have seen.
+        """Mark a stream that this instance cannot go on with exactly, as self-tests have seen, or
+        that a replay alone could go on with.
 
         Raises:
             ConfigError: `proxy.inexact: refuse` forbids to go on.
         """
         live = self._live
-        is_sampled = live.journal.parsed.request.temperature > 0
+        replays = self._attempt.plan.replays
+        if live.journal.replayed and not replays:
+            self._end_replays()
+        # With a replay the generator of random numbers is where it was.
+        is_sampled = live.journal.parsed.request.temperature > 0 and not replays
         tests = self._driver.control.self_tests
         if tests.goes_on(live.decoded_by, target, sampled=is_sampled):
             return
@@ -264,6 +275,14 @@ class AttemptCalls:
             raise ConfigError(f"cannot be continued exactly: {target} computes other tokens")
         if "tokens" not in live.journal.inexact:
             live.journal.inexact = (*live.journal.inexact, "tokens")
+
+    def _end_replays(self) -> None:
+        """Raises ConfigError: `proxy.inexact: refuse` forbids to go on in another way."""
+        journal = self._live.journal
+        journal.cannot_replay()
+        if self._driver.refuses_inexact:
+            features = ", ".join(journal.inexact)
+            raise ConfigError(f"cannot be continued exactly without a replay: {features}")
 
     def _release_slot(self) -> None:
         journal = self._live.journal
@@ -299,6 +318,7 @@ class AttemptCalls:
             completed=partial(self._driver.completed, live),
             exact=exact,
             continuation=continuation,
+            replays=self._attempt.plan.replays,
             silence=silence,
         )
 

@@ -3,10 +3,12 @@
 The healthy path of a token: one search, one small list decoded, one append, one write.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from kvrs.core.fleet.known import Replays
 from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
@@ -20,6 +22,7 @@ from kvrs.protocol.openai.chunks import (
 from kvrs.proxy.backends.backend import RefusedError, is_the_clients_fault
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
+from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
 from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.journal import Journal
 from kvrs.proxy.wire.peer import UNREADABLE
@@ -59,14 +62,15 @@ class Relay:
     `resumed` is called at the first new token or at the end that the attempt adds, and once more
     after each `expect_token`. With a
     `continuation` the client's events are made here, from the engine's ids or its text; otherwise
-    they are the engine's own.
+    they are the engine's own, with `replays` behind those that the client has.
     """
 
     __slots__ = (
         *("_attempt", "_client", "_clock", "_completed", "_continuation", "_counts_each"),
         *("_counts_text", "_delivered", "_first_event", "_flow", "_foreign_head"),
         *("_head_bytes", "_is_first"),
-        *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_resumed"),
+        *("_journal", "_lessons", "_most_tokens", "_noted", "_path", "_reads_all", "_replayed"),
+        "_resumed",
         *("_splitter", "_template", "_wants_ids", "is_complete", "shortcut", "silence"),
     )
 
@@ -82,6 +86,7 @@ class Relay:
         completed: Callable[[], None] = lambda: None,
         exact: bool = True,
         continuation: Continuation | EngineText | None = None,
+        replays: bool = False,
         silence: SilenceTimer | None = None,
     ) -> None:
         self._journal = journal
@@ -95,6 +100,7 @@ class Relay:
         self.silence = silence or SilenceTimer(clock())  # Told of every read.
         self.is_complete = False
         self._continuation = continuation
+        self._replayed = ReplayedOutput(journal) if replays else None
         self._counts_text = not exact and continuation is None
         self._reads_all = self._counts_text or continuation is not None
         request = journal.parsed.request
@@ -114,7 +120,7 @@ class Relay:
         self._noted = False
         if continuation is not None:
             journal.text_sent = continuation.sent
-        else:
+        elif not replays:
             assert exact or not journal.output_ids, (
                 "a plain engine cannot go on with another's text"
             )
@@ -294,6 +300,12 @@ class Relay:
             raise UpstreamError("sent text without token ids, which cannot be continued elsewhere")
         if choice.finish_reason is not None and choice.finish_reason not in _COMPLETE_REASONS:
             raise UpstreamError(f"finished with {choice.finish_reason[:40]!r}")
+        if self._replayed is not None:
+            if (new := self._replayed.take(data, choice)) is None:
+                return None
+            data, choice = new
+            if self._replayed.is_over:
+                self._replayed = None
         ids = choice.token_ids or []
         # A later attempt may open with an empty event; the client has the opening already.
         says = ids or choice.plain_text or choice.is_parsed or choice.finish_reason is not None
@@ -318,9 +330,24 @@ class Relay:
         journal = self._journal
         assert journal.text_sent is not None
         journal.text_sent += len(choice.plain_text)
-        if choice.is_parsed and "messages" not in journal.inexact:
-            # Only the engine's own parser can continue a parsed message.
-            journal.inexact = (*journal.inexact, "messages")
+        if choice.is_parsed:
+            self._count_parsed(choice)
+
+    def _count_parsed(self, choice: ReceivedChoice) -> None:
+        """Only an engine's own parser can continue a parsed message."""
+        journal = self._journal
+        if journal.parsed_sent is None:
+            journal.parsed_sent = Counter()
+            if journal.replays is not Replays.NOWHERE and "messages" not in journal.replayed:
+                journal.replayed = (*journal.replayed, "messages")
+                self._noted = False  # The policy is told with the next token.
+            if journal.replays is not Replays.ALWAYS and "messages" not in journal.inexact:
+                journal.inexact = (*journal.inexact, "messages")
+        try:
+            for part, characters in parsed_parts(choice):
+                journal.parsed_sent[part] += characters
+        except UNREADABLE:
+            raise UpstreamError("sent a tool call that is none") from None
 
     def _own_event(self, piece: Piece, received: ReceivedChoice | None = None) -> bytes:
         journal = self._journal

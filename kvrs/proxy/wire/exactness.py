@@ -7,6 +7,7 @@ which token ids are enough. Fields that are inexact by themselves are marked in
 kvrs/protocol/openai/fields.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, assert_never
 
 import msgspec
@@ -68,6 +69,17 @@ def inexact_features(
     }
     at_risk = tokens_at_risk(parsed, continues)
     return (*at_risk, *(name for name, holds in found.items() if holds))
+
+
+def replayable(inexact: Sequence[str], parsed: ParsedRequest) -> tuple[str, ...]:
+    """Those of the inexact features that an engine continues exactly which generates the output
+    again, from the request as it was.
+
+    Sampling without a seed is none of them by itself, for which the time of a replay is not spent.
+    """
+    found = tuple(each for each in inexact if each not in ("tokens", "temperature"))
+    is_seeded = found or parsed.request.seed is not None
+    return ("temperature", *found) if "temperature" in inexact and is_seeded else found
 
 
 def _has_media(request: ChatRequest) -> bool:

@@ -5,10 +5,12 @@ event loop in which their bytes are written to the client's socket, so the two n
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvrs.core.fleet.known import Replays
 from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.model import events as ev
 from kvrs.ids import StreamId
@@ -61,6 +63,12 @@ class Journal:
     marks: list[int] | None = None
     kept: tuple[ev.Kept, ...] = ()  # Its holders, as the former owner knew them.
     inexact: tuple[str, ...] = ()  # What cannot be continued exactly, should the stream be cut.
+    # What can be only by an engine that generates the output again, and how sure that is.
+    replayed: tuple[str, ...] = ()
+    replays: Replays = Replays.NOWHERE
+    # Characters that the client has of a message that the engine has parsed, by part of it, beside
+    # its text.
+    parsed_sent: Counter[str] | None = None
     first_write_s: float | None = None
     last_write_s: float | None = None
     longest_gap_s: float = 0.0
@@ -72,6 +80,17 @@ class Journal:
         since with the seed they would draw the same numbers again after a cut.
         """
         return self.parsed.request.seed is not None or "temperature" not in self.inexact
+
+    @property
+    def inexact_elsewhere(self) -> tuple[str, ...]:
+        """Features that cannot be continued exactly at another proxy, which does not know how much
+        of a parsed message the client has.
+        """
+        return (*self.inexact, *(each for each in self.replayed if each not in self.inexact))
+
+    def cannot_replay(self) -> None:
+        """It goes on in another way, for good: what comes then is no output of its request."""
+        self.inexact, self.replayed = self.inexact_elsewhere, ()
 
     @property
     def prompt_tokens_guess(self) -> int:
@@ -100,16 +119,16 @@ class Journal:
         return self.parsed.request.max_tokens
 
     @property
+    def prompt(self) -> "array[int] | None":
+        """To be read only; None while it is not tokenised."""
+        ids = self.prompt_ids
+        return ids if ids is None or isinstance(ids, array) else packed(ids)
+
+    @property
     def history(self) -> "array[int] | None":
         """Prompt and all output so far, to be read only; None while the prompt is not tokenised."""
-        prompt_ids = self.prompt_ids
-        if prompt_ids is None:
-            return None
-        if not self.output_ids and isinstance(prompt_ids, array):
-            return prompt_ids
-        history = packed(prompt_ids)
-        history.extend(self.output_ids)
-        return history
+        prompt = self.prompt
+        return prompt if prompt is None or not self.output_ids else prompt + self.output_ids
 
     @property
     def prompt_tokens(self) -> int:

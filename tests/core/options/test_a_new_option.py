@@ -60,7 +60,7 @@ def tree(tmp_path: Path) -> Path:
         "# In the order in which",
         "from kvrs.core.options.fast_recompute import FAST_RECOMPUTE\n\n# In the order in which",
     )
-    replaced(options / "__init__.py", "SPLIT, RECOMPUTE)", "SPLIT, RECOMPUTE, FAST_RECOMPUTE)")
+    replaced(options / "__init__.py", "RECOMPUTE, REPLAY)", "RECOMPUTE, REPLAY, FAST_RECOMPUTE)")
     return tmp_path
 
 

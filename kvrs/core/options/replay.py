@@ -1,0 +1,65 @@
+"""Replay: the request begins again, and the engine generates the output that is known once more.
+
+The prompt, as migrate from a prefix cache or recompute would bring it, + t steps of decoding.
+Nothing else is exact where the next token depends on more than the tokens before it: the state of a
+grammar, of a parser, of a random generator. So it is weighed for such streams alone, and chosen
+before every other option (`core/decisions.py`).
+"""
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from kvrs.core.model import actions as act
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import Books, Case, RecoveryOption, Term
+from kvrs.core.options.migrate import MIGRATE
+from kvrs.core.options.recompute import RECOMPUTE
+
+_REPLAY = Option.REPLAY
+
+
+def estimate(case: Case, estimates: list[Estimate]) -> None:
+    stream, target = case.stream, case.target
+    most = case.books.settings.replay_tokens_max
+    if not (stream.needs_replay and target.replays and stream.produced_tokens <= most):
+        return
+    prompt, found = _prompt_of(case), list[Estimate]()
+    MIGRATE.estimate(prompt, found)
+    RECOMPUTE.estimate(prompt, found)
+    decode_s = _decode_s(case)
+    for each in found:
+        if each.option is Option.MIGRATE and not each.by_prefill:
+            continue  # Pages that the target would fetch.
+        raw_s = each.raw_s + decode_s
+        total_s = raw_s * case.factor(_REPLAY)
+        estimates.append(replace(each, option=_REPLAY, raw_s=raw_s, total_s=total_s))
+
+
+def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+    return act.Plan(estimate.target, estimate.source, replays=True)
+
+
+def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
+    prompt_by = MIGRATE if estimate.by_prefill else RECOMPUTE
+    yield from prompt_by.terms(_prompt_of(case), estimate)
+    yield Term("replay", _decode_s(case), f"{case.stream.produced_tokens:,} tokens, one a step")
+
+
+def _prompt_of(case: Case) -> Case:
+    """The case of the prompt alone."""
+    tokens = case.stream.prompt_tokens
+    return replace(case, history_tokens=tokens, history_s=case.target.prefill.seconds_for(tokens))
+
+
+def _decode_s(case: Case) -> float:
+    """The known tokens, at the pace that the stream had or, where it had none, at the overhead of
+    a step.
+    """
+    stream = case.stream
+    step_s = case.target.prefill.step_overhead_s if stream.token_s is None else stream.token_s
+    return stream.produced_tokens * step_s
+
+
+REPLAY = RecoveryOption(_REPLAY, estimate, plan, terms, fetches=False)

@@ -1,0 +1,48 @@
+"""The test for a vLLM server that generates known output again: with the logits processor of
+`kvrs/vllm/replay.py`, which nothing but its output shows.
+"""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from kvrs.errors import UpstreamError
+from kvrs.protocol.instance import REPLAY_KEY, Capability, InstanceInfo, Role
+from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.proxy.backends.backend import RefusedError
+from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.upstream import EventReader, Reader
+
+# Any vocabulary has these, and no model says them in this order after each other.
+_KNOWN = [3, 1, 2, 1, 3]
+
+
+async def with_replay(
+    info: InstanceInfo, decode: Callable[[Call, Reader], Awaitable[None]]
+) -> InstanceInfo:
+    """The info with the capability, if the server has it. One of another version may refuse the
+    request, or fail with it, and can be used all the same; one that has died is found otherwise.
+    """
+    if info.role is Role.PREFILL:
+        return info
+    fields = {
+        "model": info.model,
+        "prompt": [1],
+        "max_tokens": len(_KNOWN),
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "vllm_xargs": {REPLAY_KEY: _KNOWN},
+    }
+    events = EventReader()
+    try:
+        await decode(Call("/v1/completions", fields), events)
+        payloads = [payload for payload in events.payloads if payload != b"[DONE]"]
+        choices = [each for data in payloads for each in CHUNK.decode(data).choices or ()]
+    except (RefusedError, UpstreamError, *UNREADABLE):
+        return info
+    if [token for each in choices for token in each.token_ids or ()] != _KNOWN:
+        return info
+    return msgspec.structs.replace(info, capabilities=[*info.capabilities, Capability.REPLAY])
