@@ -50,7 +50,6 @@ RANK = {
     "proxy": 7,
     "vllm": 7,
     "load": 7,
-    "vllm": 7,
     "sim": 8,
     "cluster": 8,
     "api": 9,

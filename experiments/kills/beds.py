@@ -131,9 +131,13 @@ class TimedVllm(ScriptedVllm):
         return await super()._completions(request)
 
     async def _events(
-        self, parsed: CompletionRequest | ChatRequest, history: list[int], position: int
+        self,
+        parsed: CompletionRequest | ChatRequest,
+        history: list[int],
+        position: int,
+        known: list[int],
     ) -> AsyncIterator[bytes | Fault]:
-        async for event in super()._events(parsed, history, position):
+        async for event in super()._events(parsed, history, position, known):
             await asyncio.sleep(TOKEN_S)
             yield event
 

@@ -12,7 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.kills import drill, innocents, policies, proxies, simulated, vllm, worlds
+from experiments.kills import (
+    drill,
+    innocents,
+    policies,
+    proxies,
+    replayed,
+    simulated,
+    vllm,
+    worlds,
+)
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.backup import BackupMode
 from kvrs.config.policy import PolicyName
@@ -29,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mirror": {"choices": ["async", "sync"]},
     "mix": {"action": "store_true", "help": "with each proxy a decode instance"},
     "on_nodes": {"action": "store_true", "help": "stages on two nodes"},
+    "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
     "seeds": {"type": int, "help": "so many series or worlds; decode embedded: by each policy"},
     "limit_s": {"type": float, "help": "no seed goes beyond; the others are for another run"},
 }
@@ -49,13 +59,17 @@ def _decode(options: argparse.Namespace) -> int:
     return drill.run("decode-trace" if options.load == "trace" else "decode", options)
 
 
+def _vllm(options: argparse.Namespace) -> int:
+    return replayed.run(options) if options.replays else vllm.run(options)
+
+
 def _innocents(victims: str, cluster: str) -> Part:
     return Part(partial(innocents.run, victims, cluster), ("streams", "kills", "seeds"))
 
 
 PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
-    ("decode", "vllm"): Part(vllm.run, ("streams",), PYTHON_ENV),
+    ("decode", "vllm"): Part(_vllm, ("streams", "kills", "replays"), PYTHON_ENV),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
     ("rank", "embedded"): Part(partial(drill.run, "rank"), ("policy", "streams", "on_nodes")),
     ("proxy", "embedded"): Part(proxies.run, ("api", "kills", "proxies", "mirror", "mix")),

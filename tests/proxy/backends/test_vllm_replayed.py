@@ -1,0 +1,142 @@
+"""Streams that vLLM continues exactly only by generating their output once more."""
+
+import json
+from typing import Any
+
+import pytest
+
+from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted_model import Arithmetic, Sampler
+from kvrs_testkit.sse import events_of
+from kvrs_testkit.vllm_cluster import PROMPT, Builder, Servers, Vllms
+
+pytestmark = pytest.mark.network
+
+# Of a generator that starts with the request: only a replay continues it.
+SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 8}
+MESSAGES = [{"role": "user", "content": "a"}]
+JSON: dict[str, Any] = {"response_format": {"type": "json_object"}}
+
+
+def replaying(servers: Servers) -> None:
+    for name in ("d0", "d1"):
+        servers[name].replays = True
+        servers[name].arithmetic = Arithmetic(sampler=Sampler.GENERATOR)
+
+
+async def answer(system: Vllms, **fields: Any) -> tuple[list[str], str | None, dict[str, Any]]:
+    """The data of all events but their time and name, the header, and the last body of d1."""
+    path = "chat/completions" if "messages" in fields else "completions"
+    async with system.http.post(f"{system.url}/v1/{path}", json=fields | {"stream": True}) as got:
+        assert got.status == 200, await got.read()
+        events = events_of(await got.read())
+    bodies = system.servers["d1"].bodies
+    said = [event.decode() for event in events]
+    return said, got.headers.get("x-kvrs-exact"), bodies[-1] if bodies else {}
+
+
+async def test_the_proxy_finds_out_which_servers_replay(vllms: Builder) -> None:
+    """Nothing but what a server generates shows it."""
+
+    def prepare(servers: Servers) -> None:
+        servers["d1"].replays = True
+
+    system = await vllms(prepare=prepare, proxy={"self_test": True})
+
+    tests = {row["id"]: row["self_test"] for row in (await system.state())["instances"]}
+    assert [name for name, test in tests.items() if "replay" in test["capabilities"]] == ["d1"]
+
+
+@pytest.mark.parametrize("cut_at", [1, 3, 7])
+@pytest.mark.parametrize("per_event", [1, 3])
+async def test_a_generator_of_random_numbers_goes_on_where_it_was(
+    vllms: Builder, cut_at: int, per_event: int
+) -> None:
+    """The client gets each token once, though the engine makes all of them, in events that need not
+    end where the cut was.
+    """
+    system = await vllms(prepare=replaying)
+    asked = {"prompt": PROMPT, "return_token_ids": True, **SEEDED}
+    calm, mark, _ = await answer(system, **asked)
+    system.shared.faults = {cut_at: Fault.RESET}
+
+    system.shared.tokens_per_event = per_event
+    said, again, body = await answer(system, **asked)
+
+    def of(events: list[str]) -> tuple[list[int], str]:
+        choices = [json.loads(each[6:])["choices"][0] for each in events if "[" in each[:-8]]
+        return [i for c in choices for i in c["token_ids"]], "".join(c["text"] for c in choices)
+
+    assert of(said[:-2]) == of(calm[:-2])
+    assert (mark, again) == (None, None)
+    assert [row["option"] for row in (await system.state())["recoveries"]] == ["replay"]
+    assert len(body["vllm_xargs"]["kvrs_replay"]) == cut_at
+    assert (body["prompt"], body["max_tokens"], body["seed"]) == (PROMPT, 8, 7)
+    assert system.shared.violations == []
+
+
+async def test_a_chat_is_sent_as_it_was(vllms: Builder) -> None:
+    """With its messages and its grammar, which a continued completion has not."""
+    system = await vllms(prepare=replaying)
+    system.shared.prompt_tokens = len("user: a\n")
+    asked = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0, "logprobs": True, **JSON}
+    calm, _, _ = await answer(system, **asked)
+    system.shared.faults = {4: Fault.RESET}
+
+    said, mark, body = await answer(system, **asked)
+
+    assert said == calm
+    assert mark is None
+    assert body["messages"] == MESSAGES
+    assert body["response_format"] == JSON["response_format"]
+    assert "prompt" not in body
+
+
+async def test_a_longer_output_is_marked_and_goes_on_without_its_grammar(vllms: Builder) -> None:
+    """`policy.replay_tokens_max` bounds the pause. What may be longer is not promised."""
+    system = await vllms(prepare=replaying, policy={"replay_tokens_max": 3})
+    system.shared.faults = {4: Fault.RESET}
+
+    _, mark, body = await answer(system, prompt=PROMPT, max_tokens=8, temperature=0, **JSON)
+
+    assert mark == "no"
+    assert "response_format" not in body
+    assert [row["option"] for row in (await system.state())["recoveries"]] != ["replay"]
+
+
+@pytest.mark.parametrize(("max_tokens", "status"), [(8, 200), (9, 400)])
+async def test_what_can_be_replayed_is_not_refused(
+    vllms: Builder, max_tokens: int, status: int
+) -> None:
+    """`proxy.inexact: refuse` lets in what goes on exactly, whatever happens."""
+    system = await vllms(
+        prepare=replaying, proxy={"inexact": "refuse"}, policy={"replay_tokens_max": 8}
+    )
+
+    asked = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, **JSON}
+    assert (await system.ask(asked))[0] == status
+
+
+@pytest.mark.parametrize("inexact", ["mark", "refuse"])
+async def test_a_server_that_replays_no_more_is_left(vllms: Builder, inexact: str) -> None:
+    """Its other tokens never reach the client: the stream goes on as it would have without a
+    replay, or ends with an error where it must be exact.
+    """
+    system = await vllms(prepare=replaying, proxy={"inexact": inexact})
+    for name in ("d0", "d1"):
+        system.servers[name].replays = False
+        system.servers[name].arithmetic = Arithmetic(sampler=Sampler.NOISE)
+    system.shared.faults = {4: Fault.RESET}
+
+    status, body = await system.ask(
+        {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True, **JSON}
+    )
+
+    assert status == 200
+    options = [row["option"] for row in (await system.state())["recoveries"]]
+    assert options[0] == "replay"
+    if inexact == "mark":
+        assert options[-1] != "replay"
+        assert body.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b'"code":"inexact"' in body
