@@ -130,9 +130,10 @@ def connector_config(directory: Path) -> Config:
 class VllmServers(Processes):
     """The instances of a configuration whose backend is vllm, and at most one proxy at a time."""
 
-    def __init__(self, config: Config, python: str) -> None:
+    def __init__(self, config: Config, python: str, *flags: str) -> None:
         super().__init__(config)
         self._python = python
+        self._flags = flags
         self._instances = {
             str(instance.id): instance for _, instance in self.config.cluster.instances()
         }
@@ -173,6 +174,7 @@ class VllmServers(Processes):
                     "--port",
                     str(instance.port),
                     *FLAGS,
+                    *self._flags,
                 ),
                 *("--kv-transfer-config", json.dumps(connector)),
                 python=self._python,

@@ -30,6 +30,7 @@ from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, vllm_config
 
 WAVE = 8
 CUTS = 50  # Of each kind.
+FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 UNDER_WAY_TOKENS = (3, 60)
 # Between two runs in batches of other sizes, of a log probability.
 _ROUNDING = 1e-3
@@ -291,7 +292,7 @@ def run(options: argparse.Namespace) -> int:
     cuts = options.kills or CUTS
     with (
         tempfile.TemporaryDirectory() as directory,
-        VllmServers(vllm_config(Path(directory)), os.environ[PYTHON_ENV]) as servers,
+        VllmServers(vllm_config(Path(directory)), os.environ[PYTHON_ENV], *FLAGS) as servers,
     ):
         servers.start(*servers.names)
         servers.wait_ready(*servers.names)
