@@ -37,9 +37,11 @@ class VllmConnector:
         self.peer = peer
         self._key = key
         self._server: InstanceInfo | None = None  # The process that it is in.
-        # Of its process, if it answered when the server was met. Only then a fence can name the
-        # streams that may run on there.
-        self._epoch: int | None = None
+        # Its epoch, and how far that is above the one that the server is known by; None: it has
+        # not answered yet. It is 0 if it answered when the server was met: a later answer must not
+        # look like another process.
+        self._epoch = 0
+        self._above: int | None = None
         self._pid = 0
         self._offered: list[Capability] = []
         self._report: LoadReport | None = None  # The last one of this process.
@@ -59,10 +61,10 @@ class VllmConnector:
         is_new = self._server is None or self._server.epoch != server.epoch
         self._server = server
         if is_new:
-            self._epoch, self._pid, self._report = None, 0, None
+            self._epoch, self._above, self._pid, self._report = 0, None, 0, None
         own = await self._ask()
         if own is not None and is_new:
-            self._epoch, self._pid = own.epoch, own.pid
+            self._above, self._pid = 0, own.pid
         return self._joined(server)
 
     async def fence(self, attempts: Mapping[StreamId, tuple[int, int]]) -> InstanceInfo:
@@ -134,7 +136,7 @@ class VllmConnector:
             async for report in reports:
                 limit.reschedule(now_s() + _SILENT_S)
                 self._report = report
-                self._rise(report.epoch)
+                self._epoch = max(self._epoch, report.epoch)
 
     async def _ask(self) -> InstanceInfo | None:
         """Ask it for its identity and load. None: it cannot be used, and `_fault` says why."""
@@ -145,7 +147,9 @@ class VllmConnector:
         except UpstreamError as error:
             self._fault = str(error)
             return None
-        if own.geometry != self._server.geometry:
+        counts = self._report.connector
+        is_on = counts is None or counts.off_reason is None
+        if is_on and own.geometry != self._server.geometry:
             self._fault = (
                 f"its pages have the geometry {own.geometry}, the model has {self._server.geometry}"
             )
@@ -154,25 +158,19 @@ class VllmConnector:
         return own
 
     def _met(self, own: InstanceInfo) -> None:
+        assert self._server is not None
         self._fault, self._offered = None, own.capabilities
-        self._rise(own.epoch)
-
-    def _rise(self, epoch: int) -> None:
-        if self._epoch is not None:
-            self._epoch = max(self._epoch, epoch)
+        if self._above is None:
+            self._above = own.epoch - self._server.epoch
+        self._epoch = max(self._epoch, own.epoch)
 
     def _joined(self, server: InstanceInfo) -> InstanceInfo:
         offered = self._offered if self.off_reason is None else []
-        used = [
-            each
-            for each in _USED
-            if each in offered and (each is not Capability.FENCE or self._epoch is not None)
-        ]
         return msgspec.structs.replace(
             server,
-            epoch=server.epoch if self._epoch is None else self._epoch,
+            epoch=server.epoch if self._above is None else self._epoch - self._above,
             pid=self._pid,
-            capabilities=[*server.capabilities, *used],
+            capabilities=[*server.capabilities, *(each for each in _USED if each in offered)],
         )
 
     # The calls of a stream.

@@ -166,6 +166,34 @@ async def test_a_server_that_was_cut_off_is_fenced_by_its_connector(vllms: Build
     assert (await row_of(system, "d0"))["epoch"] == before + 1
 
 
+async def test_a_connector_that_first_answers_late_fences_as_well(vllms: Builder) -> None:
+    """Its capabilities come to the server that was met before, which is no other process by it."""
+
+    class Late(ScriptedConnector):
+        async def start(self) -> None:
+            await super().start()
+            await self.kill()
+
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        servers["d0"].kvrs = Late("d0", servers["d0"].node)
+
+    system = await vllms(prepare, backup=BACKUP, proxy={"token_gap_s": 1.0})
+    assert await capabilities(system, "d0") == OF_VLLM
+    before = (await row_of(system, "d0"))["epoch"]
+
+    await ScriptedConnector.start(connector_of(system, "d0"))
+    await until_capable(system, "d0", OF_BOTH)
+    assert (await row_of(system, "d0"))["epoch"] == before
+
+    system.servers["d0"].freeze()
+    await system.until_health(d0="down")
+    system.servers["d0"].thaw()
+    await system.until_health(d0="up")
+    assert len(connector_of(system, "d0").fences) == 1
+    assert (await row_of(system, "d0"))["epoch"] == before + 1
+
+
 async def test_decode_instances_alone_serve_and_restore(vllms: Builder) -> None:
     """Without NIXL in them: there is no hand-off."""
 
