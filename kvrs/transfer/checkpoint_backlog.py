@@ -115,6 +115,10 @@ class CheckpointBacklog:
         deliveries = self._deliveries.get(sequence, [])
         return {each.holder: each.held_pages for each in deliveries if each.held_pages}
 
+    def follows(self, sequence: Followed) -> bool:
+        """Something of it is being sent, or may be later."""
+        return sequence in self._deliveries
+
     # What the scheduler does.
 
     def follow(

@@ -5,21 +5,18 @@
      "kv_connector_extra_config": {"kvrs": {"config": "cluster.yaml", "instance": "d0"}}}
 
 Only this file knows vLLM's types. What the connector cannot serve it leaves alone, and says why.
+Hooks that need none of their arguments take any.
 """
 
 import os
 import re
 import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.errors import ConfigError, KvrsError, RequestError
@@ -33,18 +30,24 @@ from kvrs.vllm.guard import Switch, guarded, log
 from kvrs.vllm.port import ConnectorPort
 from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
 from kvrs.vllm.staging import Staging
+from kvrs.vllm.start_check import faults_of_features, faults_of_hooks, fill_abstract
 
 _DEADLINE_S = 2.0
 _STAGING_BYTES = 128 << 20
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+# Of a port that only says why the connector is off.
+_NO_GEOMETRY = KvGeometry(1, 1, 1, 1, 1)
+# A version without one of these must still be able to load the module.
+_WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
+_SupportsHMA: Any = getattr(base, "SupportsHMA", object)
 
 
-class KvrsMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there to be checked.
+class KvrsMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not checked.
     def __init__(self, step: WorkerStep) -> None:
         self.step = step
 
 
-class KvrsWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class KvrsWorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
     def __init__(self, done: Done) -> None:
         self.done = done
 
@@ -53,7 +56,7 @@ class KvrsWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc]
     """One in the scheduler's process, one in each worker's."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -61,21 +64,32 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.switch = Switch(self._clear_up)
         self._scheduler: SchedulerSide | None = None
         self._port: ConnectorPort | None = None
-        self._pool: Any = None
         self._blocks: Blocks | None = None
         self._done = Done()
         self._failed_blocks: set[int] = set()
         # Blocks of requests whose load was not begun yet: vLLM waits for an answer for ever.
         self._awaited: dict[str, list[int]] = {}
         self._reported: str | None = None  # Why this worker is off, as the scheduler knows it.
+        self._geometry, fingerprint = _NO_GEOMETRY, ""
+        is_scheduler = role is base.KVConnectorRole.SCHEDULER
         try:
+            if faults := [*_faults()]:
+                raise KvrsError("; ".join(faults))
             self._geometry = _geometry(vllm_config, kv_cache_config)
-            if role is KVConnectorRole.SCHEDULER:
-                self._start(vllm_config)
-        except (KvrsError, OSError, ValueError) as error:
-            self.switch.turn_off(str(error))
+            if is_scheduler:
+                fingerprint = _fingerprint(vllm_config, self._geometry)
+        except Exception as error:
+            self.switch.turn_off(_said(error))
+        if is_scheduler:
+            try:
+                self._start(vllm_config, fingerprint)
+            except Exception as error:
+                self.switch.turn_off(_said(error))
 
-    def _start(self, vllm_config: Any) -> None:
+    def _start(self, vllm_config: Any, fingerprint: str) -> None:
+        """Start the side of the scheduler; of a connector that is off, only the port that says
+        why.
+        """
         options = (self._kv_transfer_config.kv_connector_extra_config or {}).get("kvrs") or {}
         if not isinstance(options, dict) or not {"config", "instance"} <= options.keys():
             raise ConfigError(
@@ -85,19 +99,11 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config = load_config(Path(options["config"]))
         node, settings = _instance(config, InstanceId(str(options["instance"])))
         ring = read_secrets(config.security, os.environ)
-        model = vllm_config.model_config
-        arithmetic = [
-            str(model.dtype),
-            vllm_config.cache_config.cache_dtype,
-            str(model.quantization),
-            repr(model.hf_overrides),
-        ]
-        fingerprint = fingerprint_of(model.model, arithmetic, self._geometry)
-        pages = max(
-            2, int(options.get("staging_bytes", _STAGING_BYTES)) // self._geometry.page_bytes
-        )
-        staging = Staging(pages, self._geometry.page_bytes)
-        self._port = ConnectorPort(
+        page_bytes = self._geometry.page_bytes
+        staging_bytes = int(options.get("staging_bytes", _STAGING_BYTES))
+        pages = 2 if self.switch.off_reason else max(2, staging_bytes // page_bytes)
+        staging = Staging(pages, page_bytes)
+        port = self._port = ConnectorPort(
             config,
             node,
             settings,
@@ -107,10 +113,11 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             staging,
             lambda copy: scheduler.requested.append(copy),
             lambda: self.switch.off_reason,
+            lambda: staging.used + scheduler.ended.pinned_blocks,
             int(100 * time.time()) * EPOCHS_PER_START,
         )
         scheduler = self._scheduler = SchedulerSide(
-            self._port,
+            port,
             staging.place,
             fingerprint,
             self._geometry.page_size_tokens,
@@ -118,8 +125,9 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ranks=vllm_config.parallel_config.world_size,
             deadline_s=float(options.get("deadline_s", _DEADLINE_S)),
             clock=time.monotonic,
+            max_pinned=min(config.backup.staging_pages, pages),
         )
-        self._port.start()
+        port.start()
 
     def _clear_up(self) -> None:
         if self._scheduler is not None:
@@ -130,13 +138,18 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+    def get_required_kvcache_layout(cls, *_: Any, **__: Any) -> str | None:
         return "HND"
 
     # The scheduler's side.
 
+    @guarded(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._pool = gpu_block_pool
+        # Blocks are pinned only where vLLM makes steps for them alone.
+        if self._scheduler is not None and hasattr(
+            base.KVConnectorBase_V1, "has_pending_push_work"
+        ):
+            self._scheduler.ended.pool = _Pool(gpu_block_pool)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -147,7 +160,12 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if request.lora_request is not None or request.mm_features or embeds is not None:
             return  # Their KV is not of the token ids alone.
         try:
-            self._scheduler.arrived(request, params[FIELD], request.cache_salt or "")
+            self._scheduler.arrived(
+                request,
+                params[FIELD],
+                request.cache_salt or "",
+                handed_over=bool(params.get("do_remote_prefill")),
+            )
         except RequestError as error:
             log.warning("request %s: %s", request.request_id, error)
 
@@ -168,8 +186,8 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.allocated(request.request_id, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KvrsMetadata:
-        step = self._step(scheduler_output)
+    def build_connector_meta(self, *output: Any, **more: Any) -> KvrsMetadata:
+        step = self._step(*output, **more)
         if self.switch.off_reason is not None:
             # Workers report these as failed: no block of them was filled.
             step.place = None
@@ -178,7 +196,7 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 for request, blocks in self._awaited.items()
             ]
         for request, _ in step.loads:
-            self._awaited.pop(request)
+            self._awaited.pop(request, None)
         return KvrsMetadata(step)
 
     @guarded(WorkerStep)
@@ -187,9 +205,11 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return WorkerStep()
         if self._port is not None and self._port.failure is not None:
             raise KvrsError(f"its port has ended: {self._port.failure}")
-        state = scheduler_output.kv_connector_block_state
+        # Versions without the one lend the other.
+        state = getattr(scheduler_output, "kv_connector_block_state", None)
+        get_block_ids = (state or self._kv_cache_manager).get_block_ids
         return self._scheduler.step(
-            scheduler_output.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]
+            scheduler_output.num_scheduled_tokens, lambda name: get_block_ids(name)[0]
         )
 
     @guarded(lambda: None)
@@ -203,11 +223,21 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
+            # A prefill instance's part of a stream, which goes on elsewhere.
+            params = request.kv_transfer_params
+            handed_on = isinstance(params, dict) and bool(params.get("do_remote_decode"))
+            whole = request.status.name == "FINISHED_LENGTH_CAPPED"
+            self._scheduler.finished(request.request_id, block_ids, send_rest=handed_on and whole)
         return False, None
 
+    @guarded(lambda: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return self.request_finished(request, block_ids)
+        return self.request_finished(request, block_ids[0])
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Copies for requests that have ended are made in steps without any."""
+        return self._scheduler is not None and self._scheduler.has_work
 
     # The workers' side.
 
@@ -228,7 +258,7 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._blocks = Blocks(self._geometry, part, layers)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
         for request, copies in (step := _bound(self._connector_metadata)).loads:
             # A request whose load failed is reported all the same, with its blocks.
             if not self._load(step, copies):
@@ -243,7 +273,7 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._blocks.load(copies)
         return True
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self, *_: Any, **__: Any) -> None:
         for job, copies in (step := _bound(self._connector_metadata)).saves:
             if self._save(step, copies):
                 self._done.saves[job] = 1
@@ -256,28 +286,64 @@ class KvrsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._blocks.save(copies)
         return True
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
+    def wait_for_layer_load(self, *_: Any, **__: Any) -> None:
         """All layers are loaded before the step."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+    def save_kv_layer(self, *_: Any, **__: Any) -> None:
         """All layers are saved behind the step."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+    def get_finished(self, *_: Any, **__: Any) -> tuple[None, set[str] | None]:
         return None, set(self._done.loads) or None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
+    def get_block_ids_with_load_errors(self, *_: Any, **__: Any) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def build_connector_worker_meta(self) -> KvrsWorkerMetadata | None:
+    def build_connector_worker_meta(self, *_: Any, **__: Any) -> KvrsWorkerMetadata | None:
         done, self._done = self._done, Done()
         if self.switch.off_reason != self._reported:
             done.off_reason = self._reported = self.switch.off_reason
         return KvrsWorkerMetadata(done) if done != Done() else None
 
-    def shutdown(self) -> None:
+    def shutdown(self, *_: Any, **__: Any) -> None:
         if self._port is not None:
             self._port.close()
+
+
+class _Pool:
+    """vLLM's blocks, as `kvrs.vllm.ended.Pool`."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        # The last pages are the first to be used anew, as at the end of a request.
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
+
+    def content(self, block_id: int) -> object:
+        return self._pool.blocks[block_id].block_hash
+
+
+_UNKNOWN = fill_abstract(KvrsConnector)
+
+
+def _faults() -> Iterator[str]:
+    """What of vLLM's interface is not as this connector knows it."""
+    known = base.KVConnectorBase_V1
+    yield from (f"vLLM wants a hook {name}, which is not known" for name in _UNKNOWN)
+    yield from faults_of_hooks(KvrsConnector, [known, _SupportsHMA])
+    yield from faults_of_features([(base, "KVConnectorWorkerMetadata"), (base, "SupportsHMA")])
+    output = import_module("vllm.v1.core.sched.output").SchedulerOutput
+    if not hasattr(known, "bind_kv_cache_manager"):
+        yield from faults_of_features([(output, "kv_connector_block_state")])
+
+
+def _said(error: Exception) -> str:
+    is_ours = isinstance(error, KvrsError | OSError | ValueError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
 
 def _bound(metadata: Any) -> WorkerStep:
@@ -320,3 +386,15 @@ def _geometry(vllm_config: Any, kv_cache_config: Any) -> KvGeometry:
         dtype_bytes=spec.dtype.itemsize,
         page_size_tokens=spec.block_size,
     )
+
+
+def _fingerprint(vllm_config: Any, geometry: KvGeometry) -> str:
+    """Raises KvrsError."""
+    model = vllm_config.model_config
+    arithmetic = [
+        str(model.dtype),
+        vllm_config.cache_config.cache_dtype,
+        str(model.quantization),
+        repr(model.hf_overrides),
+    ]
+    return fingerprint_of(model.model, arithmetic, geometry)

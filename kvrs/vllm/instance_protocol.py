@@ -28,7 +28,6 @@ from kvrs.protocol.secrets import Scope
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
-from kvrs.vllm.staging import Staging
 from kvrs.vllm.tracked import Counts
 
 
@@ -42,9 +41,9 @@ class Served(Protocol):
     epoch: int
     counts: Counts
     backlog: CheckpointBacklog
-    staging: Staging
 
     def off_reason(self) -> str | None: ...
+    def pinned_blocks(self) -> int: ...
     def fence(self, attempts: Mapping[StreamId, tuple[int, int]], *, slots_only: bool) -> None: ...
 
 
@@ -107,7 +106,7 @@ class InstanceProtocol:
                 pages_loaded=self._port.counts.pages_loaded,
                 pages_damaged=self._port.counts.pages_damaged,
                 lag_pages=self._port.backlog.lag_pages,
-                pinned_blocks=self._port.staging.used,
+                pinned_blocks=self._port.pinned_blocks(),
                 off_reason=self._port.off_reason(),
             ),
         )

@@ -58,12 +58,14 @@ class ConnectorPort:
         staging: Staging,
         request_copy: Callable[[CopyRequest], None],
         off_reason: Callable[[], str | None],
+        pinned_blocks: Callable[[], int],
         epoch: int,
     ) -> None:
         self.counts = Counts()
         self._config, self.node, self.settings, self._ring = config, node, settings, ring
         self.geometry, self.fingerprint = geometry, fingerprint
         self.staging, self._request_copy, self.off_reason = staging, request_copy, off_reason
+        self.pinned_blocks = pinned_blocks
         self.epoch = epoch
         self.fenced: dict[StreamId, tuple[int, int]] = {}
         self.fetches: dict[Restore, asyncio.Task[None]] = {}
@@ -99,15 +101,20 @@ class ConnectorPort:
     def loaded(self, pages: int) -> None:
         self.counts.pages_loaded += pages
 
-    def follow(self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget]) -> None:
+    def follow(
+        self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
+    ) -> None:
         known = [each for each in checkpoints if each.agent in self._agents]
-        self._call(lambda: self.backlog.follow(saved, known, handed_over=False))
+        self._call(lambda: self.backlog.follow(saved, known, handed_over=handed_over))
 
     def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
         self._call(self._filled, saved, tags, computed_tokens)
 
-    def ended(self, saved: SavedStream) -> None:
-        self._call(lambda: self.backlog.ended(saved, send_rest=False))
+    def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
+        self._call(self._ended, saved, send_rest)
+
+    def is_sent(self, saved: SavedStream) -> bool:
+        return saved.is_ended and not self.backlog.follows(saved)
 
     def is_fenced(self, params: KvrsParams) -> bool:
         lowest = self.fenced.get(params.stream)
@@ -246,8 +253,12 @@ class ConnectorPort:
         saved.computed_tokens = computed_tokens
         self._sender.wake(self.backlog.filled(saved, time.monotonic()))
 
+    def _ended(self, saved: SavedStream, send_rest: bool) -> None:
+        self.backlog.ended(saved, send_rest=send_rest)
+        saved.is_ended = True
+
     def is_over(self, delivery: CheckpointDelivery) -> bool:
-        return True
+        return False  # The scheduler's thread says how long an ended one is sent.
 
     @asynccontextmanager
     async def lend(self, ranges: Sequence[DueRange]) -> AsyncIterator[list[list[memoryview]]]:
@@ -284,10 +295,13 @@ class ConnectorPort:
 
     def fence(self, attempts: Mapping[StreamId, tuple[int, int]], *, slots_only: bool) -> None:
         """Drop lower attempts: nothing is fetched for them, and with an epoch of its own nothing of
-        them is taken any more. For the protocol's routes.
+        them is taken any more. With `slots_only` only what is fetched under a slot. For the
+        protocol's routes.
         """
         for restore, task in self.fetches.items():
-            if restore.attempt < attempts.get(restore.stream, restore.attempt):
+            if restore.attempt < attempts.get(restore.stream, restore.attempt) and (
+                restore.slot_token or not slots_only
+            ):
                 task.cancel()
         if slots_only:
             return

@@ -16,6 +16,7 @@ from kvrs.errors import RequestError
 from kvrs.protocol.connector import unseal
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams
 from kvrs.protocol.tags import Tag, next_tag, page_tags, root_tag
+from kvrs.vllm.ended import EndedStreams
 from kvrs.vllm.staging import StagingPlace
 from kvrs.vllm.tracked import CopyRequest, LiveRequest, Restore, SavedStream
 
@@ -60,14 +61,23 @@ class Port(Protocol):
     def loaded(self, pages: int) -> None:
         """So many pages were copied into blocks."""
 
-    def follow(self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget]) -> None:
-        """Bring the pages of a stream to these agents."""
+    def follow(
+        self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
+    ) -> None:
+        """Bring the pages of a stream to these agents. `handed_over`: the instance that computed
+        its history sends the pages of that.
+        """
 
     def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
         """The stream has further full pages."""
 
-    def ended(self, saved: SavedStream) -> None:
-        """Nothing more is computed for it."""
+    def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
+        """Nothing more is computed for it. What was not sent is forgotten, or with `send_rest`
+        goes on being sent.
+        """
+
+    def is_sent(self, saved: SavedStream) -> bool:
+        """It has ended, and nothing of it waits to be sent."""
 
     def is_fenced(self, params: KvrsParams) -> bool:
         """A higher attempt at the stream was announced."""
@@ -99,7 +109,9 @@ class SchedulerSide:
         ranks: int,
         deadline_s: float,
         clock: Callable[[], float],
+        max_pinned: int,
     ) -> None:
+        self.ended = EndedStreams(port.is_sent, max_pinned, clock)
         self.requested: deque[CopyRequest] = deque()  # The port appends to it.
         self._port, self._place = port, place
         self._fingerprint, self._page, self._keys = fingerprint, page_size_tokens, keys
@@ -110,12 +122,15 @@ class SchedulerSide:
         self._job = 0
 
     @property
-    def loading_blocks(self) -> int:
-        """Blocks that requests own and wait for."""
-        return sum(len(each.loading) for each in self._tracked.values() if each.loading)
+    def has_work(self) -> bool:
+        """Copies wait for a step, though no request may be left that needs one."""
+        return bool(self.requested) or bool(self.ended)
 
-    def arrived(self, request: LiveRequest, sealed: object, salt: str) -> None:
-        """A request has come with `kv_transfer_params.kvrs`.
+    def arrived(
+        self, request: LiveRequest, sealed: object, salt: str, *, handed_over: bool = False
+    ) -> None:
+        """A request has come with `kv_transfer_params.kvrs`. `handed_over`: with a hand-off of a
+        prefill instance, too.
 
         Raises:
             RequestError: the parameters are not of a proxy of the cluster, or wrong.
@@ -135,13 +150,14 @@ class SchedulerSide:
                 params.sources,
                 self._clock() + self._deadline_s,
                 params.sources[0].first_page,
+                params.slot_token,
             )
             self._port.fetch(restore)
         if params.checkpoints:
             saved = SavedStream(
                 request.request_id, params.stream, attempt, [*tags], request.num_tokens
             )
-            self._port.follow(saved, params.checkpoints)
+            self._port.follow(saved, params.checkpoints, handed_over=handed_over)
         self._tracked[request.request_id] = _Tracked(request, tags, root, saved, restore)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
@@ -190,19 +206,22 @@ class SchedulerSide:
                 known[request_id] = self._filled(tracked, tracked.saved, tokens)
         for _ in range(len(self.requested)):
             copy = self.requested.popleft()
-            if copy.request_id not in self._tracked:
-                copy.copied(0)
-            elif copy.request_id not in known:
+            first, end = copy.first_page, copy.first_page + len(copy.slots)
+            if copy.request_id in known:
+                blocks = blocks_of(copy.request_id)[: known[copy.request_id]][first:end]
+            elif copy.request_id in self._tracked:
                 self.requested.append(copy)
+                continue
             else:
-                blocks = blocks_of(copy.request_id)[: known[copy.request_id]]
-                blocks = blocks[copy.first_page : copy.first_page + len(copy.slots)]
-                if not blocks:
-                    copy.copied(0)
-                    continue
-                self._job += 1
-                self._jobs[self._job] = (copy, len(blocks), self._ranks)
-                step.saves.append((self._job, [*zip(copy.slots, blocks, strict=False)]))
+                blocks = self.ended.blocks(copy.request_id, first, end)
+            if not blocks:
+                copy.copied(0)
+                continue
+            self._job += 1
+            self._jobs[self._job] = (copy, len(blocks), self._ranks)
+            step.saves.append((self._job, [*zip(copy.slots, blocks, strict=False)]))
+        for saved in self.ended.release():
+            self._port.ended(saved, send_rest=False)
         return step
 
     def done(self, done: Done) -> None:
@@ -220,25 +239,34 @@ class SchedulerSide:
                 tracked.loading = None
                 self._drop_restore(tracked)
 
-    def finished(self, request_id: str) -> None:
-        """Nothing more is computed for a request."""
+    def finished(
+        self, request_id: str, block_ids: Sequence[int] = (), *, send_rest: bool = False
+    ) -> None:
+        """Nothing more is computed for a request, which has these blocks until this returns. With
+        `send_rest` its pages go on being saved: another instance continues its stream.
+        """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return
-        if tracked.saved is not None:
-            self._port.ended(tracked.saved)
+        if (saved := tracked.saved) is not None:
+            send_rest = send_rest and self.ended.add(saved, block_ids[: tracked.full_pages])
+            self._port.ended(saved, send_rest=send_rest)
         # Workers may still copy out of the slots of a load, which are not read again.
         self._drop_restore(tracked)
-        for copy in [each for each in self.requested if each.request_id == request_id]:
-            self.requested.remove(copy)
-            copy.copied(0)
+        if not send_rest:
+            for copy in [each for each in self.requested if each.request_id == request_id]:
+                self.requested.remove(copy)
+                copy.copied(0)
 
     def close(self) -> None:
         """The engine ends, or the connector is off: nothing waits any more."""
         for request_id in [*self._tracked]:
             self.finished(request_id)
-        for copy, _, _ in self._jobs.values():
+        for saved in self.ended.release(everything=True):
+            self._port.ended(saved, send_rest=False)
+        for copy in [*self.requested, *(copy for copy, _, _ in self._jobs.values())]:
             copy.copied(0)
+        self.requested.clear()
         self._jobs.clear()
 
     def _filled(self, tracked: _Tracked, saved: SavedStream, tokens: int) -> int:

@@ -35,6 +35,7 @@ class SavedStream:
     tags: list[Tag]
     history_tokens: int
     computed_tokens: int = 0
+    is_ended: bool = False  # Nothing more is computed; what is left may still be sent.
 
 
 @dataclass(slots=True, eq=False)
@@ -50,13 +51,16 @@ class Restore:
     sources: Sequence[SourceRange]
     deadline_s: float
     first_page: int
+    slot_token: int  # Under which it is fetched, and which an agent may end; 0: none.
     slots: list[int] = field(default_factory=list)
     is_over: bool = False  # Nothing more arrives.
 
 
 @dataclass(slots=True, eq=False)
 class CopyRequest:
-    """Pages of a running request, to be copied to slots in vLLM's next step that runs it."""
+    """Pages of a request, to be copied to slots in vLLM's next step that runs it, or in any step
+    once it has ended.
+    """
 
     request_id: str
     first_page: int

@@ -1,7 +1,9 @@
 """The connector in vLLM's scheduler, beside a port that does as it is told."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.connector import connector_key, seal
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
 from kvrs.protocol.tags import Tag, page_tags, root_tag
+from kvrs.vllm.ended import REST_S
 from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
 from kvrs.vllm.staging import StagingPlace
 from kvrs.vllm.tracked import CopyRequest, Restore, SavedStream
@@ -21,6 +24,7 @@ PAGE = 4
 KEY = connector_key(b"s" * 32, InstanceId("d0"))
 PLACE = StagingPlace(1, 2, 16, 64)
 AGENT = InstanceId("agent")
+MAX_PINNED = 3
 STREAM = StreamId("a" * 32)
 
 
@@ -42,7 +46,8 @@ class FakePort:
     tags: list[Tag] = field(default_factory=list)
     computed_tokens: int = 0
     loaded_pages: int = 0
-    ended_streams: list[SavedStream] = field(default_factory=list)
+    ended_streams: list[tuple[SavedStream, bool]] = field(default_factory=list)
+    sent: bool = False
     fenced: bool = False
 
     def fetch(self, restore: Restore) -> None:
@@ -54,18 +59,42 @@ class FakePort:
     def loaded(self, pages: int) -> None:
         self.loaded_pages += pages
 
-    def follow(self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget]) -> None:
+    def follow(
+        self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
+    ) -> None:
         self.tags += saved.tags
 
     def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
         self.tags += tags
         self.computed_tokens = computed_tokens
 
-    def ended(self, saved: SavedStream) -> None:
-        self.ended_streams.append(saved)
+    def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
+        self.ended_streams.append((saved, send_rest))
+
+    def is_sent(self, saved: SavedStream) -> bool:
+        return self.sent
 
     def is_fenced(self, params: KvrsParams) -> bool:
         return self.fenced
+
+
+@dataclass
+class FakePool:
+    """Blocks by number; each has its own content until it is used for something else."""
+
+    pinned: Counter[int] = field(default_factory=Counter)
+    reused: set[int] = field(default_factory=set)
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self.pinned.update(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self.pinned.subtract(block_ids)
+        assert all(count >= 0 for count in self.pinned.values())
+        self.pinned = +self.pinned
+
+    def content(self, block_id: int) -> object:
+        return (block_id, block_id in self.reused)
 
 
 class World:
@@ -81,7 +110,9 @@ class World:
             ranks=ranks,
             deadline_s=2.0,
             clock=lambda: self.now_s,
+            max_pinned=MAX_PINNED,
         )
+        self.pool = self.side.ended.pool = FakePool()
 
     def arrive(
         self, request: Request, *, sources: Sequence[SourceRange] = (), saves: bool = False
@@ -233,6 +264,129 @@ def test_an_end_answers_all_that_waits(is_close: bool) -> None:
     late = world.copy(request, 1, [9])
     world.side.step({}, lambda _: [])
     assert late == [0]
+
+
+def computed(world: World, pages: int) -> Request:
+    request = Request("r", list(range(pages * PAGE)))
+    world.arrive(request, saves=True)
+    world.step(request, pages * PAGE)
+    return request
+
+
+def test_pages_of_a_prefill_request_are_saved_though_it_has_ended() -> None:
+    world = World()
+    computed(world, 3)
+    waiting = world.copy(Request("r", []), 0, [8])
+    world.side.finished("r", [100, 101, 102], send_rest=True)
+    assert world.port.ended_streams[0][1]
+    assert set(world.pool.pinned) == {100, 101, 102}
+    assert world.side.has_work
+
+    late = world.copy(Request("r", []), 1, [9, 10])
+    saves = world.side.step({}, lambda _: []).saves
+    assert [copies for _, copies in saves] == [[(8, 100)], [(9, 101), (10, 102)]]
+    world.side.done(Done(saves={job: 1 for job, _ in saves}))
+    assert (waiting, late) == ([1], [2])
+
+    world.port.sent = True
+    world.side.step({}, lambda _: [])
+    assert not world.pool.pinned
+    assert not world.side.has_work
+    assert len(world.port.ended_streams) == 1
+
+
+def test_only_so_many_blocks_are_pinned_and_others_saved_while_they_are_the_same() -> None:
+    world = World()
+    computed(world, 6)
+    world.side.finished("r", range(100, 106), send_rest=True)
+    assert set(world.pool.pinned) == {100, 101, 102}
+    assert world.side.ended.pinned_blocks == MAX_PINNED
+
+    world.pool.reused |= {101, 104}  # A pinned one cannot be; it is not even looked at.
+    world.copy(Request("r", []), 1, [5, 6, 7, 8])
+    ((_, copies),) = world.side.step({}, lambda _: []).saves
+    assert copies == [(5, 101), (6, 102), (7, 103)]
+    missed = world.copy(Request("r", []), 4, [5])
+    world.side.step({}, lambda _: [])
+    assert missed == [0]
+
+
+def test_an_agent_that_takes_nothing_frees_the_blocks_in_time() -> None:
+    world = World()
+    computed(world, 3)
+    world.side.finished("r", [100, 101, 102], send_rest=True)
+    world.now_s += REST_S - 0.01
+    world.side.step({}, lambda _: [])
+    assert world.pool.pinned
+    world.now_s += 0.02
+    world.side.step({}, lambda _: [])
+    assert not world.pool.pinned
+    assert [rest for _, rest in world.port.ended_streams] == [True, False]
+    late = world.copy(Request("r", []), 0, [8])
+    assert world.side.has_work
+    world.side.step({}, lambda _: [])
+    assert late == [0]
+
+
+def test_without_vllm_s_blocks_nothing_outlives_a_request() -> None:
+    world = World()
+    world.side.ended.pool = None
+    computed(world, 3)
+    waiting = world.copy(Request("r", []), 0, [8])
+    world.side.finished("r", [100, 101, 102], send_rest=True)
+    assert waiting == [0]
+    assert [rest for _, rest in world.port.ended_streams] == [False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_200_ends_and_aborts_in_mid_load_and_mid_save_leave_nothing(seed: int) -> None:
+    """Whatever the order: 5 s after the last nothing is pinned, awaited, or owed an answer."""
+    world, random = World(), Random(seed)
+    owed: list[list[int]] = []
+    alive: dict[str, Request] = {}
+    jobs: list[int] = []
+    for number in range(200):
+        name = f"r{number}"
+        request = alive[name] = Request(name, list(range(random.randrange(4, 40))))
+        world.arrive(
+            request, saves=random.random() < 0.7, sources=[from_agent(0, 3)] if number % 2 else ()
+        )
+        for restore in world.port.restores[-1:]:
+            restore.slots += [0, 1, 2][: random.randrange(4)]
+            restore.is_over = random.random() < 0.8
+        if found := world.side.match(name, 0):
+            world.side.allocated(name, range(100, 120), found)
+        elif random.random() < 0.5:
+            world.side.allocated(name, [], 0)
+        for each in random.sample([*alive.values()], min(3, len(alive))):
+            owed.append(world.copy(each, random.randrange(3), [4, 5]))
+        scheduled = {each: random.randrange(1, 9) for each in alive if random.random() < 0.5}
+        step = world.side.step(scheduled, lambda _: range(100, 200))
+        for each, tokens in scheduled.items():
+            alive[each].num_computed_tokens += tokens
+        jobs += [job for job, _ in step.saves]
+        if random.random() < 0.7:  # Else workers answer after the end.
+            world.side.done(Done(dict.fromkeys(jobs, 1), {each: 1 for each, _ in step.loads}))
+            jobs.clear()
+        for each in random.sample([*alive], random.randrange(len(alive) + 1)):
+            world.side.finished(each, range(100, 200), send_rest=random.random() < 0.5)
+            owed.append(world.copy(alive.pop(each), 0, [6]))
+        world.now_s += random.random() * 0.2
+        assert world.side.ended.pinned_blocks == world.pool.pinned.total() <= MAX_PINNED
+    for each in alive:
+        world.side.finished(each)
+
+    for _ in range(50):
+        step = world.side.step({}, lambda _: [])
+        jobs += [job for job, _ in step.saves]
+        world.side.done(Done(dict.fromkeys(jobs, 1), {each: 1 for each, _ in step.loads}))
+        jobs.clear()
+        world.now_s += 0.1
+
+    assert not world.pool.pinned
+    assert not world.side.has_work
+    assert all(len(counts) == 1 for counts in owed)
+    assert Counter(map(id, world.port.released)) == Counter(map(id, world.port.restores))
 
 
 def test_an_announced_higher_attempt_is_refused() -> None:

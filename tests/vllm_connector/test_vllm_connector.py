@@ -1,0 +1,500 @@
+"""The connector as vLLM calls it, beside stand-ins for vLLM's classes: what is unknown, wrong or
+foreign turns it off or is left alone, and never raises.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.connector import connector_key, seal
+from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
+from kvrs.vllm.guard import Switch
+from kvrs_testkit.vllm_interface import V1, Role, load_connector
+
+SECRET = b"x" * 32
+AGENT = InstanceId("agent-n0")
+STREAM = StreamId("ab" * 16)
+BASE = f"{V1}.base"
+YAML = """
+cluster:
+  backend: vllm
+  model: MODEL
+  nodes:
+  - {id: n0, instances: [{id: d0, role: decode, port: 8100, connector_port: 8101}]}
+profiles: {prefill: opt-13b-a100-distserve-tp1}
+backup: {mode: local}
+"""
+
+Change = Callable[[Any], None]
+
+
+class Port:
+    """The page port: it keeps what it is made with."""
+
+    failure: str | None = None
+    made: ClassVar["list[Port]"] = []
+
+    def __init__(self, *args: Any) -> None:
+        self.geometry, self.fingerprint = args[4], args[5]
+        self.off_reason: Callable[[], str | None] = args[8]
+        self.pinned_blocks: Callable[[], int] = args[9]
+        self.restores: list[Any] = []
+        self.followed: list[Any] = []
+        Port.made = [self]
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def ended(self, saved: Any, *, send_rest: bool) -> None: ...
+    def is_sent(self, saved: Any) -> bool:
+        return True
+
+    def is_fenced(self, params: KvrsParams) -> bool:
+        return False
+
+    def fetch(self, restore: Any) -> None:
+        self.restores.append(restore)
+
+    def release(self, restore: Any) -> None: ...
+    def follow(self, saved: Any, checkpoints: Any, *, handed_over: bool) -> None:
+        self.followed.append((saved, handed_over))
+
+    def filled(self, saved: Any, tags: Any, computed_tokens: int) -> None: ...
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class Vllm:
+    """vLLM's configuration, and a connector in each of its processes."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = path / "model"
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(bytes(64))
+        (path / "cluster.yaml").write_text(YAML.replace("MODEL", str(model)))
+        monkeypatch.setenv("KVRS_SECRET", SECRET.decode())
+        self.options = {"config": str(path / "cluster.yaml"), "instance": "d0"}
+        self._monkeypatch = monkeypatch
+        self._module: ModuleType | None = None
+        spec = FullAttentionSpec(head_size=4, dtype=torch.float16, block_size=4)
+        self.groups: list[Any] = [SimpleNamespace(kv_cache_spec=spec)]
+        self.config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"kvrs": self.options}),
+            model_config=SimpleNamespace(
+                dtype="half",
+                quantization=None,
+                hf_overrides=None,
+                model=str(model),
+                hf_text_config=SimpleNamespace(num_hidden_layers=2),
+                get_total_num_kv_heads=lambda: 2,
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            parallel_config=SimpleNamespace(world_size=1, tensor_parallel_size=1),
+        )
+
+    def load(self, change: Change = lambda _: None) -> ModuleType:
+        return load_connector(self._monkeypatch, change)
+
+    def start(self, role: Role = Role.SCHEDULER, module: ModuleType | None = None) -> Any:
+        module = self._module = module or self._module or self.load()
+        self._monkeypatch.setattr(module, "ConnectorPort", Port)
+        return module.KvrsConnector(self.config, role, SimpleNamespace(kv_cache_groups=self.groups))
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    return Vllm(tmp_path, monkeypatch)
+
+
+def request(params: object = None, tokens: int = 18, **others: Any) -> Any:
+    known = {
+        "request_id": "r",
+        "kv_transfer_params": params,
+        "all_token_ids": list(range(tokens)),
+        "num_tokens": tokens,
+        "num_computed_tokens": 0,
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "status": SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+    }
+    return SimpleNamespace(**known | others)
+
+
+def sealed(params: KvrsParams, secret: bytes = SECRET) -> Any:
+    key = connector_key(secret, InstanceId("d0"))
+    return {"kvrs": msgspec.to_builtins(seal(params, key))}
+
+
+RESTORED = KvrsParams(
+    STREAM,
+    2,
+    1,
+    sources=[SourceRange(AGENT, 0, 4, 7)],
+    checkpoints=[CheckpointTarget(AGENT, 1 << 20)],
+)
+
+
+class Output(SimpleNamespace):
+    """vLLM's scheduler output."""
+
+    def __init__(self, **tokens: int) -> None:
+        state = SimpleNamespace(get_block_ids=lambda _: ([*range(100, 120)],))
+        super().__init__(num_scheduled_tokens=tokens, kv_connector_block_state=state)
+
+
+def allocated(connector: Any, asked: Any, tokens: int) -> None:
+    """Blocks 30 to 34 for a request."""
+    blocks = SimpleNamespace(get_block_ids=lambda: ([30, 31, 32, 33, 34],))
+    connector.update_state_after_alloc(asked, blocks, tokens)
+
+
+def call_all_hooks(connector: Any) -> None:
+    """What vLLM calls in the life of a request, in both processes."""
+    asked = request(sealed(RESTORED))
+    connector.bind_gpu_block_pool(SimpleNamespace(blocks=[]))
+    connector.on_new_request(asked)
+    assert connector.get_num_new_matched_tokens(asked, 0) == (0, False)
+    allocated(connector, asked, 0)
+    connector._connector_metadata = connector.build_connector_meta(Output(r=18))
+    connector.register_kv_caches({"model.layers.0.attn": torch.zeros(1)})
+    connector.start_load_kv(None)
+    connector.wait_for_layer_load("x")
+    connector.save_kv_layer("x", None, None)
+    connector.wait_for_save()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    connector.build_connector_worker_meta()
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+    assert connector.has_pending_push_work() is False
+    assert connector.request_finished_all_groups(asked, ([1, 2],)) == (False, None)
+    assert connector.requires_kv_delivery is False
+    connector.shutdown()
+
+
+def test_a_known_vllm_is_served(vllm: Vllm) -> None:
+    connector = vllm.start()
+    assert connector.switch.off_reason is None
+    assert Port.made[0].geometry.page_size_tokens == 4
+    assert vllm.start(Role.WORKER).switch.off_reason is None
+
+
+def without(module: str, owner: str, name: str) -> Change:
+    def change(stand_ins: Any) -> None:
+        stand_ins[module][owner].__abstractmethods__ = frozenset()
+        delattr(stand_ins[module][owner], name)
+
+    return change
+
+
+def with_hook(name: str, hook: Any) -> Change:
+    return lambda stand_ins: setattr(stand_ins[BASE]["KVConnectorBase_V1"], name, hook)
+
+
+def further_hook(stand_ins: Any) -> None:
+    hook: Any = lambda self: None  # noqa: E731
+    hook.__isabstractmethod__ = True
+    known = stand_ins[BASE]["KVConnectorBase_V1"]
+    made = type(known)("KVConnectorBase_V1", (known,), {"bless": hook})
+    stand_ins[BASE]["KVConnectorBase_V1"] = made
+
+
+def without_blocks(stand_ins: Any) -> None:
+    without(BASE, "KVConnectorBase_V1", "bind_kv_cache_manager")(stand_ins)
+    without("vllm.v1.core.sched.output", "SchedulerOutput", "kv_connector_block_state")(stand_ins)
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (further_hook, "vLLM wants a hook bless, which is not known"),
+        (
+            without(BASE, "KVConnectorBase_V1", "on_new_request"),
+            "vLLM has no hook on_new_request",
+        ),
+        (
+            with_hook("request_finished", lambda self, request, block_ids, reason: None),
+            r"request_finished takes \(self, request, block_ids, reason\); allowed: \(self, req",
+        ),
+        (
+            with_hook("update_connector_output", lambda self, output: None),
+            r"update_connector_output takes \(self, output\)",
+        ),
+        (without_blocks, "SchedulerOutput has no kv_connector_block_state"),
+        (lambda all_: all_[BASE].pop("KVConnectorWorkerMetadata"), "no KVConnectorWorkerMetadata"),
+        (lambda all_: all_.pop("vllm.v1.core.sched.output"), "No module named"),
+    ],
+)
+def test_an_unknown_interface_is_left_alone_and_named(
+    vllm: Vllm,
+    caplog: pytest.LogCaptureFixture,
+    change: Change,
+    said: str,
+    role: Role,
+) -> None:
+    """No hook of such a vLLM raises, also where it gives more arguments than are known."""
+    Port.made = []
+
+    with caplog.at_level(logging.ERROR):
+        connector = vllm.start(role, vllm.load(change))
+
+    assert re.search(said, connector.switch.off_reason)
+    assert connector.switch.off_reason in caplog.text
+    if role is Role.SCHEDULER:
+        assert Port.made[0].off_reason() == connector.switch.off_reason
+    call_all_hooks(connector)
+    assert connector.on_new_request(request(), "more") is None
+    assert connector.get_num_new_matched_tokens(request(), 0, more=1) == (0, False)
+    assert connector.build_connector_meta(Output(), 1, more=2).step.loads == []
+    connector.start_load_kv(None, "more")
+    assert connector.get_finished(set(), 1) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["has_pending_push_work", "bind_gpu_block_pool"])
+def test_a_vllm_that_lends_no_blocks_is_served_without(vllm: Vllm, name: str) -> None:
+    connector = vllm.start(module=vllm.load(without(BASE, "KVConnectorBase_V1", name)))
+
+    connector.bind_gpu_block_pool(SimpleNamespace(blocks=[]))
+
+    assert connector.switch.off_reason is None
+    has_pool = connector._scheduler.ended.pool is not None
+    assert has_pool is (name == "bind_gpu_block_pool")
+
+
+def test_blocks_come_from_the_cache_manager_where_steps_do_not_name_them(vllm: Vllm) -> None:
+    connector = vllm.start()
+    connector._kv_cache_manager = SimpleNamespace(get_block_ids=lambda _: ([7, 8, 9, 10, 11],))
+    asked = request(sealed(RESTORED))
+    connector.on_new_request(asked)
+    output = Output(r=18)
+    del output.kv_connector_block_state
+
+    connector.build_connector_meta(output)
+    copy = SimpleNamespace(request_id="r", first_page=1, slots=[3, 4], copied=lambda _: None)
+    connector._scheduler.requested.append(copy)
+
+    ((_, copies),) = connector.build_connector_meta(output).step.saves
+    assert copies == [(3, 8), (4, 9)]
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    pass
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([None, None], "2 groups of KV layers"),
+        ([SlidingWindowSpec()], "KV of kind SlidingWindowSpec"),
+        ([FullAttentionSpec(sliding_window=128)], "a sliding window"),
+        (
+            [FullAttentionSpec(kv_quant_mode=SimpleNamespace(value=1, name="FP8"))],
+            "KV quantised as FP8",
+        ),
+        ([FullAttentionSpec(head_size=4, head_size_v=2)], "keys and values of different sizes"),
+        ([FullAttentionSpec()], "AttributeError"),
+    ],
+)
+def test_another_kind_of_kv_is_left_alone_and_named(
+    vllm: Vllm, groups: list[Any], said: str, role: Role
+) -> None:
+    vllm.groups = [SimpleNamespace(kv_cache_spec=spec) for spec in groups]
+
+    connector = vllm.start(role)
+
+    assert said in connector.switch.off_reason
+    if role is Role.SCHEDULER:
+        assert said in (Port.made[0].off_reason() or "")
+        assert Port.made[0].fingerprint == ""
+    call_all_hooks(connector)
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_left_alone(vllm: Vllm, name: str) -> None:
+    setattr(vllm.config.parallel_config, name, 2)
+    assert f"{name}: got 2" in vllm.start().switch.off_reason
+
+
+def test_a_model_without_weights_in_a_directory_is_left_alone(vllm: Vllm) -> None:
+    vllm.config.model_config.model = "someone/model"
+    assert "no *.safetensors" in vllm.start().switch.off_reason
+    assert "no *.safetensors" in (Port.made[0].off_reason() or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (None, "allowed: an object with config"),
+        ("x", "allowed: an object with config"),
+        ({"instance": "d9"}, "allowed: d0"),
+        ({"config": "/none"}, "/none"),
+        ({"staging_bytes": "much"}, "much"),
+    ],
+)
+def test_wrong_options_turn_it_off(vllm: Vllm, options: Any, said: str) -> None:
+    whole = vllm.options | options if isinstance(options, dict) else options
+    vllm.config.kv_transfer_config.kv_connector_extra_config = {"kvrs": whole}
+
+    connector = vllm.start()
+
+    assert said in connector.switch.off_reason
+    call_all_hooks(connector)
+
+
+DEEP: Any = []
+for _ in range(2000):
+    DEEP = [DEEP]
+HUGE = KvrsParams(STREAM, 2, 1, token_ids=list(range(30_000)))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        "text",
+        [1],
+        {},
+        {"kvrs": None},
+        {"kvrs": "text"},
+        {"kvrs": {"params": "{}"}},
+        {"kvrs": {"params": "{}", "mac": "00" * 32}},
+        {"kvrs": {"params": "{}", "mac": "\udc80" * 64}},
+        {"kvrs": {"params": "\ud800", "mac": "00" * 32}},
+        {"kvrs": DEEP},
+        {"kvrs": msgspec.to_builtins(RESTORED)},
+        sealed(RESTORED, b"y" * 32),
+        sealed(HUGE),
+        {"kvrs": sealed(RESTORED)["kvrs"] | {"more": 1}},
+    ],
+    ids=lambda _: "",
+)
+def test_parameters_that_are_no_proxy_s_are_served_without_pages(vllm: Vllm, params: Any) -> None:
+    connector = vllm.start()
+
+    connector.on_new_request(request(params))
+
+    assert connector.get_num_new_matched_tokens(request(params), 0) == (0, False)
+    assert connector.switch.off_reason is None
+    assert Port.made[0].restores == []
+    assert Port.made[0].followed == []
+
+
+def test_a_mac_is_of_one_instance(vllm: Vllm) -> None:
+    other = seal(RESTORED, connector_key(SECRET, InstanceId("d1")))
+    connector = vllm.start()
+    connector.on_new_request(request({"kvrs": msgspec.to_builtins(other)}))
+    assert Port.made[0].restores == []
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt_embeds": object()}],
+    ids=["adapter", "image", "embeddings"],
+)
+def test_kv_that_is_not_of_the_tokens_alone_is_left_alone(
+    vllm: Vllm, others: dict[str, Any]
+) -> None:
+    connector = vllm.start()
+
+    connector.on_new_request(request(sealed(RESTORED), **others))
+
+    assert Port.made[0].restores == []
+    assert Port.made[0].followed == []
+    assert connector.switch.off_reason is None
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_the_history_of_a_hand_off_is_saved_by_prefill(vllm: Vllm, handed_over: bool) -> None:
+    connector = vllm.start()
+    nixl = {"do_remote_prefill": True} if handed_over else {}
+    connector.on_new_request(request(sealed(RESTORED) | nixl))
+    ((_, found),) = Port.made[0].followed
+    assert found is handed_over
+
+
+class Block(SimpleNamespace):
+    """vLLM's block, with its count of users."""
+
+
+@pytest.mark.parametrize(
+    ("hands_on", "status", "is_pinned"),
+    [
+        (True, "FINISHED_LENGTH_CAPPED", True),
+        (True, "FINISHED_ABORTED", False),
+        (False, "FINISHED_LENGTH_CAPPED", False),
+    ],
+)
+def test_only_what_is_handed_on_outlives_its_request(
+    vllm: Vllm, hands_on: bool, status: str, is_pinned: bool
+) -> None:
+    connector = vllm.start()
+    pinned: list[int] = []
+    pool = SimpleNamespace(
+        blocks=[Block(number=number, block_hash=number) for number in range(200)],
+        touch=lambda blocks: pinned.extend(block.number for block in blocks),
+        free_blocks=lambda blocks: [pinned.remove(block.number) for block in blocks],
+    )
+    connector.bind_gpu_block_pool(pool)
+    asked = request(
+        sealed(RESTORED) | {"do_remote_decode": hands_on}, status=SimpleNamespace(name=status)
+    )
+    connector.on_new_request(asked)
+    connector.build_connector_meta(Output(r=18))
+
+    assert connector.request_finished_all_groups(asked, ([*range(100, 105)],)) == (False, None)
+
+    assert pinned == ([100, 101, 102, 103] if is_pinned else [])
+    assert Port.made[0].pinned_blocks() == len(pinned)
+    connector.build_connector_meta(Output())
+    assert pinned == []
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_that_was_not_begun_is_answered_by_a_connector_that_is_off(
+    vllm: Vllm, policy: str
+) -> None:
+    """vLLM waits for a load for ever. Its blocks are reported as failed, with either policy."""
+    vllm.config.kv_transfer_config.kv_load_failure_policy = policy
+    connector, worker = vllm.start(), vllm.start(Role.WORKER)
+    asked = request(sealed(RESTORED))
+    connector.on_new_request(asked)
+    (restore,) = Port.made[0].restores
+    restore.slots += [5, 6]
+    restore.is_over = True
+    assert connector.get_num_new_matched_tokens(asked, 0) == (8, True)
+    allocated(connector, asked, 8)
+
+    connector._scheduler.step = None  # An error in the step that would begin the load.
+    worker._connector_metadata = connector.build_connector_meta(Output())
+
+    assert "NoneType" in connector.switch.off_reason
+    worker.start_load_kv(None)
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.get_block_ids_with_load_errors() == {30, 31, 32, 33, 34}
+    worker.build_connector_worker_meta()
+    assert connector.build_connector_meta(Output()).step.loads == []
+    assert worker.get_finished(set()) == (None, None)
+
+
+def test_an_error_in_a_worker_turns_the_scheduler_s_side_off(vllm: Vllm) -> None:
+    connector, worker = vllm.start(), vllm.start(Role.WORKER)
+    worker.register_kv_caches({"a layer": torch.zeros(1)})
+    assert isinstance(worker.switch, Switch)
+    meta = worker.build_connector_worker_meta()
+    assert worker.build_connector_worker_meta() is None
+
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))
+
+    assert "a worker: " in connector.switch.off_reason
+    assert connector.switch.off_reason == Port.made[0].off_reason()
