@@ -135,6 +135,7 @@ class ConnectorPort:
             self.failure = f"{type(error).__name__}: {error}"
         finally:
             self._started.set()
+            self._loop.close()
 
     async def _serve(self) -> None:
         config, settings = self._config, self.settings

@@ -1,0 +1,284 @@
+"""The connector's page port in its thread, with a real agent: what it fetches for a restore, and
+what is left of streams that have ended.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.config.file import Config, parse_config
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import CheckpointTarget, SourceRange
+from kvrs.transfer.peers import PullResult
+from kvrs.vllm.port import ConnectorPort
+from kvrs.vllm.staging import Staging
+from kvrs.vllm.tracked import CopyRequest, Restore, SavedStream
+from kvrs_testkit.free_ports import free_ports
+from tests.agent.agents import PAGE_BYTES, SECRET, Engine, document, page, running, tags
+
+pytestmark = pytest.mark.network
+
+GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=256, dtype_bytes=4, page_size_tokens=32)
+AGENT = InstanceId("agent-n0")
+STREAM = StreamId("ab" * 16)
+HELD = 6  # Pages of family 1 that the agent has.
+DEADLINE_S = 20.0
+
+
+def config_of(path: Path) -> Config:
+    written = document(path)
+    port, connector_port = free_ports(2)
+    instance = {"id": "d0", "role": "decode", "port": port, "connector_port": connector_port}
+    written["cluster"]["nodes"][0]["instances"] = [instance]
+    written["cluster"] |= {"backend": "vllm", "model": str(path)}
+    written["profiles"] = {"prefill": "opt-13b-a100-distserve-tp1"}
+    written["transfer"]["stall_timeout_s"] = DEADLINE_S
+    return parse_config(written)
+
+
+class World:
+    """A port and what vLLM's scheduler is for it."""
+
+    def __init__(self, config: Config, fingerprint: str, pages: int) -> None:
+        (node,) = config.cluster.nodes
+        self.staging = Staging(pages, PAGE_BYTES)
+        self.copies: list[CopyRequest] = []
+        self.port = ConnectorPort(
+            config,
+            node,
+            node.instances[0],
+            [SECRET],
+            GEOMETRY,
+            fingerprint,
+            self.staging,
+            self.copies.append,
+            lambda: None,
+            lambda: self.staging.used,
+            1,
+        )
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+    async def fetch(self, *sources: SourceRange, first_page: int = 0, pages: int = HELD) -> Restore:
+        """A restore whose pages have all come that come."""
+        restore = self.begin(*sources, first_page=first_page, pages=pages)
+        await self.until(lambda: restore.is_over)
+        assert [bytes(self.staging.view(slot)) for slot in restore.slots] == [
+            page(tag) for tag in restore.tags[first_page : first_page + len(restore.slots)]
+        ]
+        return restore
+
+    def begin(
+        self, *sources: SourceRange, first_page: int = 0, pages: int = HELD, slot_token: int = 0
+    ) -> Restore:
+        restore = Restore(STREAM, (0, 2), [*tags(1, pages)], sources, 9e9, first_page, slot_token)
+        self.port.fetch(restore)
+        return restore
+
+
+@asynccontextmanager
+async def opened(
+    path: Path, fingerprint: str = "model", pages: int = 16
+) -> AsyncIterator[tuple[World, Engine]]:
+    """The agent has `HELD` pages, in epoch 1."""
+    config = config_of(path)
+    async with running(config), Engine(config) as engine:
+        await engine.offer("s", HELD)
+        await engine.store("s", 0, tags(1, HELD))
+        world = World(config, fingerprint, pages)
+        await asyncio.to_thread(world.port.start)
+        try:
+            yield world, engine
+        finally:
+            await asyncio.to_thread(world.port.close)
+
+
+def of(first: int, pages: int, agent: InstanceId = AGENT, generation: int = 1) -> SourceRange:
+    return SourceRange(agent, first, pages, generation)
+
+
+NOBODY = InstanceId("agent-n9")
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        ([of(0, 6)], 6),
+        ([of(0, 4), of(2, 4)], 6),
+        ([of(0, 6), of(0, 6)], 6),
+        ([of(0, 2), of(3, 3)], 2),
+        ([of(0, 9)], 6),
+        ([of(0, 2), of(2, 4, NOBODY)], 2),
+        ([of(0, 6, NOBODY)], 0),
+        ([of(0, 6, generation=2)], 0),
+        ([of(0, 0)], 0),
+        ([of(0, 3), of(3, 3, generation=7)], 3),
+    ],
+    ids=lambda each: (
+        "-".join(f"{s.first_page}+{s.pages}" for s in each) if isinstance(each, list) else ""
+    ),
+)
+async def test_sources_are_used_as_far_as_they_join(
+    tmp_path: Path, sources: list[SourceRange], found: int
+) -> None:
+    """Gaps, overlaps, unknown agents and other generations end a restore at its last good page."""
+    async with opened(tmp_path) as (world, _):
+        restore = await world.fetch(*sources)
+
+        assert len(restore.slots) == found
+        world.port.release(restore)
+        await world.until(lambda: world.staging.used == 0)
+
+
+async def test_a_source_that_has_less_than_it_said_is_followed_by_the_next(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _):
+        restore = await world.fetch(of(0, 20), of(0, 20), pages=20)
+        assert len(restore.slots) == HELD
+
+
+async def test_a_restore_may_begin_behind_pages_that_are_here(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _):
+        assert len((await world.fetch(of(2, 4), first_page=2)).slots) == 4
+
+
+async def test_pages_of_another_model_are_not_had(tmp_path: Path) -> None:
+    async with opened(tmp_path, fingerprint="another model") as (world, _):
+        assert (await world.fetch(of(0, 6))).slots == []
+        assert world.port.failure is None
+
+
+async def test_full_staging_leaves_the_rest_to_be_computed(tmp_path: Path) -> None:
+    async with opened(tmp_path, pages=4) as (world, _):
+        first = await world.fetch(of(0, 6))
+        assert len(first.slots) == 4
+        assert (await world.fetch(of(0, 6))).slots == []
+
+        world.port.release(first)
+        await world.until(lambda: world.staging.used == 0)
+        assert len((await world.fetch(of(0, 6))).slots) == 4
+
+
+class Script:
+    """Answers of agents in turn, in place of the puller; None: no answer comes."""
+
+    def __init__(self, world: World, *answers: PullResult | None) -> None:
+        self.answers, self.damaged_pages, self.asked = [*answers], 0, 0
+        replaced: Any = world.port
+        self.close = replaced._puller.close
+        replaced._puller = self
+
+    async def pull(
+        self, peer: Any, request: Any, views: Sequence[memoryview], tail: None, **_: Any
+    ) -> PullResult:
+        self.asked += 1
+        answer = self.answers.pop(0)
+        if answer is None:
+            await asyncio.get_running_loop().create_future()
+        assert answer is not None
+        for view, tag in zip(views[: answer.full_pages], request.tags, strict=False):
+            view[:] = page(tag)
+        if answer.error is not None and "checksum" in answer.error:
+            self.damaged_pages += 1
+        return answer
+
+
+def came(pages: int, error: str | None = None) -> PullResult:
+    return PullResult(pages, False, 0, 0.0, False, error)
+
+
+@pytest.mark.parametrize("error", ["agent-n0 is in epoch 2, not 1", "checksum of page 3 is wrong"])
+async def test_an_end_in_mid_pull_keeps_what_had_come(tmp_path: Path, error: str) -> None:
+    """The epoch rises, or a page is damaged: another source goes on behind the last good page."""
+    async with opened(tmp_path, pages=64) as (world, _):
+        script = Script(world, came(16), came(3, error), came(11))
+
+        restore = await world.fetch(of(0, 30), of(0, 30), pages=30)
+
+        assert len(restore.slots) == 30
+        assert script.asked == 3
+        assert world.port.counts.pages_damaged == ("checksum" in error)
+
+
+@pytest.mark.parametrize(
+    ("slots_only", "slot_token", "attempt", "ends"),
+    [
+        (True, 5, 3, True),
+        (True, 0, 3, False),
+        (True, 5, 2, False),
+        (False, 0, 3, True),
+        (False, 5, 2, False),
+    ],
+)
+async def test_a_fence_ends_transfers_of_lower_attempts(
+    tmp_path: Path, slots_only: bool, slot_token: int, attempt: int, ends: bool
+) -> None:
+    """With `slots_only` only those that hold a slot; others are of no interest to the agent."""
+    async with opened(tmp_path) as (world, _):
+        script = Script(world, None)
+        restore = world.begin(of(0, 6), slot_token=slot_token)
+        await world.until(lambda: script.asked)
+
+        fenced = threading.Event()
+        world.port._call(lambda: world.port.fence({STREAM: (0, attempt)}, slots_only=slots_only))
+        world.port._call(world.port._call, fenced.set)  # Behind what was cancelled.
+        await world.until(fenced.is_set)
+
+        assert restore.is_over is ends
+        assert world.port.epoch == (1 if slots_only else 2)
+        world.port.release(restore)
+        await world.until(lambda: world.staging.used == 0)
+
+
+def answer(world: World, copies: Iterable[CopyRequest], own: Sequence[bytes]) -> None:
+    """Workers have copied the pages."""
+    for copy in copies:
+        for index, slot in enumerate(copy.slots):
+            world.staging.view(slot)[:] = own[copy.first_page + index]
+        copy.copied(len(copy.slots))
+
+
+@pytest.mark.parametrize("send_rest", [False, True])
+async def test_what_a_request_leaves_is_sent_if_its_stream_goes_on(
+    tmp_path: Path, send_rest: bool
+) -> None:
+    async with opened(tmp_path) as (world, engine):
+        pages = tags(2, 4)
+        saved = SavedStream("r", STREAM, (0, 1), [*pages], 4 * 32)
+        target = CheckpointTarget(AGENT, 8 * PAGE_BYTES)
+        world.port.follow(saved, [target], handed_over=False)
+        assert not world.port.is_sent(saved)
+        world.port.filled(saved, [], 4 * 32)
+        await world.until(lambda: world.copies)
+        world.port.ended(saved, send_rest=send_rest)
+        await world.until(lambda: saved.is_ended)
+        assert world.port.is_sent(saved) is not send_rest
+
+        answer(world, world.copies, [page(tag) for tag in pages])
+
+        await world.until(lambda: world.port.is_sent(saved) and not world.staging.used)
+        if send_rest:
+            assert (await engine.fetch(pages)).full_pages == 4
+
+
+async def test_what_was_to_be_sent_is_given_up_in_the_end(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _):
+        saved = SavedStream("r", STREAM, (0, 1), [*tags(2, 4)], 4 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        world.port.filled(saved, [], 4 * 32)
+        world.port.ended(saved, send_rest=True)
+        await world.until(lambda: world.copies)
+
+        world.port.ended(saved, send_rest=False)
+        world.copies[0].copied(0)
+
+        await world.until(lambda: world.port.is_sent(saved) and not world.staging.used)
+        assert world.port.backlog.lag_pages == 0
