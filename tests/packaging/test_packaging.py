@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import kvrs
@@ -75,6 +76,21 @@ def test_the_base_needs_nothing_of_the_extras() -> None:
     base = {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
 
     assert not base & OPTIONAL
+
+
+def test_an_install_beside_vllm_changes_none_of_its_packages() -> None:
+    """Versions of the environment of `make test-vllm` meet the ranges of `kvrs[vllm]`."""
+    lines = (ROOT / "tests" / "vllm" / "requirements.txt").read_text().splitlines()
+    there = dict(
+        line.lower().replace("_", "-").split("==") for line in lines if line and line[0] not in "#-"
+    )
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["vllm"]]
+
+    requirements = {each.name.lower(): each.specifier for each in map(Requirement, wanted)}
+
+    assert {name for name in requirements if name not in there} == {"nvidia-ml-py"}
+    for name in requirements.keys() & there.keys():
+        assert there[name] in requirements[name], name
 
 
 @pytest.mark.process
