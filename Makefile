@@ -49,14 +49,20 @@ test-fast: install
 package: lint
 	$(BIN)/python -m pytest -q -s -m package tests/packaging
 
-# Real vLLM on this machine's CPU, in an environment of its own (3 GB): about a quarter of an hour on
-# two cores, with the installation.
-test-vllm: install .venv-vllm/.installed
-	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m vllm tests/backends tests/vllm
+# Real vLLM on this machine's CPU, in environments of its own (3 GB each), also the oldest version that
+# the connector runs in: about twenty minutes on two cores, with the installation.
+test-vllm: install .venv-vllm/.installed .venv-vllm-oldest/.installed
+	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python KVRS_VLLM_OLDEST_PYTHON=$(CURDIR)/.venv-vllm-oldest/bin/python \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m vllm tests/backends tests/vllm
 
 .venv-vllm/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
 	@echo "Setting up .venv-vllm (a few minutes, 3 GB) ..."
 	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm
+	@touch $@
+
+.venv-vllm-oldest/.installed: tests/vllm/install.sh tests/vllm/requirements.txt
+	@echo "Setting up .venv-vllm-oldest (a few minutes, 3 GB) ..."
+	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm-oldest 0.28.0
 	@touch $@
 
 # out/hashes.txt: what the index in use gives, for `pip install --require-hashes -r`.
@@ -101,4 +107,4 @@ reference: install
 	$(BIN)/python -m kvrs.config.reference
 
 clean:
-	rm -rf .venv .venv-vllm .venv-audit out
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-audit out

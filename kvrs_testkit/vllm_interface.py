@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvrs.vllm.block_table import READS
+
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
@@ -36,7 +38,6 @@ class Connector:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._vllm_config, self._kv_transfer_config = vllm_config, vllm_config.kv_transfer_config
         self._connector_metadata: Any = None
-        self._kv_cache_manager: Any = None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -57,7 +58,6 @@ class Connector:
     def get_block_ids_with_load_errors(self) -> Any: ...
     def shutdown(self) -> None: ...
     def build_connector_worker_meta(self) -> Any: ...
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None: ...
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None: ...
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: Any) -> Any: ...
@@ -93,7 +93,8 @@ def interface() -> dict[str, dict[str, Any]]:
             "KVConnectorBase_V1": ABCMeta("KVConnectorBase_V1", (), hooks),
         },
         "vllm.v1.core.sched.output": {
-            "SchedulerOutput": type("SchedulerOutput", (), {"kv_connector_block_state": None})
+            owner: type(owner, (), {"__annotations__": dict.fromkeys(names, Any)})
+            for owner, names in READS.items()
         },
     }
 

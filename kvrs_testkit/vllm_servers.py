@@ -26,6 +26,8 @@ from kvrs_testkit.processes import Processes, below
 
 # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
 PYTHON_ENV = "KVRS_VLLM_PYTHON"
+# The same with the oldest version that runs the connector.
+OLDEST_PYTHON_ENV = "KVRS_VLLM_OLDEST_PYTHON"
 MODEL_SEED = 1
 # Float32 and no compiler: small differences must come from nothing but the engine's own batches. 64
 # MB hold 32,768 tokens of KV.
@@ -130,9 +132,10 @@ def connector_config(directory: Path) -> Config:
 class VllmServers(Processes):
     """The instances of a configuration whose backend is vllm, and at most one proxy at a time."""
 
-    def __init__(self, config: Config, python: str, *flags: str) -> None:
+    def __init__(self, config: Config, python: str, *flags: str, **pythons: str) -> None:
+        """`pythons`: the interpreters of instances that run in another environment."""
         super().__init__(config)
-        self._python = python
+        self._python, self._pythons = python, pythons
         self._flags = flags
         self._instances = {
             str(instance.id): instance for _, instance in self.config.cluster.instances()
@@ -147,7 +150,7 @@ class VllmServers(Processes):
                 # A server whose engine is dead ends by itself, when its last connection has closed.
                 self.kill(name)
                 former.wait(_END_TIMEOUT_S)
-            instance = self._instances[name]
+            instance, python = self._instances[name], self._pythons.get(name, self._python)
             connector: dict[str, Any]
             if instance.connector_port is None:
                 connector = {
@@ -177,12 +180,12 @@ class VllmServers(Processes):
                     *self._flags,
                 ),
                 *("--kv-transfer-config", json.dumps(connector)),
-                python=self._python,
+                python=python,
                 **ENVIRONMENT,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
                 PYTHONPATH=str(Path(__file__).parents[1]),
                 # Beside the environment: the next start finds it, and it goes when that goes.
-                VLLM_CACHE_ROOT=str(Path(self._python).parent.parent / "cache"),
+                VLLM_CACHE_ROOT=str(Path(python).parent.parent / "cache"),
             )
 
     def wait_ready(self, *names: str) -> None:

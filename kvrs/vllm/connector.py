@@ -24,6 +24,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.connector import FIELD, connector_key
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import EPOCHS_PER_START
+from kvrs.vllm.block_table import READS, BlockTable
 from kvrs.vllm.blocks import Blocks, part_of
 from kvrs.vllm.fingerprint import fingerprint_of
 from kvrs.vllm.guard import Switch, guarded, log
@@ -64,6 +65,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         self.switch = Switch(self._clear_up)
         self._scheduler: SchedulerSide | None = None
         self._port: ConnectorPort | None = None
+        self._table = BlockTable()
         self._blocks: Blocks | None = None
         self._done = Done()
         self._failed_blocks: set[int] = set()
@@ -205,12 +207,8 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
             return WorkerStep()
         if self._port is not None and self._port.failure is not None:
             raise KvrsError(f"its port has ended: {self._port.failure}")
-        # Versions without the one lend the other.
-        state = getattr(scheduler_output, "kv_connector_block_state", None)
-        get_block_ids = (state or self._kv_cache_manager).get_block_ids
-        return self._scheduler.step(
-            scheduler_output.num_scheduled_tokens, lambda name: get_block_ids(name)[0]
-        )
+        self._table.update(scheduler_output)
+        return self._scheduler.step(scheduler_output.num_scheduled_tokens, self._table.of)
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -336,9 +334,10 @@ def _faults() -> Iterator[str]:
     yield from (f"vLLM wants a hook {name}, which is not known" for name in _UNKNOWN)
     yield from faults_of_hooks(KvrsConnector, [known, _SupportsHMA])
     yield from faults_of_features([(base, "KVConnectorWorkerMetadata"), (base, "SupportsHMA")])
-    output = import_module("vllm.v1.core.sched.output").SchedulerOutput
-    if not hasattr(known, "bind_kv_cache_manager"):
-        yield from faults_of_features([(output, "kv_connector_block_state")])
+    output = import_module("vllm.v1.core.sched.output")
+    yield from faults_of_features(
+        (getattr(output, owner), name) for owner, names in READS.items() for name in names
+    )
 
 
 def _said(error: Exception) -> str:

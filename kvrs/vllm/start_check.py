@@ -4,7 +4,7 @@ features and not by its version.
 
 import inspect
 from abc import update_abstractmethods
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 # Of these vLLM may have none: it asks for nothing then, and what they are for is done without.
@@ -44,10 +44,10 @@ def faults_of_hooks(connector: type, bases: Sequence[type]) -> Iterator[str]:
             yield (f"vLLM's hook {name} takes ({', '.join(given)}); allowed: ({', '.join(taken)})")
 
 
-def faults_of_features(needed: Sequence[tuple[Any, str]]) -> Iterator[str]:
-    """Which attributes of vLLM's objects are not there."""
+def faults_of_features(needed: Iterable[tuple[Any, str]]) -> Iterator[str]:
+    """Which attributes of vLLM's objects are not there, and which fields of its data classes."""
     for owner, name in needed:
-        if not hasattr(owner, name):
+        if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", ()):
             yield f"vLLM's {getattr(owner, '__name__', owner)} has no {name}"
 
 

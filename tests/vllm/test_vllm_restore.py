@@ -27,7 +27,12 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
 from kvrs.proving import Address, ProvingConnector, agent_keys
-from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, connector_config
+from kvrs_testkit.vllm_servers import (
+    OLDEST_PYTHON_ENV,
+    PYTHON_ENV,
+    VllmServers,
+    connector_config,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -112,9 +117,17 @@ class Clients:
 
 
 @pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter")
-async def test_a_killed_server_s_stream_is_restored_from_an_agent(tmp_path: Path) -> None:
-    """Nearly all of its history is loaded, none of a wrong page, and the tokens are the same."""
-    with VllmServers(connector_config(tmp_path), os.environ[PYTHON_ENV]) as servers:
+@pytest.mark.parametrize("oldest", ["", "d0", "d1"])
+async def test_a_killed_server_s_stream_is_restored_from_an_agent(
+    tmp_path: Path, oldest: str
+) -> None:
+    """Nearly all of its history is loaded, none of a wrong page, and the tokens are the same; also
+    out of the oldest version of vLLM into the newest, and back.
+    """
+    if oldest and OLDEST_PYTHON_ENV not in os.environ:
+        pytest.skip(f"{OLDEST_PYTHON_ENV} names no interpreter")
+    others = {oldest: os.environ[OLDEST_PYTHON_ENV]} if oldest else {}
+    with VllmServers(connector_config(tmp_path), os.environ[PYTHON_ENV], **others) as servers:
         (_, d0), (n1, d1) = servers.config.cluster.instances()
         agents = [str(node.agent_id) for node in servers.config.cluster.nodes]
         servers.start(*agents, "d0")

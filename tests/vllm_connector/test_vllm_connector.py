@@ -148,8 +148,16 @@ class Output(SimpleNamespace):
     """vLLM's scheduler output."""
 
     def __init__(self, **tokens: int) -> None:
-        state = SimpleNamespace(get_block_ids=lambda _: ([*range(100, 120)],))
-        super().__init__(num_scheduled_tokens=tokens, kv_connector_block_state=state)
+        super().__init__(
+            num_scheduled_tokens=tokens,
+            finished_req_ids=set(),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, block_ids=([*range(100, 120)],)) for name in tokens
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], resumed_req_ids=set(), new_block_ids=[]
+            ),
+        )
 
 
 def allocated(connector: Any, asked: Any, tokens: int) -> None:
@@ -209,8 +217,7 @@ def further_hook(stand_ins: Any) -> None:
 
 
 def without_blocks(stand_ins: Any) -> None:
-    without(BASE, "KVConnectorBase_V1", "bind_kv_cache_manager")(stand_ins)
-    without("vllm.v1.core.sched.output", "SchedulerOutput", "kv_connector_block_state")(stand_ins)
+    del stand_ins["vllm.v1.core.sched.output"]["CachedRequestData"].__annotations__["req_ids"]
 
 
 @pytest.mark.parametrize("role", Role)
@@ -230,7 +237,7 @@ def without_blocks(stand_ins: Any) -> None:
             with_hook("update_connector_output", lambda self, output: None),
             r"update_connector_output takes \(self, output\)",
         ),
-        (without_blocks, "SchedulerOutput has no kv_connector_block_state"),
+        (without_blocks, "CachedRequestData has no req_ids"),
         (lambda all_: all_[BASE].pop("KVConnectorWorkerMetadata"), "no KVConnectorWorkerMetadata"),
         (lambda all_: all_.pop("vllm.v1.core.sched.output"), "No module named"),
     ],
@@ -269,22 +276,6 @@ def test_a_vllm_that_lends_no_blocks_is_served_without(vllm: Vllm, name: str) ->
     assert connector.switch.off_reason is None
     has_pool = connector._scheduler.ended.pool is not None
     assert has_pool is (name == "bind_gpu_block_pool")
-
-
-def test_blocks_come_from_the_cache_manager_where_steps_do_not_name_them(vllm: Vllm) -> None:
-    connector = vllm.start()
-    connector._kv_cache_manager = SimpleNamespace(get_block_ids=lambda _: ([7, 8, 9, 10, 11],))
-    asked = request(sealed(RESTORED))
-    connector.on_new_request(asked)
-    output = Output(r=18)
-    del output.kv_connector_block_state
-
-    connector.build_connector_meta(output)
-    copy = SimpleNamespace(request_id="r", first_page=1, slots=[3, 4], copied=lambda _: None)
-    connector._scheduler.requested.append(copy)
-
-    ((_, copies),) = connector.build_connector_meta(output).step.saves
-    assert copies == [(3, 8), (4, 9)]
 
 
 class SlidingWindowSpec(FullAttentionSpec):
