@@ -360,26 +360,26 @@ def test_200_ends_and_aborts_in_mid_load_and_mid_save_leave_nothing(seed: int) -
             world.side.allocated(name, [], 0)
         for each in random.sample([*alive.values()], min(3, len(alive))):
             owed.append(world.copy(each, random.randrange(3), [4, 5]))
-        scheduled = {each: random.randrange(1, 9) for each in alive if random.random() < 0.5}
+        scheduled = {one: random.randrange(1, 9) for one in alive if random.random() < 0.5}
         step = world.side.step(scheduled, lambda _: range(100, 200))
-        for each, tokens in scheduled.items():
-            alive[each].num_computed_tokens += tokens
+        for one, tokens in scheduled.items():
+            alive[one].num_computed_tokens += tokens
         jobs += [job for job, _ in step.saves]
         if random.random() < 0.7:  # Else workers answer after the end.
-            world.side.done(Done(dict.fromkeys(jobs, 1), {each: 1 for each, _ in step.loads}))
+            world.side.done(Done(dict.fromkeys(jobs, 1), {one: 1 for one, _ in step.loads}))
             jobs.clear()
-        for each in random.sample([*alive], random.randrange(len(alive) + 1)):
-            world.side.finished(each, range(100, 200), send_rest=random.random() < 0.5)
-            owed.append(world.copy(alive.pop(each), 0, [6]))
+        for one in random.sample([*alive], random.randrange(len(alive) + 1)):
+            world.side.finished(one, range(100, 200), send_rest=random.random() < 0.5)
+            owed.append(world.copy(alive.pop(one), 0, [6]))
         world.now_s += random.random() * 0.2
         assert world.side.ended.pinned_blocks == world.pool.pinned.total() <= MAX_PINNED
-    for each in alive:
-        world.side.finished(each)
+    for one in alive:
+        world.side.finished(one)
 
     for _ in range(50):
         step = world.side.step({}, lambda _: [])
         jobs += [job for job, _ in step.saves]
-        world.side.done(Done(dict.fromkeys(jobs, 1), {each: 1 for each, _ in step.loads}))
+        world.side.done(Done(dict.fromkeys(jobs, 1), {one: 1 for one, _ in step.loads}))
         jobs.clear()
         world.now_s += 0.1
 

@@ -431,10 +431,15 @@ def test_only_what_is_handed_on_outlives_its_request(
 ) -> None:
     connector = vllm.start()
     pinned: list[int] = []
+
+    def free_blocks(blocks: list[Any]) -> None:
+        for block in blocks:
+            pinned.remove(block.number)
+
     pool = SimpleNamespace(
         blocks=[Block(number=number, block_hash=number) for number in range(200)],
         touch=lambda blocks: pinned.extend(block.number for block in blocks),
-        free_blocks=lambda blocks: [pinned.remove(block.number) for block in blocks],
+        free_blocks=free_blocks,
     )
     connector.bind_gpu_block_pool(pool)
     asked = request(
