@@ -11,7 +11,7 @@ Hooks that need none of their arguments take any.
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -259,29 +259,21 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     def start_load_kv(self, *_: Any, **__: Any) -> None:
         for request, copies in (step := _bound(self._connector_metadata)).loads:
             # A request whose load failed is reported all the same, with its blocks.
-            if not self._load(step, copies):
+            if not self._copy(step, Blocks.load, copies):
                 self._failed_blocks |= {block for _, block in copies}
             self._done.loads[request] = 1
 
-    @guarded(lambda: False)
-    def _load(self, step: WorkerStep, copies: Any) -> bool:
-        if self._blocks is None or step.place is None:
-            return False
-        self._blocks.open(step.place)
-        self._blocks.load(copies)
-        return True
-
     def wait_for_save(self, *_: Any, **__: Any) -> None:
         for job, copies in (step := _bound(self._connector_metadata)).saves:
-            if self._save(step, copies):
+            if self._copy(step, Blocks.save, copies):
                 self._done.saves[job] = 1
 
     @guarded(lambda: False)
-    def _save(self, step: WorkerStep, copies: Any) -> bool:
+    def _copy(self, step: WorkerStep, way: Callable[[Blocks, Any], None], copies: Any) -> bool:
         if self._blocks is None or step.place is None:
             return False
         self._blocks.open(step.place)
-        self._blocks.save(copies)
+        way(self._blocks, copies)
         return True
 
     def wait_for_layer_load(self, *_: Any, **__: Any) -> None:
