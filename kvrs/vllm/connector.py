@@ -301,7 +301,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
 
 
 class _Pool:
-    """vLLM's blocks, as `kvrs.vllm.ended.Pool`."""
+    """vLLM's blocks, as `kvrs.vllm.ended.BlockPool`."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -321,7 +321,7 @@ _UNKNOWN = fill_abstract(KvrsConnector)
 
 
 def _faults() -> Iterator[str]:
-    """What of vLLM's interface is not as this connector knows it."""
+    """Differences of vLLM's interface from the one that this connector knows."""
     known = base.KVConnectorBase_V1
     yield from (f"vLLM wants a hook {name}, which is not known" for name in _UNKNOWN)
     yield from faults_of_hooks(KvrsConnector, [known, _SupportsHMA])

@@ -15,7 +15,7 @@ from kvrs.vllm.tracked import SavedStream
 REST_S = 2.0  # An agent that has not taken the pages by then does without them.
 
 
-class Pool(Protocol):
+class BlockPool(Protocol):
     """vLLM's blocks."""
 
     def pin(self, block_ids: Sequence[int]) -> None:
@@ -43,7 +43,9 @@ class EndedStreams:
         max_pinned: int,
         clock: Callable[[], float],
     ) -> None:
-        self.pool: Pool | None = None  # Not lent yet, or never: nothing outlives a request then.
+        self.pool: BlockPool | None = (
+            None  # Not lent yet, or never: nothing outlives a request then.
+        )
         self.pinned_blocks = 0
         self._is_sent, self._max_pinned, self._clock = is_sent, max_pinned, clock
         self._streams: dict[str, _Ended] = {}  # By request.

@@ -29,7 +29,7 @@ def fill_abstract(connector: type) -> list[str]:
 
 
 def faults_of_hooks(connector: type, bases: Sequence[type]) -> Iterator[str]:
-    """What is different in the hooks that the connector overrides."""
+    """Differences in the hooks that the connector overrides."""
     for name, hook in vars(connector).items():
         if name.startswith("_") or not (callable(hook) or isinstance(hook, classmethod | property)):
             continue

@@ -132,8 +132,11 @@ def child(work: Callable[[], object]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def test_a_process_that_is_dying_is_waited_for(directory: StoreDirectory) -> None:
+def test_a_process_that_is_dying_is_waited_for(
+    directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory is torn down before its locks end."""
+    monkeypatch.setattr("kvrs.transfer.anchors.files._DYING_S", 30.0)
     with attaching(directory) as files:
         _, fd = files.memory(E0, 1, KIND, SIZE)
     os.pwrite(fd, b"KV", PAGES_AT)

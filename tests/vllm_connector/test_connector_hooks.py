@@ -167,7 +167,7 @@ def allocated(connector: Any, asked: Any, tokens: int) -> None:
 
 
 def call_all_hooks(connector: Any) -> None:
-    """What vLLM calls in the life of a request, in both processes."""
+    """Call what vLLM calls in the life of a request, in both processes."""
     asked = request(sealed(RESTORED))
     connector.bind_gpu_block_pool(SimpleNamespace(blocks=[]))
     connector.on_new_request(asked)
