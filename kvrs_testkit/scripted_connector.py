@@ -19,6 +19,7 @@ from kvrs.protocol.instance import (
     Capability,
     ConnectorReport,
     FenceRequest,
+    FetchReport,
     InstanceInfo,
     KvrsParams,
     LinkReport,
@@ -50,6 +51,8 @@ class ScriptedConnector(ScriptedServer):
     pages_saved: int = 0
     pages_loaded: int = 0
     pages_damaged: int = 0
+    fetches: list[FetchReport] = field(default_factory=list)
+    loads: bool = True  # Else nothing that it should load comes, and vLLM computes that.
     lag_pages: int = 0
     links: list[LinkReport] = field(default_factory=list)
 
@@ -63,7 +66,7 @@ class ScriptedConnector(ScriptedServer):
         self.epoch = next(_STARTS) * EPOCHS_PER_START
         await super().start()
 
-    def take(self, transfer: dict[str, object]) -> KvrsParams | None:
+    def take(self, transfer: dict[str, object], history_tokens: int) -> KvrsParams | None:
         """The connector's part of the parameters of a request; None: it has none that counts."""
         if FIELD not in transfer or self._port is None:
             return None
@@ -73,7 +76,14 @@ class ScriptedConnector(ScriptedServer):
             self.refused.append(str(error))
             return None
         self.taken.append(params)
-        self.pages_loaded += sum(source.pages for source in params.sources)
+        if params.sources:
+            pages = sum(source.pages for source in params.sources) * self.loads
+            self.pages_loaded += pages
+            loaded = pages * self.geometry.page_size_tokens
+            rest = history_tokens - loaded
+            self.fetches.append(
+                FetchReport(params.stream, params.attempt, params.owner_epoch, loaded, rest)
+            )
         return params
 
     async def _info(self, _: web.Request) -> web.Response:
@@ -124,6 +134,7 @@ class ScriptedConnector(ScriptedServer):
             checkpoint_lag_pages=self.lag_pages,
             damaged_pages=self.pages_damaged,
             fetched_pages=self.pages_loaded,
+            fetches=self.fetches,
             connector=ConnectorReport(
                 "1.0",
                 self.pages_saved,

@@ -242,7 +242,7 @@ class ScriptedVllm(ScriptedServer):
             return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
         if transfer is not None:
             if self.kvrs is not None:
-                self.kvrs.take(transfer)
+                self.kvrs.take(transfer, len(_history(parsed)))
             elif "kvrs" in transfer:
                 self.script.violations.append("parameters for a connector that is not there")
             if transfer.get("do_remote_decode"):

@@ -27,6 +27,7 @@ from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Pull, Sequence, SequencePhase, pages_for
 from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
+from kvrs.transfer.puller import RecentFetches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +77,7 @@ class EngineCore(RunCore):
         # Transfers to the pages of sequences that began again, which were under way then.
         self._coming: dict[Sequence, asyncio.Task[None]] = {}
         self.fetched_pages = 0  # From other instances and agents, since the start.
+        self.recent_fetches = RecentFetches(clock)
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
         self._bug: BaseException | None = None  # To be raised by `run`.
@@ -317,7 +319,7 @@ class EngineCore(RunCore):
     def _start_pull(self, pull: Pull) -> None:
         # A sequence that was aborted before its admission is not admitted, so there is a run.
         sequence, run = pull.sequence, self._runs[pull.sequence]
-        run.times.fetch_s = self._clock()
+        run.times.fetch_s, run.fetched_pages = self._clock(), 0
         task = asyncio.get_running_loop().create_task(self._pull(pull, list(run.sources)))
         self._pulls[sequence] = task
         task.add_done_callback(partial(self._pull_ended, sequence))
@@ -363,9 +365,14 @@ class EngineCore(RunCore):
         tail: bool = False,
         more_from: int | None = None,
     ) -> None:
-        if more_from is None and (run := self._runs.get(sequence)) is not None:
-            run.times.fetched_s = self._clock()
+        run, fetched = self._runs.get(sequence), len(arrived) + tail
         if sequence.phase is not SequencePhase.FINISHED:
-            self.fetched_pages += len(arrived) + tail
+            self.fetched_pages += fetched
+        if run is not None:
+            run.fetched_pages += fetched
+            if more_from is None:
+                run.times.fetched_s = self._clock()
+                if sequence.is_recovery:
+                    self.recent_fetches.note(run.fetch_report(self.pages.page_size_tokens))
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()

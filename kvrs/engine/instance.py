@@ -241,6 +241,7 @@ class EngineInstance(ServedInstance):
             checkpoint_lag_pages=self.port.lag_pages,
             damaged_pages=self.port.puller.damaged_pages,
             fetched_pages=self.core.fetched_pages,
+            fetches=self.core.recent_fetches.reports(),
             kv_bytes=self.port.kv_bytes(),
             draining=self.draining,
             **self._of_ranks(),

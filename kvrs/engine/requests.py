@@ -12,7 +12,7 @@ from kvrs.engine.grammars import Grammar
 from kvrs.engine.penalties import Penalties
 from kvrs.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
 from kvrs.errors import RequestError
-from kvrs.protocol.instance import CheckpointTarget
+from kvrs.protocol.instance import CheckpointTarget, FetchReport
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
 from kvrs.scheduling.sources import PullSource
@@ -89,6 +89,7 @@ class GenerationRun:
     checkpoints: tuple[CheckpointTarget, ...] = ()  # Where its newly filled pages go.
     slot_token: int = 0  # Under which it fetches; 0: no agent counts its transfer.
     reported_pages: int = 0  # Full pages at the last report to the checkpointer.
+    fetched_pages: int = 0  # The last one need not be full.
     ending: StepOutput | None = None  # The only output, where the history is complete already.
     outputs: asyncio.Queue[StepOutput | None] = field(
         default_factory=asyncio.Queue
@@ -106,6 +107,14 @@ class GenerationRun:
     def holds_slot(self) -> bool:
         """Until its first new token, as its proxy counts."""
         return self.slot_token > 0 and len(self.sequence.token_ids) == self.sequence.history_tokens
+
+    def fetch_report(self, page_size_tokens: int) -> FetchReport:
+        """The fetch of its pages has ended. The last position is computed in any case."""
+        sequence = self.sequence
+        others = sequence.history_tokens - (sequence.cached_tokens or 0)
+        loaded = min(self.fetched_pages * page_size_tokens, others - 1)
+        owner_epoch, attempt = sequence.attempt
+        return FetchReport(sequence.stream, attempt, owner_epoch, loaded, others - loaded)
 
     def choose(self, logits: Tensor) -> Sampled:
         """The token that comes after the sequence, from its logits `[vocab]`."""

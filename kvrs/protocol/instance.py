@@ -226,6 +226,17 @@ class ConnectorReport(msgspec.Struct, frozen=True):
     off_reason: str | None = None  # Why it does nothing; None: it is at work.
 
 
+class FetchReport(msgspec.Struct, frozen=True):
+    """The end of a fetch of the pages that the `sources` of an attempt name."""
+
+    stream: StreamId
+    attempt: Natural
+    owner_epoch: Natural
+    # Of the history, in tokens: fetched, verified and used; and neither that nor in the own cache.
+    loaded_tokens: Natural
+    computed_tokens: Natural
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """Answer of `GET /kvrs/v1/load`, and each line of `GET /kvrs/v1/load?watch=SECONDS`
     (newline-delimited JSON).
@@ -248,6 +259,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     damaged_pages: Natural = 0
     # Fetched from other instances and agents since the start, and used; None: it does not count.
     fetched_pages: Natural | None = None
+    fetches: list[FetchReport] = []  # That have ended within the last seconds.
     # KV that has crossed the network since the start, by kind: `handoff` and `recovery` were
     # fetched, `checkpoint` was sent; empty: not counted.
     kv_bytes: dict[str, Natural] = {}

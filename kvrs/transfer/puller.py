@@ -1,6 +1,7 @@
 """Fetching pages from other instances, which also measures the links."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType
-from kvrs.protocol.instance import LinkReport
+from kvrs.protocol.instance import FetchReport, LinkReport
 from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
@@ -31,6 +32,10 @@ _PROBE_PIECE_BYTES = 1 << 16
 
 # The kernel is asked so often what has arrived: more often costs a fast link.
 _LOOK_BYTES = 1 << 18
+
+# Fetches of attempts are in the load reports of this time; of more, the last ones.
+_RECENT_S = 10.0
+_MOST_RECENT = 256
 
 # Tells the meter that an answer of a source begins now.
 _Begin = Callable[[NodeId, float], None]
@@ -285,6 +290,22 @@ class _Metered:
     def _look(self) -> tuple[int, float, float]:
         read, self._unseen = self._unseen, 0
         return self._arrivals.look() or (read, self._clock(), 0.0)
+
+
+class RecentFetches:
+    """Fetches of attempts that have ended within the last seconds, for load reports."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended: deque[tuple[float, FetchReport]] = deque(maxlen=_MOST_RECENT)
+
+    def note(self, fetch: FetchReport) -> None:
+        self._ended.append((self._clock(), fetch))
+
+    def reports(self) -> list[FetchReport]:
+        while self._ended and self._clock() - self._ended[0][0] > _RECENT_S:
+            self._ended.popleft()
+        return [fetch for _, fetch in self._ended]
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:

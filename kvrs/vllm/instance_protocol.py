@@ -26,7 +26,7 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
-from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.puller import PagePuller, RecentFetches
 from kvrs.transfer.pusher import PagePusher
 from kvrs.vllm.tracked import Counts
 
@@ -40,6 +40,7 @@ class Served(Protocol):
     geometry: KvGeometry
     epoch: int
     counts: Counts
+    recent: RecentFetches
     backlog: CheckpointBacklog
 
     def off_reason(self) -> str | None: ...
@@ -99,6 +100,7 @@ class InstanceProtocol:
             checkpoint_lag_pages=self._port.backlog.lag_pages,
             damaged_pages=self._port.counts.pages_damaged,
             fetched_pages=self._port.counts.pages_loaded,
+            fetches=self._port.recent.reports(),
             kv_bytes={traffic.label: count for traffic, count in moved.items()},
             connector=ConnectorReport(
                 version=__version__,

@@ -20,7 +20,7 @@ from kvrs.errors import KvrsError
 from kvrs.http import HttpPort
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import CheckpointTarget, KvrsParams
+from kvrs.protocol.instance import CheckpointTarget, FetchReport, KvrsParams
 from kvrs.protocol.page_messages import Identity, PullRequest, TrafficClass
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.protocol.tags import Tag
@@ -29,7 +29,7 @@ from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelive
 from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer
-from kvrs.transfer.puller import PagePuller
+from kvrs.transfer.puller import PagePuller, RecentFetches
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.registry import agents_of, probe_links, with_own_memory
 from kvrs.transfer.send_faults import SendingFaults
@@ -62,6 +62,7 @@ class ConnectorPort:
         epoch: int,
     ) -> None:
         self.counts = Counts()
+        self.recent = RecentFetches(time.monotonic)
         self._config, self.node, self.settings, self._ring = config, node, settings, ring
         self.geometry, self.fingerprint = geometry, fingerprint
         self.staging, self._request_copy, self.off_reason = staging, request_copy, off_reason
@@ -98,8 +99,11 @@ class ConnectorPort:
     def release(self, restore: Restore) -> None:
         self._call(self._end_fetch, restore)
 
-    def loaded(self, pages: int) -> None:
-        self.counts.pages_loaded += pages
+    def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
+        self.counts.pages_loaded += loaded_tokens // self.geometry.page_size_tokens
+        owner_epoch, attempt = restore.attempt
+        fetch = FetchReport(restore.stream, attempt, owner_epoch, loaded_tokens, computed_tokens)
+        self._call(self.recent.note, fetch)
 
     def follow(
         self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool

@@ -58,8 +58,8 @@ class Port(Protocol):
     def release(self, restore: Restore) -> None:
         """Its slots are not used any more; what is still being fetched is ended."""
 
-    def loaded(self, pages: int) -> None:
-        """So many pages were copied into blocks."""
+    def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
+        """So many tokens of the history were copied into blocks, and so many are computed."""
 
     def follow(
         self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
@@ -175,7 +175,7 @@ class SchedulerSide:
         found = end_page * self._page - computed_tokens
         if found > 0 and computed_tokens >= restore.first_page * self._page:
             return found
-        self._drop_restore(tracked)
+        self._settle(tracked, 0)
         return 0
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -184,7 +184,7 @@ class SchedulerSide:
         if tracked is None or (restore := tracked.restore) is None or tracked.loading is not None:
             return
         if not external_tokens:
-            self._drop_restore(tracked)
+            self._settle(tracked, 0)
             return
         first = tracked.local_tokens // self._page
         pages = range(first, first + external_tokens // self._page)
@@ -235,9 +235,10 @@ class SchedulerSide:
         for request_id in done.loads:  # vLLM reports a load when all workers have.
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.loading is not None:
-                self._port.loaded(len(tracked.loading))
+                # A worker that turns itself off answers for a load that it has not made.
+                pages = len(tracked.loading) if done.off_reason is None else 0
                 tracked.loading = None
-                self._drop_restore(tracked)
+                self._settle(tracked, pages)
 
     def finished(
         self, request_id: str, block_ids: Sequence[int] = (), *, send_rest: bool = False
@@ -285,6 +286,13 @@ class SchedulerSide:
             tracked.full_pages = full
             self._port.filled(saved, tags[known:], full * page)
         return full
+
+    def _settle(self, tracked: _Tracked, loaded_pages: int) -> None:
+        if (restore := tracked.restore) is not None:
+            loaded = loaded_pages * self._page
+            rest = tracked.request.num_tokens - tracked.local_tokens - loaded
+            self._port.settled(restore, loaded, rest)
+        self._drop_restore(tracked)
 
     def _drop_restore(self, tracked: _Tracked) -> None:
         if tracked.restore is not None:

@@ -276,6 +276,10 @@ async def test_an_engine_of_the_agents_node_copies_pages_out_of_its_memory(
                 again = await ask(client, "s", ids + output[:20], 40, kvrs=kvrs)
                 assert again["choices"][0]["token_ids"] == output[20:]
                 assert other.core.fetched_pages == 13
+                (fetch,) = other.load().fetches
+                assert (fetch.stream, fetch.attempt) == ("s", 2)
+                assert fetch.loaded_tokens == 13 * PAGE
+                assert fetch.computed_tokens == len(ids) + 20 - 13 * PAGE
             lent[name] = store.lent - before
 
     assert lent == {"p1": 13, "p0": 0}

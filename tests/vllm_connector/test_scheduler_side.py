@@ -45,7 +45,7 @@ class FakePort:
     released: list[Restore] = field(default_factory=list)
     tags: list[Tag] = field(default_factory=list)
     computed_tokens: int = 0
-    loaded_pages: int = 0
+    settled_tokens: list[tuple[int, int]] = field(default_factory=list)  # Loaded, computed.
     ended_streams: list[tuple[SavedStream, bool]] = field(default_factory=list)
     sent: bool = False
     fenced: bool = False
@@ -56,8 +56,9 @@ class FakePort:
     def release(self, restore: Restore) -> None:
         self.released.append(restore)
 
-    def loaded(self, pages: int) -> None:
-        self.loaded_pages += pages
+    def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
+        assert restore not in self.released
+        self.settled_tokens.append((loaded_tokens, computed_tokens))
 
     def follow(
         self, saved: SavedStream, checkpoints: Sequence[CheckpointTarget], *, handed_over: bool
@@ -157,7 +158,7 @@ def test_nothing_is_promised_before_it_has_arrived_and_exactly_that_is_promised(
     assert not world.port.released
     world.side.done(Done(loads={"r": 1}))
     assert world.port.released == [restore]
-    assert world.port.loaded_pages == 3
+    assert world.port.settled_tokens == [(3 * PAGE, 6)]
     assert world.side.match("r", 0) == 0
 
 
@@ -169,6 +170,42 @@ def test_the_deadline_ends_the_wait_with_what_is_there() -> None:
     assert world.side.match("r", 0) is None
     world.now_s = 2.0
     assert world.side.match("r", 0) == PAGE
+
+
+def test_what_was_not_loaded_counts_as_computed_but_for_the_own_cache() -> None:
+    """For each attempt once, also where vLLM takes nothing of what was promised."""
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+    world.port.restores[0].is_over = True
+
+    assert world.side.match("r", 2 * PAGE) == 0
+    assert world.side.match("r", 2 * PAGE) == 0
+
+    assert world.port.settled_tokens == [(0, 18 - 2 * PAGE)]
+
+
+def test_a_load_that_a_worker_has_not_made_counts_for_nothing() -> None:
+    """It answers for it all the same, or vLLM would wait, and turns the connector off."""
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 1)])
+    restore = world.port.restores[0]
+    restore.slots.append(3)
+    restore.is_over = True
+    assert world.side.match("r", 0) == PAGE
+    world.side.allocated("r", [30, 31], PAGE)
+
+    world.side.done(Done(loads={"r": 1}, off_reason="no memory"))
+
+    assert world.port.settled_tokens == [(0, 18)]
+
+
+def test_an_abort_reports_no_fetch() -> None:
+    world, request = World(), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 4)])
+
+    world.side.finished("r")
+
+    assert world.port.settled_tokens == []
 
 
 def test_one_token_is_left_to_compute() -> None:

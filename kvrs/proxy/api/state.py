@@ -187,6 +187,8 @@ def _recovery(recovery: Recovery) -> dict[str, Any]:
         "regret_s": recovery.regret_s,
         "gap_s": recovery.gap_s,
         "outcome": recovery.outcome,
+        "loaded_tokens": recovery.loaded_tokens,
+        "computed_tokens": recovery.computed_tokens,
         "produced_tokens": recovery.produced_tokens,
         "estimates": msgspec.to_builtins(recovery.estimates),
     }

@@ -91,6 +91,7 @@ class VllmConnector:
                 "checkpoint_lag_pages": own.checkpoint_lag_pages,
                 "damaged_pages": own.damaged_pages,
                 "fetched_pages": own.fetched_pages,
+                "fetches": own.fetches,
                 "kv_bytes": own.kv_bytes,
             }
         return msgspec.structs.replace(report, **changes)

@@ -4,7 +4,7 @@ cost.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -13,6 +13,7 @@ from typing import Any
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option, best_by_option
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import FetchReport
 from kvrs.proxy.streams.live import OpenStream
 from kvrs.proxy.wire.request_context import RequestContext
 
@@ -44,6 +45,11 @@ class Recovery:
         None  # From the last token before to the first one after; none before the first token.
     )
     outcome: str = "running"  # Then one of `OUTCOMES`.
+    owner_epoch: int = 0
+    # By the target's own count, of the history: fetched and used; and computed. None: nothing was
+    # fetched, or it does not count.
+    loaded_tokens: int | None = None
+    computed_tokens: int | None = None
     request_id: str | None = None
     request: RequestContext | None = None  # While it runs.
 
@@ -113,6 +119,7 @@ class RecoveryLog:
             # them.
             estimates=best_by_option(action.estimates),
             produced_tokens=len(live.journal.output_ids),
+            owner_epoch=live.journal.owner_epoch,
             decided_s=self._clock(),
             last_write_s=live.journal.last_write_s,
             request_id=None if live.journal.request is None else live.journal.request.id,
@@ -144,6 +151,16 @@ class RecoveryLog:
         if recovery.last_write_s is not None:
             recovery.gap_s = now_s - recovery.last_write_s
         self.settle(stream, "resumed")
+
+    def fetched(self, fetches: Iterable[FetchReport]) -> None:
+        """Targets report what they have fetched, each several times, before or after `resumed`."""
+        for fetch in fetches:
+            name = fetch.stream, fetch.owner_epoch, fetch.attempt
+            for each in reversed(self.entries):
+                if (each.stream, each.owner_epoch, each.attempt) == name:
+                    each.loaded_tokens = fetch.loaded_tokens
+                    each.computed_tokens = fetch.computed_tokens
+                    break
 
     def rejected(self, stream: StreamId) -> None:
         """The stream was tried again only to learn that its request is at fault."""

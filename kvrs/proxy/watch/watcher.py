@@ -22,7 +22,7 @@ from kvrs.core.watch import (
     WatchStep,
 )
 from kvrs.errors import UpstreamError
-from kvrs.protocol.instance import AgentInfo, InstanceInfo
+from kvrs.protocol.instance import AgentInfo, InstanceInfo, LoadReport
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.streams.driver import Driver
@@ -103,6 +103,8 @@ class Watcher:
             try:
                 async with self._watch_reports(self._interval_s) as reports:
                     async for report in reports:
+                        if isinstance(report, LoadReport):
+                            self._driver.recoveries.fetched(report.fetches)
                         await self._perform(session, watch.reported(session, report, clock()))
             finally:
                 self._watchdog = None

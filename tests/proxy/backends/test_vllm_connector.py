@@ -83,6 +83,12 @@ async def test_a_stream_that_is_cut_is_restored_from_an_agent(vllms: Builder) ->
     assert params.slot_token > 0
     assert params.prompt_tokens == len(LONG)
     assert await system.causes() == [("restore", "d0", "d1")]
+
+    async def is_counted() -> bool:
+        (row,) = (await system.state())["recoveries"]
+        return (row["loaded_tokens"], row["computed_tokens"]) == (2 * 16, len(LONG) + 3 - 2 * 16)
+
+    await system.until(is_counted)
     again = system.servers["d1"].bodies[-1]
     assert again["prompt"] == LONG + ids[:3]
     assert [*again["kv_transfer_params"]] == ["kvrs"]
