@@ -52,6 +52,9 @@ class ScriptedConnector(ScriptedServer):
     pages_loaded: int = 0
     pages_damaged: int = 0
     fetches: list[FetchReport] = field(default_factory=list)
+    # By agent that it saves to: leading pages by stream, as the agent has them.
+    holdings: dict[str, dict[str, int]] = field(default_factory=dict)
+    loads_rightly: bool = True  # Else vLLM computes other tokens behind what it has loaded.
     loads: bool = True  # Else nothing that it should load comes, and vLLM computes that.
     lag_pages: int = 0
     links: list[LinkReport] = field(default_factory=list)
@@ -76,6 +79,9 @@ class ScriptedConnector(ScriptedServer):
             self.refused.append(str(error))
             return None
         self.taken.append(params)
+        full_pages = history_tokens // self.geometry.page_size_tokens
+        for target in params.checkpoints:
+            self.holdings.get(target.agent, {})[params.stream] = full_pages
         if params.sources:
             pages = sum(source.pages for source in params.sources) * self.loads
             self.pages_loaded += pages

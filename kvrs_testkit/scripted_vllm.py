@@ -242,7 +242,7 @@ class ScriptedVllm(ScriptedServer):
             return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
         if transfer is not None:
             if self.kvrs is not None:
-                self.kvrs.take(transfer, len(_history(parsed)))
+                parsed = self._load(self.kvrs, transfer, parsed)
             elif "kvrs" in transfer:
                 self.script.violations.append("parameters for a connector that is not there")
             if transfer.get("do_remote_decode"):
@@ -254,6 +254,20 @@ class ScriptedVllm(ScriptedServer):
             return await self._decode(request, parsed, transfer, known)
         finally:
             self.running -= 1
+
+    def _load(
+        self,
+        kvrs: ScriptedConnector,
+        transfer: dict[str, Any],
+        parsed: CompletionRequest | ChatRequest,
+    ) -> CompletionRequest | ChatRequest:
+        """The request as it is computed behind what the connector loads for it."""
+        history = _history(parsed)
+        params = kvrs.take(transfer, len(history))
+        if params is None or not params.sources or not kvrs.loads or kvrs.loads_rightly:
+            return parsed
+        assert isinstance(parsed, CompletionRequest)
+        return msgspec.structs.replace(parsed, prompt=[history[0] + 1, *history[1:]])
 
     def _prefill(self, parsed: CompletionRequest | ChatRequest) -> web.Response:
         history = _history(parsed)

@@ -182,6 +182,9 @@ def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
     if test["moves_kv"] is False:
         remedy = "check its connector and its page port: what is not fetched is computed again"
         return bad(check, value, "KV moves", remedy)
+    if test["restores"] is False:
+        remedy = "see the log of vLLM and its connector: what is not restored is computed again"
+        return bad(check, value, "pages of agents are restored", remedy)
     if test["failures"]:
         return doubtful(check, f"failed{cause}", "a test that ends", "see the log of the instance")
     if test["continues"] in (Continues.TEXT, Continues.GREEDY):

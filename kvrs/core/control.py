@@ -94,10 +94,12 @@ class Control(Generic[S]):
         """
         self.policy = RecoveryPolicy(config.policy, config.slo, config.backup)
         self.instances = Instances(config)
+        is_vllm = config.cluster.backend is Backend.VLLM
         self.self_tests = SelfTests(
             self.instances.known,
             enabled=runs_self_tests,
             tests_kv=config.cluster.backend is not Backend.DISTSERVE,
+            tests_restores=lambda: is_vllm and self.agents.any_up(),
         )
         self.agents = Agents.of(config)
         self.streams: dict[StreamId, S] = {}
@@ -316,7 +318,13 @@ class Control(Generic[S]):
                 self.leases.hold(known.id, stream)
             self.tell(ev.PagesKept(known.id, info.epoch, kept), now_s)
         event = ev.InstanceUp(
-            up.info, up.prefill, seen.moves_kv, seen.tokens, lives_on, had_not_ended
+            up.info,
+            up.prefill,
+            seen.moves_kv,
+            seen.tokens,
+            lives_on,
+            had_not_ended,
+            seen.restores,
         )
         self.tell(event, now_s)
 

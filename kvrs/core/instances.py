@@ -47,18 +47,19 @@ class InstanceEvents:
         self._settings = settings
 
     def up(self, event: ev.InstanceUp, now_s: float) -> None:
-        info, moves_kv, tokens = event.info, event.moves_kv, event.tokens
+        info = event.info
         member = self._view.members.get(info.id)
         if member is not None and info.epoch <= member.info.epoch:
             return
         if member is not None and event.lives_on:
             member.set_info(info)
             member.told = None
-            self._view.set_self_tested(member, moves_kv=moves_kv, tokens=tokens)
+            self._view.set_self_tested(member, event)
             return
         # What ran in the former epoch is gone, also when its loss was not reported.
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
-        member = self._view.add(info, event.prefill, moves_kv=moves_kv, tokens=tokens)
+        member = self._view.add(info, event.prefill)
+        self._view.set_self_tested(member, event)
         member.gpu_degraded = info.id in self._gpu_degraded
         member.drain_ordered = info.id in self._drain_ordered
         self._view.update()
@@ -193,7 +194,7 @@ class InstanceEvents:
             return
         match event:
             case ev.SelfTested():
-                self._view.set_self_tested(member, moves_kv=event.moves_kv, tokens=event.tokens)
+                self._view.set_self_tested(member, event)
             case ev.NamesListed():
                 member.set_info(msgspec.structs.replace(member.info, names=event.names))
                 self._starter.place_idle(now_s)

@@ -334,8 +334,7 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
         """The same process can do something more or less than before."""
         info = msgspec.structs.replace(info, capabilities=capabilities)
         self._info = self._known.info = info
-        if (tested := self._control.self_tests.process(info.id)) is not None:
-            tested.info = info
+        self._control.self_tests.up(info, now_s)
         self._control.tell(ev.CapabilitiesListed(info.id, info.epoch, capabilities), now_s)
         self._shell.note(WatchNote.CAPABILITIES, [each.value for each in capabilities])
 
@@ -367,12 +366,14 @@ class AgentWatch(Watch[AgentInfo, AgentReport]):
         super().__init__(known, limits, shell)
         self._known = known
         self._checkpoints = control.checkpoints
+        self._self_tests = control.self_tests
 
     def _fault(self, info: AgentInfo) -> str | None:
         return self._checkpoints.agents.fault(self._known, info)
 
     def _up(self, info: AgentInfo, now_s: float) -> None:
         self._checkpoints.up(self._known, info, now_s)
+        self._self_tests.changed()
 
     def _count(self, info: AgentInfo, report: AgentReport, now_s: float) -> None:
         self._checkpoints.reported(self._known, report, now_s)

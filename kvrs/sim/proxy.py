@@ -14,7 +14,14 @@ from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
 from kvrs.core.fleet.known import KnownInstance
-from kvrs.core.fleet.self_tests import Continues, Generated, SelfTest, TokensTest, names_of
+from kvrs.core.fleet.self_tests import (
+    Continues,
+    Generated,
+    SelfTest,
+    TokensTest,
+    TransferTest,
+    names_of,
+)
 from kvrs.core.live import Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -144,7 +151,7 @@ class SimProxy:
             tests.failed(test, "lost", self.now_s)
         elif isinstance(test, TokensTest):
             tests.generated(test, _GENERATED)
-        else:
+        elif isinstance(test, TransferTest):
             tests.transferred(test, moved=True)
         for news in tests.news(names):
             self.control.tell(news, self.now_s)

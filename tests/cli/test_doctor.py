@@ -286,6 +286,10 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     assert judged(differs_from=["d1"]).level is Level.WARNING
     assert judged(done=False).level is Level.WARNING
     assert judged(moves_kv=None).level is Level.OK
+    unrestored = judged(restores=False, cause="loaded none of 2 pages")
+    assert unrestored.level is Level.FAILURE
+    assert "loaded none of 2 pages" in unrestored.value
+    assert judged(restores=True).level is Level.OK
 
 
 @pytest.mark.process

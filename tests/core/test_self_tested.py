@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -94,3 +95,25 @@ def test_a_stream_goes_on_where_the_same_tokens_are_computed(alike: str) -> None
 
     assert first == alike
     assert second != alike
+
+
+@pytest.mark.parametrize("moves_kv", [True, False])
+@pytest.mark.parametrize("restores", [True, False, None])
+def test_agents_are_a_source_where_restores_were_seen(
+    moves_kv: bool, restores: bool | None
+) -> None:
+    """Engines that load from agents in another way than from each other are tested for it; of others
+    (None) KV moves in both ways or in none.
+    """
+    harness = PolicyHarness(*NAMES, backup=BackupSettings(mode=BackupMode.BOTH))
+    harness.agents("n0", "n1")
+    start = harness.decoding("s", 400).plan
+    other = "d1" if start.decode == "d0" else "d0"
+    for agent in ("agent-n0", "agent-n1"):
+        harness.kept(agent, s=10)
+    harness.handle(ev.SelfTested(InstanceId(other), 1, moves_kv, restores=restores))
+
+    options = weighed(harness, start.decode)
+
+    assert (Option.RESTORE in options) is (moves_kv if restores is None else restores)
+    assert (Option.MIGRATE in options) is moves_kv

@@ -9,6 +9,7 @@ from kvrs.core.fleet.known import Health, KnownInstance
 from kvrs.core.fleet.self_tests import (
     Continues,
     Generated,
+    RestoreTest,
     SelfTest,
     SelfTests,
     TokensTest,
@@ -34,6 +35,7 @@ class Bench:
         self.tests = SelfTests(self.known, **({"enabled": True, "tests_kv": True} | settings))
         self.generates: dict[str, Generated] = {}
         self.still: set[str] = set()  # To and from these no KV moves.
+        self.computing: set[str] = set()  # These load nothing from agents.
         self.now_s = 0.0
         for name in names:
             self.up(name)
@@ -83,6 +85,10 @@ class Bench:
                     moved = not {holder, target} & self.still
                     self.tests.transferred(test, moved=moved)
                     done.append((holder, target))
+                case RestoreTest(holder=holder, target=target):
+                    fault = "loaded none" if target in self.computing else ""
+                    self.tests.restored(test, fault, self.now_s)
+                    done.append(("agent of", holder, target))
         return done
 
     def moves(self) -> set[str]:
@@ -173,6 +179,7 @@ def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
         "done": True,
         "continues": None,
         "moves_kv": None,
+        "restores": None,
         "capabilities": [each.value for each in Capability],
         "differs_from": [],
         "failures": 5,
@@ -270,3 +277,92 @@ def test_a_process_of_the_same_version_is_tested_5_s_after_it_came_up() -> None:
     bench.up("d0", epoch=2)
 
     assert bench.tests.next_retry_s() == 105.0
+
+
+# Restores from agents, where engines load from these in another way than from each other.
+
+OF_CONNECTOR = [Capability.PREFIX_CACHE, Capability.PULL_PAGES, Capability.CHECKPOINT]
+
+
+class Connectors(Bench):
+    def __init__(self, *names: str) -> None:
+        self.agents_up = True
+        super().__init__(*names, tests_restores=lambda: self.agents_up)
+
+    def up(self, name: str, epoch: int = 1, **changes: Any) -> None:
+        super().up(name, epoch, **({"capabilities": OF_CONNECTOR} | changes))
+
+    def described(self, name: str) -> dict[str, Any]:
+        found = self.tests.describe(InstanceId(name))
+        assert found is not None
+        return found
+
+
+def test_each_decode_instance_is_to_restore_what_another_instance_has_saved() -> None:
+    """Once its own tokens are known, with which those behind loaded pages are compared."""
+    bench = Connectors("p0", "d0", "d1")
+
+    done = bench.run()
+
+    assert [each[1:] for each in done if each[0] == "agent of"] == [("p0", "d0"), ("p0", "d1")]
+    assert done.index(("d0",)) < done.index(("agent of", "p0", "d0"))
+    assert bench.described("d0")["restores"] is True
+    assert bench.described("p0")["restores"] is None
+
+
+def test_what_fails_to_restore_is_withdrawn_with_the_reason_and_tried_again() -> None:
+    """With pages of another instance, since the fault may be that one's or a passing one."""
+    bench = Connectors("p0", "d0", "d1")
+    bench.computing = {"d0"}
+    bench.run()
+
+    shown = bench.described("d0")
+    assert (shown["restores"], shown["cause"], shown["done"]) == (False, "loaded none", True)
+    assert shown["capabilities"] == ["prefix_cache", "checkpoint", "exact seeded"]
+    assert bench.tests.news([InstanceId("d0")])[0].restores is False
+    assert bench.moves() == {"p0", "d0", "d1"}
+
+    bench.wait()
+    assert bench.run() == [("agent of", "d1", "d0")]
+    bench.computing = set()
+    bench.wait()
+    assert bench.run() == [("agent of", "p0", "d0")]
+    shown = bench.described("d0")
+    assert (shown["restores"], shown["cause"]) == (True, "")
+    assert "pull_pages" in shown["capabilities"]
+
+
+def test_a_process_of_the_same_version_inherits_what_was_seen_of_restores() -> None:
+    bench = Connectors("p0", "d0", "d1")
+    bench.computing = {"d0"}
+    bench.run()
+
+    bench.lose("d0")
+    bench.up("d0", epoch=2)
+    inherited = bench.described("d0")["restores"]
+    bench.lose("d0")
+    bench.up("d0", epoch=3, fingerprint="g")
+
+    assert (inherited, bench.described("d0")["restores"]) == (False, None)
+
+
+@pytest.mark.parametrize("lacks", ["an agent", "the capability", "another that saves"])
+def test_what_cannot_be_tested_is_believed_and_tested_once_it_can(lacks: str) -> None:
+    bench = Connectors("d0", "d1")
+    bench.agents_up = lacks != "an agent"
+    few = [Capability.PREFIX_CACHE]
+    if lacks == "the capability":
+        bench.up("d0", capabilities=few)
+    elif lacks == "another that saves":
+        bench.up("d1", capabilities=few)
+    assert ("agent of", "d1", "d0") not in bench.run()
+    assert bench.described("d0")["restores"] is None
+    assert bench.described("d0")["done"]
+
+    bench.agents_up = True
+    for name in ("d0", "d1"):
+        info = bench.known[InstanceId(name)].info
+        assert info is not None
+        bench.tests.up(msgspec.structs.replace(info, capabilities=OF_CONNECTOR), bench.now_s)
+
+    assert ("agent of", "d1", "d0") in bench.run()

@@ -361,6 +361,9 @@ class Agents:
     def is_up(self, agent: InstanceId) -> bool:
         return self.known[agent].health is Health.UP
 
+    def any_up(self) -> bool:
+        return any(known.health is Health.UP for known in self.known.values())
+
     def on_node(self, node: NodeId) -> KnownAgent | None:
         return self._by_node.get(node)
 

@@ -22,6 +22,7 @@ _MOST_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
+_OF_AGENTS = frozenset((Capability.PULL_PAGES,))
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
 _MOST_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
 
@@ -71,13 +72,22 @@ class TransferTest:
     target: InstanceId
 
 
-SelfTest = TokensTest | TransferTest
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoreTest:
+    """Pages that `holder` saves at an agent, loaded by `target`."""
+
+    holder: InstanceId
+    target: InstanceId
+
+
+SelfTest = TokensTest | TransferTest | RestoreTest
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     moves_kv: bool = False
     generated: Generated | None = None
+    restores: bool | None = None  # From agents; None: not tested apart, it is as `moves_kv`.
 
     @property
     def tokens(self) -> str:
@@ -95,6 +105,8 @@ class TestedProcess:
     partners: set[InstanceId] = field(default_factory=set)  # With which no KV was seen to move.
     former: Seen | None = None  # Of the process before it.
     is_busy: bool = False
+    restores: bool | None = None  # None: not tested.
+    restore_fault: str = ""
     failures: int = 0
     retry_at_s: float = 0.0
     cause: str = ""
@@ -105,12 +117,14 @@ class TestedProcess:
         return Seen(
             former.moves_kv if self.moves_kv is None else self.moves_kv,
             self.generated or former.generated,
+            former.restores if self.restores is None else self.restores,
         )
 
 
 class SelfTests:
     """The self-tests of one proxy. Without `tests_kv` engines are believed to move KV: they cannot
-    be asked.
+    be asked. While `tests_restores()`, instances save at agents and load from them by another way
+    than that between each other (vLLM with a connector), which is tested apart.
     """
 
     def __init__(
@@ -119,10 +133,12 @@ class SelfTests:
         *,
         enabled: bool,
         tests_kv: bool,
+        tests_restores: Callable[[], bool] = lambda: False,
     ) -> None:
         self._known = known
         self._enabled = enabled
         self._may_test_kv = tests_kv
+        self._tests_restores = tests_restores
         self._lives: dict[InstanceId, TestedProcess] = {}
         self._losses: dict[InstanceId, int] = {}  # In its tests, one after the other.
         self._running: dict[SelfTest, list[TestedProcess]] = {}
@@ -141,6 +157,7 @@ class SelfTests:
     # The life of an instance.
 
     def up(self, info: InstanceInfo, now_s: float) -> None:
+        """It has come up, or the same process can do something more or less than before."""
         self._least = None
         life = self._lives.get(info.id)
         if life is not None and _process(life.info) == _process(info):
@@ -207,9 +224,10 @@ class SelfTests:
     def news(self, instances: Iterable[InstanceId]) -> list[ev.SelfTested]:
         """Events for the policy about those of these instances that have been tested."""
         return [
-            ev.SelfTested(name, life.info.epoch, self.seen(name).moves_kv, self.seen(name).tokens)
+            ev.SelfTested(name, life.info.epoch, seen.moves_kv, seen.tokens, seen.restores)
             for name in instances
             if (life := self._lives.get(name)) is not None and self._known[name].health is Health.UP
+            for seen in (self.seen(name),)
         ]
 
     def process(self, instance: InstanceId) -> TestedProcess | None:
@@ -239,30 +257,28 @@ class SelfTests:
         others = (
             other
             for other in self._lives
-            if other != instance and not self._generate_alike(instance, other)
+            if other != instance and not _generate_alike(self.seen(instance), self.seen(other))
         )
         return {
             "done": not life.is_busy and self._is_done(life),
             "continues": None if continues is None else continues.value,
             "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
+            "restores": life.seen.restores,
             "capabilities": self._capabilities(life),
             "differs_from": sorted(others),
             "failures": life.failures,
-            "cause": life.cause,
+            "cause": life.cause or life.restore_fault,
         }
-
-    def _generate_alike(self, one: InstanceId, other: InstanceId) -> bool:
-        mine, theirs = self.seen(one).generated, self.seen(other).generated
-        return mine is None or theirs is None or (mine.name == theirs.name)
 
     def _capabilities(self, life: TestedProcess) -> list[str]:
         """Capabilities that the instance declares, less those that were not seen, and how it
         continues a stream.
         """
         seen = self.seen(life.info.id)
-        names = [
-            each.value for each in life.info.capabilities if seen.moves_kv or each not in _OF_KV
-        ]
+        unseen = set() if seen.moves_kv else {*_OF_KV}
+        if seen.restores is not None:
+            unseen = unseen - {Capability.PULL_PAGES} | (_OF_AGENTS if not seen.restores else set())
+        names = [each.value for each in life.info.capabilities if each not in unseen]
         return names if seen.generated is None else [*names, seen.generated.continues.value]
 
     # Tests, one at a time for each instance.
@@ -282,6 +298,9 @@ class SelfTests:
         for life in free.values():
             if self._tests_kv and life.moves_kv is None and (test := _pair(life, free)) is not None:
                 return self._take(test)
+        for life in free.values() if self._tests_restores() else ():
+            if (restore := _restore(life, free)) is not None:
+                return self._take(restore)
         return None
 
     def next_retry_s(self) -> float | None:
@@ -320,6 +339,16 @@ class SelfTests:
             elif life.moves_kv is None and other.moves_kv:
                 life.moves_kv = False
 
+    def restored(self, test: RestoreTest, fault: str, now_s: float) -> None:
+        """`fault`: why the target does not restore; empty: it does. A passing cause may end: it is
+        tried again after a pause that doubles.
+        """
+        for life in self._end(test):
+            if life.info.id == test.target:
+                life.restores, life.restore_fault = not fault, fault
+                life.failures = life.failures + 1 if fault else 0
+                life.retry_at_s = now_s + 2.0**life.failures if fault else 0.0
+
     def failed(self, test: SelfTest, cause: str, now_s: float) -> None:
         """The test could not be carried out; it is tried again after a pause that doubles."""
         for life in self._end(test):
@@ -354,12 +383,20 @@ class SelfTests:
         if life.generated is None and _decodes(life.info.role):
             return False
         others = {each.info.id: each for each in self._lives.values() if self._may_be_tested(each)}
-        return not self._tests_kv or life.moves_kv is not None or _pair(life, others) is None
+        if self._tests_kv and life.moves_kv is None and _pair(life, others) is not None:
+            return False
+        may_restore = self._tests_restores() and _restore(life, others) is not None
+        return life.restores is not None or not may_restore
+
+
+def _generate_alike(one: Seen, other: Seen) -> bool:
+    mine, theirs = one.generated, other.generated
+    return mine is None or theirs is None or (mine.name == theirs.name)
 
 
 def _process(info: InstanceInfo) -> tuple[object, ...]:
     # A process without a pid (0) is known by its epoch, which rises with every process.
-    return (info.pid or info.epoch, tuple(info.worker_pids), _version(info))
+    return (info.pid or info.epoch, tuple(info.worker_pids), info.model, info.fingerprint)
 
 
 def _version(info: InstanceInfo) -> tuple[object, ...]:
@@ -371,7 +408,7 @@ def names_of(test: SelfTest) -> tuple[InstanceId, ...]:
     match test:
         case TokensTest():
             return (test.instance,)
-        case TransferTest():
+        case TransferTest() | RestoreTest():
             return (test.holder, test.target)
         case _:
             assert_never(test)
@@ -390,6 +427,21 @@ def _pair(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> Tran
                     return test
                 first = first or test
     return first
+
+
+def _restore(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> RestoreTest | None:
+    """A test of the instance, with another holder after each failure, which may be that one's."""
+    can_pull = Capability.PULL_PAGES in life.info.capabilities
+    if life.generated is None or life.restores or not can_pull:
+        return None
+    holders = [
+        name
+        for name, other in free.items()
+        if other is not life and Capability.CHECKPOINT in other.info.capabilities
+    ]
+    if not holders:
+        return None
+    return RestoreTest(holders[life.failures % len(holders)], life.info.id)
 
 
 def _can_exchange(holder: Role, target: Role) -> bool:

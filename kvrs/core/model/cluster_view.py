@@ -13,6 +13,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
+from kvrs.core.model import events as ev
 from kvrs.core.model.health import UNANSWERED_S, AnswerHealth
 from kvrs.core.model.reports import PredictedReforming
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -28,6 +29,7 @@ class Member:
     full_prefill: PrefillTable  # With all its ranks.
     # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
     moves_kv: bool = True
+    restores: bool = True  # KV really comes to it from agents.
     # Instances with equal names go on exactly where another one was cut. Empty: not known.
     tokens: str = ""
     told: LoadReport | None = None  # Its last report that changed a decision.
@@ -248,26 +250,20 @@ class ClusterView:
         self._prefillers: list[Member] = []
         self._by_node: dict[NodeId, list[Member]] = {}
 
-    def add(
-        self,
-        info: InstanceInfo,
-        prefill: PrefillTable | None = None,
-        *,
-        moves_kv: bool = True,
-        tokens: str = "",
-    ) -> Member:
+    def add(self, info: InstanceInfo, prefill: PrefillTable | None = None) -> Member:
         """`prefill`: its table; None: that which it has measured itself."""
         assert info.id not in self.members, info.id
         table = prefill or PrefillTable.from_measured(info.prefill)
-        member = self.members[info.id] = Member(info, table, moves_kv, tokens)
+        member = self.members[info.id] = Member(info, table)
         self._by_node.setdefault(info.node, []).append(member)
         if member.decodes:
             self._set_ranked(member, True)
         self.update()
         return member
 
-    def set_self_tested(self, member: Member, *, moves_kv: bool, tokens: str) -> None:
-        member.moves_kv, member.tokens = moves_kv, tokens
+    def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
+        member.moves_kv, member.tokens = event.moves_kv, event.tokens
+        member.restores = event.moves_kv if event.restores is None else event.restores
         self.update()
 
     def remove(self, member: Member) -> None:

@@ -29,6 +29,7 @@ class InstanceUp:
     lives_on: bool = False
     # It was taken for lost, and its process had not ended.
     had_not_ended: bool = False
+    restores: bool | None = None  # As `Member.restores`; None: as `moves_kv`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class SelfTested:
     epoch: int
     moves_kv: bool
     tokens: str = ""  # As `Member.tokens`.
+    restores: bool | None = None  # As of `InstanceUp`.
 
 
 @dataclass(frozen=True, slots=True)

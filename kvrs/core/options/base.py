@@ -130,10 +130,8 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
     `SOURCES_MAX`, those with the most pages.
     """
     sources: list[KvSource] = []
-    if not target.moves_kv:
-        return sources
     geometry, node, page_bytes = target.info.geometry, target.node, target.page_bytes
-    for holder in stream.holders.values():
+    for holder in stream.holders.values() if target.moves_kv else ():
         member = holder.member
         theirs = member.info.geometry
         if (
@@ -150,7 +148,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         sources.append(
             KvSource(member.id, pages, page_bytes / rate, link.in_flight_bytes / rate, False)
         )
-    for checkpoint in stream.checkpoints.values():
+    for checkpoint in stream.checkpoints.values() if target.restores else ():
         agent = checkpoint.agent
         theirs = checkpoint.geometry
         if not checkpoint.pages or (theirs is not geometry and theirs != geometry):

@@ -20,6 +20,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     Adapter,
     Capability,
+    FetchReport,
     Heartbeat,
     InstanceInfo,
     KvTransferParams,
@@ -288,6 +289,9 @@ class VllmBackend(OpenAiPeer):
     async def kv_received(self) -> float | None:
         text = (await self._read("/metrics")).decode(errors="replace")
         return VllmMetrics(text).received_bytes
+
+    async def fetches(self) -> list[FetchReport]:
+        return [] if self._connector is None else await self._connector.peer.fetches()
 
     def _load(self, text: str) -> LoadReport:
         metrics = VllmMetrics(text)

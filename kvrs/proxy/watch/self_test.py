@@ -8,14 +8,18 @@ none of them can delay a client's stream but by a few tokens' work at an instanc
 import asyncio
 import logging
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, assert_never
 
 import msgspec
 
+from kvrs.core.fleet.known import Health
 from kvrs.core.fleet.self_tests import (
     Continues,
     Generated,
+    RestoreTest,
     SelfTest,
     TokensTest,
     TransferTest,
@@ -24,7 +28,7 @@ from kvrs.core.fleet.self_tests import (
 from kvrs.core.model import actions as act
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
-from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate
+from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate, Role
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.proxy.backends.backend import Backend, RefusedError
 from kvrs.proxy.backends.bodies import decode_call, prefill_call
@@ -48,6 +52,7 @@ _AT_ONCE = 4
 # Counters of an engine may be published a moment after the answer.
 _COUNTED_WITHIN_S = 3.0
 _COUNT_PAUSE_S = 0.1
+_SAVED_WITHIN_S = 10.0  # Pages go to agents beside the stream, and after it.
 
 
 class SelfTester:
@@ -118,6 +123,14 @@ class SelfTester:
                 self._tests.transferred(test, moved=moved)
                 told = log.warning if moved is False else log.info
                 told("self-test", extra={"from": holder, "to": target, "moves_kv": moved})
+            case RestoreTest(holder=holder, target=target):
+                fault = await self._restore(holder, target)
+                self._tests.restored(test, fault, self._clock())
+                extra = {"from": holder, "to": target, "restores": not fault}
+                if fault:
+                    log.warning("self-test", extra=extra | {"cause": fault})
+                else:
+                    log.info("self-test", extra=extra)
             case _:
                 assert_never(test)
 
@@ -205,6 +218,57 @@ class SelfTester:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._backend(holder).leases(update)
 
+    # KV at agents.
+
+    async def _restore(self, holder: InstanceId, target: InstanceId) -> str:
+        """Why the target does not go on rightly with pages that the holder has saved at an agent,
+        by its own count of them and by the tokens; empty: it does.
+        """
+        up = (each for each in self._control.agents.present() if each.health is Health.UP)
+        agent = next(up, None)
+        if agent is None or agent.info is None:
+            raise UpstreamError("no agent is up")
+        generated = self._tests.seen(target).generated
+        assert generated is not None
+        journal, info = self._journal(target, seed=None), self._info(holder)
+        pages = journal.prompt_tokens // info.geometry.page_size_tokens
+        reserved_bytes = 2 * (pages + TOKENS) * info.geometry.page_bytes
+        try:
+            places = [act.Place(agent.id, reserved_bytes)]
+            if info.role is Role.PREFILL:
+                await self._prefill(holder, journal, places)
+            else:
+                await self._stream(holder, journal, places=places)
+            await self._has_saved(agent.id, journal, pages)
+            journal.output_ids[:] = array("I", generated.greedy[:CUT])
+            run = act.PageRange(agent.id, 0, pages, agent.info.epoch)
+            await self._stream(target, journal, [run])
+        finally:
+            update = LeaseUpdate(1.0, release=[journal.stream])
+            await self._driver.agent_backends[agent.id].leases(update)
+        fetches = await self._backend(target).fetches()
+        loaded = sum(each.loaded_tokens for each in fetches if each.stream == journal.stream)
+        if pages and not loaded:
+            return f"loaded none of {pages} pages that {holder} has saved at {agent.id}"
+        alike = self._tests.goes_on(self._tests.process(holder), target, sampled=False)
+        if alike and tuple(journal.output_ids) != generated.greedy:
+            return f"goes on with other tokens behind pages that {holder} has saved"
+        return ""
+
+    async def _has_saved(self, agent: InstanceId, journal: Journal, pages: int) -> None:
+        """Raises UpstreamError: the agent does not get the pages of the stream in time."""
+        backend, found = self._driver.agent_backends[agent], 0
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout(_SAVED_WITHIN_S),
+                backend.watch_holdings(_COUNT_PAUSE_S) as reports,
+            ):
+                async for report in reports:
+                    found = report.pages.get(journal.stream, found)
+                    if found >= pages:
+                        return
+        raise UpstreamError(f"{agent} has got {found} of {pages} pages that were to be saved")
+
     # Calls.
 
     def _backend(self, instance: InstanceId) -> Backend:
@@ -249,10 +313,12 @@ class SelfTester:
         journal.attempt = 1
         return journal
 
-    async def _prefill(self, instance: InstanceId, journal: Journal) -> msgspec.Raw | None:
+    async def _prefill(
+        self, instance: InstanceId, journal: Journal, places: Sequence[act.Place] = ()
+    ) -> msgspec.Raw | None:
         journal.attempt += 1
         exact = self._control.instances.resumes_exactly(instance)
-        call = prefill_call(journal, journal.attempt, (), exact=exact)
+        call = prefill_call(journal, journal.attempt, places, exact=exact)
         return (await self._backend(instance).prefill(call)).transfer
 
     async def _stream(
@@ -261,11 +327,12 @@ class SelfTester:
         journal: Journal,
         runs: Sequence[act.PageRange] = (),
         transfer: msgspec.Raw | None = None,
+        places: Sequence[act.Place] = (),
     ) -> None:
         """Have the rest of a stream computed, whose ids are added to the journal."""
         journal.attempt += 1
         exact = self._control.instances.resumes_exactly(instance)
-        call = decode_call(journal, journal.attempt, runs, (), transfer, exact=exact)
+        call = decode_call(journal, journal.attempt, runs, places, transfer, exact=exact)
         events = EventReader()
         await self._backend(instance).decode(call, events)
         for payload in events.payloads:
