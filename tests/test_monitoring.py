@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, str]] = {
         'kvrs_worker_up{worker="p0", instance="proxy:8001"}': "1x30",
         'kvrs_worker_streams{role="prefill", worker="p0", instance="proxy:8001"}': "0x30",
     },
+    "KvrsConnectorOff": {f"kvrs_connector_off{{{WORKER}}}": "0x10 1x12 0x8"},
     "KvrsWorkerEjected": {f"kvrs_worker_ejected{{{WORKER}}}": "0x10 1x5 0x15"},
     "KvrsStreamsGivenUp": {'kvrs_streams_given_up_total{reason="retries"}': "0x10 1x20"},
     "KvrsOverloaded": {'kvrs_streams_given_up_total{reason="overloaded"}': "0x10 9x20"},
@@ -60,6 +61,7 @@ CASES: dict[str, dict[str, str]] = {
         'kvrs_recovery_correction_ratio{option="migrate"}': "1x10 6x44 1x8",
     },
     "KvrsDamagedPages": {f"kvrs_damaged_pages_total{{{WORKER}}}": "0x10 1x60"},
+    "KvrsConnectorDamage": {f"kvrs_connector_pages_damaged_total{{{WORKER}}}": "0x10 1+1x70 71x40"},
     "KvrsTaskFailed": {'kvrs_task_failures_total{task="slots"}': "0x10 1x60"},
     "KvrsEventLoopSlow": {
         'kvrs_event_loop_lag_seconds_bucket{instance="a", le="0.1"}': "0+30x10 300x44 300+30x40",

@@ -27,6 +27,11 @@ def _rate(metric: str, by: str) -> tuple[tuple[str, str], ...]:
     return ((f"sum by ({by}) (rate({metric}{_OF}[$__rate_interval]))", f"{{{{{by}}}}}"),)
 
 
+def _each_rate(metric: str, legend: str) -> tuple[str, str]:
+    query = f"sum by (worker) (rate({metric}{_OF}[$__rate_interval]))"
+    return query, f"{legend} {{{{worker}}}}"
+
+
 _OF = '{instance=~"$proxy"}'
 # Requests that were rejected for their own fault, or whose client left, say nothing of the cluster.
 _SERVED = 'sum(rate(kvrs_requests_total{{instance=~"$proxy",outcome=~"{}"}}[$__rate_interval]))'
@@ -141,6 +146,17 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Checkpoints", "bytes", ((f"kvrs_agent_reserved_bytes{_OF}", "reserved at {{agent}}"),)
+        ),
+        Panel(
+            "Pages of connectors in vLLM",
+            "short",
+            (
+                _each_rate("kvrs_connector_pages_saved_total", "saved by"),
+                _each_rate("kvrs_connector_pages_loaded_total", "loaded by"),
+                _each_rate("kvrs_connector_pages_damaged_total", "damaged at"),
+                (f"kvrs_connector_pinned_blocks{_OF}", "staged at {{worker}}"),
+                (f"kvrs_connector_off{_OF} == 1", "off at {{worker}}"),
+            ),
         ),
         Panel("Pages not sent yet", "short", ((f"kvrs_checkpoint_lag_pages{_OF}", "{{worker}}"),)),
     ],

@@ -225,6 +225,12 @@ class ClusterSettings(Settings):
     a node of its own, beside those of `nodes` (docs/guide/fleet.md).
     """
 
+    @property
+    def roles(self) -> set[Role]:
+        """Roles of all instances, those that are found by DNS included."""
+        found = {instance.role for _, instance in self.instances()}
+        return found | {service.role for service in self.services}
+
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)
 

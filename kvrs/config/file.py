@@ -328,8 +328,7 @@ def _faults_of_stage_hosts(config: Config, instance: InstanceSettings) -> Iterat
 
 def _faults_of_roles(config: Config) -> Iterator[str]:
     instances = [instance for _, instance in config.cluster.instances()]
-    roles = {instance.role for instance in instances}
-    roles |= {service.role for service in config.cluster.services}
+    roles = config.cluster.roles
     # These compute prompts themselves, and restore KV from agents.
     is_decode_only = (
         roles == {Role.DECODE}

@@ -102,8 +102,8 @@ def test_a_stream_goes_on_where_the_same_tokens_are_computed(alike: str) -> None
 def test_agents_are_a_source_where_restores_were_seen(
     moves_kv: bool, restores: bool | None
 ) -> None:
-    """Engines that load from agents in another way than from each other are tested for it; of others
-    (None) KV moves in both ways or in none.
+    """Engines that load from agents in another way than from each other are tested for it; with
+    others (None) KV moves in both ways or in none.
     """
     harness = PolicyHarness(*NAMES, backup=BackupSettings(mode=BackupMode.BOTH))
     harness.agents("n0", "n1")

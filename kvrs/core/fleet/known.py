@@ -129,6 +129,8 @@ class Instances:
             instance.id: KnownInstance(instance.id, node.id, instance.role)
             for node, instance in config.cluster.instances()
         }
+        # Decode instances compute all prompts; no prefill instance is missing.
+        self.decodes_only = config.cluster.roles == {Role.DECODE}
         # Looked up now, so that an unknown name is an error before anything starts.
         self._table = prefill_table(config.profiles.prefill) if config.profiles.prefill else None
         self._overdue_s = overdue_after_s(config.proxy.load_interval_s)
@@ -140,6 +142,7 @@ class Instances:
         self.names = NameBook(lambda: (known.info for known in self.known.values()))
 
     def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
+        self.decodes_only &= role is Role.DECODE
         known = self.known[instance] = KnownInstance(instance, node, role)
         return known
 
@@ -172,10 +175,8 @@ class Instances:
     def ready(self) -> bool:
         """A new stream could start now."""
         missing = missing_roles(self)
-        return not missing or (
-            missing == [Role.PREFILL]
-            and any(map(self.computes_prompts, filter(self.is_up, self.known)))
-        )
+        computes = any(map(self.computes_prompts, filter(self.is_up, self.known)))
+        return computes if self.decodes_only or missing == [Role.PREFILL] else not missing
 
     def computes_prompts(self, instance: InstanceId) -> bool:
         """True for a decode instance that needs no prefill instance for a new stream."""
@@ -333,6 +334,8 @@ def missing_roles(instances: Instances) -> list[Role]:
     """The roles of which no instance is up."""
     roles = {known.role for known in instances.present() if known.health is Health.UP}
     needed = () if Role.BOTH in roles else (Role.PREFILL, Role.DECODE)
+    if instances.decodes_only:
+        needed = (Role.DECODE,)
     return [role for role in needed if role not in roles]
 
 

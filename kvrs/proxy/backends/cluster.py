@@ -67,11 +67,7 @@ def open_backend(
         assert links.connectors is not None
         peer = PdBackend(links.connectors, config.url_of(instance))
         connector = VllmConnector(peer, connector_key(secret, instance.id))
-    cluster = config.cluster
-    roles = {each.role for _, each in cluster.instances()} | {
-        each.role for each in cluster.services
-    }
     identity = ConfiguredIdentity(
-        instance.id, node.id, instance.role, model, hands_off=Role.PREFILL in roles
+        instance.id, node.id, instance.role, model, hands_off=Role.PREFILL in config.cluster.roles
     )
     return VllmBackend(links, instance.url, identity, connector)

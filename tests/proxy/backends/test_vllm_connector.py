@@ -211,8 +211,52 @@ async def test_decode_instances_alone_serve_and_restore(vllms: Builder) -> None:
 
     system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP)
 
+    # Nothing is missing: neither to /readyz, nor to the alert KvrsRoleDown.
+    assert await ready(system) == "ready\n"
+    assert 'kvrs_worker_streams{role="decode"' in (metrics := await system.metrics())
+    assert 'role="prefill"' not in metrics
     assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
     assert await system.causes() == [("restore", "d0", "d1")]
+    await system.servers["d1"].kill()
+    await system.until_health(d1="down")
+    assert await ready(system) == "no decode instance is up\n"
+
+
+async def ready(system: Vllms) -> str:
+    async with system.http.get(f"http://127.0.0.1:{system.proxy.port}/readyz") as response:
+        return await response.text()
+
+
+async def test_counts_of_connectors_are_metrics(vllms: Builder) -> None:
+    """Workers have them that have a connector; gauges go with the worker."""
+    system = await vllms(lambda servers: equip(servers, "d0", "d1"), backup=BACKUP)
+    kvrs = connector_of(system, "d0")
+    kvrs.pages_saved, kvrs.pages_loaded, kvrs.pages_damaged, kvrs.lag_pages = 9, 5, 2, 3
+
+    async def has(*lines: str) -> bool:
+        metrics = (await system.metrics()).splitlines()
+        return all(f"kvrs_connector_{line}" in metrics for line in lines)
+
+    at = '{worker="d0"}'
+    await system.until(
+        lambda: has(
+            f"pages_saved_total{at} 9.0",
+            f"pages_loaded_total{at} 5.0",
+            f"pages_damaged_total{at} 2.0",
+            f"lag_pages{at} 3.0",
+            f"pinned_blocks{at} 0.0",
+            f"off{at} 0.0",
+        )
+    )
+    assert 'kvrs_connector_off{worker="p0"}' not in await system.metrics()
+    kvrs.off_reason = "no memory"
+    await system.until(lambda: has(f"off{at} 1.0", f"pages_saved_total{at} 9.0"))
+
+    await system.servers["d0"].kill()
+    await system.until_health(d0="down")
+
+    assert 'kvrs_connector_off{worker="d0"}' not in await system.metrics()
+    assert await has(f"pages_saved_total{at} 9.0", 'off{worker="d1"} 0.0')
 
 
 TESTED = {"self_test": True}
