@@ -148,5 +148,6 @@ class ScriptedConnector(ScriptedServer):
                 self.pages_damaged,
                 self.lag_pages,
                 off_reason=self.off_reason,
+                fingerprint=self.fingerprint,
             ),
         )

@@ -198,8 +198,12 @@ class InstanceEvents:
             case ev.NamesListed():
                 member.set_info(msgspec.structs.replace(member.info, names=event.names))
                 self._starter.place_idle(now_s)
-            case ev.CapabilitiesListed(capabilities=capabilities):
-                member.set_info(msgspec.structs.replace(member.info, capabilities=capabilities))
+            case ev.CapabilitiesListed():
+                changes = {
+                    "capabilities": event.capabilities,
+                    "kv_fingerprint": event.kv_fingerprint,
+                }
+                member.set_info(msgspec.structs.replace(member.info, **changes))
             case _:
                 assert_never(event)
 

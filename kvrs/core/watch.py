@@ -26,7 +26,13 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance, overdue_after_s
+from kvrs.core.fleet.known import (
+    Health,
+    KnownAgent,
+    KnownInstance,
+    others_with_other_kv,
+    overdue_after_s,
+)
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
@@ -35,6 +41,7 @@ from kvrs.protocol.instance import (
     AgentInfo,
     AgentReport,
     Capability,
+    ConnectorReport,
     InstanceInfo,
     LoadReport,
 )
@@ -80,6 +87,7 @@ class WatchNote(Enum):
     UNREACHED = auto()
     NAMES = auto()
     CAPABILITIES = auto()
+    OTHER_KV = auto()
 
 
 class WatchShell(Protocol):
@@ -316,12 +324,13 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
         self._control.instance_up(self._known, info, now_s)
         if info.names != NO_OTHER_NAMES:
             self._shell.note(WatchNote.NAMES, listed_names(info))
+        self._compare_kv()
 
     def _count(self, info: InstanceInfo, report: LoadReport, now_s: float) -> WatchStep | None:
         if report.names is not None and report.names != info.names:
             info = self._relist(msgspec.structs.replace(info, names=report.names), now_s)
-        if report.capabilities is not None and report.capabilities != info.capabilities:
-            self._equip(info, report.capabilities, now_s)
+        if report.capabilities is not None:
+            info = self._equip(info, report.capabilities, report.connector, now_s)
         self._control.load_reported(self._known, report, now_s)
         if not report.full_degree:
             return None
@@ -330,13 +339,30 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
         self._asked_shape = report.layout_number, report.degree, number
         return None if self._asked_shape == self._shape else WatchStep.SHAPE
 
-    def _equip(self, info: InstanceInfo, capabilities: list[Capability], now_s: float) -> None:
-        """The same process can do something more or less than before."""
-        info = msgspec.structs.replace(info, capabilities=capabilities)
+    def _equip(
+        self,
+        before: InstanceInfo,
+        capabilities: list[Capability],
+        connector: ConnectorReport | None,
+        now_s: float,
+    ) -> InstanceInfo:
+        """The same process can do this from now on, perhaps more or less than before."""
+        kv_fingerprint = (connector and connector.fingerprint) or before.kv_fingerprint
+        changes = {"capabilities": capabilities, "kv_fingerprint": kv_fingerprint}
+        info = msgspec.structs.replace(before, **changes)
+        if info == before:
+            return before
         self._info = self._known.info = info
         self._control.self_tests.up(info, now_s)
-        self._control.tell(ev.CapabilitiesListed(info.id, info.epoch, capabilities), now_s)
+        event = ev.CapabilitiesListed(info.id, info.epoch, capabilities, kv_fingerprint)
+        self._control.tell(event, now_s)
         self._shell.note(WatchNote.CAPABILITIES, [each.value for each in capabilities])
+        self._compare_kv()
+        return info
+
+    def _compare_kv(self) -> None:
+        if others := others_with_other_kv(self._control.instances, self._known):
+            self._shell.note(WatchNote.OTHER_KV, [*others])
 
     def _relist(self, info: InstanceInfo, now_s: float) -> InstanceInfo:
         """The same process serves other names than before."""

@@ -148,6 +148,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     # they are leased as those of a hand-off.
     kept: dict[StreamId, Natural] = {}
     names: ModelNames = NO_OTHER_NAMES
+    # Of its pages at agents, where it is not the fingerprint: of the connector in vLLM.
+    kv_fingerprint: str = ""
 
     @property
     def name_keys(self) -> tuple[str, ...]:
@@ -224,6 +226,7 @@ class ConnectorReport(msgspec.Struct, frozen=True):
     lag_pages: Natural = 0  # Full pages of protected streams that agents do not have yet.
     pinned_blocks: Natural = 0  # Staged pages and the blocks that wait for them.
     off_reason: str | None = None  # Why it does nothing; None: it is at work.
+    fingerprint: str = ""  # Of the pages that it saves and loads.
 
 
 class FetchReport(msgspec.Struct, frozen=True):

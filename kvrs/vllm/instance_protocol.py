@@ -110,6 +110,7 @@ class InstanceProtocol:
                 lag_pages=self._port.backlog.lag_pages,
                 pinned_blocks=self._port.pinned_blocks(),
                 off_reason=self._port.off_reason(),
+                fingerprint=self._port.fingerprint,
             ),
         )
 

@@ -130,12 +130,13 @@ class Checkpoints:
     def _keep(
         self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
     ) -> StoredCheckpoint:
-        geometry = decode.info.geometry
         checkpoint = stream.checkpoints.get(agent.id)
-        if checkpoint is None or checkpoint.geometry != geometry:
+        if checkpoint is None or not checkpoint.is_of(decode.info):
             if checkpoint is not None:
                 _rebook(checkpoint, 0)
-            checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometry)
+            checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(
+                agent, decode.info.geometry, kv_fingerprint=decode.info.kv_fingerprint
+            )
             agent.streams.add(stream.id)
         _rebook(checkpoint, need_bytes, decode.node)
         return checkpoint

@@ -330,12 +330,23 @@ def all_refused(instances: Instances) -> str | None:
     return "; ".join(causes) or None
 
 
+def others_with_other_kv(instances: Instances, known: KnownInstance) -> list[InstanceId]:
+    """Instances whose checkpoints cannot be restored there, nor its own at them."""
+    own = "" if known.info is None else known.info.kv_fingerprint
+    return [
+        each.id
+        for each in instances.present()
+        if own and each.health is Health.UP
+        if each.info is not None and each.info.kv_fingerprint not in ("", own)
+    ]
+
+
 def missing_roles(instances: Instances) -> list[Role]:
     """The roles of which no instance is up."""
     roles = {known.role for known in instances.present() if known.health is Health.UP}
-    needed = () if Role.BOTH in roles else (Role.PREFILL, Role.DECODE)
-    if instances.decodes_only:
-        needed = (Role.DECODE,)
+    if Role.BOTH in roles:
+        return []
+    needed = (Role.DECODE,) if instances.decodes_only else (Role.PREFILL, Role.DECODE)
     return [role for role in needed if role not in roles]
 
 

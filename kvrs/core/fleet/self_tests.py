@@ -437,7 +437,9 @@ def _restore(life: TestedProcess, free: Mapping[InstanceId, TestedProcess]) -> R
     holders = [
         name
         for name, other in free.items()
-        if other is not life and Capability.CHECKPOINT in other.info.capabilities
+        if other is not life
+        and Capability.CHECKPOINT in other.info.capabilities
+        and other.info.kv_fingerprint == life.info.kv_fingerprint
     ]
     if not holders:
         return None

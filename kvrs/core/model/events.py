@@ -149,6 +149,7 @@ class CapabilitiesListed:
     instance: InstanceId
     epoch: int
     capabilities: list[Capability]
+    kv_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.instance import InstanceInfo
 
 # Between two tries of the same instance, which double from `recovery.retry_pause_s`.
 LONGEST_PAUSE_S = 2.0
@@ -47,6 +48,14 @@ class StoredCheckpoint:
     booked_bytes: int = 0
     pages: int = 0
     booked_for: NodeId | None = None  # The node that decodes the stream.
+    kv_fingerprint: str | None = None  # Of the instance that saves; None: not known.
+
+    def is_of(self, info: InstanceInfo) -> bool:
+        """The instance saves and loads pages like these."""
+        theirs, kv_fingerprint = self.geometry, self.kv_fingerprint
+        return (theirs is info.geometry or theirs == info.geometry) and (
+            kv_fingerprint is None or kv_fingerprint == info.kv_fingerprint
+        )
 
 
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):

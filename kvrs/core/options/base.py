@@ -150,8 +150,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         )
     for checkpoint in stream.checkpoints.values() if target.restores else ():
         agent = checkpoint.agent
-        theirs = checkpoint.geometry
-        if not checkpoint.pages or (theirs is not geometry and theirs != geometry):
+        if not checkpoint.pages or not checkpoint.is_of(target.info):
             continue
         link = view.link_from(agent, node)
         is_local = agent.node == node and not link.measured

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance, others_with_other_kv
 from kvrs.core.fleet.names import listed_names
 from kvrs.ids import StreamId
 from kvrs.proxy.streams.driver import Driver
@@ -101,7 +101,7 @@ def _instance(
         "epoch": None if known.info is None else known.info.epoch,
         "models": [] if known.info is None else listed_names(known.info),
         "load": None if known.load is None else msgspec.to_builtins(known.load),
-        "connector": _connector(known),
+        "connector": _connector(known, driver),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
         "self_test": driver.control.self_tests.describe(known.id),
@@ -109,10 +109,13 @@ def _instance(
     return shown if known.reason is None else shown | {"reason": known.reason}
 
 
-def _connector(known: KnownInstance) -> dict[str, Any] | None:
+def _connector(known: KnownInstance, driver: Driver) -> dict[str, Any] | None:
     """Counts of the kvrs connector in vLLM; None: it has none, or is not up."""
     report = None if known.load is None else known.load.connector
-    return None if report is None else msgspec.to_builtins(report)
+    if report is None:
+        return None
+    others = others_with_other_kv(driver.control.instances, known)
+    return {**msgspec.to_builtins(report), "differs_from": others}
 
 
 def _ranks(known: KnownInstance, now_s: float) -> dict[str, Any]:

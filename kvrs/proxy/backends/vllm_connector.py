@@ -44,6 +44,7 @@ class VllmConnector:
         self._above: int | None = None
         self._pid = 0
         self._offered: list[Capability] = []
+        self._fingerprint = ""
         self._report: LoadReport | None = None  # The last one of this process.
         self._fault: str | None = "not asked yet"  # None: it answers.
 
@@ -61,7 +62,8 @@ class VllmConnector:
         is_new = self._server is None or self._server.epoch != server.epoch
         self._server = server
         if is_new:
-            self._epoch, self._above, self._pid, self._report = 0, None, 0, None
+            self._epoch, self._above, self._pid = 0, None, 0
+            self._report, self._fingerprint = None, ""
         own = await self._ask()
         if own is not None and is_new:
             self._above, self._pid = 0, own.pid
@@ -160,7 +162,7 @@ class VllmConnector:
 
     def _met(self, own: InstanceInfo) -> None:
         assert self._server is not None
-        self._fault, self._offered = None, own.capabilities
+        self._fault, self._offered, self._fingerprint = None, own.capabilities, own.fingerprint
         if self._above is None:
             self._above = own.epoch - self._server.epoch
         self._epoch = max(self._epoch, own.epoch)
@@ -172,6 +174,7 @@ class VllmConnector:
             epoch=server.epoch if self._above is None else self._epoch - self._above,
             pid=self._pid,
             capabilities=[*server.capabilities, *(each for each in _USED if each in offered)],
+            kv_fingerprint=self._fingerprint,
         )
 
     # The calls of a stream.

@@ -12,6 +12,7 @@ from kvrs_testkit.vllm_cluster import LONG, TOKENS, Builder, Servers, Vllms
 
 pytestmark = pytest.mark.network
 
+DIFFERS = "restores no checkpoints of others: other fingerprint"
 BACKUP = {"mode": "remote"}
 OF_VLLM = ["prefix_cache"]
 OF_BOTH = [*OF_VLLM, "pull_pages", "checkpoint", "fence"]
@@ -357,3 +358,46 @@ async def test_a_process_that_comes_after_one_that_failed_restores_nothing_befor
 
     ((option, *_),) = await system.causes()
     assert option != "restore"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("fingerprint", ["weights", "other weights"])
+async def test_checkpoints_are_restored_where_the_fingerprint_is_theirs(
+    vllms: Builder, fingerprint: str, is_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server with another one, as by another dtype, is used; state and log name those that it
+    differs from. A connector may be reached only after its server was met.
+    """
+
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        kvrs = servers["d1"].kvrs
+        assert kvrs is not None
+        kvrs.fingerprint = fingerprint
+
+    system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP)
+    if is_late:
+        server, kvrs = system.servers["d1"], connector_of(system, "d1")
+        await server.kill()
+        await system.until_health(d1="down")
+        server.kvrs = None
+        await server.restart()
+        await system.until_health(d1="up")
+        caplog.clear()
+        server.kvrs = kvrs
+        await kvrs.start()
+    await until_capable(system, "d1", OF_BOTH)
+    rows = {name: await row_of(system, name) for name in ("d0", "d1", "p0")}
+
+    assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
+
+    is_other = fingerprint != "weights"
+    assert {name: row["connector"]["differs_from"] for name, row in rows.items()} == {
+        "d0": ["d1"] * is_other,
+        "d1": ["p0", "d0"] * is_other,
+        "p0": ["d1"] * is_other,
+    }
+    assert (DIFFERS in caplog.messages) is is_other
+    ((option, *names),) = await system.causes()
+    assert (option == "restore") is not is_other
+    assert names == ["d0", "d1"]
