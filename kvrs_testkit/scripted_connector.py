@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from kvrs import __version__
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.connector import FIELD, connector_key, unseal
@@ -142,7 +143,7 @@ class ScriptedConnector(ScriptedServer):
             fetched_pages=self.pages_loaded,
             fetches=self.fetches,
             connector=ConnectorReport(
-                "1.0",
+                __version__,
                 self.pages_saved,
                 self.pages_loaded,
                 self.pages_damaged,

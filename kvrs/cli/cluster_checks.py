@@ -8,6 +8,8 @@ from typing import Any
 
 import kvrs
 from kvrs.cli.findings import Finding, bad, doubtful, good
+from kvrs.config.backup import BackupMode
+from kvrs.config.cluster import Backend
 from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
 from kvrs.core.fleet.self_tests import Continues
 from kvrs.errors import ConfigError
@@ -63,6 +65,7 @@ def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
     yield from _proxies(config, state["proxies"], answer.url)
     yield from _instances(state["instances"])
     yield from _models(state["instances"])
+    yield from _connectors(config, state["instances"])
     yield from _self_tests(state["instances"])
     if config.agents_run or state["agents"]:
         yield from _agents(config, state["agents"])
@@ -155,6 +158,46 @@ def _models(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
     up = [row["id"] for row in rows if row["health"] == "up"]
     if len(up) > 1:
         yield good("model and fingerprint", f"equal at {len(up)} instances that are up")
+
+
+def _connectors(config: Config, rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
+    """The kvrs connectors in vLLM, as the proxy reaches them, and whether `backup.mode` fits."""
+    up = [row for row in rows if row["health"] == "up"]
+    for row in up:
+        if (connector := row["connector"]) is not None:
+            yield _connector(f"connector of {row['id']}", connector)
+    if config.cluster.backend is not Backend.VLLM:
+        return
+    mode = config.backup.mode.value
+    having = {each.id for _, each in config.cluster.instances() if each.connector_port}
+    lacking = [row["id"] for row in up if row["id"] not in having]
+    if having and mode == BackupMode.OFF:
+        value = f"{mode}, and {len(having)} instances have a connector_port"
+        remedy = "set backup.mode, and start an agent on each node"
+        yield doubtful("backup.mode", value, "remote, local or both", remedy)
+    elif having and lacking:
+        value = f"{mode}, and no connector_port at {', '.join(lacking)}"
+        remedy = "start vLLM with the connector there (docs/guide/vllm.md)"
+        yield doubtful("backup.mode", value, "a connector in each, or no checkpoint", remedy)
+
+
+def _connector(check: str, report: Mapping[str, Any]) -> Finding:
+    if (reason := report["off_reason"]) is not None:
+        remedy = (
+            "KVRS_SECRET and the cluster's file have to be equal at vLLM and proxy, the "
+            "connector_port open to the proxy; else see vLLM's log, and restart it"
+        )
+        return bad(check, f"off ({reason})", "at work: it saves and restores", remedy)
+    if others := report["differs_from"]:
+        value = f"{report['fingerprint']}, not that of {', '.join(others)}"
+        remedy = "the same weights, dtype, block size and overrides at all of them"
+        return doubtful(check, value, "one fingerprint: else nothing is restored", remedy)
+    value = f"kvrs {report['version']}, {report['pages_saved']:,} pages saved, "
+    value += f"{report['pages_loaded']:,} loaded, {report['pages_damaged']:,} damaged"
+    if report["version"] != kvrs.__version__:
+        remedy = "install the same kvrs beside vLLM, and restart it"
+        return doubtful(check, value, f"kvrs {kvrs.__version__}, as here", remedy)
+    return good(check, value)
 
 
 def _self_tests(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:

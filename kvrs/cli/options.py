@@ -322,7 +322,7 @@ OwnQueueDepth = Annotated[
     float, typer.Option(help="Requests ahead at the own decode instance, for the hand-off")
 ]
 PrefixCache = Annotated[
-    bool, typer.Option("--prefix-cache", help="Engines that fetch no pages, as vLLM")
+    bool, typer.Option("--prefix-cache", help="vLLM: no pages come from other instances")
 ]
 Correct = Annotated[
     list[str] | None,

@@ -63,7 +63,8 @@ class Question:
     reused_tokens: int = 0  # Leading tokens of the history whose KV the target has.
     # Before the decode instance beside the holder, at the end of prefill: for the hand-off alone.
     own_queue_s: float = 0.0
-    # The target fetches no pages: the holder computes behind what it has cached, and hands off.
+    # The target fetches no pages of instances: the holder computes behind what it has cached, and
+    # hands off.
     prefix_cache: bool = False
     # Learned factors that predictions are multiplied by.
     corrections: Mapping[Option, float] = field(default_factory=dict)
@@ -166,16 +167,19 @@ def _case(question: Question) -> Case:
     """The victim at its target, with a policy's records of the situation in question."""
     settings = question.settings
     view = ClusterView(question.local_bytes_per_s)
-    everything = frozenset(Capability)
-    at_target = everything - {Capability.PULL_PAGES} if question.prefix_cache else everything
+    at_holder = at_target = frozenset(Capability)
+    if question.prefix_cache:  # As vLLM; with its connector pages of agents are fetched.
+        at_holder = at_target = at_holder - {Capability.RETAIN, Capability.SPLIT}
+        if not question.checkpoint_tokens:
+            at_target -= {Capability.PULL_PAGES}
     holder, prefill, target = (
         view.add(
             assumed_instance(InstanceId(name), node, role, question.geometry, can),
             question.prefill,
         )
         for name, node, role, can in (
-            ("holder", _N0, Role.PREFILL, everything),
-            ("prefill instance", _N1, Role.PREFILL, everything),
+            ("holder", _N0, Role.PREFILL, at_holder),
+            ("prefill instance", _N1, Role.PREFILL, at_holder),
             ("target", _N1, Role.DECODE, at_target),
         )
     )

@@ -185,6 +185,22 @@ def test_the_hand_off_by_rom_leaves_at_the_crossover_queue_depth(
     assert by_auto.how is Handoff.AUTO
 
 
+def test_vllm_restores_pages_of_agents_and_fetches_none_of_instances() -> None:
+    """With its connector, which a checkpoint in question stands for; without it nothing is fetched.
+    Migrating goes by the prefix cache all the same.
+    """
+    asked = question(prefix_cache=True, host_to_device_bytes_per_s=2_048_000_000.0)
+
+    plain, connected = explain(asked), explain(replace(asked, checkpoint_tokens=320))
+
+    options = [Option.RECOMPUTE, Option.MIGRATE]
+    assert {each.option for each in plain.options} == {*options}
+    assert {each.option for each in connected.options} == {*options, Option.RESTORE}
+    assert total_s(connected, Option.RESTORE) == pytest.approx(0.002 + 320e-6 + 0.020)
+    for option in options:
+        assert total_s(plain, option) == total_s(connected, option)
+
+
 def test_a_checkpoint_beside_the_target_comes_from_host_memory() -> None:
     """And one elsewhere over a link."""
     asked = question(

@@ -152,11 +152,11 @@ class VllmConnector:
             return None
         counts = self._report.connector
         is_on = counts is None or counts.off_reason is None
-        if is_on and own.geometry != self._server.geometry:
-            self._fault = (
-                f"its pages have the geometry {own.geometry}, the model has {self._server.geometry}"
-            )
-            return None
+        for what in ("id", "node", "geometry") if is_on else ():
+            wanted, got = getattr(self._server, what), getattr(own, what)
+            if wanted != got:
+                self._fault = f"its {what} is {got}, that of the configuration {wanted}"
+                return None
         self._met(own)
         return own
 
