@@ -10,7 +10,9 @@ _HEADERS = {
     "starts two nodes, each with a prefill and a decode instance, and a proxy.",
     Backend.VLLM: "kvrs in front of vLLM, one prefill and two decode instances that are already up "
     "(docs/guide/vllm.md has their command lines). To be changed: model, hosts, ports and profile. "
-    "Then `export KVRS_SECRET=$(openssl rand -hex 32)` and `kvrs proxy --config FILE`.",
+    "Then `export KVRS_SECRET=$(openssl rand -hex 32)` and `kvrs proxy --config FILE`. With the "
+    "kvrs connector in vLLM (same page) cut streams are restored: give each instance its "
+    "connector_port and each node an agent, and set backup.mode to remote.",
     Backend.DISTSERVE: "kvrs in front of DistServe, two servers on this machine, without a GPU: "
     "`kvrs up --config FILE` (docs/guide/distserve.md). To be changed: home, the checkout.",
 }
@@ -39,11 +41,16 @@ cluster:
   model: /models/Llama-3.1-8B-Instruct
   nodes:
   - id: n0
+    agent: {host: 127.0.0.1, port: 8400, page_port: 8410}
     instances:
-    - {id: p0, role: prefill, host: 127.0.0.1, port: 8100}
-    - {id: d0, role: decode, host: 127.0.0.1, port: 8200}
-  - {id: n1, instances: [{id: d1, role: decode, host: 127.0.0.1, port: 8201}]}
+    - {id: p0, role: prefill, host: 127.0.0.1, port: 8100, connector_port: null}
+    - {id: d0, role: decode, host: 127.0.0.1, port: 8200, connector_port: null}
+  - id: n1
+    agent: {host: 127.0.0.1, port: 8401, page_port: 8411}
+    instances:
+    - {id: d1, role: decode, host: 127.0.0.1, port: 8201, connector_port: null}
 policy: {name: auto}
+backup: {mode: "off"}
 profiles: {prefill: llama-3.1-8b-h100-vllm-tp1}
 """,
     Backend.DISTSERVE: """

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 
+from kvrs.config.cluster import Backend
 from kvrs.config.file import parse_config
+from kvrs.config.first_file import first_file
+from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId
 from kvrs_testkit.vllm_cluster import document
@@ -69,3 +72,19 @@ def test_the_protocol_is_spoken_at_the_connector() -> None:
     _, d0 = config.cluster.find(InstanceId("d0"))
 
     assert (config.url_of(d0), d0.url) == ("http://127.0.0.1:1012", "http://127.0.0.1:1002")
+
+
+def test_the_first_file_for_vllm_has_what_the_connector_needs() -> None:
+    """Three values are to be changed, no line is to be found elsewhere."""
+    text = first_file(Backend.VLLM)
+    for name, port in (("p0", 8300), ("d0", 8301), ("d1", 8302)):
+        place = f"id: {name}"
+        before, found, after = text.partition(place)
+        assert found
+        text = before + found + after.replace("connector_port: null", f"connector_port: {port}", 1)
+
+    config = parse_config(parse_yaml(text.replace("mode: 'off'", "mode: remote")))
+
+    ports = [each.connector_port for _, each in config.cluster.instances()]
+    assert (ports, config.agents_run) == ([8300, 8301, 8302], True)
+    assert all(node.agent.port and node.agent.page_port for node in config.cluster.nodes)

@@ -1,5 +1,6 @@
 """The image, units and manifests of `deploy/` go with each other and with kvrs."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -142,3 +143,43 @@ def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
 
     wrong = [line for line in checked.stderr.splitlines() if "kvrs" in line]
     assert wrong == []
+
+
+def test_servers_with_the_connector_go_with_their_configuration(tmp_path: Path) -> None:
+    """Each pod is a node: its server and its agent have the ids and ports of the file."""
+    text = (DEPLOY / "kubernetes" / "vllm.yaml").read_text()
+    found = {each["kind"]: each for each in yaml.safe_load_all(text)}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(found["ConfigMap"]["data"]["cluster.yaml"])
+    config = load_config(file, ENVIRONMENT)
+    pods, service = found["StatefulSet"], found["Service"]
+    server, agent = pods["spec"]["template"]["spec"]["containers"]
+    transfer = json.loads(server["args"][1])
+    place = transfer["kv_connector_extra_config"]["kvrs"]
+    ports = {each["name"]: each["containerPort"] for each in [*server["ports"], *agent["ports"]]}
+    volumes = {each["name"]: each for each in pods["spec"]["template"]["spec"]["volumes"]}
+
+    assert transfer["kv_connector_module_path"] == "kvrs.vllm.connector"
+    assert len(config.cluster.nodes) == pods["spec"]["replicas"]
+    for number, node in enumerate(config.cluster.nodes):
+        (instance,) = node.instances
+        host = f"{pods['metadata']['name']}-{number}.{service['metadata']['name']}"
+        assert place["instance"].replace("$(POD_INDEX)", str(number)) == instance.id
+        assert agent["args"][-1].replace("$(POD_INDEX)", str(number)) == node.id
+        assert (instance.host, node.agent.host) == (host, host)
+        assert ports == {
+            "http": instance.port,
+            "connector": instance.connector_port,
+            "agent": node.agent.port,
+            "pages": node.agent.page_port,
+        }
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert server["command"][-1] == str(ports["http"])
+    assert place["config"] == agent["args"][2] == f"/etc/kvrs/{file.name}"
+    limit = int(agent["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
+    room = int(volumes["shm"]["emptyDir"]["sizeLimit"].removesuffix("Gi")) << 30
+    assert config.backup.capacity_bytes < min(limit, room)
+    for container in (server, agent):
+        environment = {each["name"]: each["valueFrom"] for each in container["env"]}
+        assert "secretKeyRef" in environment["KVRS_SECRET"]
+        assert {each["name"] for each in container["volumeMounts"]} == volumes.keys()
