@@ -81,6 +81,8 @@ async def test_a_connector_that_is_not_at_work_is_a_failure_with_its_reason(
                 kvrs.node = "n7"
             case "off":
                 kvrs.off_reason = "an unknown layout"
+            case _:
+                assert fault == "gone"
 
     system = await vllms(prepare, backup={"mode": "remote"})
     if fault == "gone":
