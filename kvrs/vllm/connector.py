@@ -141,7 +141,14 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
 
     @classmethod
     def get_required_kvcache_layout(cls, *_: Any, **__: Any) -> str | None:
-        return "HND"
+        """Heads before tokens, by the name that this vLLM's own connectors have for it: two names
+        in one `MultiConnector` end the engine.
+        """
+        try:
+            names = import_module("vllm.v1.kv_cache_layout").KVCacheLayout
+        except (ImportError, AttributeError):
+            names = None
+        return "LBHNC" if hasattr(names, "LBHNC") else "HND"
 
     # The scheduler's side.
 
@@ -281,6 +288,9 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
 
     def save_kv_layer(self, *_: Any, **__: Any) -> None:
         """All layers are saved behind the step."""
+
+    # A `MultiConnector` passes the data of its other connectors, which vLLM's own hook may refuse.
+    set_xfer_handshake_metadata_pp_aware = save_kv_layer
 
     def get_finished(self, *_: Any, **__: Any) -> tuple[None, set[str] | None]:
         return None, set(self._done.loads) or None

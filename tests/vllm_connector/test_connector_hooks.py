@@ -267,6 +267,22 @@ def test_an_unknown_interface_is_left_alone_and_named(
     assert connector.get_finished(set(), 1) == (None, None)
 
 
+@pytest.mark.parametrize("name", ["HND", "LBHNC"])
+def test_the_layout_has_the_name_that_vllm_s_connectors_use(vllm: Vllm, name: str) -> None:
+    """`MultiConnector` compares names, and raises where they differ."""
+
+    def change(stand_ins: Any) -> None:
+        if name == "LBHNC":
+            layouts = SimpleNamespace(KVCacheLayout=SimpleNamespace(LBHNC=1))
+            stand_ins["vllm.v1.kv_cache_layout"] = vars(layouts)
+
+    connector = vllm.start(module=vllm.load(change))
+
+    assert connector.get_required_kvcache_layout(None) == name
+    connector.set_xfer_handshake_metadata_pp_aware({(1, 0): "of NIXL"})
+    assert connector.switch.off_reason is None
+
+
 @pytest.mark.parametrize("name", ["has_pending_push_work", "bind_gpu_block_pool"])
 def test_a_vllm_that_lends_no_blocks_is_served_without(vllm: Vllm, name: str) -> None:
     connector = vllm.start(module=vllm.load(without(BASE, "KVConnectorBase_V1", name)))
