@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrs.cluster.ports import resolve_ports
+from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
+from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.processes import Processes, below
 
 # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
@@ -81,9 +83,9 @@ class ServerError(KvrsError):
     """A server did not answer as vLLM does."""
 
 
-def vllm_config(directory: Path) -> Config:
+def vllm_config(directory: Path, *, with_kvrs: bool = False) -> Config:
     """One prefill and two decode instances on free ports; their model, tiny and random, is written
-    into the directory.
+    into the directory. `with_kvrs`: they have the kvrs connector, too, and each node an agent.
     """
     nodes = [
         {
@@ -100,8 +102,14 @@ def vllm_config(directory: Path) -> Config:
         # Of another machine: it decides nothing where the policy names its option.
         "profiles": {"prefill": "llama-3.1-8b-a100-vllm-tp1"},
     }
+    if with_kvrs:
+        document |= {"gossip": {"enabled": False}, "backup": {"mode": "remote"}}
     document = resolve_ports(parse_config(document)).model_dump(mode="json")
     document["cluster"] |= {"backend": "vllm", "model": str(model)}
+    if with_kvrs:
+        instances = [each for node in document["cluster"]["nodes"] for each in node["instances"]]
+        for instance, port in zip(instances, free_ports(len(instances)), strict=True):
+            instance["connector_port"] = port
     return parse_config(document)
 
 
@@ -137,6 +145,9 @@ class VllmServers(Processes):
         super().__init__(config)
         self._python, self._pythons = python, pythons
         self._flags = flags
+        # By instance, beside those of all: flags, and fields of --kv-transfer-config.
+        self.flags: dict[str, list[str]] = {}
+        self.transfer: dict[str, dict[str, Any]] = {}
         self._instances = {
             str(instance.id): instance for _, instance in self.config.cluster.instances()
         }
@@ -151,21 +162,7 @@ class VllmServers(Processes):
                 self.kill(name)
                 former.wait(_END_TIMEOUT_S)
             instance, python = self._instances[name], self._pythons.get(name, self._python)
-            connector: dict[str, Any]
-            if instance.connector_port is None:
-                connector = {
-                    "kv_connector": "NixlConnector",
-                    "kv_role": _ROLES[instance.role],
-                    "kv_buffer_device": "cpu",
-                }
-            else:
-                place = {"config": str(self._config_path), "instance": name}
-                connector = {
-                    "kv_connector": "KvrsConnector",
-                    "kv_connector_module_path": "kvrs.vllm.connector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"kvrs": place},
-                }
+            connector = self._connector(instance)
             self._spawn(
                 name,
                 "vllm.entrypoints.openai.api_server",
@@ -178,8 +175,10 @@ class VllmServers(Processes):
                     str(instance.port),
                     *FLAGS,
                     *self._flags,
+                    *self.flags.get(name, ()),
                 ),
-                *("--kv-transfer-config", json.dumps(connector)),
+                "--kv-transfer-config",
+                json.dumps(connector | self.transfer.get(name, {})),
                 python=python,
                 **ENVIRONMENT,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
@@ -187,6 +186,30 @@ class VllmServers(Processes):
                 # Beside the environment: the next start finds it, and it goes when that goes.
                 VLLM_CACHE_ROOT=str(Path(python).parent.parent / "cache"),
             )
+
+    def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
+        """NIXL's where prompts are handed over, and that of kvrs where it has a port."""
+        place = {"config": str(self._config_path), "instance": str(instance.id)}
+        nixl = {
+            "kv_connector": "NixlConnector",
+            "kv_role": _ROLES[instance.role],
+            "kv_buffer_device": "cpu",
+        }
+        kvrs = {
+            "kv_connector": "KvrsConnector",
+            "kv_connector_module_path": "kvrs.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"kvrs": place},
+        }
+        if instance.connector_port is None:
+            return nixl
+        if all(each.role is Role.DECODE for each in self._instances.values()):
+            return kvrs
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [nixl, kvrs]},
+        }
 
     def wait_ready(self, *names: str) -> None:
         """Wait until these take requests and have taken some: every path once, because the first
@@ -255,6 +278,7 @@ class VllmServers(Processes):
             ),
             "pulled_bytes": total("nixl_bytes_transferred_sum"),
             "running": total("num_requests_running"),
+            "cache_usage": total("kv_cache_usage_perc"),
         }
 
     def complete(self, name: str, **fields: Any) -> Any:

@@ -1,161 +1,245 @@
-"""The kvrs connector in real vLLM: streams of a killed server go on from the pages that an agent
-has.
+"""The kvrs connector in real vLLM: streams go on from the pages that an agent has, whatever is
+wrong with these, and nothing is left of those that were aborted.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import random
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
-from kvrs.config.cluster import InstanceSettings
+from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.ids import StreamId
-from kvrs.protocol.connector import connector_key, seal
-from kvrs.protocol.instance import (
-    AgentInfo,
-    AgentReport,
-    CheckpointTarget,
-    ConnectorReport,
-    KvrsParams,
-    LoadReport,
-    SourceRange,
-)
-from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key
-from kvrs.proving import Address, ProvingConnector, agent_keys
-from kvrs_testkit.vllm_servers import (
-    OLDEST_PYTHON_ENV,
-    PYTHON_ENV,
-    VllmServers,
-    connector_config,
-)
+from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
+from kvrs_testkit.vllm_clients import PAGE_TOKENS, Clients, clients
+from kvrs_testkit.vllm_servers import OLDEST_PYTHON_ENV, PYTHON_ENV, VllmServers, connector_config
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.xdist_group("clusters"),
+    pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter"),
 ]
 
 PROMPT = list(range(5, 45))
 TOKENS, CUT = 600, 300
-STREAM = StreamId("ab" * 16)
 DEADLINE_S = 240.0
 
 
-@asynccontextmanager
-async def clients(servers: VllmServers) -> AsyncIterator["Clients"]:
-    keys: dict[Address, ScopedKey] = {
-        (each.host, each.connector_port): scoped_key(servers.secret, Scope.INSTANCE, each.id)
-        for _, each in servers.config.cluster.instances()
-    }
-    agents = agent_keys(servers.secret, servers.config.cluster.nodes)
-    async with (
-        aiohttp.ClientSession() as http,
-        aiohttp.ClientSession(connector=ProvingConnector({**keys, **agents})) as proven,
-    ):
-        yield Clients(servers, http, proven)
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServers]:
+    """Two decode instances, d0 and d1, and an agent on the node of each. vLLM recomputes what fails
+    in d0, and lets requests fail by it in d1.
+    """
+    config = connector_config(tmp_path_factory.mktemp("restore"))
+    with VllmServers(config, os.environ[PYTHON_ENV]) as servers:
+        servers.transfer["d0"] = {"kv_load_failure_policy": "recompute"}
+        servers.transfer["d1"] = {"kv_load_failure_policy": "fail"}
+        start(servers)
+        yield servers
 
 
-class Clients:
-    def __init__(
-        self, servers: VllmServers, http: aiohttp.ClientSession, proven: aiohttp.ClientSession
-    ) -> None:
-        self.servers, self.http, self.proven = servers, http, proven
-
-    async def get(self, url: str, kind: Any) -> Any:
-        async with self.proven.get(url) as answer:
-            return msgspec.json.decode(await answer.read(), type=kind)
-
-    async def report(self, instance: InstanceSettings) -> ConnectorReport:
-        url = f"http://{instance.host}:{instance.connector_port}/kvrs/v1/load"
-        report: LoadReport = await self.get(url, LoadReport)
-        assert report.connector is not None
-        return report.connector
-
-    async def generate(
-        self,
-        instance: InstanceSettings,
-        prompt: list[int],
-        tokens: int,
-        params: KvrsParams | None = None,
-        kill_at: int | None = None,
-        salt: str | None = None,
-    ) -> list[int]:
-        body: dict[str, Any] = {
-            "model": self.servers.model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "cache_salt": salt,
-        }
-        if params is not None:
-            sealed = seal(params, connector_key(self.servers.secret, instance.id))
-            body["kv_transfer_params"] = {"kvrs": msgspec.to_builtins(sealed)}
-        ids: list[int] = []
-        async with self.http.post(instance.url + "/v1/completions", json=body) as answer:
-            assert answer.status == 200, await answer.text()
-            try:
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        event = msgspec.json.decode(line[6:])
-                        ids += event["choices"][0].get("token_ids") or []
-                        if kill_at is not None and len(ids) >= kill_at:
-                            await asyncio.sleep(0.3)  # The gathered pages are on their way.
-                            self.servers.kill(str(instance.id))
-                            kill_at = None
-            except aiohttp.ClientPayloadError:
-                pass
-        return ids
+def start(servers: VllmServers) -> None:
+    """One server after the other: each takes the memory of three interpreters with torch."""
+    servers.start(*(str(node.agent_id) for node in servers.config.cluster.nodes))
+    for name in servers.names:
+        servers.start(name)
+        servers.wait_ready(name)
 
 
-@pytest.mark.skipif(PYTHON_ENV not in os.environ, reason=f"{PYTHON_ENV} names no interpreter")
-@pytest.mark.parametrize("oldest", ["", "d0", "d1"])
-async def test_a_killed_server_s_stream_is_restored_from_an_agent(
+Place = tuple[NodeSettings, InstanceSettings]
+
+
+def places(servers: VllmServers) -> tuple[Place, Place]:
+    first, second = servers.config.cluster.instances()
+    return first, second
+
+
+def to(node: NodeSettings, reserved_bytes: int = 8 << 20) -> list[CheckpointTarget]:
+    return [CheckpointTarget(node.agent_id, reserved_bytes)]
+
+
+def stream_of(name: str) -> StreamId:
+    return StreamId(name.encode().hex().ljust(32, "0")[:32])
+
+
+async def saved(
+    client: Clients, place: Place, node: NodeSettings, name: str
+) -> tuple[list[int], SourceRange]:
+    """A stream of `CUT` tokens under a salt of its own, and what an agent has of it."""
+    params = KvrsParams(stream_of(name), 1, len(PROMPT), checkpoints=to(node))
+    ids = await client.generate(place[1], PROMPT, CUT, params, salt=name)
+    source = await client.source(node, params.stream)
+    assert source.pages * PAGE_TOKENS >= 0.9 * CUT
+    return ids, source
+
+
+async def restored(
+    client: Clients, place: Place, name: str, cut: list[int], source: SourceRange, **more: object
+) -> tuple[list[int], int, int]:
+    """The rest of a stream at another instance; how many pages it loaded, and found damaged."""
+    before = await client.report(place[1])
+    params = KvrsParams(stream_of(name), 2, len(PROMPT), sources=[source], **more)  # type: ignore[arg-type]
+    rest = await client.generate(place[1], PROMPT + cut, TOKENS - len(cut), params, salt=name)
+    after = await client.report(place[1])
+    assert after.off_reason is None
+    return (
+        rest,
+        after.pages_loaded - before.pages_loaded,
+        after.pages_damaged - before.pages_damaged,
+    )
+
+
+def flip_a_bit(servers: VllmServers, page: bytes) -> None:
+    """In every copy of this page that agents have, those of equal streams included."""
+    found = 0
+    for path in Path(servers.config.backup.directory).glob("**/segment-*"):
+        content, start = path.read_bytes(), -1
+        while (start := content.find(page, start + 1)) >= 0:
+            found += 1
+            with path.open("r+b") as file:
+                file.seek(start + len(page) // 2)
+                file.write(bytes([page[len(page) // 2] ^ 1]))
+    assert found
+
+
+@pytest.mark.parametrize("at", ["d0", "d1"])
+async def test_pages_negated_under_right_checksums_change_the_tail(
+    servers: VllmServers, at: str
+) -> None:
+    """Loaded pages are used: attention reads what the agent has."""
+    first, second = places(servers)
+    here, there = (second, first) if at == "d0" else (first, second)
+    async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
+        calm = await client.generate(there[1], PROMPT, TOKENS, salt=f"calm {at}")
+        name = f"good {at}"
+        cut, source = await saved(client, here, here[0], name)
+        assert await restored(client, there, name, cut, source) == (calm[CUT:], source.pages, 0)
+
+        name = f"bad {at}"
+        cut, source = await saved(client, here, here[0], name)
+        tags = await client.tags(here[1], PROMPT + cut, name)
+        pages = await client.read_pages(here[1], here[0], tags[: source.pages])
+        for page in pages:
+            page[3::4] = bytes(byte ^ 0x80 for byte in page[3::4])  # Signs of float32.
+        spoilt = stream_of(f"spoilt {at}")
+        await client.write_pages(here[1], there[0], spoilt, tags[: source.pages], pages)
+        source = await client.source(there[0], spoilt)
+        rest, loaded, damaged = await restored(client, there, name, cut, source)
+        assert (loaded, damaged) == (source.pages, 0)
+        assert rest != calm[CUT:]
+
+
+@pytest.mark.parametrize("at", ["d0", "d1"])
+async def test_a_page_with_a_flipped_bit_is_computed_and_saved_again(
+    servers: VllmServers, at: str
+) -> None:
+    """With either policy of vLLM for loads that fail, since none does."""
+    first, second = places(servers)
+    here, there = (second, first) if at == "d0" else (first, second)
+    name, bad = f"flip {at}", 5
+    async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
+        calm = await client.generate(there[1], PROMPT, TOKENS, salt=f"calm of {name}")
+        cut, source = await saved(client, here, here[0], name)
+        tags = await client.tags(here[1], PROMPT + cut, name)
+        pages = await client.read_pages(here[1], here[0], tags[: source.pages])
+        flip_a_bit(servers, bytes(pages[bad]))
+
+        found = await restored(client, there, name, cut, source, checkpoints=to(there[0]))
+
+        assert found == (calm[CUT:], bad, 1)
+        again = await client.source(there[0], stream_of(name))
+        assert again.pages >= source.pages
+        whole = await client.read_pages(there[1], there[0], tags[: source.pages])
+        assert whole[:bad] == pages[:bad]
+
+
+async def test_200_aborts_in_mid_load_and_mid_save_leave_nothing(servers: VllmServers) -> None:
+    """After 5 s no block is pinned or used, no page staged, and streams are restored as before."""
+    first, second = places(servers)
+    choose = random.Random(7)
+    async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
+        names = [f"abort {number}" for number in range(8)]
+        stored = await asyncio.gather(*(saved(client, first, first[0], name) for name in names))
+
+        async def abort(number: int) -> None:
+            name, (cut, source) = names[number % 8], stored[number % 8]
+            stream = stream_of(f"abort again {number}")
+            node, instance = second if number % 3 else first
+            # No proxy gives the agent's room back.
+            target = to(node, 1 << 20)
+            params = KvrsParams(stream, 2, len(PROMPT), sources=[source], checkpoints=target)
+            salt = name if number % 2 else f"{name} {number}"
+            with suppress(TimeoutError, aiohttp.ClientError):
+                async with asyncio.timeout(choose.random() * 0.6):
+                    await client.generate(instance, PROMPT + cut, 1000, params, salt=salt)
+
+        for batch in range(5):
+            await asyncio.gather(*(abort(40 * batch + number) for number in range(40)))
+        await asyncio.sleep(5.0)
+
+        for _, instance in (first, second):
+            report = await client.report(instance)
+            assert (report.pinned_blocks, report.off_reason) == (0, None)
+            assert report.lag_pages == 0
+            counters = servers.counters(str(instance.id))
+            assert counters["running"] == 0
+            assert counters["cache_usage"] == 0
+        calm = await client.generate(second[1], PROMPT, TOKENS, salt="calm after aborts")
+        cut, source = await saved(client, first, first[0], "after aborts")
+        assert await restored(client, second, "after aborts", cut, source) == (
+            calm[CUT:],
+            source.pages,
+            0,
+        )
+
+
+async def killed_and_restored(servers: VllmServers) -> None:
+    """Nearly all of a stream's history is loaded, none of a wrong page, and the tokens are the
+    same.
+    """
+    (_, d0), (n1, d1) = places(servers)
+    async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
+        calm = await client.generate(d1, PROMPT, TOKENS, salt="calm")
+        loaded = (await client.report(d1)).pages_loaded
+        stream = stream_of("killed")
+        first = KvrsParams(stream, 1, len(PROMPT), checkpoints=to(n1))
+        cut = await client.generate(d0, PROMPT, TOKENS, first, kill_at=CUT)
+        assert CUT <= len(cut) < TOKENS
+
+        source = await client.source(n1, stream)
+        assert source.pages * PAGE_TOKENS >= 0.9 * CUT
+        again = KvrsParams(stream, 2, len(PROMPT), sources=[source])
+        rest = await client.generate(d1, PROMPT + cut, TOKENS - len(cut), again)
+
+        assert cut + rest == calm
+        report = await client.report(d1)
+        assert report.pages_loaded - loaded == source.pages
+        assert report.off_reason is None
+        # Parameters of anybody else are served without pages.
+        forged = KvrsParams(stream, 3, len(PROMPT), sources=[source])
+        servers.secret, own = b"x" * 32, servers.secret
+        assert await client.generate(d1, PROMPT, 20, forged, salt="forged") == calm[:20]
+        servers.secret = own
+        assert (await client.report(d1)).pages_loaded == report.pages_loaded
+
+
+async def test_a_killed_server_s_stream_is_restored_from_an_agent(servers: VllmServers) -> None:
+    await killed_and_restored(servers)
+
+
+@pytest.mark.parametrize("oldest", ["d0", "d1"])
+async def test_streams_move_between_the_oldest_and_the_newest_version(
     tmp_path: Path, oldest: str
 ) -> None:
-    """Nearly all of its history is loaded, none of a wrong page, and the tokens are the same; also
-    out of the oldest version of vLLM into the newest, and back.
-    """
-    if oldest and OLDEST_PYTHON_ENV not in os.environ:
+    if OLDEST_PYTHON_ENV not in os.environ:
         pytest.skip(f"{OLDEST_PYTHON_ENV} names no interpreter")
-    others = {oldest: os.environ[OLDEST_PYTHON_ENV]} if oldest else {}
+    others = {oldest: os.environ[OLDEST_PYTHON_ENV]}
     with VllmServers(connector_config(tmp_path), os.environ[PYTHON_ENV], **others) as servers:
-        (_, d0), (n1, d1) = servers.config.cluster.instances()
-        agents = [str(node.agent_id) for node in servers.config.cluster.nodes]
-        servers.start(*agents, "d0")
-        servers.wait_ready("d0")
-        servers.start("d1")
-        servers.wait_ready("d1")
-        async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
-            calm = await client.generate(d1, PROMPT, TOKENS, salt="calm")
-            target = CheckpointTarget(n1.agent_id, 8 << 20)
-            first = KvrsParams(STREAM, 1, len(PROMPT), checkpoints=[target])
-            cut = await client.generate(d0, PROMPT, TOKENS, first, kill_at=CUT)
-            assert CUT <= len(cut) < TOKENS
-
-            agent: AgentInfo = await client.get(n1.agent.url + "/kvrs/v1/agent", AgentInfo)
-            held: AgentReport = await client.get(n1.agent.url + "/kvrs/v1/holdings", AgentReport)
-            pages = held.pages[STREAM]
-            assert pages * 32 >= 0.9 * CUT
-            source = SourceRange(n1.agent_id, 0, pages, agent.epoch)
-            again = KvrsParams(STREAM, 2, len(PROMPT), sources=[source])
-            rest = await client.generate(d1, PROMPT + cut, TOKENS - len(cut), again)
-
-            assert cut + rest == calm
-            report = await client.report(d1)
-            assert report.pages_loaded == pages
-            assert (report.pages_damaged, report.off_reason) == (0, None)
-            # Parameters of anybody else are served without pages.
-            forged = KvrsParams(STREAM, 3, len(PROMPT), sources=[source])
-            servers.secret, own = b"x" * 32, servers.secret
-            assert await client.generate(d1, PROMPT, 20, forged, salt="forged") == calm[:20]
-            servers.secret = own
-            assert (await client.report(d1)).pages_loaded == pages
+        start(servers)
+        await killed_and_restored(servers)
