@@ -4,17 +4,28 @@ again.
 Each has p0 and d0 on node n0, and d1 on n1; more may be there.
 """
 
+import asyncio
+import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
+import msgspec
 import pytest
+from aiohttp import web
 
 from kvrs.config.file import Config, parse_config
+from kvrs.errors import RequestError
 from kvrs_testkit.processes import Processes
+from kvrs_testkit.scripted_connector import ScriptedConnector
+from kvrs_testkit.scripted_server import SECRET
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.vllm_cluster import ADDRESSES, CONFIG, document
 
 _NODES = [
     {"id": "n0", "instances": [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode"}]},
@@ -29,6 +40,8 @@ _PAIRS = [
 ]
 _ENGINE = {"pages": 256, "max_model_len": 1024}
 _HOME = "DISTSERVE_HOME"
+_MAX_TOKEN = 1 << 20
+_SCRIPTED_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 300.0  # Of a DistServe server: Ray, its workers, their torch.
 
 
@@ -37,6 +50,9 @@ class Cluster(Protocol):
 
     config: Config
     secret: bytes
+    # A fence ends attempts that run and refuses later ones. With vLLM's connector it ends only what
+    # they save and fetch: vLLM ends them when their connections are closed.
+    ends_fenced: bool
 
     def kill(self, name: str, worker_pids: list[int]) -> None:
         """Kill the instance; `worker_pids` are those that it has reported."""
@@ -48,6 +64,8 @@ class Cluster(Protocol):
 
 
 class EmbeddedCluster(Processes):
+    ends_fenced = True
+
     def start(self, *names: str) -> None:
         for name in names:
             # Above every fence of the epochs before.
@@ -66,6 +84,8 @@ class DistServeCluster(Processes):
     """Two servers, each of which is two instances: what dies of one is a stage, and it comes back
     by itself.
     """
+
+    ends_fenced = True
 
     def start(self, *nodes: str) -> None:
         for node in nodes:
@@ -101,6 +121,7 @@ class VllmCluster:
     """The servers of `tests/conftest.py`."""
 
     secret = b"none of vLLM's business"
+    ends_fenced = True  # It has no fence.
 
     def __init__(self, servers: Any) -> None:
         self.config: Config = servers.config
@@ -112,6 +133,73 @@ class VllmCluster:
     def bring_back(self, name: str) -> None:
         self._servers.start(name)
         self._servers.wait_ready(name)
+
+
+class _ScriptedVllm(ScriptedVllm):
+    """A scripted server that refuses what vLLM refuses."""
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        prompt = msgspec.json.decode(await request.read()).get("prompt", "")
+        if isinstance(prompt, list) and max(prompt) > _MAX_TOKEN:
+            message = f"Token id {max(prompt)} is out of vocabulary"
+            return _refusal(message, "prompt")
+        try:
+            return await super()._completions(request)
+        except RequestError as error:
+            return _refusal(str(error), error.param)
+
+
+def _refusal(message: str, param: str | None) -> web.Response:
+    error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+    return web.json_response({"error": error}, status=400)
+
+
+class ConnectorCluster:
+    """Scripted vLLM servers with a scripted connector in each, in a thread of their own."""
+
+    secret = SECRET
+    ends_fenced = False
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "config.json").write_text(json.dumps(CONFIG))
+        script = VllmScript(pause_s=0.01)
+        self._servers = {}
+        for name, node in ADDRESSES.items():
+            role = "prefill" if name[0] == "p" else "decode"
+            server = self._servers[name] = _ScriptedVllm(name, node, role=role, script=script)
+            server.kvrs = ScriptedConnector(name, node)
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        for server in self._servers.values():
+            self._do(server.start())
+        ports = {name: server.port for name, server in self._servers.items()}
+        connectors = {
+            name: server.kvrs.port for name, server in self._servers.items() if server.kvrs
+        }
+        self.config = parse_config(document(str(directory), ports, connectors))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_SCRIPTED_TIMEOUT_S)
+
+    def kill(self, name: str, worker_pids: list[int]) -> None:
+        self._do(self._servers[name].kill())
+
+    def bring_back(self, name: str) -> None:
+        self._do(self._servers[name].restart())
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            self._do(server.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@contextmanager
+def connectors(directory: Path) -> Iterator[ConnectorCluster]:
+    with closing(ConnectorCluster(directory)) as cluster:
+        yield cluster
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs_testkit.processes import Processes
-from tests.backends.clusters import Cluster, VllmCluster, distserve, embedded
+from tests.backends.clusters import Cluster, VllmCluster, connectors, distserve, embedded
 from tests.backends.conversations import BackendCluster
 
 
@@ -17,12 +17,18 @@ from tests.backends.conversations import BackendCluster
     scope="session",
     params=[
         "embedded",
+        "connectors",
         pytest.param("distserve", marks=pytest.mark.distserve),
         pytest.param("vllm", marks=pytest.mark.vllm),
     ],
 )
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     match request.param:
+        case "connectors":
+            with connectors(tmp_path_factory.mktemp("vllm")) as scripted:
+                yield scripted
         case "embedded":
             with embedded() as ours:
                 yield ours
