@@ -159,6 +159,16 @@ ALL = (
     _of("crossover", "distserve", 8, "run --distserve --repeats 5", DISTSERVE),
     _of("crossover", "hand_off_distserve", 6, "hand_off --distserve", DISTSERVE),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
+    *(
+        _of("kills", "-".join(["vllm", *name]), minutes, f"run decode vllm --option {words}", VLLM)
+        for name, minutes, words in (
+            (("restore",), 40, "restore --kills 100"),
+            (("restore", "flip"), 40, "restore --kills 100 --damage flip"),
+            (("restore", "negate"), 8, "restore --kills 12 --damage negate"),
+            (("recompute",), 40, "recompute --kills 100"),
+            (("migrate",), 60, "migrate --kills 100"),
+        )
+    ),
     _of("gossip_detection", "gossip_detection", 30),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )

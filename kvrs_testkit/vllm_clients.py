@@ -30,9 +30,7 @@ from kvrs.transfer.peers import Peer, StoredPages
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
-from kvrs_testkit.vllm_servers import VllmServers
-
-PAGE_TOKENS = 32
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, VllmServers
 
 
 class Clients:

@@ -24,7 +24,7 @@ from kvrs.engine.tiny import write_tiny_model
 from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
 from kvrs_testkit.free_ports import free_ports
-from kvrs_testkit.processes import Processes, below
+from kvrs_testkit.processes import Processes, below, nodes_with_pairs
 
 # The interpreter of an environment with vLLM, as `make test-vllm` makes one.
 PYTHON_ENV = "KVRS_VLLM_PYTHON"
@@ -33,12 +33,13 @@ OLDEST_PYTHON_ENV = "KVRS_VLLM_OLDEST_PYTHON"
 MODEL_SEED = 1
 # Float32 and no compiler: small differences must come from nothing but the engine's own batches. 64
 # MB hold 32,768 tokens of KV.
+PAGE_TOKENS = 32
 FLAGS = [
     *(
         "--dtype",
         "float32",
         "--block-size",
-        "32",
+        str(PAGE_TOKENS),
         "--enforce-eager",
         "--kv-cache-memory-bytes",
         "67108864",
@@ -113,26 +114,24 @@ def vllm_config(directory: Path, *, with_kvrs: bool = False) -> Config:
     return parse_config(document)
 
 
-def connector_config(directory: Path) -> Config:
-    """Two decode instances with the kvrs connector, each on a node with an agent."""
-    nodes = [
-        {"id": f"n{n}", "instances": [{"id": f"{role[0]}{n}", "role": role} for role in roles]}
-        for n, roles in enumerate((["prefill", "decode"], ["decode"]))
-    ]
+def connector_config(directory: Path, decodes: int = 2, **sections: Any) -> Config:
+    """Decode instances with the kvrs connector, each on a node with an agent. `sections` are of the
+    configuration, beside those that are needed.
+    """
     model = directory / "tiny-llama"
     write_tiny_model(model, MODEL_SEED)
     document: dict[str, Any] = {
         "proxy": {"port": 0, "admin_port": 0},
         "gossip": {"enabled": False},
         "backup": {"mode": "remote"},
-        "cluster": {"nodes": nodes},
+        "cluster": {"nodes": nodes_with_pairs(decodes)},
         "profiles": {"prefill": "llama-3.1-8b-a100-vllm-tp1"},
-    }
+    } | sections
     document = resolve_ports(parse_config(document)).model_dump(mode="json")
-    # The prefill instance gave the decode instances ports of their own for the connectors.
-    p0 = document["cluster"]["nodes"][0]["instances"].pop(0)
-    for node, port in zip(document["cluster"]["nodes"], (p0["port"], p0["page_port"]), strict=True):
-        node["instances"][0]["connector_port"] = port
+    for node in document["cluster"]["nodes"]:
+        # The prefill instance was there for its port, which the connector gets.
+        prefill, decode = node["instances"]
+        node["instances"] = [decode | {"connector_port": prefill["port"]}]
     document["cluster"] |= {"backend": "vllm", "model": str(model)}
     return parse_config(document)
 
@@ -211,17 +210,27 @@ class VllmServers(Processes):
             "kv_connector_extra_config": {"connectors": [nixl, kvrs]},
         }
 
+    def start_all(self) -> None:
+        """Start all agents and instances, and wait until they are ready."""
+        config = self.config
+        agents = [str(node.agent_id) for node in config.cluster.nodes if config.agents_run]
+        self.start(*agents, *self.names)
+        self.wait_ready(*agents, *self.names)
+
     def wait_ready(self, *names: str) -> None:
         """Wait until these take requests and have taken some: every path once, because the first
         time takes seconds.
         """
         for name in names:
-            self._wait(name, partial(_is_healthy, self.url(name)), START_TIMEOUT_S)
+            if name in self._instances:
+                self._wait(name, partial(_is_healthy, self.url(name)), START_TIMEOUT_S)
+            else:
+                super().wait_ready(name)
         prefills = [
             name for name in self._instances if self._instances[name].role is not Role.DECODE
         ]
         for name in names:
-            if self._instances[name].role is not Role.PREFILL:
+            if name in self._instances and self._instances[name].role is not Role.PREFILL:
                 for prefill in prefills:
                     self._warm_up(prefill, name)
 
@@ -236,6 +245,9 @@ class VllmServers(Processes):
 
     def url(self, name: str) -> str:
         return self._instances[name].url
+
+    def is_up(self, name: str) -> bool:
+        return self._running[name].poll() is None and _is_healthy(self.url(name))
 
     def kill(self, name: str, part: Part = Part.SERVER) -> None:
         self.signal(name, signal.SIGKILL, part)

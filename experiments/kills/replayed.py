@@ -23,7 +23,8 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from experiments.kills.vllm import STREAM_TIMEOUT_S, UP_TIMEOUT_S, Death, strike
+from experiments.kills.vllm import STREAM_TIMEOUT_S, UP_TIMEOUT_S, strike
+from experiments.kills.vllm_figures import Death
 from experiments.record import Record
 from kvrs.load.admin import AdminClient, AdminPort
 from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, vllm_config

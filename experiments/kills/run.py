@@ -22,6 +22,7 @@ from experiments.kills import (
     vllm,
     worlds,
 )
+from experiments.kills.vllm_figures import Damage
 from kvrs.cluster.processes import HOME_ENV
 from kvrs.config.backup import BackupMode
 from kvrs.config.policy import PolicyName
@@ -32,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backup": {"type": BackupMode, "choices": list(BackupMode)},
     "load": {"choices": ["generated", "trace"], "help": "trace: Mooncake's conversations"},
     "api": {"choices": ["completions", "responses"]},
+    "option": {"choices": list(vllm.POLICIES), "help": "restore, recompute: with the connector"},
+    "damage": {"type": Damage, "choices": list(Damage), "help": "of pages that agents hold"},
     "streams": {"type": int, "help": "of each series"},
     "kills": {"type": int},
     "proxies": {"type": int, "choices": range(2, 9), "metavar": "2..8"},
@@ -69,7 +72,9 @@ def _innocents(victims: str, cluster: str) -> Part:
 
 PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
-    ("decode", "vllm"): Part(_vllm, ("streams", "kills", "replays"), PYTHON_ENV),
+    ("decode", "vllm"): Part(
+        _vllm, ("option", "damage", "streams", "kills", "replays"), PYTHON_ENV
+    ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
     ("rank", "embedded"): Part(partial(drill.run, "rank"), ("policy", "streams", "on_nodes")),
     ("proxy", "embedded"): Part(proxies.run, ("api", "kills", "proxies", "mirror", "mix")),
@@ -113,6 +118,8 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
     if options.seeds and (fixed := sorted(given & {"policy", "load"})):
         parser.error(f"--seeds runs every policy on generated load: it takes no {_flag(fixed[0])}")
+    if options.damage and options.option != "restore":
+        parser.error("--damage is for --option restore")
     if options.limit_s and not options.seeds:
         parser.error("--limit-s is for --seeds")
     if part.needs and part.needs not in os.environ:

@@ -1,42 +1,53 @@
-"""Real vLLM under a proxy: decode servers die in three ways in mid-stream, and every stream must
+"""Real vLLM under a proxy: decode servers die in several ways in mid-stream, and every stream must
 end as if none had.
 
 For each option requests run in waves; in each wave one decode server is hit when all its streams
-are under way and no self-test is left, so that whatever the other one pulls from then on is the
-recovery's doing. The same requests run undisturbed afterwards, so that no prefix cache helps a
-recovery.
+are under way. Of two servers none is left in a self-test, so that whatever the other one pulls from
+then on is the recovery's doing; of three the next wave begins while one is started again. The same
+requests run undisturbed afterwards, with another salt: no prefix cache helps one run or the other.
 """
 
 import argparse
 import asyncio
 import os
 import random
-import re
 import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
+from experiments.kills.vllm_figures import Damage, Death, Wave, faults_of, figures_of, table_of
 from experiments.record import Record
 from kvrs.config.policy import PolicyName
 from kvrs.load.admin import AdminClient, AdminPort
-from kvrs.load.open_loop import Progress, replay
-from kvrs.report import oracle
+from kvrs.load.open_loop import Dialect, Progress, replay
+from kvrs.protocol.instance import Role
 from kvrs.traces.records import ReplayRequest, StreamRecord
-from kvrs_testkit.vllm_servers import PYTHON_ENV, Part, VllmServers, vllm_config
+from kvrs_testkit import stored_pages
+from kvrs_testkit.vllm_servers import (
+    PAGE_TOKENS,
+    PYTHON_ENV,
+    START_TIMEOUT_S,
+    Part,
+    VllmServers,
+    connector_config,
+    vllm_config,
+)
 
-OPTIONS = {"recompute": PolicyName.ALWAYS_RECOMPUTE, "migrate": PolicyName.ALWAYS_MIGRATE}
-HIT_AT_LEAST = 8
+POLICIES = {
+    "recompute": PolicyName.ALWAYS_RECOMPUTE,
+    "migrate": PolicyName.ALWAYS_MIGRATE,
+    "restore": PolicyName.ALWAYS_RESTORE,
+}
+BOTH = ("recompute", "migrate")  # Without --option: what vLLM does without the connector.
 UNDER_WAY_TOKENS = (5, 100)  # How far the last stream of a wave is when death comes.
 PROMPT_TOKENS = (40, 200)
 # A survivor holds all streams of a wave at once: at most 30,000 of its 32,768 tokens.
@@ -44,34 +55,16 @@ OUTPUT_TOKENS = (500, 700)
 ARRIVALS_S = 1.0
 STREAM_TIMEOUT_S = 240.0
 UP_TIMEOUT_S = 120.0  # With self-tests, of which one may take 60 s.
+STREAMS_PER_KILL = 12  # With --kills: of three servers the one with most of them is hit.
+FLIPPED_SHARE = 0.2
+_AT_ONCE = 36  # Undisturbed streams.
 _LOOK_AGAIN_S = 0.05
-_NUMBER = re.compile(r"\d+(\.\d+)?")
-
-
-class Death(StrEnum):
-    HANG = "hang"  # SIGSTOP of the whole server; it wakes when its streams have ended elsewhere.
-    SERVER = "server"  # SIGKILL of the whole server: connections break.
-    WORKER = "worker"  # SIGKILL of its worker process: HTTP 200, an error event, [DONE].
 
 
 # The hang first, because nothing has to be started again after it.
 DEATHS = (Death.HANG, Death.SERVER, Death.WORKER)
-
-
-@dataclass
-class Wave:
-    """One wave of streams and the death in it."""
-
-    option: str
-    death: Death
-    victim: str
-    hit: int  # Streams on the victim as it was hit.
-    requests: Sequence[ReplayRequest]
-    records: list[StreamRecord]
-    recoveries: list[dict[str, Any]]
-    prompt_tokens: dict[str, int]  # By the proxy's id of the stream.
-    pulled_tokens: float  # By the other decode server, from the hit to the end of the wave.
-    pulled_bytes: float
+# Here the hang comes while the server before it is started again.
+WITH_AGENTS = (Death.SERVER, Death.HANG, Death.WORKER, Death.NODE)
 
 
 def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
@@ -87,49 +80,70 @@ def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
         for token in range(tokenizer.get_vocab_size())
         if "\ufffd" not in (tokenizer.decode([token]) or "\ufffd")
     ]
-    return [
-        ReplayRequest(
-            arrival_s=choose.uniform(0, ARRIVALS_S),
-            prompt_ids=tuple(choose.choices(ids, k=choose.randint(*PROMPT_TOKENS))),
-            max_tokens=choose.randint(*OUTPUT_TOKENS),
-        )
-        for _ in range(count)
-    ]
+    sizes: set[tuple[int, int]] = set()  # All different: in the proxy's state they are names.
+    found: list[ReplayRequest] = []
+    while len(found) < count:
+        arrival_s = choose.uniform(0, ARRIVALS_S)
+        prompt = tuple(choose.choices(ids, k=choose.randint(*PROMPT_TOKENS)))
+        max_tokens = choose.randint(*OUTPUT_TOKENS)
+        if (size := (len(prompt), max_tokens)) not in sizes:
+            sizes.add(size)
+            found.append(ReplayRequest(arrival_s, prompt, max_tokens))
+    return found
 
 
-def waves_of(requests: Sequence[ReplayRequest]) -> list[Sequence[ReplayRequest]]:
+def waves_of(requests: Sequence[ReplayRequest], kills: int) -> list[Sequence[ReplayRequest]]:
     """The requests in one part per death, of equal sizes but for one request."""
-    cuts = [round(number * len(requests) / len(DEATHS)) for number in range(len(DEATHS) + 1)]
+    cuts = [round(number * len(requests) / kills) for number in range(kills + 1)]
     return [requests[first:end] for first, end in pairwise(cuts)]
 
 
 class Series:
-    def __init__(self, servers: VllmServers, console: Console) -> None:
+    """Waves of one pool of servers, which are up."""
+
+    def __init__(
+        self, servers: VllmServers, console: Console, damage: Damage | None = None
+    ) -> None:
         self._servers = servers
         self._console = console
-        proxy = servers.config.proxy
-        self._url = f"http://{proxy.host}:{proxy.port}"
-        self._admin_url = f"http://{proxy.admin_host}:{proxy.admin_port}"
+        self._damage = damage
+        config = servers.config
+        self._decodes = {
+            str(each.id): node
+            for node, each in config.cluster.instances()
+            if each.role is not Role.PREFILL
+        }
+        self._deaths = WITH_AGENTS if config.agents_run else DEATHS
+        # Of two servers both have to be up when one is hit.
+        self._may_be_down = len(self._decodes) - 2
+        self._starts = ThreadPoolExecutor()
+        self._starting: list[Future[None]] = []
+        self._url = f"http://{config.proxy.host}:{config.proxy.port}"
+        self._admin_url = f"http://{config.proxy.admin_host}:{config.proxy.admin_port}"
 
-    def run(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """The rows of the table."""
+    def run(self, option: str, count: int, kills: int | None, seed: int) -> list[dict[str, Any]]:
+        """The rows of the table, one for each kind of death."""
         waves: list[Wave] = []
         choose = random.Random(seed)
-        for option, policy in OPTIONS.items():
-            self._start_proxy(policy)
-            requests = make_requests(self._servers.model, count, seed + len(waves))
-            for death, part in zip(DEATHS, waves_of(requests), strict=True):
-                waves.append(
-                    wave := asyncio.run(
-                        self._wave(option, death, part, choose.randint(*UNDER_WAY_TOKENS))
-                    )
-                )
-                self._say(f"{option}, {death.value}: {wave.hit} of {len(part)} streams hit")
-                self._bring_back(wave.victim, death)
-        self._say("the same requests, undisturbed")
-        rows = [figures_of(wave, asyncio.run(self._undisturbed(wave.requests))) for wave in waves]
+        self._start_proxy(POLICIES[option])
+        requests = make_requests(self._servers.model, count, seed)
+        start_s = time.monotonic()
+        for number, part in enumerate(waves_of(requests, kills or len(self._deaths))):
+            death = self._deaths[number % len(self._deaths)]
+            wave = asyncio.run(self._wave(option, death, part, choose))
+            waves.append(wave)
+            self._say(f"{option}, {death.value}: {wave.hit} of {len(part)} streams hit")
+            self._bring_back(wave.victim, death)
+        asyncio.run(self._all_tested(may_be_down=0))
+        per_hour = len(waves) / (time.monotonic() - start_s) * 3600
+        self._say(f"{per_hour:.0f} kills per hour; the same requests, undisturbed")
+        clean = asyncio.run(self._undisturbed([wave.requests for wave in waves]))
         self._servers.stop_proxy()
-        return rows
+        by_death: dict[Death, list[tuple[Wave, list[StreamRecord]]]]
+        by_death = {wave.death: [] for wave in waves}
+        for wave, records in zip(waves, clean, strict=True):
+            by_death[wave.death].append((wave, records))
+        return [figures_of(pairs, per_hour) for pairs in by_death.values()]
 
     def _say(self, line: str) -> None:
         self._console.print(f"  {line}", style="dim", markup=False)
@@ -140,28 +154,69 @@ class Series:
         self._servers.start_proxy(
             config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
         )
-        asyncio.run(self._all_tested())
+        asyncio.run(self._all_tested(may_be_down=0))
         self._say(f"a proxy with policy {policy.value}")
 
     def _bring_back(self, victim: str, death: Death) -> None:
         if death is Death.HANG:
             self._servers.signal(victim, signal.SIGCONT)
-        else:
-            self._servers.start(victim)
-            self._servers.wait_ready(victim)
-        asyncio.run(self._all_tested())
+            return
+        names = [victim]
+        if death is Death.NODE:
+            names.append(str(self._decodes[victim].agent_id))
+        self._servers.start(*names)
+        self._starting.append(self._starts.submit(self._servers.wait_ready, *names))
 
-    async def _all_tested(self) -> None:
-        async with AdminPort(AdminClient(self._admin_url)) as port:
-            # A process that came back is tested seconds later, and its test pulls KV.
-            await port.wait_all_up(UP_TIMEOUT_S, _LOOK_AGAIN_S, tested=True)
+    async def _all_tested(self, may_be_down: int) -> set[str]:
+        """Wait until no more decode servers than these are down or in tests; return those that are
+        up and tested.
 
-    async def _undisturbed(self, requests: Sequence[ReplayRequest]) -> list[StreamRecord]:
-        return await replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S)
+        A process that came back is tested seconds later, and its test pulls KV.
+        """
+        async with (
+            AdminPort(AdminClient(self._admin_url)) as port,
+            asyncio.timeout(START_TIMEOUT_S + UP_TIMEOUT_S),
+        ):
+            while True:
+                for started in [each for each in self._starting if each.done()]:
+                    started.result()
+                    self._starting.remove(started)
+                state = await port.state()
+                ready = {row["id"] for row in state["instances"] if _is_tested(row)}
+                others = {row["id"] for row in state["instances"]} - self._decodes.keys()
+                agents_up = all(row["health"] == "up" for row in state["agents"])
+                missing = self._decodes.keys() - ready
+                if others <= ready and agents_up and len(missing) <= may_be_down:
+                    return ready - others
+                await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _undisturbed(
+        self, waves: Sequence[Sequence[ReplayRequest]]
+    ) -> list[list[StreamRecord]]:
+        found: list[list[StreamRecord]] = []
+        together = max(1, _AT_ONCE // len(waves[0]))
+        for first in range(0, len(waves), together):
+            found += await asyncio.gather(
+                *(
+                    replay(
+                        self._url,
+                        requests,
+                        dialect=Dialect(cache_salt="undisturbed"),
+                        timeout_s=STREAM_TIMEOUT_S,
+                    )
+                    for requests in waves[first : first + together]
+                )
+            )
+        return found
 
     async def _wave(
-        self, option: str, death: Death, requests: Sequence[ReplayRequest], tokens: int
+        self,
+        option: str,
+        death: Death,
+        requests: Sequence[ReplayRequest],
+        choose: random.Random,
     ) -> Wave:
+        ready = await self._all_tested(self._may_be_down)
         start_s = time.time()
         async with AdminPort(AdminClient(self._admin_url)) as port:
             progress = Progress(len(requests))
@@ -169,35 +224,70 @@ class Series:
                 replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S, progress=progress)
             )
             try:
+                tokens = choose.randint(*UNDER_WAY_TOKENS)
+                if self._damage is not None:  # There is something that can be damaged.
+                    tokens = max(tokens, 2 * PAGE_TOKENS)
                 streams = await asyncio.wait_for(
                     under_way(port, progress, tokens), STREAM_TIMEOUT_S
                 )
-                victim, hit = Counter(stream["decode"] for stream in streams).most_common(1)[0]
-                (survivor,) = {"d0", "d1"} - {victim}
-                before = self._servers.counters(survivor)
+                on_ready = Counter(each["decode"] for each in streams if each["decode"] in ready)
+                victim, hit = on_ready.most_common(1)[0]
+                others = sorted(ready - {victim})
+                before = self._counters(others)
+                damaged = self._damage_pages(choose)
                 strike(self._servers, victim, death)
+                if death is Death.NODE:
+                    self._servers.kill(str(self._decodes[victim].agent_id))
                 records = await load
             finally:
                 load.cancel()
-            after = self._servers.counters(survivor)
-            recoveries = [
-                row for row in (await port.state())["recoveries"] if row["at_s"] >= start_s
-            ]
-        prompts = {stream["id"]: stream["prompt_tokens"] for stream in streams}
-        rise = {key: after[key] - before[key] for key in after}
-        pulled_tokens, pulled_bytes = rise["pulled_tokens"], rise["pulled_bytes"]
+            # Reports are on their way.
+            await asyncio.sleep(2 * self._servers.config.proxy.load_interval_s)
+            state = await port.state()
+        after = self._counters(others)
         return Wave(
-            option,
-            death,
-            victim,
-            hit,
-            requests,
-            records,
-            recoveries,
-            prompts,
-            pulled_tokens,
-            pulled_bytes,
+            option=option,
+            death=death,
+            damage=self._damage,
+            victim=victim,
+            hit=hit,
+            streams=streams,
+            requests=requests,
+            records=records,
+            recoveries=[row for row in state["recoveries"] if row["at_s"] >= start_s],
+            pulled_tokens=after["pulled_tokens"] - before["pulled_tokens"],
+            pulled_bytes=after["pulled_bytes"] - before["pulled_bytes"],
+            damaged_pages=damaged,
+            ended=[name for name in others if not self._servers.is_up(name)],
+            off_reasons=[
+                row["connector"]["off_reason"]
+                for row in state["instances"]
+                if row["id"] in others and row["connector"] and row["connector"]["off_reason"]
+            ],
         )
+
+    def _counters(self, names: Sequence[str]) -> Counter[str]:
+        return sum((Counter(self._servers.counters(name)) for name in names), Counter())
+
+    def _damage_pages(self, choose: random.Random) -> int:
+        """Damage pages of all agents; return how many."""
+        config, secret = self._servers.config, self._servers.secret
+        nodes = [node.id for node in config.cluster.nodes]
+        match self._damage:
+            case None:
+                return 0
+            case Damage.FLIP:
+                return sum(
+                    stored_pages.flip_bits(config, secret, node, FLIPPED_SHARE, choose)
+                    for node in nodes
+                )
+            case Damage.NEGATE:
+                return sum(stored_pages.negate(config, secret, node) for node in nodes)
+
+
+def _is_tested(row: dict[str, Any]) -> bool:
+    test = row["self_test"]
+    return bool(row["health"] == "up" and (test is None or test["done"]))
 
 
 async def under_way(port: AdminPort, progress: Progress, tokens: int) -> list[dict[str, Any]]:
@@ -219,125 +309,64 @@ def strike(servers: VllmServers, victim: str, death: Death) -> None:
     match death:
         case Death.HANG:
             servers.signal(victim, signal.SIGSTOP)
-        case Death.SERVER:
+        case Death.SERVER | Death.NODE:
             servers.kill(victim)
         case Death.WORKER:
             servers.kill(victim, Part.WORKER)
 
 
-def figures_of(wave: Wave, clean: Sequence[StreamRecord]) -> dict[str, Any]:
-    """A row of the table. `moved_tokens` is what the migrated streams had: so much the other server
-    must have pulled.
-    """
-    verdicts = oracle.judge(wave.records, clean)
-    difference = oracle.total(verdicts)
-    migrated = [row for row in wave.recoveries if row["option"] == "migrate"]
-    gaps_s = sorted(row["gap_s"] for row in wave.recoveries if row["gap_s"] is not None)
-    return {
-        "option": wave.option,
-        "death": wave.death.value,
-        "streams": len(wave.records),
-        "hit": wave.hit,
-        "recoveries": dict(Counter(row["option"] for row in wave.recoveries)),
-        "causes": dict(Counter(_NUMBER.sub("N", row["cause"]) for row in wave.recoveries)),
-        "exact": sum(verdict.exact for verdict in verdicts),
-        "errors": sum(not record.completed for record in wave.records),
-        "lost": difference.lost,
-        "repeated": difference.repeated,
-        "different": difference.different,
-        "text_different": sum(not verdict.text_equal for verdict in verdicts),
-        "moved_tokens": sum(
-            wave.prompt_tokens[row["stream"]] + row["produced_tokens"] for row in migrated
-        ),
-        "pulled_tokens": round(wave.pulled_tokens),
-        "pulled_bytes": round(wave.pulled_bytes),
-        "gap_s_p50": round(gaps_s[len(gaps_s) // 2], 3) if gaps_s else None,
-        "gap_s_max": round(gaps_s[-1], 3) if gaps_s else None,
-    }
-
-
-def faults_of(row: dict[str, Any]) -> list[str]:
-    """The parts of the claim that a wave does not bear out; empty when all of it holds."""
-    option, hit, recoveries = row["option"], row["hit"], row["recoveries"]
-    faults = []
-    if row["exact"] != row["streams"]:
-        faults.append(f"{row['streams'] - row['exact']} streams are not exact")
-    if hit < HIT_AT_LEAST:
-        faults.append(f"only {hit} streams were hit")
-    if recoveries.get(option, 0) < hit:
-        faults.append(f"{recoveries.get(option, 0)} of {hit} streams were recovered by {option}")
-    if option == "migrate" and row["pulled_tokens"] < row["moved_tokens"]:
-        faults.append(
-            f"{row['moved_tokens']} tokens were to be moved, {row['pulled_tokens']} were pulled"
-        )
-    if option == "recompute" and row["pulled_tokens"]:
-        faults.append(f"{row['pulled_tokens']} tokens were pulled")
-    return faults
-
-
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(
-        "option",
-        "death",
-        "streams",
-        "hit",
-        "exact",
-        "lost",
-        "repeated",
-        "different",
-        "to move",
-        "pulled",
-        "gap p50/max s",
-    )
-    for row in rows:
-        numbers = (
-            row[key]
-            for key in (
-                "streams",
-                "hit",
-                "exact",
-                "lost",
-                "repeated",
-                "different",
-                "moved_tokens",
-                "pulled_tokens",
-            )
-        )
-        table.add_row(
-            row["option"],
-            row["death"],
-            *map(str, numbers),
-            f"{row['gap_s_p50']} / {row['gap_s_max']}",
-        )
-    return table
-
-
 def kill_series(
-    servers: VllmServers, streams: int, seed: int, console: Console, results: Path
+    servers: VllmServers,
+    streams: int,
+    seed: int,
+    console: Console,
+    results: Path,
+    options: Sequence[str] = BOTH,
+    kills: int | None = None,
+    damage: Damage | None = None,
+    name: str = "vllm",
 ) -> list[str]:
     """Run the series on servers that are up, print its table and write it under `results`.
 
-    Returns what was not as claimed.
+    `streams`, `kills`: of each option; without kills one of each kind of death. Returns what was
+    not as claimed.
     """
     record = Record(seed)
-    rows = Series(servers, console).run(streams, seed)
+    series = Series(servers, console, damage)
+    rows: list[dict[str, Any]] = []
+    for option in options:
+        rows += series.run(option, streams, kills, seed + len(rows))
     faults = [
         f"{row['option']}, {row['death']}: {fault}" for row in rows for fault in faults_of(row)
     ]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
     document = {"streams_per_option": streams, "waves": rows}
-    record.keep(results, "vllm", document, console.export_text())
+    record.keep(results, name, document, console.export_text())
     return faults
 
 
 def run(options: argparse.Namespace) -> int:
-    console = Console(record=True, width=130)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        VllmServers(vllm_config(Path(directory)), os.environ[PYTHON_ENV]) as servers,
-    ):
-        servers.start(*servers.names)
-        servers.wait_ready(*servers.names)
-        streams = options.streams or 100  # For each option.
-        return 1 if kill_series(servers, streams, options.seed, console, options.out) else 0
+    console, kills = Console(record=True, width=180), options.kills
+    streams = options.streams or (kills * STREAMS_PER_KILL if kills else 100)
+    chosen = (options.option,) if options.option else BOTH
+    name = "-".join(filter(None, ("vllm", options.option, options.damage)))
+    with tempfile.TemporaryDirectory() as directory:
+        if options.option in (None, "migrate"):  # Over NIXL.
+            config = vllm_config(Path(directory))
+        else:
+            config = connector_config(Path(directory), decodes=3)
+        with VllmServers(config, os.environ[PYTHON_ENV]) as servers:
+            servers.start_all()
+            faults = kill_series(
+                servers,
+                streams,
+                options.seed,
+                console,
+                options.out,
+                chosen,
+                kills,
+                options.damage,
+                name,
+            )
+    return 1 if faults else 0

@@ -32,6 +32,7 @@ class Dialect:
     plain: bool = False
     text_prompts: bool = False  # Words in place of token ids; chat has only these.
     api_key: str | None = None
+    cache_salt: str | None = None  # No prefix cache of another salt is used.
 
 
 @dataclass(slots=True)
@@ -158,6 +159,8 @@ def _body(request: ReplayRequest, dialect: Dialect) -> bytes:
         fields |= {"ignore_eos": True, "return_token_ids": True}
     if request.seed is not None:
         fields["seed"] = request.seed
+    if dialect.cache_salt is not None:
+        fields["cache_salt"] = dialect.cache_salt
     return msgspec.json.encode(fields)
 
 

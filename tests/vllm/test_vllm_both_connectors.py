@@ -12,8 +12,8 @@ import pytest
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams
-from kvrs_testkit.vllm_clients import PAGE_TOKENS, Clients, clients
-from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, vllm_config
+from kvrs_testkit.vllm_clients import Clients, clients
+from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, vllm_config
 
 pytestmark = [
     pytest.mark.vllm,

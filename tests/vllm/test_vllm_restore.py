@@ -15,8 +15,14 @@ import pytest
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
-from kvrs_testkit.vllm_clients import PAGE_TOKENS, Clients, clients
-from kvrs_testkit.vllm_servers import OLDEST_PYTHON_ENV, PYTHON_ENV, VllmServers, connector_config
+from kvrs_testkit.vllm_clients import Clients, clients
+from kvrs_testkit.vllm_servers import (
+    OLDEST_PYTHON_ENV,
+    PAGE_TOKENS,
+    PYTHON_ENV,
+    VllmServers,
+    connector_config,
+)
 
 pytestmark = [
     pytest.mark.vllm,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments.kills.vllm import faults_of, kill_series
+from experiments.kills.vllm import kill_series
+from experiments.kills.vllm_figures import faults_of
 from kvrs_testkit.vllm_servers import VllmServers
 
 pytestmark = [
@@ -25,6 +26,12 @@ AS_CLAIMED: dict[str, Any] = {
     "recoveries": {"migrate": 20},
     "moved_tokens": 2000,
     "pulled_tokens": 2000,
+    "damage": None,
+    "unprotected": {},
+    "loaded_streams": 0,
+    "bystanders_harmed": 0,
+    "engines_ended": 0,
+    "off_reasons": {},
 }
 
 
