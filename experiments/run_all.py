@@ -169,6 +169,7 @@ ALL = (
             (("migrate",), 60, "migrate --kills 100"),
         )
     ),
+    _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("gossip_detection", "gossip_detection", 30),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )

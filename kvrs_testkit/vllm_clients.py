@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -80,8 +80,11 @@ class Clients:
         kill_at: int | None = None,
         salt: str | None = None,
         hand_off: dict[str, Any] | None = None,
+        on_ids: Callable[[list[int]], None] = lambda _: None,
     ) -> list[int]:
-        """The ids of a greedy stream, up to its server's death."""
+        """The ids of a greedy stream, up to its server's death; `on_ids` gets them with each event
+        that has some.
+        """
         body = self._body(instance, prompt, tokens, params, salt, hand_off or {})
         ids: list[int] = []
         async with self.http.post(instance.url + "/v1/completions", json=body) as answer:
@@ -90,7 +93,9 @@ class Clients:
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
                         event = msgspec.json.decode(line[6:])
-                        ids += event["choices"][0].get("token_ids") or []
+                        ids += (new := event["choices"][0].get("token_ids") or [])
+                        if new:
+                            on_ids(ids)
                         if kill_at is not None and len(ids) >= kill_at:
                             await asyncio.sleep(0.3)  # The gathered pages are on their way.
                             self.servers.kill(str(instance.id))

@@ -201,10 +201,10 @@ class Bench:
                 await asyncio.sleep(0.05)
 
     def _cpu_s(self) -> dict[str, float]:
-        return {name: _process_cpu_s(self._processes.pid(name)) for name in ("p0", "d0", AGENT)}
+        return {name: process_cpu_s(self._processes.pid(name)) for name in ("p0", "d0", AGENT)}
 
 
-def _process_cpu_s(pid: int) -> float:
+def process_cpu_s(pid: int) -> float:
     """User and system time of all its threads so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
