@@ -55,6 +55,7 @@ class ScriptedConnector(ScriptedServer):
     fetches: list[FetchReport] = field(default_factory=list)
     # By agent that it saves to: leading pages by stream, as the agent has them.
     holdings: dict[str, dict[str, int]] = field(default_factory=dict)
+    saves_behind_tokens: int = 0  # A request that asks for no more has ended before.
     loads_rightly: bool = True  # Else vLLM computes other tokens behind what it has loaded.
     loads: bool = True  # Else nothing that it should load comes, and vLLM computes that.
     lag_pages: int = 0
@@ -70,7 +71,9 @@ class ScriptedConnector(ScriptedServer):
         self.epoch = next(_STARTS) * EPOCHS_PER_START
         await super().start()
 
-    def take(self, transfer: dict[str, object], history_tokens: int) -> KvrsParams | None:
+    def take(
+        self, transfer: dict[str, object], history_tokens: int, max_tokens: int
+    ) -> KvrsParams | None:
         """The connector's part of the parameters of a request; None: it has none that counts."""
         if FIELD not in transfer or self._port is None:
             return None
@@ -81,7 +84,7 @@ class ScriptedConnector(ScriptedServer):
             return None
         self.taken.append(params)
         full_pages = history_tokens // self.geometry.page_size_tokens
-        for target in params.checkpoints:
+        for target in params.checkpoints if max_tokens > self.saves_behind_tokens else ():
             self.holdings.get(target.agent, {})[params.stream] = full_pages
         if params.sources:
             pages = sum(source.pages for source in params.sources) * self.loads

@@ -263,7 +263,7 @@ class ScriptedVllm(ScriptedServer):
     ) -> CompletionRequest | ChatRequest:
         """The request as it is computed behind what the connector loads for it."""
         history = _history(parsed)
-        params = kvrs.take(transfer, len(history))
+        params = kvrs.take(transfer, len(history), parsed.max_tokens or 0)
         if params is None or not params.sources or not kvrs.loads or kvrs.loads_rightly:
             return parsed
         assert isinstance(parsed, CompletionRequest)

@@ -52,7 +52,9 @@ _AT_ONCE = 4
 # Counters of an engine may be published a moment after the answer.
 _COUNTED_WITHIN_S = 3.0
 _COUNT_PAUSE_S = 0.1
-_SAVED_WITHIN_S = 10.0  # Pages go to agents beside the stream, and after it.
+_SAVED_WITHIN_S = 10.0
+# The most of a stream whose pages go to an agent, beside it: it is ended when they are there.
+_SAVING_TOKENS = 512
 
 
 class SelfTester:
@@ -231,15 +233,17 @@ class SelfTester:
         generated = self._tests.seen(target).generated
         assert generated is not None
         journal, info = self._journal(target, seed=None), self._info(holder)
+        saved = self._journal(target, seed=None, tokens=_SAVING_TOKENS, of=journal)
         pages = journal.prompt_tokens // info.geometry.page_size_tokens
         reserved_bytes = 2 * (pages + TOKENS) * info.geometry.page_bytes
         try:
             places = [act.Place(agent.id, reserved_bytes)]
             if info.role is Role.PREFILL:
-                await self._prefill(holder, journal, places)
+                await self._prefill(holder, saved, places)
+                await self._has_saved(agent.id, saved, pages)
             else:
-                await self._stream(holder, journal, places=places)
-            await self._has_saved(agent.id, journal, pages)
+                await self._save(holder, saved, places, pages)
+            journal.attempt = saved.attempt
             journal.output_ids[:] = array("I", generated.greedy[:CUT])
             run = act.PageRange(agent.id, 0, pages, agent.info.epoch)
             await self._stream(target, journal, [run])
@@ -254,6 +258,24 @@ class SelfTester:
         if alike and tuple(journal.output_ids) != generated.greedy:
             return f"goes on with other tokens behind pages that {holder} has saved"
         return ""
+
+    async def _save(
+        self, holder: InstanceId, journal: Journal, places: Sequence[act.Place], pages: int
+    ) -> None:
+        """Have a stream computed until the agent has its pages: an instance forgets pages of one
+        that has ended.
+        """
+        stream = asyncio.create_task(self._stream(holder, journal, places=places))
+        saved = asyncio.create_task(self._has_saved(places[0].holder, journal, pages))
+        try:
+            await asyncio.wait((stream, saved), return_when=asyncio.FIRST_COMPLETED)
+            if stream.done():
+                stream.result()
+            await saved
+        finally:
+            stream.cancel()
+            saved.cancel()
+            await asyncio.gather(stream, saved, return_exceptions=True)
 
     async def _has_saved(self, agent: InstanceId, journal: Journal, pages: int) -> None:
         """Raises UpstreamError: the agent does not get the pages of the stream in time."""
@@ -284,25 +306,40 @@ class SelfTester:
             raise UpstreamError("not up")
         return info
 
-    def _journal(self, instance: InstanceId, seed: int | None, tokens: int = TOKENS) -> Journal:
-        """A stream of the known prompt. Its salt keeps it out of the caches of others."""
+    def _journal(
+        self,
+        instance: InstanceId,
+        seed: int | None,
+        tokens: int = TOKENS,
+        of: Journal | None = None,
+    ) -> Journal:
+        """A stream of the known prompt, or that one with another length. Its salt keeps it out of
+        the caches of others.
+        """
         info = self._info(instance)
-        length = _PAGES * info.geometry.page_size_tokens + 1
-        if info.max_model_len:
-            length = max(1, min(length, info.max_model_len - tokens))
-        prompt = [_PROMPT_IDS[(index * index) % len(_PROMPT_IDS)] for index in range(length)]
+        if of is not None and of.prompt_ids is not None:
+            prompt, stream = [*of.prompt_ids], of.stream
+            salt = of.parsed.request.cache_salt
+            if info.max_model_len:
+                tokens = min(tokens, info.max_model_len - len(prompt))
+        else:
+            length = _PAGES * info.geometry.page_size_tokens + 1
+            if info.max_model_len:
+                length = max(1, min(length, info.max_model_len - tokens))
+            prompt = [_PROMPT_IDS[(index * index) % len(_PROMPT_IDS)] for index in range(length)]
+            stream, salt = StreamId(NAME + secrets.token_hex(16)), secrets.token_hex(8)
         fields: dict[str, Any] = {
             "model": info.model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0.0 if seed is None else 1.0,
             "ignore_eos": True,
-            "cache_salt": secrets.token_hex(8),
+            "cache_salt": salt,
         }
         if seed is not None:
             fields["seed"] = seed
         journal = Journal(
-            stream=StreamId(NAME + secrets.token_hex(16)),
+            stream=stream,
             parsed=read(COMPLETIONS, msgspec.json.encode(fields)),
             arrived_s=self._clock(),
             seed=seed,

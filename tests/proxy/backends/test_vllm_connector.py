@@ -288,6 +288,25 @@ async def test_a_restore_that_loads_and_goes_on_rightly_is_seen(vllms: Builder) 
     assert (await row_of(system, "p0"))["self_test"]["restores"] is None
 
 
+async def test_a_stream_that_is_saved_for_a_test_goes_on_until_its_pages_are_there(
+    vllms: Builder,
+) -> None:
+    """An instance forgets pages of a stream that has ended."""
+
+    def prepare(servers: Servers) -> None:
+        equip(servers)
+        servers["p0"].kvrs = None
+        for name in ("d0", "d1"):
+            kvrs = servers[name].kvrs
+            assert kvrs is not None
+            kvrs.saves_behind_tokens = 100
+
+    system = await vllms(prepare, backup=BACKUP, proxy=TESTED)
+
+    await self_test_of(system, "d0", restores=True)
+    await self_test_of(system, "d1", restores=True)
+
+
 @pytest.mark.parametrize("fault", ["nothing is loaded", "what is loaded is wrong"])
 async def test_a_restore_that_fails_its_test_is_not_chosen(vllms: Builder, fault: str) -> None:
     """By the connector's own count, and by the tokens: counters of vLLM show neither. The reason is
