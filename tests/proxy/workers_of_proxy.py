@@ -73,13 +73,14 @@ class WorkersOfProxy:
                 await asyncio.sleep(0.02)
 
     async def until_logged(self, *words: bytes) -> bytes:
-        async with asyncio.timeout(WITHIN_S):
-            while True:
-                for line in self.log:
-                    if all(each in line for each in words):
-                        return line
-                assert self.process.returncode is None, b"".join(self.log)
-                await asyncio.sleep(0.01)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WITHIN_S):
+                while self.process.returncode is None:
+                    for line in self.log:
+                        if all(each in line for each in words):
+                            return line
+                    await asyncio.sleep(0.01)
+        raise AssertionError(f"not logged: {words}, but {b''.join(self.log).decode()}")
 
     async def _read_log(self) -> None:
         assert self.process.stderr is not None
