@@ -58,6 +58,7 @@ class ScriptedConnector(ScriptedServer):
     saves_behind_tokens: int = 0  # A request that asks for no more has ended before.
     loads_rightly: bool = True  # Else vLLM computes other tokens behind what it has loaded.
     loads: bool = True  # Else nothing that it should load comes, and vLLM computes that.
+    deadline_s: float = 2.0  # For the front of a history.
     lag_pages: int = 0
     links: list[LinkReport] = field(default_factory=list)
 
@@ -86,15 +87,19 @@ class ScriptedConnector(ScriptedServer):
         full_pages = history_tokens // self.geometry.page_size_tokens
         for target in params.checkpoints if max_tokens > self.saves_behind_tokens else ():
             self.holdings.get(target.agent, {})[params.stream] = full_pages
-        if params.sources:
-            pages = sum(source.pages for source in params.sources) * self.loads
-            self.pages_loaded += pages
-            loaded = pages * self.geometry.page_size_tokens
-            rest = history_tokens - loaded
-            self.fetches.append(
-                FetchReport(params.stream, params.attempt, params.owner_epoch, loaded, rest)
-            )
         return params
+
+    def load(self, params: KvrsParams, history_tokens: int, *, has_front: bool) -> bool:
+        """Load what the parameters name, behind its front; False: nothing comes of it."""
+        loads = self.loads and has_front
+        pages = sum(source.pages for source in params.sources) * loads
+        self.pages_loaded += pages
+        loaded = pages * self.geometry.page_size_tokens
+        rest = history_tokens - loaded
+        self.fetches.append(
+            FetchReport(params.stream, params.attempt, params.owner_epoch, loaded, rest)
+        )
+        return loads
 
     async def _info(self, _: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self._identity()))

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +103,8 @@ class ScriptedVllm(ScriptedServer):
     # Status of its engines, where it runs with fault tolerance.
     engines: list[str] | None = None
     ft_path: str = "/fault_tolerance/status"
+    prefix_caching: bool = True
+    cached: dict[tuple[str | None, tuple[int, ...]], None] = field(default_factory=dict)
     cold: bool = False  # Its first seeded request has to wait for kernels to be compiled.
     waited: list[dict[str, Any]] = field(default_factory=list)  # Requests that had to.
     passed: tuple[str, ...] = ()  # Paths that it answers with what it got.
@@ -189,7 +192,7 @@ class ScriptedVllm(ScriptedServer):
             f"vllm:num_requests_waiting{{{labels}}} {float(self.waiting)}",
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
             f'vllm:cache_config_info{{block_size="{PAGE}",num_gpu_blocks="100",'
-            'enable_prefix_caching="True",x="a\\"b"} 1.0',
+            f'enable_prefix_caching="{self.prefix_caching}",x="a\\"b"}} 1.0',
             f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
             f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
         ]
@@ -217,6 +220,7 @@ class ScriptedVllm(ScriptedServer):
         if self.denies is not None and len(_history(parsed)) > self.denies_beyond_tokens:
             return _json({"detail": "not for you"}, self.denies)
         transfer = self.bodies[-1].get("kv_transfer_params")
+        salt = self.bodies[-1].get("cache_salt")
         if (asked := self.bodies[-1].get("model", self.model)) not in self.names:
             error = {"message": f"The model `{asked}` does not exist.", "type": "NotFoundError"}
             return _json({"error": error | {"param": "model", "code": 404}}, 404)
@@ -242,7 +246,7 @@ class ScriptedVllm(ScriptedServer):
             return _json({"error": {"message": "unhealthy", "code": 503}}, 503)
         if transfer is not None:
             if self.kvrs is not None:
-                parsed = self._load(self.kvrs, transfer, parsed)
+                parsed = await self._load(self.kvrs, transfer, parsed, salt)
             elif "kvrs" in transfer:
                 self.script.violations.append("parameters for a connector that is not there")
             if transfer.get("do_remote_decode"):
@@ -251,23 +255,39 @@ class ScriptedVllm(ScriptedServer):
                 transfer = None
         self.running += 1
         try:
-            return await self._decode(request, parsed, transfer, known)
+            return await self._decode(request, parsed, transfer, known, salt)
         finally:
             self.running -= 1
 
-    def _load(
+    async def _load(
         self,
         kvrs: ScriptedConnector,
         transfer: dict[str, Any],
         parsed: CompletionRequest | ChatRequest,
+        salt: str | None,
     ) -> CompletionRequest | ChatRequest:
         """The request as it is computed behind what the connector loads for it."""
         history = _history(parsed)
         params = kvrs.take(transfer, len(history), parsed.max_tokens or 0)
-        if params is None or not params.sources or not kvrs.loads or kvrs.loads_rightly:
+        if params is None or not params.sources:
+            return parsed
+        front = history[: params.sources[0].first_page * PAGE]
+        has_front = await self._has_cached(front, salt, kvrs.deadline_s)
+        if not kvrs.load(params, len(history), has_front=has_front) or kvrs.loads_rightly:
             return parsed
         assert isinstance(parsed, CompletionRequest)
         return msgspec.structs.replace(parsed, prompt=[history[0] + 1, *history[1:]])
+
+    async def _has_cached(self, front: list[int], salt: str | None, deadline_s: float) -> bool:
+        """It gets into the prefix cache in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while front and not any(
+                    each == salt and [*ids[: len(front)]] == front for each, ids in self.cached
+                ):
+                    await asyncio.sleep(0.005)
+                return True
+        return False
 
     def _prefill(self, parsed: CompletionRequest | ChatRequest) -> web.Response:
         history = _history(parsed)
@@ -307,6 +327,7 @@ class ScriptedVllm(ScriptedServer):
         parsed: CompletionRequest | ChatRequest,
         transfer: Any,
         known: list[int],
+        salt: str | None,
     ) -> web.StreamResponse:
         history = _history(parsed)
         script, position = self.script, len(history) - self.script.prompt_tokens
@@ -324,6 +345,7 @@ class ScriptedVllm(ScriptedServer):
                 return response
             if isinstance(event, Fault):
                 return await _break(request, response, event)
+            self.cached[salt, tuple(history)] = None
             await asyncio.sleep(script.pause_s)
             await self.awake.wait()
             await response.write(event)

@@ -284,10 +284,13 @@ class VllmServers(Processes):
                 if metric == wanted and label in labels
             )
 
+        def prompts_of(source: str) -> float:
+            return total("prompt_tokens_by_source_total", f'source="{source}"')
+
         return {
-            "pulled_tokens": total(
-                "prompt_tokens_by_source_total", 'source="external_kv_transfer"'
-            ),
+            "pulled_tokens": prompts_of("external_kv_transfer"),
+            "local_tokens": prompts_of("local_cache_hit"),
+            "computed_tokens": prompts_of("local_compute"),
             "pulled_bytes": total("nixl_bytes_transferred_sum"),
             "running": total("num_requests_running"),
             "cache_usage": total("kv_cache_usage_perc"),

@@ -169,7 +169,7 @@ def _case(question: Question) -> Case:
     view = ClusterView(question.local_bytes_per_s)
     at_holder = at_target = frozenset(Capability)
     if question.prefix_cache:  # As vLLM; with its connector pages of agents are fetched.
-        at_holder = at_target = at_holder - {Capability.RETAIN, Capability.SPLIT}
+        at_holder = at_target = at_holder - {Capability.RETAIN}
         if not question.checkpoint_tokens:
             at_target -= {Capability.PULL_PAGES}
     holder, prefill, target = (

@@ -30,6 +30,9 @@ from kvrs.transfer.puller import PagePuller, RecentFetches
 from kvrs.transfer.pusher import PagePusher
 from kvrs.vllm.tracked import Counts
 
+# A front of a history is a request of its own, for which the request behind it waits.
+_OFFERED = [Capability.PULL_PAGES, Capability.SPLIT, Capability.CHECKPOINT, Capability.FENCE]
+
 
 class Served(Protocol):
     """The port whose protocol it is."""
@@ -82,9 +85,7 @@ class InstanceProtocol:
             geometry=self._port.geometry,
             max_model_len=0,
             page_port=0,
-            capabilities=[Capability.PULL_PAGES, Capability.CHECKPOINT, Capability.FENCE]
-            if is_on
-            else [],
+            capabilities=_OFFERED if is_on else [],
             prefill=MeasuredPrefill("", 1, []),
         )
 

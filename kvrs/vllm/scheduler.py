@@ -4,6 +4,11 @@ request may start.
 A load is staged: pages are fetched and verified before vLLM is promised any, and exactly those are
 promised. So no load of vLLM waits for a peer, and none fails. Nothing here waits; all calls come
 from vLLM's thread, and what has to do with sockets is the page port's.
+
+vLLM loads only behind its own prefix cache. So what lies before the first page that is fetched is
+computed by another request of the same attempt, the front, which neither loads nor saves. A request
+waits as long as its front lives, `deadline_s` for the front to come, and `deadline_s` for pages
+alone: before its front is there, they hold nothing up.
 """
 
 import logging
@@ -13,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrs.errors import RequestError
+from kvrs.ids import StreamId
 from kvrs.protocol.connector import unseal
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams
 from kvrs.protocol.tags import Tag, next_tag, page_tags, root_tag
@@ -83,6 +89,9 @@ class Port(Protocol):
         """A higher attempt at the stream was announced."""
 
 
+_Attempt = tuple[StreamId, tuple[int, int]]
+
+
 @dataclass(slots=True, eq=False)
 class _Tracked:
     request: LiveRequest
@@ -90,6 +99,8 @@ class _Tracked:
     root: Tag
     saved: SavedStream | None
     restore: Restore | None
+    front_of: _Attempt | None  # It may be the front of that one.
+    has_front: bool = False  # A front has been seen.
     full_pages: int = 0
     local_tokens: int = 0  # Of vLLM's own prefix cache, at the last look.
     loading: list[tuple[int, int]] | None = None  # Slots and blocks, while workers copy.
@@ -117,6 +128,7 @@ class SchedulerSide:
         self._fingerprint, self._page, self._keys = fingerprint, page_size_tokens, keys
         self._ranks, self._deadline_s, self._clock = ranks, deadline_s, clock
         self._tracked: dict[str, _Tracked] = {}
+        self._fronts: set[_Attempt] = set()
         self._loads: list[tuple[str, list[tuple[int, int]]]] = []
         self._jobs: dict[int, tuple[CopyRequest, int, int]] = {}  # Pages, and ranks to come.
         self._job = 0
@@ -158,25 +170,41 @@ class SchedulerSide:
                 request.request_id, params.stream, attempt, [*tags], request.num_tokens
             )
             self._port.follow(saved, params.checkpoints, handed_over=handed_over)
-        self._tracked[request.request_id] = _Tracked(request, tags, root, saved, restore)
+        front_of = None
+        if not params.sources and not params.checkpoints:
+            front_of = params.stream, attempt
+            self._fronts.add(front_of)
+        self._tracked[request.request_id] = _Tracked(request, tags, root, saved, restore, front_of)
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
         """Tokens that can be loaded behind those; None: not known yet."""
         tracked = self._tracked.get(request_id)
         if tracked is None or (restore := tracked.restore) is None or tracked.loading is not None:
             return 0
-        is_late = self._clock() >= restore.deadline_s
-        if not restore.is_over and not is_late:
-            return None
-        end_page = restore.first_page + len(restore.slots)
-        # At least one token is computed: its logits are the next token's.
-        end_page = min(end_page, (tracked.request.num_tokens - 1) // self._page)
         tracked.local_tokens = computed_tokens
-        found = end_page * self._page - computed_tokens
-        if found > 0 and computed_tokens >= restore.first_page * self._page:
-            return found
+        if computed_tokens < restore.first_page * self._page:
+            if self._front_may_come(tracked, restore):
+                return None
+        elif not restore.is_over and self._clock() < restore.deadline_s:
+            return None
+        else:
+            end_page = restore.first_page + len(restore.slots)
+            # At least one token is computed: its logits are the next token's.
+            end_page = min(end_page, (tracked.request.num_tokens - 1) // self._page)
+            if (found := end_page * self._page - computed_tokens) > 0:
+                return found
         self._settle(tracked, 0)
         return 0
+
+    def _front_may_come(self, tracked: _Tracked, restore: Restore) -> bool:
+        """The pages before those of a restore may still get into vLLM's prefix cache."""
+        now_s = self._clock()
+        if (restore.stream, restore.attempt) in self._fronts:
+            tracked.has_front = True
+            # Only behind it the stream waits for pages alone.
+            restore.deadline_s = now_s + self._deadline_s
+            return True
+        return not tracked.has_front and now_s < restore.deadline_s
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """Blocks were allocated; so many tokens are to be loaded into them."""
@@ -249,6 +277,8 @@ class SchedulerSide:
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return
+        if tracked.front_of is not None:
+            self._fronts.discard(tracked.front_of)
         if (saved := tracked.saved) is not None:
             send_rest = send_rest and self.ended.add(saved, block_ids[: tracked.full_pages])
             self._port.ended(saved, send_rest=send_rest)

@@ -201,6 +201,17 @@ def test_vllm_restores_pages_of_agents_and_fetches_none_of_instances() -> None:
         assert total_s(plain, option) == total_s(connected, option)
 
 
+def test_vllm_splits_what_it_restores_over_a_link() -> None:
+    """Half of it is computed while the other half comes, at one millisecond per token each."""
+    asked = question(prefix_cache=True, checkpoint_at=CheckpointAt.OTHER)
+
+    plain, connected = explain(asked), explain(replace(asked, checkpoint_tokens=320))
+
+    assert Option.SPLIT not in {each.option for each in plain.options}
+    assert connected.chosen is Option.SPLIT
+    assert total_s(connected, Option.SPLIT) == pytest.approx(0.002 + 0.160 + 0.020, abs=0.016)
+
+
 def test_a_checkpoint_beside_the_target_comes_from_host_memory() -> None:
     """And one elsewhere over a link."""
     asked = question(

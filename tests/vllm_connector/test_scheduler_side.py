@@ -224,12 +224,94 @@ def test_pages_behind_a_gap_are_of_use_where_the_own_cache_fills_it(local: int, 
     restore = world.port.restores[0]
     restore.slots += [1, 2]
     restore.is_over = True
+    if local < 2 * PAGE:
+        assert world.side.match("r", local) is None
+        world.now_s = 2.0
     assert world.side.match("r", local) == found
     assert (world.port.released == [restore]) is (found == 0)
     if found:
         world.side.allocated("r", list(range(100, 108)), found)
         copies = world.side.step({}, lambda _: []).loads[0][1]
         assert copies == [(1 + page - 2, 100 + page) for page in range(local // PAGE, 4)]
+
+
+@pytest.mark.parametrize("front_first", [False, True])
+def test_a_history_waits_for_its_front_as_long_as_that_lives(front_first: bool) -> None:
+    """However long it takes to compute; once it is there, what was fetched is loaded behind it."""
+    world, request, front = split_world(front_first)
+    restore = world.port.restores[0]
+    restore.slots += [1, 2]
+    restore.is_over = True
+    for world.now_s in (0.0, 2.0, 100.0):
+        for local in (0, PAGE):
+            assert world.side.match(request.request_id, local) is None
+    assert world.side.match(front.request_id, 0) == 0
+
+    assert world.side.match(request.request_id, 2 * PAGE) == 2 * PAGE
+
+    world.side.allocated("r", list(range(100, 108)), 2 * PAGE)
+    assert world.side.step({}, lambda _: []).loads == [("r", [(1, 102), (2, 103)])]
+    world.side.done(Done(loads={"r": 1}))
+    assert world.port.settled_tokens == [(2 * PAGE, 30 - 4 * PAGE)]
+
+
+def test_pages_alone_are_awaited_for_the_deadline_behind_a_front() -> None:
+    """They may come as long as the front is computed."""
+    world, _, _ = split_world()
+    world.port.restores[0].slots.append(1)
+    world.now_s = 100.0
+    assert world.side.match("r", PAGE) is None
+
+    world.now_s = 101.9
+    assert world.side.match("r", 2 * PAGE) is None
+    world.now_s = 102.0
+    assert world.side.match("r", 2 * PAGE) == PAGE
+
+
+def test_a_front_that_ends_for_nothing_ends_the_wait() -> None:
+    """It has failed, or its pages have left vLLM's cache."""
+    world, request, front = split_world()
+    restore = world.port.restores[0]
+    restore.slots += [1, 2]
+    restore.is_over = True
+    assert world.side.match("r", 0) is None
+
+    world.side.finished(front.request_id)
+
+    assert world.side.match("r", PAGE) == 0
+    assert world.port.released == [restore]
+    assert world.port.settled_tokens == [(0, request.num_tokens - PAGE)]
+
+
+@pytest.mark.parametrize("gone", ["another attempt", "another stream", "before"])
+def test_a_front_that_is_not_its_own_is_not_awaited(gone: str) -> None:
+    world, request = World(), Request("r", list(range(30)))
+    stream = StreamId("b" * 32) if gone == "another stream" else STREAM
+    other = KvrsParams(stream, 1 if gone == "another attempt" else 2, 1)
+    world.side.arrived(Request("f", [1] * 8), msgspec.to_builtins(seal(other, KEY)), "salt")
+    if gone == "before":
+        world.side.finished("f")
+    world.arrive(request, sources=[from_agent(2, 2)])
+    world.now_s = 1.99
+    assert world.side.match("r", 0) is None
+    world.now_s = 2.0
+    assert world.side.match("r", 0) == 0
+
+
+def test_a_request_that_saves_is_no_front() -> None:
+    world, request = World(), Request("r", list(range(30)))
+    world.arrive(Request("f", [1] * 8), saves=True)
+    world.arrive(request, sources=[from_agent(2, 2)])
+    world.now_s = 2.0
+    assert world.side.match("r", 0) == 0
+
+
+def split_world(front_first: bool = True) -> tuple[World, Request, Request]:
+    """A request whose third and fourth page are fetched, beside its front."""
+    world, request, front = World(), Request("r", list(range(30))), Request("f", list(range(8)))
+    for each in (front, request) if front_first else (request, front):
+        world.arrive(each, sources=[from_agent(2, 2)] if each is request else ())
+    return world, request, front
 
 
 def test_blocks_given_to_another_connector_release_what_was_fetched() -> None:
@@ -386,7 +468,9 @@ def test_200_ends_and_aborts_in_mid_load_and_mid_save_leave_nothing(seed: int) -
         name = f"r{number}"
         request = alive[name] = Request(name, list(range(random.randrange(4, 40))))
         world.arrive(
-            request, saves=random.random() < 0.7, sources=[from_agent(0, 3)] if number % 2 else ()
+            request,
+            saves=random.random() < 0.7,
+            sources=[from_agent(random.randrange(2), 3)] if number % 2 else (),
         )
         for restore in world.port.restores[-1:]:
             restore.slots += [0, 1, 2][: random.randrange(4)]

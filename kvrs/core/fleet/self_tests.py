@@ -22,7 +22,7 @@ _MOST_FAILURES = 5
 _OF_KV = frozenset(
     (Capability.PULL_PAGES, Capability.RETAIN, Capability.SPLIT, Capability.PREFIX_CACHE)
 )
-_OF_AGENTS = frozenset((Capability.PULL_PAGES,))
+_OF_AGENTS = frozenset((Capability.PULL_PAGES, Capability.SPLIT))
 _LATER_S = 5.0  # Until a process is tested after one of the same version.
 _MOST_LOSSES = 2  # An instance that dies in so many of its tests is not tested again.
 
@@ -277,7 +277,7 @@ class SelfTests:
         seen = self.seen(life.info.id)
         unseen = set() if seen.moves_kv else {*_OF_KV}
         if seen.restores is not None:
-            unseen = unseen - {Capability.PULL_PAGES} | (_OF_AGENTS if not seen.restores else set())
+            unseen = unseen - _OF_AGENTS if seen.restores else unseen | _OF_AGENTS
         names = [each.value for each in life.info.capabilities if each not in unseen]
         return names if seen.generated is None else [*names, seen.generated.continues.value]
 

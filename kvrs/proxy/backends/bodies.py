@@ -30,7 +30,7 @@ _NEVER_FORWARDED = frozenset(("n", "echo", "stream_options"))
 _NOT_FOR_DECODE_OF_IDS = _NEVER_FORWARDED | NOT_FOR_IDS
 _NOT_FOR_PREFILL = _NEVER_FORWARDED | NOT_FOR_PREFILL
 _NOT_FOR_PREFILL_OF_IDS = _NOT_FOR_PREFILL | NOT_FOR_IDS
-_BYTES_PER_ID = 6  # In JSON.
+BYTES_PER_ID = 6  # In JSON.
 _HANDED_OFF = msgspec.Raw(msgspec.json.encode(KvTransferParams(do_remote_decode=True)))
 
 
@@ -172,7 +172,7 @@ def _call(
         headers = request.headers(f"{request.id}-{journal.stream[:8]}-{attempt}", traceparent)
     size_bytes = journal.parsed.fields_bytes
     if history is not None:
-        size_bytes += _BYTES_PER_ID * len(history)
+        size_bytes += BYTES_PER_ID * len(history)
     return Call(endpoint.path, fields, headers, size_bytes)
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from kvrs.proxy.backends.idle_connection import IdleConnection
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
 from kvrs.proxy.backends.vllm_connector import VllmConnector
+from kvrs.proxy.backends.vllm_front import decode_behind
 from kvrs.proxy.backends.vllm_metrics import VllmMetrics
 from kvrs.proxy.backends.vllm_replay import with_replay
 from kvrs.proxy.backends.vllm_transfer import checked
@@ -349,8 +351,12 @@ class VllmBackend(OpenAiPeer):
     async def decode(self, call: Call, reader: Reader) -> None:
         info = self._info
         assert info is not None
+        front = None if self._connector is None else self._connector.front(call)
+        decoded = super().decode(_limited(self._plain(call), info.max_model_len), reader)
+        if front is not None:
+            decoded = decode_behind(partial(super().ask, front), decoded, info.id)
         try:
-            await super().decode(_limited(self._plain(call), info.max_model_len), reader)
+            await decoded
         except DeniedError as error:
             raise await self._judged(error) from None
 

@@ -24,9 +24,9 @@ from kvrs.protocol.instance import (
 )
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.pd import PdBackend
+from kvrs.proxy.backends.vllm_front import front_of
 
-# A front that is computed while the back is fetched needs a request of its own in vLLM.
-_USED = (Capability.PULL_PAGES, Capability.CHECKPOINT, Capability.FENCE)
+_USED = (Capability.PULL_PAGES, Capability.SPLIT, Capability.CHECKPOINT, Capability.FENCE)
 _SILENT_S = 5.0  # Without a report; they come several times a second.
 _ASK_AGAIN_S = 1.0
 
@@ -169,6 +169,9 @@ class VllmConnector:
 
     def _joined(self, server: InstanceInfo) -> InstanceInfo:
         offered = self._offered if self.off_reason is None else []
+        if Capability.PREFIX_CACHE not in server.capabilities:
+            # A front would be computed for nothing.
+            offered = [each for each in offered if each is not Capability.SPLIT]
         return msgspec.structs.replace(
             server,
             epoch=server.epoch if self._above is None else self._epoch - self._above,
@@ -178,6 +181,15 @@ class VllmConnector:
         )
 
     # The calls of a stream.
+
+    def front(self, call: Call) -> Call | None:
+        """The call that computes the front of a decode call's history; None: it needs none."""
+        assert self._server is not None
+        found = front_of(call, self._server.geometry.page_size_tokens)
+        if found is None or self.off_reason is not None:
+            return None
+        self.seal(*found)
+        return found[0]
 
     def seal(self, call: Call, params: KvrsParams) -> None:
         """Put parameters for it into a call, beside those of a hand-off."""

@@ -1,73 +1,28 @@
 """vLLM servers with a kvrs connector in them: what it adds, and that its end is not theirs."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from kvrs.protocol.instance import KvrsParams
 from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, TOKENS, Builder, Servers, Vllms
+from tests.proxy.backends.connectors import (
+    capabilities,
+    connector_of,
+    cut_in_mid_stream,
+    equip,
+    last_of,
+    row_of,
+    until_capable,
+)
 
 pytestmark = pytest.mark.network
 
 DIFFERS = "restores no checkpoints of others: other fingerprint"
 BACKUP = {"mode": "remote"}
 OF_VLLM = ["prefix_cache"]
-OF_BOTH = [*OF_VLLM, "pull_pages", "checkpoint", "fence"]
-
-
-def equip(servers: Servers, *names: str) -> None:
-    for name in names or servers:
-        servers[name].kvrs = ScriptedConnector(name, servers[name].node)
-
-
-def connector_of(system: Vllms, name: str) -> ScriptedConnector:
-    found = system.servers[name].kvrs
-    assert found is not None
-    return found
-
-
-async def row_of(system: Vllms, name: str) -> dict[str, Any]:
-    return next(row for row in (await system.state())["instances"] if row["id"] == name)
-
-
-async def capabilities(system: Vllms, name: str) -> list[str]:
-    load = (await row_of(system, name))["load"]
-    return [] if load is None else [str(each) for each in load["capabilities"] or ()]
-
-
-async def until_capable(system: Vllms, name: str, wanted: list[str]) -> None:
-    async def holds() -> bool:
-        return await capabilities(system, name) == wanted
-
-    await system.until(holds)
-
-
-async def cut_in_mid_stream(system: Vllms, pages: int) -> list[int]:
-    """A stream that its decode instance loses after three tokens, when the agent of the other node
-    has so many pages of it.
-    """
-    system.shared.prompt_tokens, system.shared.gate_at = len(LONG), 3
-    system.shared.gate = asyncio.Event()
-    asked = asyncio.create_task(system.ids(LONG))
-    await system.until_streams_hold(3)
-    ((stream,),) = [[each["id"] for each in (await system.state())["streams"]]]
-    system.agents["agent-n1"].pages[stream] = pages
-
-    async def is_protected() -> bool:
-        (row,) = (await system.state())["streams"]
-        return bool(row["protected"] == {"agent-n1": pages})
-
-    await system.until(is_protected)
-    await system.servers["d0"].kill()
-    system.shared.gate.set()
-    return await asked
-
-
-def last_of(system: Vllms, name: str) -> KvrsParams:
-    return connector_of(system, name).taken[-1]
+OF_BOTH = [*OF_VLLM, "pull_pages", "split", "checkpoint", "fence"]
 
 
 async def test_a_stream_that_is_cut_is_restored_from_an_agent(vllms: Builder) -> None:
@@ -280,7 +235,7 @@ async def test_a_restore_that_loads_and_goes_on_rightly_is_seen(vllms: Builder) 
 
     for name in ("d0", "d1"):
         found = await self_test_of(system, name, restores=True)
-        assert "pull_pages" in found["capabilities"]
+        assert {"pull_pages", "split"} <= {*found["capabilities"]}
         tests = [each for each in connector_of(system, name).taken if each.sources]
         assert [source.pages for each in tests for source in each.sources] == [2]
     agents = system.agents.values()
@@ -322,7 +277,7 @@ async def test_a_restore_that_fails_its_test_is_not_chosen(vllms: Builder, fault
 
     system = await vllms(prepare, policy={"name": "always_restore"}, backup=BACKUP, proxy=TESTED)
     found = await self_test_of(system, "d1", restores=False)
-    assert "pull_pages" not in found["capabilities"]
+    assert {"pull_pages", "split"}.isdisjoint(found["capabilities"])
     assert ("none of 2 pages" if fault == "nothing is loaded" else "other tokens") in found["cause"]
 
     assert await cut_in_mid_stream(system, pages=2) == expected_ids(LONG, TOKENS)
