@@ -26,6 +26,7 @@ from rich.table import Table
 from experiments.kills.vllm import STREAM_TIMEOUT_S, UP_TIMEOUT_S, strike
 from experiments.kills.vllm_figures import Death
 from experiments.record import Record
+from kvrs.engine.tiny import SYLLABLES
 from kvrs.load.admin import AdminClient, AdminPort
 from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, vllm_config
 
@@ -36,26 +37,6 @@ UNDER_WAY_TOKENS = (3, 60)
 # Between two runs in batches of other sizes, of a log probability.
 _ROUNDING = 1e-3
 _LOOK_AGAIN_S = 0.01
-_SYLLABLES = [
-    "ka",
-    "lo",
-    "mi",
-    "ren",
-    "sta",
-    "vor",
-    "ti",
-    "el",
-    "an",
-    "dra",
-    "shi",
-    "pu",
-    "ne",
-    "go",
-    "bri",
-    "sol",
-    "tek",
-    "qui",
-]
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -154,7 +135,7 @@ def make_requests(kind: str, choose: random.Random) -> list[dict[str, Any]]:
         | KINDS[kind]
         | {
             "seed": choose.randrange(1 << 30),
-            "messages": [{"role": "user", "content": " ".join(choose.choices(_SYLLABLES, k=12))}],
+            "messages": [{"role": "user", "content": " ".join(choose.choices(SYLLABLES, k=12))}],
         }
         for _ in range(WAVE)
     ]

@@ -59,7 +59,7 @@ _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-_SYLLABLES = (
+SYLLABLES = (
     "ka",
     "lo",
     "mi",
@@ -192,7 +192,7 @@ def _tokenizer(seed: int) -> Tokenizer:
     bytes.
     """
     choose = random.Random(seed)
-    words = ["".join(choose.choices(_SYLLABLES, k=choose.randint(1, 3))) for _ in range(300)]
+    words = ["".join(choose.choices(SYLLABLES, k=choose.randint(1, 3))) for _ in range(300)]
     words += ["".join(choose.choices(_FOREIGN, k=choose.randint(1, 2))) for _ in range(40)]
     sentences = [
         " ".join(choose.choices(words, k=choose.randint(3, 12))) + choose.choice(".,!?\n")

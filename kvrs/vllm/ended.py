@@ -43,9 +43,7 @@ class EndedStreams:
         max_pinned: int,
         clock: Callable[[], float],
     ) -> None:
-        self.pool: BlockPool | None = (
-            None  # Not lent yet, or never: nothing outlives a request then.
-        )
+        self.pool: BlockPool | None = None  # Without one nothing outlives its request.
         self.pinned_blocks = 0
         self._is_sent, self._max_pinned, self._clock = is_sent, max_pinned, clock
         self._streams: dict[str, _Ended] = {}  # By request.
