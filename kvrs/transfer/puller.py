@@ -47,9 +47,15 @@ class _ActivePull:
 
     request: PullRequest
     views: list[memoryview]  # The full pages, then perhaps the tail.
+    tell: Callable[[int], None]
     verified: int = 0
     mapped: int = 0  # Of these, how many were not sent: what is asked for begins behind them.
     gone: bool = False
+
+    def add(self, pages: int) -> None:
+        """So many more are there and right."""
+        self.verified += pages
+        self.tell(pages)
 
     @property
     def asked(self) -> PullRequest:
@@ -85,10 +91,12 @@ class PagePuller:
         pages: Sequence[memoryview],
         tail: memoryview | None,
         expected_epoch: int | None = None,
+        verified: Callable[[int], None] = lambda pages: None,
     ) -> PullResult:
         """Fill `pages` with the pages of `request.tags`, then `tail` with its tail page, in order
         and as far as it goes; with the cells of `request.part` only, if there is one. Full pages of
-        a process of this host are copied out of its memory, where it hands that out.
+        a process of this host are copied out of its memory, where it hands that out. `verified` is
+        called with how many more are there and right, the tail too.
 
         An error of the peer ends the pull early and stands in the result. Once this has returned or
         was cancelled, the buffers are not written any more.
@@ -96,7 +104,7 @@ class PagePuller:
         assert len(pages) == len(request.tags)
         assert (tail is None) == (request.tail_index is None)
         started_s = self._clock()
-        pulling = _ActivePull(request, [*pages, *([] if tail is None else [tail])])
+        pulling = _ActivePull(request, [*pages, *([] if tail is None else [tail])], verified)
         error: str | None = None
         try:
             if peer.directory is None or not await self._map(peer, pulling, expected_epoch):
@@ -155,11 +163,10 @@ class PagePuller:
         if not views:
             return False
 
-        def copied(pages: int) -> None:
-            pulling.verified += pages
-
         try:
-            pulling.gone = not await self._mapper.pull(peer, request, views, expected_epoch, copied)
+            pulling.gone = not await self._mapper.pull(
+                peer, request, views, expected_epoch, pulling.add
+            )
         except TransferError as error:
             if len(pulling.views) == pulling.verified:
                 return True  # The peer has ended since.
@@ -204,7 +211,7 @@ class PagePuller:
                 raise DamagedPageError(f"checksum of page {pulling.verified} is wrong")
             session.check_answer(mac, answer, page)
             # Counted before anything else can fail: later errors do not concern this page.
-            pulling.verified += 1
+            pulling.add(1)
             start = await filling.next()
             answer = frames.decode_answer(
                 start[:ANSWER_BYTES], FrameType.PAGE, FrameType.GONE, FrameType.END

@@ -6,6 +6,8 @@ one tensor `[blocks, heads, tokens, 2 * head_dim]`, in which a cell is one run o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from kvrs.vllm.staging import StagingPlace, open_staging
 
 # Slot and block of each page that is copied.
 Copies = Sequence[tuple[int, int]]
+
+# Elements that are copied, by their bytes: torch copies an indexed cell element by element.
+_ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Blocks:
         self._geometry, self._part = geometry, part
         cell_bytes = geometry.page_bytes // geometry.page_cells
         heads, tokens = len(part.heads), geometry.page_size_tokens
-        self._rows: dict[int, Tensor] = {}
+        cells: dict[int, Tensor] = {}
         for layer, tensor in layers.items():
             shape, width = tuple(tensor.shape), 2 * geometry.head_dim
             if len(shape) != 4 or shape[1:] != (heads, tokens, width):
@@ -72,8 +77,11 @@ class Blocks:
                 )
             if layer not in range(geometry.layers):
                 raise KvrsError(f"layer {layer}; allowed: below {geometry.layers}")
-            self._rows[layer] = tensor.view(torch.uint8).flatten(2)
-            assert self._rows[layer].shape[2] == cell_bytes
+            cells[layer] = tensor.view(torch.uint8).flatten(2)
+            assert cells[layer].shape[2] == cell_bytes
+        starts = [[each.storage_offset(), *each.stride()[:2]] for each in cells.values()]
+        self._element = _ELEMENTS[gcd(8, cell_bytes, *chain.from_iterable(starts))]
+        self._rows = {layer: each.view(self._element) for layer, each in cells.items()}
         self._staged: Tensor | None = None
 
     def open(self, place: StagingPlace) -> None:
@@ -91,7 +99,8 @@ class Blocks:
         self._region = open_staging(place)  # Kept: the tensor is its memory.
         count = place.pages * place.page_bytes
         pages = torch.frombuffer(self._region.memory, dtype=torch.uint8, count=count)
-        self._staged = pages.view(place.pages, self._geometry.layers, self._geometry.kv_heads, -1)
+        cells = (place.pages, self._geometry.layers, self._geometry.kv_heads, -1)
+        self._staged = pages.view(self._element).view(cells)
 
     def save(self, copies: Copies) -> None:
         """Copy blocks to staged pages. They are there when this returns."""
@@ -101,7 +110,8 @@ class Blocks:
         slots, blocks = _indexes(copies)
         heads = slice(self._part.heads.start, self._part.heads.stop)
         for layer, rows in self._rows.items():
-            self._staged[slots, layer, heads] = rows[blocks.to(rows.device)].cpu()
+            picked = rows.index_select(0, blocks.to(rows.device)).cpu()
+            self._staged[:, layer, heads].index_copy_(0, slots, picked)
 
     def load(self, copies: Copies) -> None:
         """Copy staged pages to blocks."""
@@ -111,7 +121,8 @@ class Blocks:
         slots, blocks = _indexes(copies)
         heads = slice(self._part.heads.start, self._part.heads.stop)
         for layer, rows in self._rows.items():
-            rows[blocks.to(rows.device)] = self._staged[slots, layer, heads].to(rows.device)
+            picked = self._staged[:, layer, heads].index_select(0, slots).to(rows.device)
+            rows.index_copy_(0, blocks.to(rows.device), picked)
 
 
 def _indexes(copies: Copies) -> tuple[Tensor, Tensor]:

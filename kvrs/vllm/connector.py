@@ -271,9 +271,10 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
             self._done.loads[request] = 1
 
     def wait_for_save(self, *_: Any, **__: Any) -> None:
-        for job, copies in (step := _bound(self._connector_metadata)).saves:
-            if self._copy(step, Blocks.save, copies):
-                self._done.saves[job] = 1
+        step = _bound(self._connector_metadata)
+        copies = [copy for _, job in step.saves for copy in job]
+        if copies and self._copy(step, Blocks.save, copies):
+            self._done.saves |= dict.fromkeys((job for job, _ in step.saves), 1)
 
     @guarded(lambda: False)
     def _copy(self, step: WorkerStep, way: Callable[[Blocks, Any], None], copies: Any) -> bool:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import islice
 from typing import Any
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
@@ -20,10 +21,9 @@ from kvrs.errors import KvrsError
 from kvrs.http import HttpPort
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import CheckpointTarget, FetchReport, KvrsParams
+from kvrs.protocol.instance import CheckpointTarget, FetchReport, KvrsParams, SourceRange
 from kvrs.protocol.page_messages import Identity, PullRequest, TrafficClass
 from kvrs.protocol.secrets import Scope, scoped_keys
-from kvrs.protocol.tags import Tag
 from kvrs.tls import load_certificates
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
 from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
@@ -35,11 +35,10 @@ from kvrs.transfer.registry import agents_of, probe_links, with_own_memory
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.vllm.instance_protocol import InstanceProtocol
 from kvrs.vllm.staging import Staging
-from kvrs.vllm.tracked import CopyRequest, Counts, Restore, SavedStream
+from kvrs.vllm.tracked import CopyRequest, Counts, FilledPages, Restore, SavedStream
 
 log = logging.getLogger(__name__)
 
-_PULLED_PAGES = 16  # At a time: what has arrived at the deadline is used.
 _MAX_FENCED = 1 << 16  # Streams of which the lowest attempt that counts is remembered.
 _START_S = 10.0
 
@@ -111,8 +110,11 @@ class ConnectorPort:
         known = [each for each in checkpoints if each.agent in self._agents]
         self._call(lambda: self.backlog.follow(saved, known, handed_over=handed_over))
 
-    def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
-        self._call(self._filled, saved, tags, computed_tokens)
+    def filled(self, fills: Sequence[FilledPages]) -> None:
+        self._call(self._filled, fills)
+
+    def copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
+        self._call(self._copied, copies)
 
     def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
         self._call(self._ended, saved, send_rest)
@@ -224,39 +226,47 @@ class ConnectorPort:
                 end = min(source.first_page + source.pages, len(restore.tags))
                 if peer is None or source.first_page > next_page:
                     return
-                while next_page < end:
-                    wanted = min(_PULLED_PAGES, end - next_page)
-                    slots = self.staging.take(wanted)
-                    if not slots:
-                        return
-                    damaged = self._puller.damaged_pages
-                    tags = tuple(restore.tags[next_page : next_page + len(slots)])
-                    arrived = 0
-                    try:
-                        result = await self._puller.pull(
-                            peer,
-                            PullRequest(tags, traffic=TrafficClass.RECOVERY),
-                            [self.staging.view(slot) for slot in slots],
-                            None,
-                            expected_epoch=source.generation,
-                        )
-                        arrived = result.full_pages
-                    finally:
-                        restore.slots += slots[:arrived]
-                        self.staging.give_back(slots[arrived:])
-                        self.counts.pages_damaged += self._puller.damaged_pages - damaged
-                    next_page += arrived
-                    if arrived < wanted:
-                        break
+                if not (slots := self.staging.take(max(0, end - next_page))):
+                    continue
+                await self._pull(peer, restore, source, slots)
         finally:
             restore.is_over = True
 
+    async def _pull(
+        self, peer: Peer, restore: Restore, source: SourceRange, slots: list[int]
+    ) -> None:
+        """Fill these slots with the next pages, as far as they come."""
+        first, damaged = len(restore.slots), self._puller.damaged_pages
+        next_page, arriving = restore.first_page + first, iter(slots)
+        tags = tuple(restore.tags[next_page : next_page + len(slots)])
+
+        def verified(pages: int) -> None:
+            restore.slots += islice(arriving, pages)
+
+        try:
+            await self._puller.pull(
+                peer,
+                PullRequest(tags, traffic=TrafficClass.RECOVERY),
+                [self.staging.view(slot) for slot in slots],
+                None,
+                expected_epoch=source.generation,
+                verified=verified,
+            )
+        finally:
+            self.staging.give_back(slots[len(restore.slots) - first :])
+            self.counts.pages_damaged += self._puller.damaged_pages - damaged
+
     # Checkpoints.
 
-    def _filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
-        saved.tags += tags
-        saved.computed_tokens = computed_tokens
-        self._sender.wake(self.backlog.filled(saved, time.monotonic()))
+    def _filled(self, fills: Sequence[FilledPages]) -> None:
+        for filled in fills:
+            filled.saved.tags += filled.tags
+            filled.saved.computed_tokens = filled.computed_tokens
+            self._sender.wake(self.backlog.filled(filled.saved, time.monotonic()))
+
+    def _copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
+        for copy, pages in copies:
+            copy.copied(pages)
 
     def _ended(self, saved: SavedStream, send_rest: bool) -> None:
         self.backlog.ended(saved, send_rest=send_rest)
@@ -272,7 +282,7 @@ class ConnectorPort:
         counts = []
         try:
             waiting = [
-                self._copied(delivery.sequence, first, slots)
+                self._copy(delivery.sequence, first, slots)
                 for (delivery, first, _), slots in zip(ranges, taken, strict=True)
             ]
             counts = await asyncio.gather(*waiting)
@@ -285,16 +295,12 @@ class ConnectorPort:
             for slots in taken:
                 self.staging.give_back(slots)
 
-    async def _copied(self, saved: Any, first_page: int, slots: list[int]) -> int:
+    async def _copy(self, saved: Any, first_page: int, slots: list[int]) -> int:
         assert isinstance(saved, SavedStream)
         if not slots:
             return 0
         pages: asyncio.Future[int] = self._loop.create_future()
-
-        def copied(count: int) -> None:
-            self._call(pages.set_result, count)
-
-        self._request_copy(CopyRequest(saved.request_id, first_page, slots, copied))
+        self._request_copy(CopyRequest(saved.request_id, first_page, slots, pages.set_result))
         # Not cancelled: a worker may be copying into these slots.
         return await asyncio.shield(pages)
 

@@ -24,7 +24,7 @@ from kvrs.protocol.instance import CheckpointTarget, KvrsParams
 from kvrs.protocol.tags import Tag, next_tag, page_tags, root_tag
 from kvrs.vllm.ended import EndedStreams
 from kvrs.vllm.staging import StagingPlace
-from kvrs.vllm.tracked import CopyRequest, LiveRequest, Restore, SavedStream
+from kvrs.vllm.tracked import CopyRequest, FilledPages, LiveRequest, Restore, SavedStream
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,11 @@ class Port(Protocol):
         its history sends the pages of that.
         """
 
-    def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
-        """The stream has further full pages."""
+    def filled(self, fills: Sequence[FilledPages]) -> None:
+        """Streams have further full pages."""
+
+    def copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
+        """Of each copy so many leading pages are there."""
 
     def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
         """Nothing more is computed for it. What was not sent is forgotten, or with `send_rest`
@@ -227,11 +230,11 @@ class SchedulerSide:
         """Copies beside the step that computes so many tokens of each request."""
         step = WorkerStep(self._place, loads=self._loads)
         self._loads = []
-        known = {}
+        known, fills, missed = dict[str, int](), list[FilledPages](), list[CopyRequest]()
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.saved is not None:
-                known[request_id] = self._filled(tracked, tracked.saved, tokens)
+                known[request_id] = self._fill(tracked, tracked.saved, tokens, fills)
         for _ in range(len(self.requested)):
             copy = self.requested.popleft()
             first, end = copy.first_page, copy.first_page + len(copy.slots)
@@ -243,23 +246,30 @@ class SchedulerSide:
             else:
                 blocks = self.ended.blocks(copy.request_id, first, end)
             if not blocks:
-                copy.copied(0)
+                missed.append(copy)
                 continue
             self._job += 1
             self._jobs[self._job] = (copy, len(blocks), self._ranks)
             step.saves.append((self._job, [*zip(copy.slots, blocks, strict=False)]))
+        # Each call wakes the port's thread.
+        if fills:
+            self._port.filled(fills)
+        self._give_up(missed)
         for saved in self.ended.release():
             self._port.ended(saved, send_rest=False)
         return step
 
     def done(self, done: Done) -> None:
         """Workers have answered."""
+        copied = []
         for job, count in done.saves.items():
             copy, pages, ranks = self._jobs.pop(job)
             if ranks > count:
                 self._jobs[job] = (copy, pages, ranks - count)
             else:
-                copy.copied(pages)
+                copied.append((copy, pages))
+        if copied:
+            self._port.copied(copied)
         for request_id in done.loads:  # vLLM reports a load when all workers have.
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.loading is not None:
@@ -285,9 +295,10 @@ class SchedulerSide:
         # Workers may still copy out of the slots of a load, which are not read again.
         self._drop_restore(tracked)
         if not send_rest:
-            for copy in [each for each in self.requested if each.request_id == request_id]:
+            waiting = [each for each in self.requested if each.request_id == request_id]
+            for copy in waiting:
                 self.requested.remove(copy)
-                copy.copied(0)
+            self._give_up(waiting)
 
     def close(self) -> None:
         """The engine ends, or the connector is off: nothing waits any more."""
@@ -295,13 +306,18 @@ class SchedulerSide:
             self.finished(request_id)
         for saved in self.ended.release(everything=True):
             self._port.ended(saved, send_rest=False)
-        for copy in [*self.requested, *(copy for copy, _, _ in self._jobs.values())]:
-            copy.copied(0)
+        self._give_up([*self.requested, *(copy for copy, _, _ in self._jobs.values())])
         self.requested.clear()
         self._jobs.clear()
 
-    def _filled(self, tracked: _Tracked, saved: SavedStream, tokens: int) -> int:
-        """Report new full pages; return how many there are after the step.
+    def _give_up(self, copies: Sequence[CopyRequest]) -> None:
+        if copies:
+            self._port.copied([(copy, 0) for copy in copies])
+
+    def _fill(
+        self, tracked: _Tracked, saved: SavedStream, tokens: int, fills: list[FilledPages]
+    ) -> int:
+        """Add new full pages to `fills`; return how many there are after the step.
 
         Of asynchronous scheduling the newest token is known a step later; drafts never count.
         """
@@ -314,7 +330,7 @@ class SchedulerSide:
                 ids = request.all_token_ids[index * page : (index + 1) * page]
                 tags.append(next_tag(tags[-1] if tags else tracked.root, ids))
             tracked.full_pages = full
-            self._port.filled(saved, tags[known:], full * page)
+            fills.append(FilledPages(saved, tags[known:], full * page))
         return full
 
     def _settle(self, tracked: _Tracked, loaded_pages: int) -> None:

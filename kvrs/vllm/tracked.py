@@ -38,6 +38,15 @@ class SavedStream:
     is_ended: bool = False  # Nothing more is computed; what is left may still be sent.
 
 
+@dataclass(frozen=True, slots=True)
+class FilledPages:
+    """Further full pages of a stream: their tags, and how many tokens it then has computed."""
+
+    saved: SavedStream
+    tags: list[Tag]
+    computed_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Restore:
     """Pages that are fetched for a request before vLLM is promised any. The port's thread fills
@@ -65,7 +74,8 @@ class CopyRequest:
     request_id: str
     first_page: int
     slots: list[int]
-    copied: Callable[[int], None]  # Called once, in any thread: how many leading pages there are.
+    # Called once, in the port's thread: how many leading pages there are.
+    copied: Callable[[int], None]
 
 
 @dataclass(slots=True)

@@ -66,7 +66,8 @@ class Port:
     def follow(self, saved: Any, checkpoints: Any, *, handed_over: bool) -> None:
         self.followed.append((saved, handed_over))
 
-    def filled(self, saved: Any, tags: Any, computed_tokens: int) -> None: ...
+    def filled(self, fills: Any) -> None: ...
+    def copied(self, copies: Any) -> None: ...
 
 
 class FullAttentionSpec(SimpleNamespace):

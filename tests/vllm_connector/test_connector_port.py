@@ -18,7 +18,7 @@ from kvrs.protocol.instance import CheckpointTarget, SourceRange
 from kvrs.transfer.peers import PullResult
 from kvrs.vllm.port import ConnectorPort
 from kvrs.vllm.staging import Staging
-from kvrs.vllm.tracked import CopyRequest, Restore, SavedStream
+from kvrs.vllm.tracked import CopyRequest, FilledPages, Restore, SavedStream
 from kvrs_testkit.free_ports import free_ports
 from tests.agent.agents import PAGE_BYTES, SECRET, Engine, document, page, running, tags
 
@@ -168,24 +168,34 @@ async def test_full_staging_leaves_the_rest_to_be_computed(tmp_path: Path) -> No
 
 
 class Script:
-    """Answers of agents in turn, in place of the puller; None: no answer comes."""
+    """Answers of agents in turn, in place of the puller; of one that is a number so many pages come
+    and no more.
+    """
 
-    def __init__(self, world: World, *answers: PullResult | None) -> None:
+    def __init__(self, world: World, *answers: PullResult | int) -> None:
         self.answers, self.damaged_pages, self.asked = [*answers], 0, 0
         replaced: Any = world.port
         self.close = replaced._puller.close
         replaced._puller = self
 
     async def pull(
-        self, peer: Any, request: Any, views: Sequence[memoryview], tail: None, **_: Any
+        self,
+        peer: Any,
+        request: Any,
+        views: Sequence[memoryview],
+        tail: None,
+        expected_epoch: int,
+        verified: Callable[[int], None],
     ) -> PullResult:
         self.asked += 1
         answer = self.answers.pop(0)
-        if answer is None:
-            await asyncio.get_running_loop().create_future()
-        assert answer is not None
-        for view, tag in zip(views[: answer.full_pages], request.tags, strict=False):
+        pages = answer if isinstance(answer, int) else answer.full_pages
+        for view, tag in zip(views[:pages], request.tags, strict=False):
             view[:] = page(tag)
+            verified(1)
+        if isinstance(answer, int):
+            await asyncio.get_running_loop().create_future()
+        assert isinstance(answer, PullResult)
         if answer.error is not None and "checksum" in answer.error:
             self.damaged_pages += 1
         return answer
@@ -201,11 +211,25 @@ async def test_an_end_in_mid_pull_keeps_what_had_come(tmp_path: Path, error: str
     async with opened(tmp_path, pages=64) as (world, _):
         script = Script(world, came(16), came(3, error), came(11))
 
-        restore = await world.fetch(of(0, 30), of(0, 30), pages=30)
+        restore = await world.fetch(*[of(0, 30)] * 3, pages=30)
 
         assert len(restore.slots) == 30
         assert script.asked == 3
         assert world.port.counts.pages_damaged == ("checksum" in error)
+
+
+async def test_pages_count_when_they_have_come(tmp_path: Path) -> None:
+    """The agent stalls in mid-answer: at the deadline the scheduler uses what is there."""
+    async with opened(tmp_path) as (world, _):
+        Script(world, 4)
+        restore = world.begin(of(0, 6))
+
+        await world.until(lambda: len(restore.slots) == 4)
+
+        assert not restore.is_over
+        assert world.staging.used == 6
+        world.port.release(restore)
+        await world.until(lambda: world.staging.used == 0)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +247,7 @@ async def test_a_fence_ends_transfers_of_lower_attempts(
 ) -> None:
     """With `slots_only` only those that hold a slot; others are of no interest to the agent."""
     async with opened(tmp_path) as (world, _):
-        script = Script(world, None)
+        script = Script(world, 0)
         restore = world.begin(of(0, 6), slot_token=slot_token)
         await world.until(lambda: script.asked)
 
@@ -243,7 +267,7 @@ def answer(world: World, copies: Iterable[CopyRequest], own: Sequence[bytes]) ->
     for copy in copies:
         for index, slot in enumerate(copy.slots):
             world.staging.view(slot)[:] = own[copy.first_page + index]
-        copy.copied(len(copy.slots))
+        world.port.copied([(copy, len(copy.slots))])
 
 
 @pytest.mark.parametrize("send_rest", [False, True])
@@ -256,7 +280,7 @@ async def test_what_a_request_leaves_is_sent_if_its_stream_goes_on(
         target = CheckpointTarget(AGENT, 8 * PAGE_BYTES)
         world.port.follow(saved, [target], handed_over=False)
         assert not world.port.is_sent(saved)
-        world.port.filled(saved, [], 4 * 32)
+        world.port.filled([FilledPages(saved, [], 4 * 32)])
         await world.until(lambda: world.copies)
         world.port.ended(saved, send_rest=send_rest)
         await world.until(lambda: saved.is_ended)
@@ -273,12 +297,12 @@ async def test_what_was_to_be_sent_is_given_up_in_the_end(tmp_path: Path) -> Non
     async with opened(tmp_path) as (world, _):
         saved = SavedStream("r", STREAM, (0, 1), [*tags(2, 4)], 4 * 32)
         world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
-        world.port.filled(saved, [], 4 * 32)
+        world.port.filled([FilledPages(saved, [], 4 * 32)])
         world.port.ended(saved, send_rest=True)
         await world.until(lambda: world.copies)
 
         world.port.ended(saved, send_rest=False)
-        world.copies[0].copied(0)
+        world.port.copied([(world.copies[0], 0)])
 
         await world.until(lambda: world.port.is_sent(saved) and not world.staging.used)
         assert world.port.backlog.lag_pages == 0

@@ -18,7 +18,7 @@ from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.vllm.ended import REST_S
 from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
 from kvrs.vllm.staging import StagingPlace
-from kvrs.vllm.tracked import CopyRequest, Restore, SavedStream
+from kvrs.vllm.tracked import CopyRequest, FilledPages, Restore, SavedStream
 
 PAGE = 4
 KEY = connector_key(b"s" * 32, InstanceId("d0"))
@@ -65,9 +65,14 @@ class FakePort:
     ) -> None:
         self.tags += saved.tags
 
-    def filled(self, saved: SavedStream, tags: Sequence[Tag], computed_tokens: int) -> None:
-        self.tags += tags
-        self.computed_tokens = computed_tokens
+    def filled(self, fills: Sequence[FilledPages]) -> None:
+        for filled in fills:
+            self.tags += filled.tags
+            self.computed_tokens = filled.computed_tokens
+
+    def copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
+        for copy, pages in copies:
+            copy.copied(pages)
 
     def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
         self.ended_streams.append((saved, send_rest))
