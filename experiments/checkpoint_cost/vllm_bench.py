@@ -23,6 +23,7 @@ from kvrs.faults.orders import FaultRequest, LinkFault, NoFault
 from kvrs.ids import StreamId
 from kvrs.load.admin import AdminClient, AdminPort
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, LeaseUpdate, SourceRange
+from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S
 from kvrs_testkit.processes import below
 from kvrs_testkit.vllm_clients import Clients
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, VllmServers
@@ -225,15 +226,21 @@ class Bench:
         }
 
     async def _save(self, prompt: list[int]) -> tuple[KvrsParams, list[int]]:
-        """Save a history; return its stream and the tokens behind it."""
-        params = self._saved()
-        # Pages are sent as long as the request lives.
-        answer = await self._ask(self.d0, prompt, SAVING_TOKENS, params)
-        pages = len(prompt) // PAGE_TOKENS
-        async with asyncio.timeout(10.0):
-            while (await self._client.source(self._node, params.stream)).pages < pages:
-                await asyncio.sleep(0.02)
-        return params, answer.ids[:BEHIND_TOKENS]
+        """Save a history; return its stream and the tokens behind it.
+
+        Pages are sent as long as a request lives, and to an agent that was dead or stopped only
+        after the pause that its sender made.
+        """
+        until_s = time.perf_counter() + 2 * RETRY_MOST_S
+        while time.perf_counter() < until_s:
+            params = self._saved()
+            answer = await self._ask(self.d0, prompt, SAVING_TOKENS, params)
+            held = await self._client.source(self._node, params.stream)
+            if held.pages >= len(prompt) // PAGE_TOKENS:
+                return params, answer.ids[:BEHIND_TOKENS]
+            await self._release(params)
+            await asyncio.sleep(0.5)
+        raise AssertionError(f"the agent got {held.pages} pages of {len(prompt)} tokens")
 
     # Aborts.
 
