@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import islice
 from typing import Any
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
@@ -21,8 +20,8 @@ from kvrs.errors import KvrsError
 from kvrs.http import HttpPort
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import CheckpointTarget, FetchReport, KvrsParams, SourceRange
-from kvrs.protocol.page_messages import Identity, PullRequest, TrafficClass
+from kvrs.protocol.instance import CheckpointTarget, FetchReport, KvrsParams
+from kvrs.protocol.page_messages import Identity
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
@@ -33,6 +32,7 @@ from kvrs.transfer.puller import PagePuller, RecentFetches
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.registry import agents_of, probe_links, with_own_memory
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs.vllm.fetching import RestoreFetches
 from kvrs.vllm.instance_protocol import InstanceProtocol
 from kvrs.vllm.staging import Staging
 from kvrs.vllm.tracked import CopyRequest, Counts, FilledPages, Restore, SavedStream
@@ -68,7 +68,6 @@ class ConnectorPort:
         self.pinned_blocks = pinned_blocks
         self.epoch = epoch
         self.fenced: dict[StreamId, tuple[int, int]] = {}
-        self.fetches: dict[Restore, asyncio.Task[None]] = {}
         self._agents = with_own_memory(agents_of(config), config, node, ring[0])
         self.backlog = CheckpointBacklog(geometry.page_size_tokens)
         self._loop = asyncio.new_event_loop()
@@ -93,10 +92,10 @@ class ConnectorPort:
     # What the scheduler's thread calls.
 
     def fetch(self, restore: Restore) -> None:
-        self._call(self._begin_fetch, restore)
+        self._call(self.fetches.begin, restore)
 
     def release(self, restore: Restore) -> None:
-        self._call(self._end_fetch, restore)
+        self._call(self.fetches.end, restore)
 
     def settled(self, restore: Restore, loaded_tokens: int, computed_tokens: int) -> None:
         self.counts.pages_loaded += loaded_tokens // self.geometry.page_size_tokens
@@ -148,6 +147,7 @@ class ConnectorPort:
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         secret = self._ring[0]
         self._puller = PagePuller(self._identity, secret, config.transfer, time.monotonic)
+        self.fetches = RestoreFetches(self._puller, self._agents, self.staging, self.counts)
         self._pusher = PagePusher(self._identity, secret, config.transfer, links)
         self._sender = CheckpointSender(
             self.backlog,
@@ -186,7 +186,7 @@ class ConnectorPort:
             for job in done:
                 job.result()
         finally:
-            ending = [*jobs, *self.fetches.values()]
+            ending = [*jobs, *self.fetches.tasks]
             for job in ending:
                 job.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
@@ -206,55 +206,6 @@ class ConnectorPort:
             page_bytes=self.geometry.page_bytes,
             page_cells=self.geometry.page_cells,
         )
-
-    # Restores.
-
-    def _begin_fetch(self, restore: Restore) -> None:
-        self.fetches[restore] = asyncio.create_task(self._fetch(restore))
-
-    def _end_fetch(self, restore: Restore) -> None:
-        """Give its slots back once nothing is written to them any more."""
-        task = self.fetches.pop(restore)
-        task.add_done_callback(lambda _: self.staging.give_back(restore.slots))
-        task.cancel()
-
-    async def _fetch(self, restore: Restore) -> None:
-        try:
-            for source in restore.sources:
-                peer = self._agents.get(source.id)
-                next_page = restore.first_page + len(restore.slots)
-                end = min(source.first_page + source.pages, len(restore.tags))
-                if peer is None or source.first_page > next_page:
-                    return
-                if not (slots := self.staging.take(max(0, end - next_page))):
-                    continue
-                await self._pull(peer, restore, source, slots)
-        finally:
-            restore.is_over = True
-
-    async def _pull(
-        self, peer: Peer, restore: Restore, source: SourceRange, slots: list[int]
-    ) -> None:
-        """Fill these slots with the next pages, as far as they come."""
-        first, damaged = len(restore.slots), self._puller.damaged_pages
-        next_page, arriving = restore.first_page + first, iter(slots)
-        tags = tuple(restore.tags[next_page : next_page + len(slots)])
-
-        def verified(pages: int) -> None:
-            restore.slots += islice(arriving, pages)
-
-        try:
-            await self._puller.pull(
-                peer,
-                PullRequest(tags, traffic=TrafficClass.RECOVERY),
-                [self.staging.view(slot) for slot in slots],
-                None,
-                expected_epoch=source.generation,
-                verified=verified,
-            )
-        finally:
-            self.staging.give_back(slots[len(restore.slots) - first :])
-            self.counts.pages_damaged += self._puller.damaged_pages - damaged
 
     # Checkpoints.
 
@@ -309,11 +260,7 @@ class ConnectorPort:
         them is taken any more. With `slots_only` only what is fetched under a slot. For the
         protocol's routes.
         """
-        for restore, task in self.fetches.items():
-            if restore.attempt < attempts.get(restore.stream, restore.attempt) and (
-                restore.slot_token or not slots_only
-            ):
-                task.cancel()
+        self.fetches.fence(attempts, slots_only=slots_only)
         if slots_only:
             return
         for stream, attempt in attempts.items():

@@ -78,7 +78,7 @@ class Port(Protocol):
         """Streams have further full pages."""
 
     def copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
-        """Of each copy so many leading pages are there."""
+        """These copies were made: so many leading pages of each."""
 
     def ended(self, saved: SavedStream, *, send_rest: bool) -> None:
         """Nothing more is computed for it. What was not sent is forgotten, or with `send_rest`

@@ -174,7 +174,7 @@ class Script:
 
     def __init__(self, world: World, *answers: PullResult | int) -> None:
         self.answers, self.damaged_pages, self.asked = [*answers], 0, 0
-        replaced: Any = world.port
+        replaced: Any = world.port.fetches
         self.close = replaced._puller.close
         replaced._puller = self
 

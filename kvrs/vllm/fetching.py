@@ -1,0 +1,91 @@
+"""Fetches of pages for restores, in the thread of the page port.
+
+Pages count one by one, as they arrive and are verified: what is there at a restore's deadline is
+used.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import SourceRange
+from kvrs.protocol.page_messages import PullRequest, TrafficClass
+from kvrs.transfer.peers import Peer
+from kvrs.transfer.puller import PagePuller
+from kvrs.vllm.staging import Staging
+from kvrs.vllm.tracked import Counts, Restore
+
+
+class RestoreFetches:
+    """All fetches of one port."""
+
+    def __init__(
+        self,
+        puller: PagePuller,
+        agents: Mapping[InstanceId, Peer],
+        staging: Staging,
+        counts: Counts,
+    ) -> None:
+        self._puller, self._agents, self._staging = puller, agents, staging
+        self._counts = counts
+        self._tasks: dict[Restore, asyncio.Task[None]] = {}
+
+    @property
+    def tasks(self) -> Iterable[asyncio.Task[None]]:
+        return self._tasks.values()
+
+    def begin(self, restore: Restore) -> None:
+        """Fill the slots of a restore from its sources, one after the other."""
+        self._tasks[restore] = asyncio.create_task(self._fetch(restore))
+
+    def end(self, restore: Restore) -> None:
+        """Give its slots back once nothing is written to them any more."""
+        task = self._tasks.pop(restore)
+        task.add_done_callback(lambda _: self._staging.give_back(restore.slots))
+        task.cancel()
+
+    def fence(self, attempts: Mapping[StreamId, tuple[int, int]], *, slots_only: bool) -> None:
+        """Nothing more is fetched for lower attempts; with `slots_only` for those under a slot."""
+        for restore, task in self._tasks.items():
+            if restore.attempt < attempts.get(restore.stream, restore.attempt) and (
+                restore.slot_token or not slots_only
+            ):
+                task.cancel()
+
+    async def _fetch(self, restore: Restore) -> None:
+        try:
+            for source in restore.sources:
+                peer = self._agents.get(source.id)
+                next_page = restore.first_page + len(restore.slots)
+                end = min(source.first_page + source.pages, len(restore.tags))
+                if peer is None or source.first_page > next_page:
+                    return
+                if slots := self._staging.take(max(0, end - next_page)):
+                    await self._pull(peer, restore, source, slots)
+        finally:
+            restore.is_over = True
+
+    async def _pull(
+        self, peer: Peer, restore: Restore, source: SourceRange, slots: list[int]
+    ) -> None:
+        """Fill these slots with the next pages, as far as they come."""
+        first, damaged = len(restore.slots), self._puller.damaged_pages
+        next_page, arriving = restore.first_page + first, iter(slots)
+        tags = tuple(restore.tags[next_page : next_page + len(slots)])
+
+        def verified(pages: int) -> None:
+            restore.slots += islice(arriving, pages)
+
+        try:
+            await self._puller.pull(
+                peer,
+                PullRequest(tags, traffic=TrafficClass.RECOVERY),
+                [self._staging.view(slot) for slot in slots],
+                None,
+                expected_epoch=source.generation,
+                verified=verified,
+            )
+        finally:
+            self._staging.give_back(slots[len(restore.slots) - first :])
+            self._counts.pages_damaged += self._puller.damaged_pages - damaged
