@@ -234,7 +234,7 @@ class DecodeCore(StageCore):
             self._note_filled(job_run)
         job_run.decodes = True
         sequence.token_ids.append(token_id)
-        output = run.take(Sampled(token_id))
+        output = run.take(Sampled(token_id), run.produced_tokens)
         if output.finish_reason is not None:
             self._end(run, output)
             return False

@@ -5,14 +5,15 @@ tensors. So no lock is needed, and a page changes its owner only between two bat
 """
 
 import asyncio
+import collections.abc
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from kvrs.engine.fetching import PageFetcher
-from kvrs.engine.hooks import Batch, StepHook
-from kvrs.engine.requests import GenerationRun, Sampled, StepOutput
+from kvrs.engine.hooks import Batch, DraftSource, StepHook
+from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.runs import RunCore
 from kvrs.engine.worker import ModelWorker
 from kvrs.errors import RanksLostError, TransferError
@@ -36,7 +37,7 @@ class _Flight:
 
     batch: Batch
     began_s: float
-    sampled: "asyncio.Future[dict[Sequence, Sampled]]"
+    outputs: "asyncio.Future[dict[Sequence, list[StepOutput]]]"
 
 
 class EngineCore(RunCore):
@@ -53,10 +54,14 @@ class EngineCore(RunCore):
         lease_s: float,
         prefill: PrefillTable,
         hooks: Iterable[StepHook] = (),
+        drafts: DraftSource | None = None,
         batches: int = 1,
     ) -> None:
-        """`batches`: that the worker computes at a time, each in a thread of its own."""
-        super().__init__(clock, hooks)
+        """`drafts` is a hook, too. `batches`: that the worker computes at a time, each in a thread
+        of its own.
+        """
+        super().__init__(clock, hooks if drafts is None else [*hooks, drafts])
+        self._drafts = drafts
         self._batches = batches
         self._in_flight: list[_Flight] = []  # In the order in which they began.
         self._has_lost_ranks = False  # Until the worker computes again.
@@ -153,7 +158,7 @@ class EngineCore(RunCore):
                     continue
                 self._launch()
                 if len(self._in_flight) == self._batches or (
-                    self._in_flight and self._in_flight[0].sampled.done()
+                    self._in_flight and self._in_flight[0].outputs.done()
                 ):
                     await self._land()
                 else:
@@ -166,24 +171,33 @@ class EngineCore(RunCore):
 
     def _launch(self) -> None:
         """Begin to compute as many batches as there are and may be in flight."""
+        proposals = None if self._drafts is None else partial(self._propose, self._drafts)
         while (
             len(self._in_flight) < self._batches
             and not (self._lost_cells or self._has_lost_ranks)
-            and (batch := self.scheduler.next_batch())
+            and (batch := self.scheduler.next_batch(proposals))
         ):
             for hook in self.hooks:
                 hook.before_batch(batch)
             began_s = self._clock()
-            sampled = asyncio.get_running_loop().run_in_executor(self._thread, self._compute, batch)
-            self._in_flight.append(_Flight(batch, began_s, sampled))
+            outputs = asyncio.get_running_loop().run_in_executor(self._thread, self._compute, batch)
+            self._in_flight.append(_Flight(batch, began_s, outputs))
             if self._batches > 1:
-                sampled.add_done_callback(lambda _: self.wake())
+                outputs.add_done_callback(lambda _: self.wake())
+
+    def _propose(
+        self, drafts: DraftSource, sequence: Sequence, most: int
+    ) -> collections.abc.Sequence[int]:
+        run = self._runs[sequence]
+        # The last token that is wanted needs no draft behind it.
+        most = min(most, run.max_tokens - run.produced_tokens - 1)
+        return drafts.propose(run, most) if most > 0 else ()
 
     async def _land(self) -> None:
         """Await the oldest batch in flight, and emit its tokens."""
         flight = self._in_flight[0]
         try:
-            sampled = await flight.sampled
+            outputs = await flight.outputs
         except RanksLostError:
             del self._in_flight[0]
             self.scheduler.abandon(flight.batch)
@@ -193,7 +207,7 @@ class EngineCore(RunCore):
         for hook in self.hooks:
             await hook.after_logits(flight.batch, took_s)
         del self._in_flight[0]
-        self._take(flight.batch, sampled)
+        self._take(flight.batch, outputs)
         # Outputs reach their sockets before the next batch takes the interpreter.
         await asyncio.sleep(0)
 
@@ -260,29 +274,37 @@ class EngineCore(RunCore):
             self.pages.check()
             self.scheduler.check()
 
-    def _compute(self, batch: Batch) -> dict[Sequence, Sampled]:
-        """On the worker thread: one forward pass and the next token of every sequence that wants
-        one.
+    def _compute(self, batch: Batch) -> dict[Sequence, list[StepOutput]]:
+        """On the worker thread: one forward pass and the next tokens of every sequence that wants
+        some.
         """
         logits = self.worker.execute([chunk for _, chunk in batch])
-        sampled: dict[Sequence, Sampled] = {}
+        outputs: dict[Sequence, list[StepOutput]] = {}
         end = 0
         for sequence, chunk in batch:
-            if chunk.logits:
-                end += chunk.logits
-                run = self._runs.get(sequence)
-                # A run aborted meanwhile: the scheduler ignores the token.
-                sampled[sequence] = Sampled(0) if run is None else run.choose(logits[end - 1])
-        return sampled
+            if not chunk.logits:
+                continue
+            first, end = end, end + chunk.logits
+            # A run may have been aborted meanwhile.
+            if (run := self._runs.get(sequence)) is not None:
+                drafts = chunk.token_ids[len(chunk.token_ids) - chunk.drafts :]
+                outputs[sequence] = run.step(logits[first:end], drafts)
+        return outputs
 
-    def _take(self, batch: Batch, sampled: dict[Sequence, Sampled]) -> None:
+    def _take(self, batch: Batch, outputs: dict[Sequence, list[StepOutput]]) -> None:
         """Apply a computed batch to the scheduler, and emit its tokens."""
         prefilled = self.scheduler.complete(
-            batch, {sequence: one.token_id for sequence, one in sampled.items()}
+            batch,
+            {
+                sequence: [token_id for output in steps for token_id in output.token_ids]
+                for sequence, steps in outputs.items()
+            },
         )
-        for sequence, _ in batch:
+        for sequence, chunk in batch:
             if (run := self._runs.get(sequence)) is not None:
                 self._note_filled(run)
+                if chunk.drafts and self._drafts is not None:
+                    self._drafts.verified(run, chunk.drafts, len(outputs[sequence]) - 1)
         for sequence in prefilled:
             if (run := self._runs.get(sequence)) is not None:
                 self._end(
@@ -290,17 +312,19 @@ class EngineCore(RunCore):
                     StepOutput([], TextDelta(""), "length"),
                     retain_until_s=self._clock() + self._lease_s,
                 )
-        for sequence, one in sampled.items():
+        for sequence, steps in outputs.items():
             run = self._runs.get(sequence)
             if run is None:
                 continue
-            output = run.take(one)
+            *before, last = steps
+            for output in before:
+                run.outputs.put_nowait(output)
             if run.failure is not None:
                 self._end(run, None)
-            elif output.finish_reason is not None:
-                self._end(run, output)
+            elif last.finish_reason is not None:
+                self._end(run, last)
             else:
-                run.outputs.put_nowait(output)
+                run.outputs.put_nowait(last)
 
     def _note_filled(self, run: GenerationRun) -> None:
         full_pages = run.sequence.computed_tokens // self.pages.page_size_tokens

@@ -1,8 +1,10 @@
 """The interface of an engine's core to the subsystems that an instance may have: ranks, anchored
-memory, checkpoints, spans and pace.
+memory, checkpoints, spans, pace and drafts.
 """
 
 import asyncio
+import collections.abc
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 
 from kvrs.engine.requests import GenerationRun
@@ -59,6 +61,22 @@ class StepHook:
 
     def ended(self, run: GenerationRun) -> None:
         """Nothing more is computed for the sequence; its pages are at most leased or cached."""
+
+
+class DraftSource(StepHook):
+    """Proposes tokens that may come next. What it proposes changes when tokens come, never
+    which.
+    """
+
+    @abstractmethod
+    def propose(self, run: GenerationRun, most: int) -> collections.abc.Sequence[int]:
+        """At most `most` (> 0) tokens behind those that the run has."""
+
+    @abstractmethod
+    def verified(self, run: GenerationRun, proposed: int, accepted: int) -> None:
+        """A step has verified proposals: so many leading ones were right. The run has the step's
+        tokens.
+        """
 
 
 class PaceHook(StepHook):

@@ -185,6 +185,7 @@ class EngineInstance(ServedInstance):
             lease_s=config.transfer.lease_s,
             prefill=prefill.shared(*chunks),
             hooks=hooks,
+            drafts=self.drafts,
         )
 
     @property

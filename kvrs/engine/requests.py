@@ -1,6 +1,7 @@
 """Generation runs: one stream's request to an engine, and its outputs."""
 
 import asyncio
+import collections.abc
 import secrets
 from dataclasses import dataclass, field
 
@@ -116,28 +117,46 @@ class GenerationRun:
         owner_epoch, attempt = sequence.attempt
         return FetchReport(sequence.stream, attempt, owner_epoch, loaded, others - loaded)
 
-    def choose(self, logits: Tensor) -> Sampled:
-        """The token that comes after the sequence, from its logits `[vocab]`."""
-        row = logits
+    def step(self, logits: Tensor, drafts: collections.abc.Sequence[int] = ()) -> list[StepOutput]:
+        """The outputs of one step, a token each, which are to be appended to the sequence.
+
+        `logits` are `[1 + drafts, vocab]`: behind the sequence, and behind each draft. A row counts
+        if all drafts before it were chosen.
+        """
+        outputs: list[StepOutput] = []
+        chosen: list[int] = []
+        for row, draft in zip(logits, (*drafts, None), strict=True):
+            sampled = self._choose(row, chosen)
+            chosen.append(sampled.token_id)
+            outputs.append(self.take(sampled, self.produced_tokens + len(chosen)))
+            if (
+                sampled.token_id != draft
+                or outputs[-1].finish_reason is not None
+                or self.failure is not None
+            ):
+                break
+        return outputs
+
+    def _choose(self, logits: Tensor, chosen: list[int]) -> Sampled:
+        """The token that comes after the sequence and `chosen`, from its logits `[vocab]`."""
+        row, position = logits, len(self.sequence.token_ids) + len(chosen)
         if self.biases is not None:
-            first = max(
-                self.sequence.prompt_tokens, len(self.sequence.token_ids) - self.biases.reach
-            )
-            row = self.biases.apply(row, self.sequence.token_ids[first:])
+            first = max(self.sequence.prompt_tokens, position - self.biases.reach)
+            row = self.biases.apply(row, [*self.sequence.token_ids[first:], *chosen])
         if self.penalties is not None:
             row = self.penalties.apply(row)
-        if self.produced_tokens < self.min_tokens and self.end_token_ids:
+        if position - self.sequence.prompt_tokens < self.min_tokens and self.end_token_ids:
             row = without(self.end_token_ids, row)
         if self.grammar is not None:
             row = self.grammar.apply(row, logits)
-        token_id = sample(row, self.params, position=len(self.sequence.token_ids))
+        token_id = sample(row, self.params, position)
         return Sampled(
             token_id,
             None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs),
         )
 
-    def take(self, sampled: Sampled) -> StepOutput:
-        """Turn the token that was just appended to the sequence into output."""
+    def take(self, sampled: Sampled, produced_tokens: int) -> StepOutput:
+        """Turn a token, with which the stream has so many, into output."""
         token_id = sampled.token_id
         if self.penalties is not None:
             self.penalties.count(token_id)
@@ -157,7 +176,7 @@ class GenerationRun:
         delta = self.text.feed(token_id)
         if delta.stopped is not None:
             return StepOutput([token_id], delta, self._stop(), delta.stopped, tokens)
-        if self.produced_tokens >= self.max_tokens:
+        if produced_tokens >= self.max_tokens:
             return StepOutput([token_id], delta.then(self.text.finish()), "length", None, tokens)
         return StepOutput([token_id], delta, tokens=tokens)
 

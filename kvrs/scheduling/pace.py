@@ -18,7 +18,7 @@ class Pace:
 
     def batch_s(self, chunks: Sequence[Chunk]) -> float:
         """Time of one step: all its pieces of prefill as one batch, then all its decode steps as
-        another.
+        another, in which each draft counts as one more, and a context once.
 
         With overhead h and decode table D(batch, context tokens) that is
         h + sum(prefill(new given computed) - h) + D. The tables are fits of such batches, so h is
@@ -27,13 +27,13 @@ class Pace:
         prefill_s = 0.0
         decode_batch = context_tokens = 0
         for chunk in chunks:
-            if len(chunk.token_ids) > 1:
+            if len(chunk.token_ids) - chunk.drafts > 1:
                 prefill_s += (
                     self.prefill.extra(chunk.first_position, len(chunk.token_ids))
                     - self.prefill.step_overhead_s
                 )
             else:
-                decode_batch += 1
+                decode_batch += len(chunk.token_ids)
                 context_tokens += chunk.first_position + 1
         decode_s = self._decode.seconds_for(decode_batch, context_tokens) if decode_batch else 0.0
         return decode_s + (prefill_s + self.prefill.step_overhead_s if prefill_s else 0.0)

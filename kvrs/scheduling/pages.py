@@ -141,6 +141,11 @@ class PageManager:
         return self.pages - self._hard_pinned
 
     @property
+    def spare_pages(self) -> int:
+        """How many pages have nothing in them: neither pinned nor leased nor cached."""
+        return len(self._free)
+
+    @property
     def unused(self) -> bool:
         """No page is hard-pinned or leased."""
         return not self._hard_pinned and not self._leases

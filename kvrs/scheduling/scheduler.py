@@ -26,8 +26,11 @@ Invariants, which `check` and the tests hold it to:
 6. A sequence into whose pages a pull or a batch in flight may still be writing is not preempted: by
    invariant 3 that would give nothing back at once.
 7. A sequence is in one batch in flight at most.
+8. Drafts take nothing from anyone, and those of which `complete` does not hear leave no trace in a
+   book.
 """
 
+import collections.abc
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -36,6 +39,7 @@ from typing import assert_never
 
 from kvrs.config.engine import BatchSettings
 from kvrs.profiles.tables import PrefillTable
+from kvrs.scheduling.drafts import Proposals, take_back, with_drafts
 from kvrs.scheduling.fair_queue import FairQueue, order
 from kvrs.scheduling.flights import Flights
 from kvrs.scheduling.pages import PageManager
@@ -246,9 +250,9 @@ class BatchScheduler:
 
     # From pages to tokens.
 
-    def next_batch(self) -> list[tuple[Sequence, Chunk]]:
+    def next_batch(self, proposals: Proposals | None = None) -> list[tuple[Sequence, Chunk]]:
         """Return the next batch: the decode steps, then prefill with what is left of the token
-        budget. May be empty.
+        budget, then proposals behind decode steps with what that leaves. May be empty.
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
@@ -278,6 +282,7 @@ class BatchScheduler:
             for one in ready
             if one.phase is not SequencePhase.WAITING and one.uncomputed_tokens > 1
         ]
+        decodes = len(batch)
         waiting = [
             Waiting(one.base, one.computed_tokens, one.computable_tokens) for one in prefilling
         ]
@@ -285,8 +290,13 @@ class BatchScheduler:
         for sequence, tokens in zip(prefilling, shares, strict=False):
             if tokens:
                 batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
+                budget -= tokens
                 if sequence.gone:
                     spoil(self._pages, sequence, tokens)
+        if proposals is not None:
+            batch[:decodes] = with_drafts(
+                batch[:decodes], self._pages, len(self._admitted), budget, proposals
+            )
         self._in_flight.begin(batch)
         return batch
 
@@ -325,10 +335,12 @@ class BatchScheduler:
         self._queue.requeue(sequence)
 
     def complete(
-        self, batch: Iterable[tuple[Sequence, Chunk]], sampled: Mapping[Sequence, int]
+        self,
+        batch: Iterable[tuple[Sequence, Chunk]],
+        sampled: Mapping[Sequence, collections.abc.Sequence[int]],
     ) -> list[Sequence]:
-        """Apply a computed batch; `sampled` has the next token of every chunk that wanted logits
-        and whose sequence has not ended.
+        """Apply a computed batch; `sampled` has the next tokens of every chunk that wanted logits
+        and whose sequence has not ended: drafts that are right, and one more.
 
         Returns the `prefill_only` sequences that are now computed whole; they are to be finished
         before the next batch.
@@ -340,25 +352,31 @@ class BatchScheduler:
                 self._give_back(sequence)
                 continue
             first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
+            if chunk.logits:
+                tokens = sampled[sequence]
+                assert 0 < len(tokens) <= chunk.logits, "a token for each of some leading logits"
+                end -= chunk.logits - len(tokens)
+                sequence.token_ids += tokens
+                sequence.extend_tags(self._page_size)
+                self._queued_tokens += len(tokens)
             self._change(sequence, end, sequence.arrived, sequence.awaited)
             register(self._pages, sequence, range(first // self._page_size, end // self._page_size))
             self._settle(sequence)
             if end >= sequence.history_tokens:
                 self._queue.advance(sequence)
-            if chunk.logits:
-                sequence.token_ids.append(sampled[sequence])
-                sequence.extend_tags(self._page_size)
-                self._queued_tokens += 1
-            elif sequence.uncomputed_tokens == 0:
+            take_back(sequence, chunk, self._pages)
+            if not chunk.logits and sequence.uncomputed_tokens == 0:
                 prefilled.append(sequence)
         return prefilled
 
     def abandon(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
         """Drop a batch that failed: no book has changed by it, and the next one may be the same."""
         self._in_flight.end(batch)
-        for sequence, _ in batch:
+        for sequence, chunk in batch:
             if sequence.phase is SequencePhase.FINISHED:
                 self._give_back(sequence)
+            else:
+                take_back(sequence, chunk, self._pages)
 
     # The end.
 

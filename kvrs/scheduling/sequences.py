@@ -165,8 +165,8 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive new tokens of one sequence: one token is a decode step, more are a piece of
-    prefill.
+    """Consecutive new tokens of one sequence: one token is a decode step, which drafts may follow;
+    more are a piece of prefill.
 
     `pages[i]` is the page that holds positions `[i * page_size, (i + 1) * page_size)` of the
     sequence; it covers every position up to the chunk's last. KV of positions before
@@ -178,6 +178,7 @@ class Chunk:
     pages: collections.abc.Sequence[int]
     logits: int  # The logits of so many last tokens are wanted.
     base: int = 0  # Of the sequence.
+    drafts: int = 0  # So many last tokens are proposals, to be verified by the logits before them.
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -214,16 +215,24 @@ def pull_of(sequence: Sequence, page_size: int) -> Pull:
     )
 
 
-def next_chunk(sequence: Sequence, tokens: int, page_size: int) -> Chunk:
-    """The next `tokens` tokens of a sequence to compute."""
+def next_chunk(
+    sequence: Sequence,
+    tokens: int,
+    page_size: int,
+    drafts: collections.abc.Sequence[int] = (),
+) -> Chunk:
+    """The next `tokens` tokens of a sequence to compute, with `drafts` behind the last of all."""
     # Copies, because the executor reads them while the scheduler may change the sequence.
     end = sequence.computed_tokens + tokens
+    has_logits = end == len(sequence.token_ids) and not sequence.prefill_only
+    assert has_logits or not drafts, "drafts follow the last token"
     return Chunk(
-        token_ids=sequence.token_ids[sequence.computed_tokens : end],
+        token_ids=[*sequence.token_ids[sequence.computed_tokens : end], *drafts],
         first_position=sequence.computed_tokens,
-        pages=sequence.pages[: pages_for(end, page_size)],
-        logits=int(end == len(sequence.token_ids) and not sequence.prefill_only),
+        pages=sequence.pages[: pages_for(end + len(drafts), page_size)],
+        logits=1 + len(drafts) if has_logits else 0,
         base=sequence.base,
+        drafts=len(drafts),
     )
 
 

@@ -277,7 +277,7 @@ class SimEngine(SimPagePool, RankedEngine):
                 self.contents.pop(chunk.pages[-1], None)
             if chunk.logits:
                 sampled[sequence] = token_at(sequence.stream, len(sequence.token_ids))
-        prefilled = self.scheduler.complete(batch, sampled)
+        prefilled = self.scheduler.complete(batch, {one: [sampled[one]] for one in sampled})
         for sequence, _ in batch:
             self.note_filled(sequence)
         for sequence in prefilled:

@@ -120,7 +120,8 @@ def forced(
     events: list[msgspec.Struct | None] = [answer.opening()]
     for token_id in output[cut:]:
         run.sequence.token_ids.append(token_id)
-        events.append(answer.event(step := run.take(Sampled(token_id))))
+        step = run.take(Sampled(token_id), run.produced_tokens)
+        events.append(answer.event(step))
         if step.finish_reason is not None:
             events.append(answer.usage_event())
             break
@@ -247,11 +248,10 @@ def answered(
         neighbour = Chunk([7], 0, [worker.pool.pages - 1], logits=1)
         logits = worker.execute(
             [neighbour, Chunk(token_ids[computed:], computed, pages, logits=1)]
-        )[1]
+        )[1:]
         computed = len(token_ids)
-        sampled = run.choose(logits)
-        token_ids.append(sampled.token_id)
-        steps.append(run.take(sampled))
+        steps += run.step(logits)
+        token_ids += steps[-1].token_ids
     return steps
 
 

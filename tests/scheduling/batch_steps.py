@@ -64,7 +64,7 @@ def step(batches: BatchScheduler) -> Batch:
     """One batch from decision to completion; everyone samples token 7."""
     batch = batches.next_batch()
     if batch:
-        batches.complete(batch, {one: 7 for one, chunk in batch if chunk.logits})
+        batches.complete(batch, {one: [7] for one, chunk in batch if chunk.logits})
     batches.check()
     return batch
 

@@ -117,7 +117,7 @@ def test_abort_in_flight_keeps_the_pages_until_the_batch_is_complete() -> None:
 
     assert pages.free_pages == 1
     batches.check()
-    assert batches.complete(batch, {other: 7}) == []
+    assert batches.complete(batch, {other: [7]}) == []
     assert pages.free_pages == 3
     assert len(one.token_ids) == 5
     assert len(other.token_ids) == 6

@@ -86,7 +86,7 @@ def test_recoveries_without_end_do_not_starve_a_new_one() -> None:
         batches.admit()
         batch = batches.next_batch()
         passed_by += sum(len(chunk.token_ids) for one, chunk in batch if one is not new)
-        for done in batches.complete(batch, {one: 7 for one, chunk in batch if chunk.logits}):
+        for done in batches.complete(batch, {one: [7] for one, chunk in batch if chunk.logits}):
             batches.finish(done)
         if len(new.token_ids) > new.history_tokens:
             break

@@ -463,7 +463,7 @@ def test_a_batch_that_is_not_in_flight_is_our_bug() -> None:
     submit(batches, sequence(5))
     batch = batches.next_batch()
 
-    batches.complete(batch, {batch[0][0]: 7})
+    batches.complete(batch, {batch[0][0]: [7]})
     with pytest.raises(AssertionError, match="in flight"):
         batches.complete(batch, {})
 
@@ -479,11 +479,11 @@ def test_a_batch_beside_one_in_flight_has_other_sequences() -> None:
     submit(batches, other)
     second = batches.next_batch()
     batches.check()
-    batches.complete(second, {other: 7})
+    batches.complete(second, {other: [7]})
 
     assert (shape(first), shape(second)) == ([(one, 0, 5, 1)], [(other, 0, 6, 1)])
     assert shape(step(batches)) == [(other, 6, 1, 1)]
-    batches.complete(first, {one: 7})
+    batches.complete(first, {one: [7]})
     assert shape(step(batches)) == [(one, 5, 1, 1), (other, 7, 1, 1)]
 
 
@@ -495,14 +495,14 @@ def test_a_sequence_in_flight_is_not_preempted() -> None:
     first = batches.next_batch()
     submit(batches, younger)
     second = batches.next_batch()
-    batches.complete(first, {older: 7})
+    batches.complete(first, {older: [7]})
     for position in range(2 * P - 1, 3 * P):
         assert shape(step(batches)) == [(older, position, 1, 1)]
     assert pages.free_pages == 0
 
     assert batches.next_batch() == []
     assert batches.waiting == 0
-    batches.complete(second, {younger: 7})
+    batches.complete(second, {younger: [7]})
 
     assert shape(step(batches)) == [(older, 3 * P, 1, 1)]
     assert batches.waiting == 1

@@ -9,6 +9,7 @@ sequence reads a wrong past, and it shows.
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
+from random import Random
 from typing import NamedTuple
 
 from hypothesis import given, settings
@@ -109,9 +110,11 @@ class Engine:
         self.scheduler = BatchScheduler(batch_settings, self.pages)
         self.slots = [[GARBAGE] * P for _ in range(pages)]
 
-    def execute(self, chunk: Chunk) -> int:
-        """Write the chunk's KV, reading its past from the pages; returns the next token."""
-        past = EMPTY
+    def execute(self, chunk: Chunk) -> list[int]:
+        """Write the chunk's KV, reading its past from the pages; returns the next tokens: drafts
+        that are right, and one more.
+        """
+        past, tokens = EMPTY, list[int]()
         end = chunk.first_position + len(chunk.token_ids)
         assert len(chunk.pages) == -(-end // P)
         for position in range(end):
@@ -119,7 +122,11 @@ class Engine:
             if position >= chunk.first_position:
                 self.slots[page][slot] = kv(past, chunk.token_ids[position - chunk.first_position])
             past = self.slots[page][slot]
-        return next_token(past)
+            tokens.append(next_token(past))
+        drafts = list(chunk.token_ids)[len(chunk.token_ids) - chunk.drafts :]
+        tokens = tokens[-1 - len(drafts) :]
+        right = next((at for at, draft in enumerate(drafts) if draft != tokens[at]), len(drafts))
+        return tokens[: right + 1]
 
     def receive(self, one: Fetching, arrived: range, tail: bool, end: int | None) -> None:
         """Write what a peer sent; of what comes before page `end` the rest is rubbish, and no more
@@ -272,18 +279,28 @@ class BatchMachine(RuleBasedStateMachine):
         self.engine.scheduler.pulled(one.pull.sequence, arrived, tail=tail, more_from=more_from)
 
     @precondition(lambda self: len(self.batches) < MOST_BATCHES)
-    @rule()
-    def next_batch(self) -> None:
+    @rule(guess=st.none() | st.randoms(use_true_random=False))
+    def next_batch(self, guess: Random | None = None) -> None:
+        """`guess`: of drafts, of which about half are right."""
+        cached: list[list[int]] = []  # When the batch is made, but for drafts.
+
+        def proposals(sequence: Sequence, most: int) -> list[int]:
+            assert guess is not None
+            cached.append(list(self.engine.pages._cached))
+            most = min(most, self._remaining(sequence) - 1)
+            return [4 + guess.randrange(2) for _ in range(guess.randint(0, max(0, most)))]
+
         admitted = list(self.engine.scheduler._admitted)
         flying = {one for batch in self.batches for one, _ in batch}
         running = [
             one for one in admitted if one.phase is SequencePhase.RUNNING and one not in flying
         ]
 
-        batch = self.engine.scheduler.next_batch()
+        batch = self.engine.scheduler.next_batch(proposals if guess else None)
 
         if batch:
             self.batches.append(batch)
+        assert all(pages == list(self.engine.pages._cached) for pages in cached), "drafts take"
         assert flying.isdisjoint(one for one, _ in batch), "a sequence is in two batches"
 
         # Only the last in the queue are preempted, of those not in flight, and never the first.
@@ -302,10 +319,9 @@ class BatchMachine(RuleBasedStateMachine):
             if (earlier.uncomputed_tokens == 1) == (later.uncomputed_tokens == 1)
         )
         for one, chunk in batch:
-            assert (
-                list(chunk.token_ids)
-                == one.token_ids[chunk.first_position :][: len(chunk.token_ids)]
-            )
+            known = list(chunk.token_ids)[: len(chunk.token_ids) - chunk.drafts]
+            assert known == one.token_ids[chunk.first_position :][: len(known)]
+            assert not chunk.drafts or len(known) == 1
 
     @precondition(lambda self: self.batches)
     @rule(retain=st.booleans(), data=st.data())
@@ -421,6 +437,9 @@ class BatchMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.engine.pages.check()
         self.engine.scheduler.check()
+        flying = {one for batch in self.batches for one, _ in batch}
+        for one in set(self.open) - flying:
+            assert len(one.pages) <= -(-len(one.token_ids) // P), "a page for drafts stays"
 
     @invariant()
     def no_page_is_written_that_could_be_given_away(self) -> None:

@@ -1,0 +1,28 @@
+"""Section `speculation` of the configuration."""
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from kvrs.config.settings import Settings
+
+
+class DraftSourceName(StrEnum):
+    OFF = "off"
+    LOOKUP = "lookup"
+
+
+class DraftTime(StrEnum):
+    RELOAD = "reload"
+    ALWAYS = "always"
+
+
+class SpeculationSettings(Settings):
+    source: DraftSourceName = Field(default=DraftSourceName.OFF, strict=False)
+    """Where drafts come from: off, lookup (what followed the last time that a stream's last tokens
+    stood in it). They change when tokens come, never which.
+    """
+    when: DraftTime = Field(default=DraftTime.RELOAD, strict=False)
+    """reload: while another instance is being started again; always."""
+    depth: int = Field(default=4, ge=1, le=64)
+    """Drafts of a stream that one step verifies."""

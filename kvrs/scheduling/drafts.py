@@ -1,0 +1,49 @@
+"""Drafts behind decode steps: tokens that a source proposes and the step's logits verify.
+
+They get what no other use of a batch wants: what is left of its tokens, the rest of a sequence's
+last page, and one more page while more are spare than sequences are admitted, for as long as the
+batch is in flight.
+"""
+
+import collections.abc
+from collections.abc import Callable, Iterable
+
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.sequences import Chunk, Sequence, next_chunk, pages_for
+
+# Tokens that may follow the sequence's last one; at most so many.
+Proposals = Callable[[Sequence, int], collections.abc.Sequence[int]]
+
+
+def with_drafts(
+    decodes: Iterable[tuple[Sequence, Chunk]],
+    pages: PageManager,
+    admitted: int,
+    budget: int,
+    proposals: Proposals,
+) -> list[tuple[Sequence, Chunk]]:
+    """The same decode steps, the first in line with drafts: at most `budget` tokens of them."""
+    size = pages.page_size_tokens
+    batch = []
+    for sequence, chunk in decodes:
+        own = len(sequence.pages) * size - len(sequence.token_ids)
+        most = min(budget, own + size if pages.spare_pages > admitted else own)
+        drafts = proposals(sequence, most) if most > 0 else ()
+        if drafts:
+            assert len(drafts) <= most, "more drafts than were asked for"
+            if len(drafts) > own:
+                page = pages.allocate(1, sequence.base)
+                assert page is not None, "a spare page is free"
+                sequence.pages += page
+            chunk = next_chunk(sequence, 1, size, drafts)
+            budget -= len(drafts)
+        batch.append((sequence, chunk))
+    return batch
+
+
+def take_back(sequence: Sequence, chunk: Chunk, pages: PageManager) -> None:
+    """Release the page that drafts had beyond what the sequence needs."""
+    needed = pages_for(len(sequence.token_ids), pages.page_size_tokens)
+    if chunk.drafts and len(sequence.pages) > needed:
+        pages.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
