@@ -50,6 +50,7 @@ from kvrs.protocol.openai.requests import (
     parse_chat_request,
     parse_completion_request,
 )
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_model import (
     Arithmetic,
@@ -149,6 +150,7 @@ class Scripted(ScriptedServer):
     queue_delay_s: float = 0.0
     checkpoint_lag_pages: int = 0
     damaged_pages: int = 0
+    speculation: SpeculationReport | None = None
     kv_bytes: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     reforming: ReformingReport | None = None
@@ -244,6 +246,7 @@ class Scripted(ScriptedServer):
             links=[],
             checkpoint_lag_pages=self.checkpoint_lag_pages,
             damaged_pages=self.damaged_pages,
+            speculation=self.speculation,
             fetched_pages=self.fetched_pages,
             kv_bytes=self.kv_bytes,
             draining=self.draining,

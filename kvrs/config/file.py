@@ -15,15 +15,17 @@ from pydantic import Field, ValidationError
 from kvrs.config.addresses import faults_of_gossip, faults_of_ports
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings, StatePlaneSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
+from kvrs.config.divided import faults_of_workers
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.logs import LogSettings
 from kvrs.config.overrides import override
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
-from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
+from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import Settings, dump_yaml, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
+from kvrs.config.speculation import DraftSourceName, SpeculationSettings
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
@@ -83,6 +85,8 @@ class Config(Settings):
     """Memory of weights and KV that outlives the processes of instances."""
     elastic: ElasticSettings = ElasticSettings()
     """Reaction of an instance of several ranks to the loss of some."""
+    speculation: SpeculationSettings = SpeculationSettings()
+    """Tokens that are proposed to the embedded engine and verified several a step."""
     gossip: GossipSettings = GossipSettings()
     """Membership and facts, among agents and proxies (docs/guide/gossip.md); seconds are of a
     node's own time, without the time it was stopped.
@@ -256,12 +260,18 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     yield from _faults_of_profiles(config)
     if config.state_plane.enabled:
         yield from _faults_of_state_plane(config)
+    source, backend = config.speculation.source, config.cluster.backend
+    if source is not DraftSourceName.OFF and backend is not Backend.EMBEDDED:
+        yield (
+            f"speculation.source: got {source.value!r} with backend {backend.value!r}; allowed: "
+            f"'off', or backend 'embedded'"
+        )
     cluster, proxy = config.cluster, config.proxy
     if config.gossip.enabled:
         yield from faults_of_gossip(cluster, proxy)
     yield from faults_of_ports(cluster, proxy, with_gossip=config.gossip.enabled)
     if config.proxy.workers > 1:
-        yield from _faults_of_workers(config)
+        yield from faults_of_workers(proxy, config.policy, agents_run=config.agents_run)
 
 
 def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -388,45 +398,6 @@ def _faults_of_state_plane(config: Config) -> Iterator[str]:
         yield (
             f"state_plane.enabled: got true with backend {backend.value!r} on {device!r}; allowed: "
             f"'embedded' on 'cpu'"
-        )
-
-
-def _faults_of_workers(config: Config) -> Iterator[str]:
-    """Faults of settings that are divided among workers, or counted for each of them."""
-    proxy, workers = config.proxy, config.proxy.workers
-    body = 2 * proxy.max_body_bytes
-    for key, got, each in (
-        ("proxy.max_streams", proxy.max_streams, 1),
-        ("proxy.body_budget_bytes", proxy.body_budget_bytes, body),
-        ("proxy.mirror_bytes", proxy.mirror_bytes, LEAST_MIRROR_BYTES),
-    ):
-        if got < each * workers:
-            yield (
-                f"{key}: got {got} with proxy.workers: {workers}; allowed: at least "
-                f"{each * workers}, {each} for each worker"
-            )
-    if not config.agents_run and config.policy.slots_max < workers:
-        yield (
-            f"policy.slots_max: got {config.policy.slots_max} with proxy.workers: {workers}, and "
-            f"no agent arbitrates between them; allowed: at least {workers}, or gossip.enabled: "
-            f"true"
-        )
-    for key in ("admin_port", "peer_port", "gossip_port"):
-        first, *_, last = proxy.ports_of(key)
-        if last > MOST_PORT:
-            yield (
-                f"proxy.{key}: got {first} with proxy.workers: {workers}, the last of which has "
-                f"{last}; allowed: at most {MOST_PORT - last + first}"
-            )
-    if len(longest := proxy.names[-1]) > MOST_ID:
-        yield (
-            f"proxy.id: got {proxy.id!r} with proxy.workers: {workers}, the last of which is "
-            f"{longest!r}; allowed: at most {MOST_ID} characters"
-        )
-    if (peers := workers - 1 + sum(1 for _ in proxy.every_peer())) > MOST_PEERS:
-        yield (
-            f"proxy.peers: {peers} other processes with proxy.workers: {workers}; allowed: at "
-            f"most {MOST_PEERS}, workers included"
         )
 
 

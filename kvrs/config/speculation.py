@@ -1,8 +1,9 @@
 """Section `speculation` of the configuration."""
 
 from enum import StrEnum
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from kvrs.config.settings import Settings
 
@@ -26,3 +27,9 @@ class SpeculationSettings(Settings):
     """reload: while another instance is being started again; always."""
     depth: int = Field(default=4, ge=1, le=64)
     """Drafts of a stream that one step verifies."""
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _off_is_no_truth_value(cls, source: Any) -> Any:
+        # YAML 1.1 reads the word `off` as false.
+        return DraftSourceName.OFF if source is False else source

@@ -171,7 +171,8 @@ class EngineCore(RunCore):
 
     def _launch(self) -> None:
         """Begin to compute as many batches as there are and may be in flight."""
-        proposals = None if self._drafts is None else partial(self._propose, self._drafts)
+        drafts = self._drafts
+        proposals = partial(self._propose, drafts) if drafts is not None and drafts.active else None
         while (
             len(self._in_flight) < self._batches
             and not (self._lost_cells or self._has_lost_ranks)

@@ -68,6 +68,11 @@ class DraftSource(StepHook):
     which.
     """
 
+    @property
+    @abstractmethod
+    def active(self) -> bool:
+        """Drafts are wanted now."""
+
     @abstractmethod
     def propose(self, run: GenerationRun, most: int) -> collections.abc.Sequence[int]:
         """At most `most` (> 0) tokens behind those that the run has."""

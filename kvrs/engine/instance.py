@@ -25,6 +25,7 @@ from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
+from kvrs.engine.speculation.drafts import draft_source
 from kvrs.engine.warm_up import measure_prefill, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.errors import ConfigError, RequestError
@@ -38,6 +39,7 @@ from kvrs.protocol.instance import (
     RankRequest,
     ReformingReport,
 )
+from kvrs.protocol.speculation import ReloadNotice
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -136,6 +138,7 @@ class EngineInstance(ServedInstance):
                 InstancePlace(config, node, settings, secret, epoch, self.links, older),
                 loaded.served,
             )
+            self.drafts = draft_source(config.speculation, time.monotonic)
             self._core = self._make_core(pace)
         except BaseException:
             if self.ranks is not None:
@@ -226,6 +229,10 @@ class EngineInstance(ServedInstance):
             return msgspec.structs.replace(info, kept=self.anchored.kept_now(self.pages))
         return info
 
+    def reloading(self, notice: ReloadNotice) -> None:
+        if self.drafts is not None and notice.instance in self.registry:
+            self.drafts.reloading(notice)
+
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler
         waiting = scheduler.waiting_by_queue
@@ -245,6 +252,7 @@ class EngineInstance(ServedInstance):
             fetches=self.core.recent_fetches.reports(),
             kv_bytes=self.port.kv_bytes(),
             draining=self.draining,
+            speculation=None if self.drafts is None else self.drafts.report(),
             **self._of_ranks(),
         )
 

@@ -33,6 +33,7 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs.protocol.secrets import Scope
+from kvrs.protocol.speculation import ReloadNotice
 
 if TYPE_CHECKING:
     from kvrs.engine.spans import RunTrace, RunTracer
@@ -55,6 +56,7 @@ def make_app(instance: ServedInstance, tracer: "RunTracer | None" = None) -> web
             web.post("/kvrs/v1/leases", handlers.leases),
             web.post("/kvrs/v1/fence", handlers.fence),
             web.post("/kvrs/v1/ranks", handlers.ranks),
+            web.post("/kvrs/v1/reload", handlers.reload),
             web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
         ]
     )
@@ -121,6 +123,10 @@ class InstanceHandlers:
         else:
             self._instance.fence(fence.numbers())
         return http.answer(self._instance.info())
+
+    async def reload(self, request: web.Request) -> web.Response:
+        self._instance.reloading(http.decode(await request.read(), ReloadNotice))
+        return web.Response(status=204)
 
     async def ranks(self, request: web.Request) -> web.Response:
         order = http.decode(await request.read(), RankRequest)

@@ -23,6 +23,7 @@ from kvrs.protocol.instance import (
     RankRequest,
 )
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
+from kvrs.protocol.speculation import ReloadNotice
 from kvrs.protocol.tags import Tag, root_tag
 from kvrs.scheduling.pages import PageManager
 from kvrs.text.pieces import TokenPieces
@@ -105,6 +106,9 @@ class ServedInstance(ABC):
     async def order_rank(self, order: RankRequest) -> str | None:
         """Let a rank leave, or have it back. Returns why not; None: it is carried out."""
         return f"rank: got {order.rank}; allowed: none, it is one process"
+
+    def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027  # Optional: it makes no drafts.
+        """Another instance is being started again."""
 
     def down(self) -> str | None:
         """Why the instance cannot serve now although its process lives; None: it can."""

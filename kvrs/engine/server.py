@@ -17,6 +17,7 @@ from kvrs.descriptors import raise_descriptor_limit
 from kvrs.engine.instance import EngineInstance, LoadedModel
 from kvrs.engine.routes import make_app
 from kvrs.engine.served import ServedInstance
+from kvrs.engine.speculation.reload import announced
 from kvrs.errors import ConfigError
 from kvrs.garbage import keep_what_is_there
 from kvrs.http import HttpPort, naming_port, watches
@@ -54,7 +55,9 @@ async def serve(
     Raises:
         ConfigError: a port is in use.
     """
-    instance = EngineInstance(config, instance_id, start * EPOCHS_PER_START, secret, older, loaded)
+    epoch = start * EPOCHS_PER_START
+    with announced(config, instance_id, start, secret):
+        instance = EngineInstance(config, instance_id, epoch, secret, older, loaded)
     if read is not None:  # At once: no change of the file is missed.
         learn = partial(_learn, instance, read)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)

@@ -12,6 +12,7 @@ import msgspec
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.speculation import SpeculationReport
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -276,6 +277,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
     connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
+    speculation: SpeculationReport | None = None  # None: it has no source of drafts.
     # As of `InstanceInfo`, where they change; None: as they were.
     capabilities: list[Capability] | None = None
 

@@ -19,12 +19,19 @@ SECRET = b"a secret of the tests, long enough"
 
 @asynccontextmanager
 async def serving(
-    model: Path, **engine: Any
+    model: Path, *, speculation: dict[str, Any] | None = None, **engine: Any
 ) -> AsyncIterator[tuple[EngineInstance, aiohttp.ClientSession]]:
     """One instance, and a client of its HTTP side."""
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both"}]}]
     config = parse_config(
-        {"cluster": {"model": str(model), "engine": {"pages": 1024, **engine}, "nodes": nodes}}
+        {
+            "cluster": {
+                "model": str(model),
+                "engine": {"pages": 1024, **engine},
+                "nodes": nodes,
+            },
+            "speculation": speculation or {},
+        }
     )
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
     # A bug that ends the engine's loop leaves requests without an answer; no test shall wait for it

@@ -69,6 +69,10 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
             metrics.damaged.follow(known.load.damaged_pages, known.id)
+            if (drafts := known.load.speculation) is not None:
+                wrong = drafts.proposed - drafts.accepted
+                metrics.drafts.follow(drafts.accepted, known.id, drafts.source, "accepted")
+                metrics.drafts.follow(wrong, known.id, drafts.source, "rejected")
         else:
             metrics.checkpoint_lag.remove(known.id)
     for agent in control.agents.present():
@@ -102,6 +106,7 @@ def _instance(
         "models": [] if known.info is None else listed_names(known.info),
         "load": None if known.load is None else msgspec.to_builtins(known.load),
         "connector": _connector(known, driver),
+        "speculation": None if known.load is None else msgspec.to_builtins(known.load.speculation),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
         "self_test": driver.control.self_tests.describe(known.id),

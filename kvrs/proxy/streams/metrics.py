@@ -114,6 +114,13 @@ class Metrics:
         self.damaged = Total(
             counter("kvrs_damaged_pages", "Damaged pages that the worker has fetched.", ["worker"])
         )
+        self.drafts = Total(
+            counter(
+                "kvrs_draft_tokens",
+                "Tokens that were proposed to the worker's engine, and verified.",
+                ["worker", "source", "outcome"],
+            )
+        )
         self.checkpoint_lag = gauge(
             "kvrs_checkpoint_lag_pages",
             "Full pages of protected streams that the worker has not sent to an agent yet.",

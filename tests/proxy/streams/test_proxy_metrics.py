@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -17,11 +18,13 @@ from kvrs.core.watch import DeathCause
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.streams.metrics import Metrics, Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
 from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
 from kvrs.proxy.wire.watchdog import SilentError
+from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
@@ -79,6 +82,28 @@ def test_names_and_help_follow_the_conventions() -> None:
         "kvrs_gossip_unread_facts",
         "kvrs_worker_deaths",
     } <= rising
+
+
+async def test_drafts_of_an_engine_are_shown(build: ProxyClusterBuilder) -> None:
+    """Counts begin again with another process."""
+    system = await build()
+    worker, tokens = system.instances["d0"], "kvrs_draft_tokens_total"
+
+    for accepted in (30, 10):
+        worker.speculation = SpeculationReport("lookup", True, 20, 2 * accepted, accepted)
+        await system.until(partial(_shows_drafts, system, accepted))
+
+    assert await system.count(tokens, worker="d0", source="lookup", outcome="accepted") == 40
+    assert await system.count(tokens, worker="d0", source="lookup", outcome="rejected") == 40
+
+
+async def _shows_drafts(system: ProxyCluster, accepted: int) -> bool:
+    shown = await system.state()
+    await system.metrics()  # Looks at the same reports.
+    (of_d0,) = (each["speculation"] for each in shown["instances"] if each["id"] == "d0")
+    (of_p0,) = (each["speculation"] for each in shown["instances"] if each["id"] == "p0")
+    assert of_p0 is None
+    return of_d0 is not None and of_d0["accepted"] == accepted
 
 
 @pytest.mark.usefixtures("quick_suspicion")

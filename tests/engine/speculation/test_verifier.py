@@ -1,0 +1,186 @@
+"""Drafts change when tokens come, never which: whole answers and pages, with and without."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvrs.engine import tiny
+from kvrs.engine.hooks import DraftSource
+from kvrs.engine.instance import EngineInstance
+from kvrs.engine.kv_pool import KvPool
+from kvrs.engine.requests import GenerationRun
+from kvrs.protocol.tags import page_tags
+from tests.engine.serving import serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.network]
+
+PAGE = 16
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "ok": {"type": "boolean"}},
+    "required": ["city", "ok"],
+    "additionalProperties": False,
+}
+JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 5, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "penalties": {
+        "temperature": 0.5,
+        "seed": 6,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.6,
+        "repetition_penalty": 1.1,
+    },
+    "biases": {"temperature": 0, "logit_bias": {"7": 4.0}, "bad_words": ["ka", "lo ve"]},
+    "stop": {"temperature": 1.0, "seed": 7, "stop": ["e", "un"]},
+    "min_tokens": {"temperature": 1.0, "seed": 8, "min_tokens": 20, "stop_token_ids": [*range(99)]},
+    "logprobs": {"temperature": 0.7, "seed": 9, "logprobs": 3},
+    "json": {"temperature": 1.0, "seed": 10, "response_format": JSON, "max_tokens": 200},
+}
+
+
+class Guesses(DraftSource):
+    """Drafts of random length, of which most go on as the calm stream did, and some do not."""
+
+    def __init__(self) -> None:
+        self.calm: list[list[int]] = []
+        self.random = Random(3)
+        self.proposed = self.accepted = 0
+
+    @property
+    def active(self) -> bool:
+        return True
+
+    def propose(self, run: GenerationRun, most: int) -> list[int]:
+        here = run.sequence.token_ids
+        calm = next((ids for ids in self.calm if ids[: len(here)] == here), here)
+        drafts = calm[len(here) : len(here) + self.random.randint(0, min(most, 8))]
+        return [
+            token_id if self.random.random() < 0.8 else self.random.randrange(512)
+            for token_id in drafts
+        ]
+
+    def verified(self, run: GenerationRun, proposed: int, accepted: int) -> None:
+        self.proposed += proposed
+        self.accepted += accepted
+
+
+Engine = tuple[EngineInstance, aiohttp.ClientSession]
+
+
+@pytest.fixture
+async def engines(tiny_model: Path) -> AsyncIterator[list[Engine]]:
+    """Small ones: pages run short, and sequences are preempted."""
+    small: dict[str, Any] = {
+        "pages": 96,
+        "max_model_len": 512,
+        "max_batch_tokens": 48,
+        "page_size_tokens": PAGE,
+    }
+    async with serving(tiny_model, **small) as calm, serving(tiny_model, **small) as other:
+        yield [calm, other]
+
+
+async def answer(client: aiohttp.ClientSession, body: dict[str, Any]) -> dict[str, Any]:
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        found: dict[str, Any] = await response.json()
+    return {"choices": found["choices"], "usage": found["usage"]}
+
+
+def bodies(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """Streams that run beside each other."""
+    return [
+        {
+            "prompt": [3 + at * step % 500 for at in range(20 + 9 * step)],
+            "max_tokens": 60,
+            "return_token_ids": True,
+        }
+        | asked
+        for step in range(1, 9)
+    ]
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind: str) -> None:
+    (calm, calm_client), (other, client) = engines
+    asked = bodies(REQUESTS[kind])
+    expected = [await answer(calm_client, body) for body in asked]
+    guesses = Guesses()
+    guesses.calm = [
+        [*body["prompt"], *found["choices"][0]["token_ids"]]
+        for body, found in zip(asked, expected, strict=True)
+    ]
+    core = other.core
+    core._drafts = guesses
+    core.hooks.append(guesses)
+
+    found = await asyncio.gather(*(answer(client, body) for body in asked))
+
+    core.hooks.remove(guesses)
+    for one, same in zip(expected, found, strict=True):
+        assert _told(one) == _told(same)
+    assert guesses.accepted > 5
+    assert guesses.proposed > guesses.accepted
+    await _idle(other)
+    other.pages.check()
+    other.core.scheduler.check()
+    pairs = [
+        pair
+        for ids in guesses.calm
+        for pair in zip(_pages(calm, ids), _pages(other, ids), strict=True)
+        if None not in pair
+    ]
+    assert pairs
+    assert all(mine == theirs for mine, theirs in pairs)
+
+
+async def test_lookup_proposes_what_a_stream_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with small weights goes round in circles."""
+    monkeypatch.setattr(tiny, "INITIALIZER_RANGE", 0.05)
+    model = tmp_path / "model"
+    tiny.write_tiny_model(model, seed=0)
+    asked = bodies({"temperature": 0, "max_tokens": 150})
+    lookup = {"source": "lookup", "when": "always", "depth": 3}
+    async with serving(model) as (_, calm_client), serving(model, speculation=lookup) as other:
+        instance, client = other
+        expected = [await answer(calm_client, body) for body in asked]
+
+        found = await asyncio.gather(*(answer(client, body) for body in asked))
+
+        assert [*map(_told, found)] == [*map(_told, expected)]
+        report = instance.load().speculation
+    assert report is not None
+    assert report.active
+    assert report.steps < report.proposed <= 3 * report.steps
+    assert 8 * 150 / 4 < report.accepted <= report.proposed
+
+
+def _told(found: dict[str, Any]) -> dict[str, Any]:
+    """All of it, but what the prefix cache of an engine had."""
+    return found | {"usage": found["usage"]["completion_tokens"]}
+
+
+async def _idle(instance: EngineInstance) -> None:
+    async with asyncio.timeout(30):
+        while instance.core.runs:
+            await asyncio.sleep(0.01)
+
+
+def _pages(instance: EngineInstance, ids: Sequence[int]) -> list[bytes | None]:
+    """Of each full page of a history the KV, where it is still there."""
+    pool, found = instance.worker.pool, list[bytes | None]()
+    assert isinstance(pool, KvPool)
+    for tag in page_tags(instance.root(""), list(ids), PAGE):
+        held = instance.pages.match([tag])
+        found.append(pool.tensor[held[0]].numpy().tobytes() if held else None)
+        instance.pages.release(held)
+    return found
