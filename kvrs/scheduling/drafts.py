@@ -27,14 +27,14 @@ def with_drafts(
     batch = []
     for sequence, chunk in decodes:
         own = len(sequence.pages) * size - len(sequence.token_ids)
-        most = min(budget, own + size if pages.spare_pages > admitted else own)
+        most = min(budget, own + size)
         drafts = proposals(sequence, most) if most > 0 else ()
+        assert len(drafts) <= most, "more drafts than were asked for"
+        if len(drafts) > own:
+            page = pages.allocate(1, sequence.base, spare_left=admitted)
+            sequence.pages += page or ()
+            drafts = drafts if page else drafts[:own]
         if drafts:
-            assert len(drafts) <= most, "more drafts than were asked for"
-            if len(drafts) > own:
-                page = pages.allocate(1, sequence.base)
-                assert page is not None, "a spare page is free"
-                sequence.pages += page
             chunk = next_chunk(sequence, 1, size, drafts)
             budget -= len(drafts)
         batch.append((sequence, chunk))

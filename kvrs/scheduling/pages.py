@@ -141,11 +141,6 @@ class PageManager:
         return self.pages - self._hard_pinned
 
     @property
-    def spare_pages(self) -> int:
-        """How many pages have nothing in them: neither pinned nor leased nor cached."""
-        return len(self._free)
-
-    @property
     def unused(self) -> bool:
         """No page is hard-pinned or leased."""
         return not self._hard_pinned and not self._leases
@@ -166,11 +161,16 @@ class PageManager:
             found.append(page)
         return found
 
-    def allocate(self, count: int, base: int = 0) -> list[int] | None:
+    def allocate(
+        self, count: int, base: int = 0, spare_left: int | None = None
+    ) -> list[int] | None:
         """That many pages of that base with a hard pin each and nothing in them, or None, and then
-        nothing has changed.
+        nothing has changed. With `spare_left` nothing is given up for them, and as many pages with
+        nothing in them are left.
         """
         if count > self.free_pages:
+            return None
+        if spare_left is not None and len(self._free) < count + spare_left:
             return None
         pages = [self._take() for _ in range(count)]
         for page in pages:

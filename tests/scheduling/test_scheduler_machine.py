@@ -380,8 +380,11 @@ class BatchMachine(RuleBasedStateMachine):
         assert before == {one: (one.computed_tokens, list(one.token_ids)) for one in self.open}
         if all(one in self.open for one, _ in abandoned) and not self.batches:
             self.next_batch()
-            again = {one for batch in self.batches for one, _ in batch}
-            assert {one for one, _ in abandoned} <= again or self.pulls
+            again = {one: chunk for batch in self.batches for one, chunk in batch}
+            # Others before them may have come meanwhile.
+            taken = sum(len(chunk.token_ids) for chunk in again.values())
+            is_full = taken == self.engine.settings.max_batch_tokens
+            assert {one for one, _ in abandoned} <= again.keys() or is_full or self.pulls
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), retain=st.booleans())

@@ -69,10 +69,6 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
             metrics.damaged.follow(known.load.damaged_pages, known.id)
-            if (drafts := known.load.speculation) is not None:
-                wrong = drafts.proposed - drafts.accepted
-                metrics.drafts.follow(drafts.accepted, known.id, drafts.source, "accepted")
-                metrics.drafts.follow(wrong, known.id, drafts.source, "rejected")
         else:
             metrics.checkpoint_lag.remove(known.id)
     for agent in control.agents.present():

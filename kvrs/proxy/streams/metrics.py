@@ -114,13 +114,6 @@ class Metrics:
         self.damaged = Total(
             counter("kvrs_damaged_pages", "Damaged pages that the worker has fetched.", ["worker"])
         )
-        self.drafts = Total(
-            counter(
-                "kvrs_draft_tokens",
-                "Tokens that were proposed to the worker's engine, and verified.",
-                ["worker", "source", "outcome"],
-            )
-        )
         self.checkpoint_lag = gauge(
             "kvrs_checkpoint_lag_pages",
             "Full pages of protected streams that the worker has not sent to an agent yet.",
@@ -276,6 +269,14 @@ class LoadMetrics:
                 registry=registry,
             )
         )
+        self._drafts = Total(
+            Counter(
+                "kvrs_draft_tokens",
+                "Tokens that were proposed to the worker's engine, and verified.",
+                ["worker", "source", "outcome"],
+                registry=registry,
+            )
+        )
         self._links = Gauge(
             "kvrs_link_bytes_per_second",
             "Measured bandwidth of the link between two nodes.",
@@ -311,6 +312,10 @@ class LoadMetrics:
                     gauge.labels(*labels).set(values[at])
         if load is None:
             return
+        if (drafts := load.speculation) is not None:
+            rejected = drafts.proposed - drafts.accepted
+            for outcome, total in (("accepted", drafts.accepted), ("rejected", rejected)):
+                self._drafts.follow(total, known.id, drafts.source, outcome)
         if load.full_degree:
             self._rank_deaths.follow(load.rank_deaths, known.id)
         for kind in KV_KINDS:

@@ -176,7 +176,7 @@ async def _idle(instance: EngineInstance) -> None:
 
 
 def _pages(instance: EngineInstance, ids: Sequence[int]) -> list[bytes | None]:
-    """Of each full page of a history the KV, where it is still there."""
+    """The KV of each full page of a history, where it is still there."""
     pool, found = instance.worker.pool, list[bytes | None]()
     assert isinstance(pool, KvPool)
     for tag in page_tags(instance.root(""), list(ids), PAGE):
