@@ -24,7 +24,15 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from experiments.kills.vllm_figures import Damage, Death, Wave, faults_of, figures_of, table_of
+from experiments.kills.vllm_figures import (
+    Damage,
+    Death,
+    Wave,
+    faults_of,
+    figures_of,
+    table_of,
+    without_times,
+)
 from experiments.record import Record
 from kvrs.config.policy import PolicyName
 from kvrs.load.admin import AdminClient, AdminPort
@@ -328,10 +336,11 @@ def kill_series(
 ) -> list[str]:
     """Run the series on servers that are up, print its table and write it under `results`.
 
-    `streams`, `kills`: of each option; without kills one of each kind of death. Returns what was
-    not as claimed.
+    `streams`, `kills`: of each option; without kills one of each kind of death. A series of kills
+    counts and has no times, so that other processes may run beside it. Returns what was not as
+    claimed.
     """
-    record = Record(seed)
+    record = Record(seed, timed=kills is None)
     series = Series(servers, console, damage)
     rows: list[dict[str, Any]] = []
     for option in options:
@@ -339,6 +348,8 @@ def kill_series(
     faults = [
         f"{row['option']}, {row['death']}: {fault}" for row in rows for fault in faults_of(row)
     ]
+    if kills is not None:
+        rows = [without_times(row) for row in rows]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
     document = {"streams_per_option": streams, "waves": rows}

@@ -209,6 +209,11 @@ def _faults_of_restore(row: dict[str, Any]) -> list[str]:
     return [] if full - behind <= loaded <= full else [f"{loaded} of {full} tokens were loaded"]
 
 
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in _TIMES}
+
+
+_TIMES = ("kills_per_hour", "gap_s_p50", "gap_s_max", "bystander_gap_s_max")
 COLUMNS = {
     "kills": "kills",
     "streams": "streams",
@@ -223,17 +228,17 @@ COLUMNS = {
     "computed": "computed_tokens",
     "bystanders": "bystanders",
     "harmed": "bystanders_harmed",
-    "their gap s": "bystander_gap_s_max",
 }
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("option", "death", *COLUMNS, "gap p50/max s")
+    is_timed = all(name in row for row in rows for name in _TIMES)
+    times = ("their gap s", "gap p50/max s") if is_timed else ()
+    table = Table("option", "death", *COLUMNS, *times)
     for row in rows:
-        table.add_row(
-            row["option"],
-            row["death"],
-            *(str(row[key]) for key in COLUMNS.values()),
-            f"{row['gap_s_p50']} / {row['gap_s_max']}",
-        )
+        cells = [str(row[key]) for key in COLUMNS.values()]
+        if is_timed:
+            gaps = f"{row['gap_s_p50']} / {row['gap_s_max']}"
+            cells += [str(row["bystander_gap_s_max"]), gaps]
+        table.add_row(row["option"], row["death"], *cells)
     return table
