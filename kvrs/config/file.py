@@ -266,6 +266,8 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
             f"speculation.source: got {source.value!r} with backend {backend.value!r}; allowed: "
             f"'off', or backend 'embedded'"
         )
+    if source is DraftSourceName.DRAFT and config.speculation.draft is None:
+        yield "speculation.draft: missing with source 'draft'; allowed: a Hugging Face directory"
     cluster, proxy = config.cluster, config.proxy
     if config.gossip.enabled:
         yield from faults_of_gossip(cluster, proxy)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+from aiohttp import web
 
 from kvrs.config.file import Config
 from kvrs.engine.anchored import AnchoredMemory, AnchoredPool
@@ -25,7 +26,8 @@ from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
-from kvrs.engine.speculation.drafts import draft_source
+from kvrs.engine.speculation.drafts import Reloads, draft_source
+from kvrs.engine.speculation.paired import PairedDrafts
 from kvrs.engine.warm_up import measure_prefill, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.errors import ConfigError, RequestError
@@ -39,7 +41,7 @@ from kvrs.protocol.instance import (
     RankRequest,
     ReformingReport,
 )
-from kvrs.protocol.speculation import ReloadNotice
+from kvrs.protocol.speculation import ReloadNotice, SpeculationReport
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -138,7 +140,8 @@ class EngineInstance(ServedInstance):
                 InstancePlace(config, node, settings, secret, epoch, self.links, older),
                 loaded.served,
             )
-            self.drafts = draft_source(config.speculation, time.monotonic)
+            self.reloads = Reloads(time.monotonic)
+            self.drafts = draft_source(config.speculation, self.reloads, self.vocabulary)
             self._core = self._make_core(pace)
         except BaseException:
             if self.ranks is not None:
@@ -230,8 +233,13 @@ class EngineInstance(ServedInstance):
         return info
 
     def reloading(self, notice: ReloadNotice) -> None:
-        if self.drafts is not None and notice.instance in self.registry:
-            self.drafts.reloading(notice)
+        if notice.instance in self.registry:
+            self.reloads.note(notice)
+
+    async def draft_helper(self, request: web.Request) -> web.StreamResponse:
+        if not isinstance(self.drafts, PairedDrafts):
+            return await super().draft_helper(request)
+        return await self.drafts.serve(request)
 
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler
@@ -252,9 +260,14 @@ class EngineInstance(ServedInstance):
             fetches=self.core.recent_fetches.reports(),
             kv_bytes=self.port.kv_bytes(),
             draining=self.draining,
-            speculation=None if self.drafts is None else self.drafts.report(),
+            speculation=self._speculation(),
             **self._of_ranks(),
         )
+
+    def _speculation(self) -> SpeculationReport | None:
+        if self.drafts is None:
+            return None
+        return msgspec.structs.replace(self.drafts.report(), reloads=self.reloads.now())
 
     def _of_ranks(self) -> dict[str, Any]:
         """Facts about ranks in a load report."""

@@ -57,6 +57,7 @@ def make_app(instance: ServedInstance, tracer: "RunTracer | None" = None) -> web
             web.post("/kvrs/v1/fence", handlers.fence),
             web.post("/kvrs/v1/ranks", handlers.ranks),
             web.post("/kvrs/v1/reload", handlers.reload),
+            web.get("/kvrs/v1/drafts", instance.draft_helper),
             web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
         ]
     )

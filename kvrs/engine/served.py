@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aiohttp import web
+
+from kvrs import http
 from kvrs.engine.chat import ChatTemplate
 from kvrs.engine.page_port import InstancePlace, PagePort
 from kvrs.engine.requests import Vocabulary
@@ -109,6 +112,10 @@ class ServedInstance(ABC):
 
     def reloading(self, notice: ReloadNotice) -> None:  # noqa: B027  # Optional: it makes no drafts.
         """Another instance is being started again."""
+
+    async def draft_helper(self, request: web.Request) -> web.StreamResponse:
+        """The connection of an instance that makes drafts for this one."""
+        return http.error(404, "drafts are not verified here", kind="invalid_request_error")
 
     def down(self) -> str | None:
         """Why the instance cannot serve now although its process lives; None: it can."""

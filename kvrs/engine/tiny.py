@@ -1,11 +1,19 @@
-"""A tiny random Llama, generated from a seed: real arithmetic and real text without a download."""
+"""A tiny random Llama, generated from a seed: real arithmetic and real text without a download.
 
+    python -m kvrs.engine.tiny DIR [SEED]
+    python -m kvrs.engine.tiny --pair DIR [--acceptance 0.6]
+
+The second writes a pair: `DIR/target`, and `DIR/draft`, which proposes what the target chooses with
+about that probability.
+"""
+
+import argparse
 import json
 import os
 import random
 import shutil
-import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
+from kvrs.errors import ConfigError
 from kvrs.garbage import collect_nothing_yet
 
 HIDDEN = 128
@@ -86,13 +95,20 @@ def write_tiny_model(directory: Path, seed: int) -> None:
     """Write a Hugging Face directory: the same seed gives the same bytes. Nothing is done when it
     is complete.
     """
+    if not _complete(directory):
+        tokenizer = random_tokenizer(seed)
+        write_model(directory, tokenizer, random_weights(seed, tokenizer))
+
+
+def write_model(directory: Path, tokenizer: Tokenizer, weights: Mapping[str, Tensor]) -> None:
+    """The same with these weights, of as many layers as they have."""
     if _complete(directory):
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may come here at once; a directory appears whole or not at all.
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
     try:
-        _write_files(scratch, seed)
+        _write_files(scratch, tokenizer, dict(weights))
         scratch.chmod(0o755)
         try:
             os.rename(scratch, directory)
@@ -108,8 +124,7 @@ def _complete(directory: Path) -> bool:
     return all((directory / name).is_file() for name in _FILES)
 
 
-def _write_files(directory: Path, seed: int) -> None:
-    tokenizer = _tokenizer(seed)
+def _write_files(directory: Path, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -121,21 +136,22 @@ def _write_files(directory: Path, seed: int) -> None:
     )
     ids = {"bos_token_id": _BEGIN_ID, "eos_token_id": _END_ID}
     _write_json(directory / "generation_config.json", ids)
-    _write_json(directory / "config.json", {**_config(), **ids})
-    save_file(_weights(seed, tokenizer), directory / "model.safetensors", metadata={"format": "pt"})
+    layers = sum(name.endswith("q_proj.weight") for name in weights)
+    _write_json(directory / "config.json", {**_config(layers), **ids})
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _config() -> dict[str, Any]:
+def _config(layers: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -149,7 +165,7 @@ def _config() -> dict[str, Any]:
     }
 
 
-def _weights(seed: int, tokenizer: Tokenizer) -> dict[str, Tensor]:
+def random_weights(seed: int, tokenizer: Tokenizer) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random_matrix(rows: int, columns: int, scale: float) -> Tensor:
@@ -187,7 +203,7 @@ def _preference(tokenizer: Tokenizer) -> Tensor:
     return scale
 
 
-def _tokenizer(seed: int) -> Tokenizer:
+def random_tokenizer(seed: int) -> Tokenizer:
     """A byte-level BPE trained on a text of made-up words, some with characters of several
     bytes.
     """
@@ -215,6 +231,27 @@ def _tokenizer(seed: int) -> Tokenizer:
     return tokenizer
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("seed", type=int, nargs="?", default=0, metavar="SEED")
+    parser.add_argument("--pair", action="store_true", help="write a target and a draft")
+    parser.add_argument("--acceptance", type=float, default=0.6, help="of drafts (default 0.6)")
+    options = parser.parse_args()
+    if not options.pair:
+        write_tiny_model(options.directory, options.seed)
+        return
+    from kvrs.engine.speculation.pairs import write_pair
+
+    try:
+        found = write_pair(options.directory, options.acceptance, options.seed)
+    except ConfigError as error:
+        parser.error(str(error))
+    print(f"{options.directory}: the draft proposes what the target chooses in {found:.1%}")
+
+
 if __name__ == "__main__":
     collect_nothing_yet()
-    write_tiny_model(Path(sys.argv[1]), int(sys.argv[2]))
+    main()

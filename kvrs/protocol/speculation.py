@@ -1,14 +1,39 @@
-"""Speculation on the wire: counts of an instance, and the notice of one that starts again."""
+"""Speculation on the wire: counts of an instance, the notice of one that starts again, and drafts
+that it makes for another one meanwhile.
 
+Drafts go over a WebSocket at `GET /kvrs/v1/drafts` of the instance that verifies them, in msgpack:
+first a `DraftOffer` of the other one, then lists of `MirrorUpdate` to it and of `Burst` from it.
+"""
+
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 
 from kvrs.ids import InstanceId
 
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 MOST_RELOAD_S = 60.0
+MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
+MOST_MESSAGE_BYTES = 1 << 24
+
+
+class ReloadState(StrEnum):
+    """What an instance does while it is started again (LUMEN, section 4.4)."""
+
+    LOADING = "loading"  # Its model; it makes no drafts.
+    LOADING_DRAFT = "loading_draft"
+    ASSIST = "assist"  # It makes drafts, or asks others whether they want some.
+    HOTSWAP = "hotswap"  # Its model is there.
+
+
+class Reload(msgspec.Struct, frozen=True):
+    """An instance that is being started again, as another one knows it."""
+
+    state: ReloadState
+    paired_with: InstanceId | None = None  # For which it makes drafts.
 
 
 class SpeculationReport(msgspec.Struct, frozen=True):
@@ -19,6 +44,9 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     steps: _Natural = 0  # With drafts, of a stream each.
     proposed: _Natural = 0
     accepted: _Natural = 0
+    stale: _Natural = 0  # That came and were not proposed: the stream had gone on otherwise.
+    helper: InstanceId | None = None  # The instance that makes them.
+    reloads: dict[InstanceId, Reload] = {}  # Of others, as they say.
 
 
 class ReloadNotice(msgspec.Struct, frozen=True):
@@ -28,3 +56,40 @@ class ReloadNotice(msgspec.Struct, frozen=True):
 
     instance: InstanceId
     for_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_RELOAD_S)]
+    state: ReloadState = ReloadState.LOADING
+    paired_with: InstanceId | None = None
+
+
+class DraftOffer(msgspec.Struct, frozen=True):
+    """An instance can make drafts. Its connection is closed, with the reason, where the model has
+    another vocabulary or another instance makes them already.
+    """
+
+    instance: InstanceId
+    vocabulary: str  # Digest of tokenizer and size.
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """How a stream's tokens are chosen; a draft that chooses so is more often right."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+
+
+class MirrorUpdate(msgspec.Struct, frozen=True):
+    """A stream has begun (`choice` is given), has further tokens, or has ended (neither)."""
+
+    number: _Natural
+    token_ids: list[_TokenId] = []
+    choice: Choice | None = None
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """Drafts for a stream: the position of the first one, and their ids."""
+
+    number: _Natural
+    position: _Natural
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MOST_DRAFTS)]

@@ -1,33 +1,46 @@
-"""The drafts of one engine: when it makes some, for which streams, and what became of them."""
+"""The drafts of one engine: which source it has, and by when."""
 
 from collections.abc import Callable
 
 from kvrs.config.speculation import DraftSourceName, DraftTime, SpeculationSettings
 from kvrs.engine.hooks import DraftSource
-from kvrs.engine.requests import GenerationRun
+from kvrs.engine.requests import GenerationRun, Vocabulary
 from kvrs.engine.speculation.lookup import PromptLookup
+from kvrs.engine.speculation.paired import PairedDrafts
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import ReloadNotice, SpeculationReport
+from kvrs.protocol.speculation import Reload, ReloadNotice, SpeculationReport
+
+
+class Reloads:
+    """Other instances that are being started again, by their own notices."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._notices: dict[InstanceId, tuple[ReloadNotice, float]] = {}  # Until when.
+
+    def note(self, notice: ReloadNotice) -> None:
+        self._notices[notice.instance] = notice, self._clock() + notice.for_s
+
+    def now(self) -> dict[InstanceId, Reload]:
+        now_s = self._clock()
+        return {
+            name: Reload(notice.state, notice.paired_with)
+            for name, (notice, until_s) in self._notices.items()
+            if until_s > now_s
+        }
 
 
 class LookupDrafts(DraftSource):
     """Drafts by prompt lookup, always or while another instance is being started again."""
 
-    def __init__(self, settings: SpeculationSettings, clock: Callable[[], float]) -> None:
-        self._settings, self._clock = settings, clock
-        self._reloads: dict[InstanceId, float] = {}  # Until when.
+    def __init__(self, settings: SpeculationSettings, reloads: Reloads) -> None:
+        self._settings, self._reloads = settings, reloads
         self._lookups: dict[GenerationRun, PromptLookup] = {}
         self._steps = self._proposed = self._accepted = 0
 
-    def reloading(self, notice: ReloadNotice) -> None:
-        self._reloads[notice.instance] = self._clock() + notice.for_s
-
     @property
     def active(self) -> bool:
-        if self._settings.when is DraftTime.ALWAYS:
-            return True
-        now_s = self._clock()
-        return any(until_s > now_s for until_s in self._reloads.values())
+        return self._settings.when is DraftTime.ALWAYS or bool(self._reloads.now())
 
     def propose(self, run: GenerationRun, most: int) -> list[int]:
         lookup = self._lookups.setdefault(run, PromptLookup())
@@ -53,6 +66,14 @@ class LookupDrafts(DraftSource):
         )
 
 
-def draft_source(settings: SpeculationSettings, clock: Callable[[], float]) -> LookupDrafts | None:
+def draft_source(
+    settings: SpeculationSettings, reloads: Reloads, vocabulary: Vocabulary
+) -> LookupDrafts | PairedDrafts | None:
     """None: no drafts are wanted."""
-    return None if settings.source is DraftSourceName.OFF else LookupDrafts(settings, clock)
+    match settings.source:
+        case DraftSourceName.OFF:
+            return None
+        case DraftSourceName.LOOKUP:
+            return LookupDrafts(settings, reloads)
+        case DraftSourceName.DRAFT:
+            return PairedDrafts(settings, vocabulary)

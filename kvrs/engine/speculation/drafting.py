@@ -1,0 +1,95 @@
+"""Drafts for streams of another instance, by a small model: one batch a step, over all streams that
+have room ahead of what was verified.
+"""
+
+from collections.abc import Sequence
+
+from kvrs.config.engine import EngineSettings
+from kvrs.engine.sampler import SamplingParams, sample
+from kvrs.engine.speculation.alignment import Mirror
+from kvrs.engine.worker import Worker
+from kvrs.protocol.speculation import Burst, Choice, MirrorUpdate
+from kvrs.scheduling.sequences import Chunk, pages_for
+
+
+class _Drafted:
+    def __init__(self, update: MirrorUpdate, choice: Choice) -> None:
+        self.mirror = Mirror(update.token_ids)
+        self.params = SamplingParams(
+            temperature=choice.temperature,
+            top_p=choice.top_p,
+            top_k=choice.top_k,
+            min_p=choice.min_p,
+            seed=choice.seed,
+        )
+        self.pages: list[int] = []
+
+
+class Drafting:
+    """All methods are called by one thread at a time."""
+
+    def __init__(self, worker: Worker, settings: EngineSettings, depth: int) -> None:
+        self._worker, self._settings, self._depth = worker, settings, depth
+        self._streams: dict[int, _Drafted] = {}
+        self._free = list(range(settings.pages))
+
+    def update(self, updates: Sequence[MirrorUpdate]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.number)
+            if update.choice is not None:
+                self._drop(update.number)
+                if update.token_ids:
+                    self._streams[update.number] = _Drafted(update, update.choice)
+            elif stream is not None and update.token_ids:
+                stream.mirror.progress(update.token_ids)
+            else:
+                self._drop(update.number)
+
+    def step(self) -> list[Burst]:
+        """Compute one batch; returns new drafts. Empty: there is nothing to draft, or histories are
+        still being computed.
+        """
+        batch: list[tuple[int, _Drafted, int, int]] = []
+        chunks: list[Chunk] = []
+        left = self._settings.max_batch_tokens
+        for number, stream in self._streams.items():
+            mirror = stream.mirror
+            if not left or len(mirror.drafted) >= self._depth:
+                continue
+            first, ids = mirror.uncomputed(left)
+            end = first + len(ids)
+            if end >= self._worker.max_positions or not self._has_pages(stream, end):
+                continue
+            wants = end == mirror.tokens
+            chunks.append(Chunk(ids, first, stream.pages, logits=int(wants)))
+            batch.append((number, stream, first, len(ids)))
+            left -= len(ids)
+        if not chunks:
+            return []
+        logits = iter(self._worker.execute(chunks))
+        bursts = []
+        for chunk, (number, stream, first, count) in zip(chunks, batch, strict=True):
+            mirror, draft = stream.mirror, None
+            if chunk.logits:
+                draft = sample(next(logits), stream.params, mirror.tokens)
+            mirror.advanced(first, count, draft)
+            if draft is not None:
+                position, ids = mirror.burst()
+                bursts.append(Burst(number, position, ids))
+        return bursts
+
+    @property
+    def has_work(self) -> bool:
+        return any(len(each.mirror.drafted) < self._depth for each in self._streams.values())
+
+    def _has_pages(self, stream: _Drafted, tokens: int) -> bool:
+        """Streams that find no page get no drafts until others end."""
+        missing = pages_for(tokens, self._settings.page_size_tokens) - len(stream.pages)
+        if missing > len(self._free):
+            return False
+        stream.pages += [self._free.pop() for _ in range(missing)]
+        return True
+
+    def _drop(self, number: int) -> None:
+        if (stream := self._streams.pop(number, None)) is not None:
+            self._free += stream.pages

@@ -1,0 +1,149 @@
+"""The side of an instance that is being started again: while its model loads it makes drafts for
+the most congested of the others that has no helper.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.file import Config
+from kvrs.config.speculation import DraftSourceName
+from kvrs.engine.requests import Vocabulary
+from kvrs.engine.speculation.drafting import Drafting
+from kvrs.engine.speculation.paired import vocabulary_digest
+from kvrs.engine.worker import Worker
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import LoadReport
+from kvrs.protocol.speculation import (
+    MOST_MESSAGE_BYTES,
+    Burst,
+    DraftOffer,
+    MirrorUpdate,
+    ReloadState,
+    SpeculationReport,
+)
+from kvrs.text.output import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.25  # After all others have refused, or none was there.
+
+
+class DraftHelper:
+    def __init__(
+        self,
+        config: Config,
+        instance: InstanceId,
+        others: Sequence[InstanceSettings],
+        http: aiohttp.ClientSession,
+    ) -> None:
+        """`http` proves the key of each of the others."""
+        self.state = ReloadState.LOADING_DRAFT
+        self.paired_with: InstanceId | None = None
+        self._config, self._instance, self._others = config, instance, others
+        self._http = http
+
+    async def run(self) -> None:
+        """Help until cancelled."""
+        directory = Path(self._config.speculation.draft or "")
+        worker = await _loaded(directory, self._config)
+        vocabulary = Vocabulary(load_tokenizer(directory), worker.vocab_size, worker.eos_token_ids)
+        offer = DraftOffer(self._instance, vocabulary_digest(vocabulary))
+        self.state = ReloadState.ASSIST
+        while True:
+            for other in await self._by_congestion():
+                with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+                    await self._help(other, offer, worker)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _by_congestion(self) -> list[InstanceSettings]:
+        """Those that have no helper, the one with the longest queue first."""
+        found = await asyncio.gather(*map(self._congestion, self._others))
+        asked = [
+            (congestion, number)
+            for number, congestion in enumerate(found)
+            if congestion is not None
+        ]
+        return [self._others[number] for _, number in sorted(asked, reverse=True)]
+
+    async def _congestion(self, other: InstanceSettings) -> tuple[float, int] | None:
+        """How long a new request waits there, and how many streams run; None: it wants no help."""
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+            async with self._http.get(f"{self._config.url_of(other)}/kvrs/v1/load") as answer:
+                report = msgspec.json.decode(await answer.read(), type=LoadReport)
+            if _wants_help(report.speculation):
+                return report.queue_delay_s, report.running
+        return None
+
+    async def _help(self, other: InstanceSettings, offer: DraftOffer, worker: Worker) -> None:
+        async with self._http.ws_connect(
+            f"{self._config.url_of(other)}/kvrs/v1/drafts", max_msg_size=MOST_MESSAGE_BYTES
+        ) as socket:
+            await socket.send_bytes(msgspec.msgpack.encode(offer))
+            drafting = Drafting(worker, self._config.cluster.engine, self._config.speculation.depth)
+            self.paired_with = other.id
+            try:
+                await self._draft(socket, drafting)
+            finally:
+                self.paired_with = None
+            if socket.close_code == aiohttp.WSCloseCode.POLICY_VIOLATION:
+                log.info("drafts not wanted", extra={"instance": other.id})
+
+    async def _draft(self, socket: aiohttp.ClientWebSocketResponse, drafting: Drafting) -> None:
+        """Take what has come, compute a batch, send drafts; until the connection ends."""
+        received: asyncio.Task[aiohttp.WSMessage] | None = None
+        try:
+            while True:
+                received = received or asyncio.create_task(socket.receive())
+                if not drafting.has_work:
+                    await asyncio.wait({received})
+                if received.done():
+                    message, received = received.result(), None
+                    if message.type is not aiohttp.WSMsgType.BINARY:
+                        return
+                    drafting.update(msgspec.msgpack.decode(message.data, type=list[MirrorUpdate]))
+                    await asyncio.sleep(0)
+                    continue
+                bursts: list[Burst] = await asyncio.to_thread(drafting.step)
+                if bursts:
+                    await socket.send_bytes(msgspec.msgpack.encode(bursts))
+        finally:
+            if received is not None:
+                received.cancel()
+
+
+def _wants_help(report: SpeculationReport | None) -> bool:
+    return report is not None and report.source == DraftSourceName.DRAFT and report.helper is None
+
+
+async def _loaded(directory: Path, config: Config) -> Worker:
+    """The draft; its load is not waited for where it is not needed any more."""
+    loop = asyncio.get_running_loop()
+    worker: asyncio.Future[Worker] = loop.create_future()
+
+    def load() -> None:
+        try:
+            found = Worker(directory, config.cluster.engine)
+        except Exception as error:
+            loop.call_soon_threadsafe(_settle, worker, error)
+        else:
+            loop.call_soon_threadsafe(_settle, worker, found)
+
+    threading.Thread(target=load, name="kvrs-draft", daemon=True).start()
+    return await worker
+
+
+def _settle(worker: "asyncio.Future[Worker]", found: Worker | Exception) -> None:
+    if worker.done():
+        return
+    if isinstance(found, Exception):
+        worker.set_exception(found)
+    else:
+        worker.set_result(found)
