@@ -56,7 +56,9 @@ async def serve(
         ConfigError: a port is in use.
     """
     epoch = start * EPOCHS_PER_START
-    with announced(config, instance_id, start, secret):
+    with announced(config, instance_id, start, secret) as model_is_there:
+        loaded = loaded or LoadedModel.load(config, instance_id, secret)
+        model_is_there()
         instance = EngineInstance(config, instance_id, epoch, secret, older, loaded)
     if read is not None:  # At once: no change of the file is missed.
         learn = partial(_learn, instance, read)

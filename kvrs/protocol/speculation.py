@@ -88,8 +88,11 @@ class MirrorUpdate(msgspec.Struct, frozen=True):
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Drafts for a stream: the position of the first one, and their ids."""
+    """Drafts for a stream: the position of the first one, and their ids. `begins_anew`: those that
+    came before are wrong.
+    """
 
     number: _Natural
     position: _Natural
     token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MOST_DRAFTS)]
+    begins_anew: bool = False

@@ -18,6 +18,7 @@ class Mirror:
         self.drafted: list[int] = []  # Behind them.
         self.computed = 0  # The draft's KV of so many leading tokens is right.
         self.sent = len(self.chosen)  # Tokens, chosen or drafted, that the other one knows.
+        self._ended = False  # Drafts that were sent are wrong.
 
     @property
     def tokens(self) -> int:
@@ -34,6 +35,7 @@ class Mirror:
         if agreed == len(token_ids):
             del self.drafted[:agreed]
         else:
+            self._ended = True
             self.drafted.clear()
             self.computed = min(self.computed, len(self.chosen) - len(token_ids) + agreed)
         self.sent = max(self.sent, len(self.chosen)) if self.drafted else len(self.chosen)
@@ -56,10 +58,13 @@ class Mirror:
             assert self.computed == self.tokens, "a draft follows the last token"
             self.drafted.append(draft)
 
-    def burst(self) -> tuple[int, list[int]]:
-        """The position and ids of drafts that were not sent before."""
+    def burst(self) -> tuple[int, list[int], bool]:
+        """The position and ids of drafts that were not sent before, and whether those that were
+        are wrong.
+        """
         start, self.sent = self.sent, self.tokens
-        return start, self.drafted[start - len(self.chosen) :]
+        begins_anew, self._ended = self._ended, False
+        return start, self.drafted[start - len(self.chosen) :], begins_anew
 
 
 class Bursts:
@@ -70,9 +75,9 @@ class Bursts:
         self._ids: list[int] = []
         self.stale = 0  # Tokens that came and could not be proposed.
 
-    def came(self, position: int, ids: Sequence[int]) -> None:
+    def came(self, position: int, ids: Sequence[int], begins_anew: bool = False) -> None:
         """Drafts go on where the last ones ended, or begin anew."""
-        if self._ids and position == self._first + len(self._ids):
+        if self._ids and not begins_anew and position == self._first + len(self._ids):
             self._ids += ids
         else:
             self.stale += len(self._ids)

@@ -74,8 +74,7 @@ class Drafting:
                 draft = sample(next(logits), stream.params, mirror.tokens)
             mirror.advanced(first, count, draft)
             if draft is not None:
-                position, ids = mirror.burst()
-                bursts.append(Burst(number, position, ids))
+                bursts.append(Burst(number, *mirror.burst()))
         return bursts
 
     @property

@@ -153,7 +153,7 @@ class PairedDrafts(DraftSource):
             paired = self._by_number.get(burst.number)
             # Ids that the model does not have are no drafts of its vocabulary.
             if paired is not None and max(burst.token_ids, default=0) < self._vocab_size:
-                paired.bursts.came(burst.position, burst.token_ids)
+                paired.bursts.came(burst.position, burst.token_ids, burst.begins_anew)
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:

@@ -9,7 +9,7 @@ for it, neither here nor at the others.
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import aiohttp
@@ -28,12 +28,16 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 FOR_S = 3.0  # A notice counts so long: some may be lost.
+_ANSWER_S = 1.0
 
 
 @contextmanager
-def announced(config: Config, instance: InstanceId, start: int, secret: bytes) -> Iterator[None]:
+def announced(
+    config: Config, instance: InstanceId, start: int, secret: bytes
+) -> Iterator[Callable[[], None]]:
     """Others are told and helped while the block runs, and told once more when it has ended; a
-    first start concerns nobody.
+    first start concerns nobody. Yields what is to be called once the model is there: then no
+    others are helped any more.
     """
     settings = config.speculation
     if (
@@ -41,21 +45,40 @@ def announced(config: Config, instance: InstanceId, start: int, secret: bytes) -
         or settings.source is DraftSourceName.OFF
         or (settings.source is DraftSourceName.LOOKUP and settings.when is DraftTime.ALWAYS)
     ):
-        yield
+        yield lambda: None
         return
-    reload = _Reload(config, instance, secret)
-    threading.Thread(target=reload.run, name="kvrs-reload", daemon=True).start()
+    restart = _Restart(config, instance, secret)
+    threading.Thread(target=restart.run, name="kvrs-reload", daemon=True).start()
     try:
-        yield
+        yield restart.loaded
     finally:
-        reload.over.set()
+        restart.over()
 
 
-class _Reload:
+class _Restart:
     def __init__(self, config: Config, instance: InstanceId, secret: bytes) -> None:
-        self.over = threading.Event()
         self._config, self._instance, self._secret = config, instance, secret
         self._others = [one for _, one in config.cluster.instances() if one.id != instance]
+        self._is_loaded = self._is_over = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+
+    # In the thread that loads.
+
+    def loaded(self) -> None:
+        self._is_loaded = True
+        self._wake()
+
+    def over(self) -> None:
+        self._is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # It has ended.
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    # In a thread of its own.
 
     def run(self) -> None:
         try:
@@ -64,22 +87,30 @@ class _Reload:
             log.exception("others do not know of this start")
 
     async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         keys = instance_keys(self._secret, self._others)
         tls = load_certificates("security.tls", self._config.security.tls)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=FOR_S / 3, sock_read=FOR_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S, sock_read=FOR_S)
         connector = ProvingConnector(keys, tls)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
             helper, helping = None, None
             if self._config.speculation.source is DraftSourceName.DRAFT:
                 helper = DraftHelper(self._config, self._instance, self._others, http)
                 helping = asyncio.create_task(self._help(helper))
-            while not self.over.is_set():
+            while not self._is_over:
+                if self._is_loaded and helping is not None:
+                    helping.cancel()
+                    await asyncio.wait({helping})
+                    helping = None
                 await self._tell(http, FOR_S, helper)
-                await asyncio.to_thread(self.over.wait, PERIOD_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PERIOD_S):
+                        await self._news.wait()
+                self._news.clear()
             if helping is not None:
                 helping.cancel()
                 await asyncio.wait({helping})
-            await self._tell(http, 0.0, None)
+            await self._tell(http, 0.0, helper)
 
     async def _help(self, helper: DraftHelper) -> None:
         try:
@@ -91,14 +122,17 @@ class _Reload:
     async def _tell(
         self, http: aiohttp.ClientSession, for_s: float, helper: DraftHelper | None
     ) -> None:
-        notice = ReloadNotice(self._instance, for_s)
+        state, partner = ReloadState.LOADING, None
         if helper is not None:
-            notice = ReloadNotice(self._instance, for_s, helper.state, helper.paired_with)
-        body = msgspec.json.encode(notice)
+            state, partner = helper.state, helper.paired_with
+        if self._is_loaded:
+            state = ReloadState.HOTSWAP
+        body = msgspec.json.encode(ReloadNotice(self._instance, for_s, state, partner))
         urls = [f"{self._config.url_of(one)}/kvrs/v1/reload" for one in self._others]
         await asyncio.gather(*(self._send(http, url, body) for url in urls))
 
     async def _send(self, http: aiohttp.ClientSession, url: str, body: bytes) -> None:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         with suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with http.post(url, data=body, timeout=aiohttp.ClientTimeout(total=FOR_S / 3)):
+            async with http.post(url, data=body, timeout=timeout):
                 pass

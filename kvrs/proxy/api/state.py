@@ -9,7 +9,8 @@ import msgspec
 
 from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance, others_with_other_kv
 from kvrs.core.fleet.names import listed_names
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.speculation import Reload
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.live import OpenStream
 from kvrs.proxy.streams.metrics import Metrics
@@ -23,9 +24,11 @@ def describe(
     control = driver.control
     policy, gossip = control.policy.snapshot(), gossip_view.describe()
     health = {row["id"]: row["health"] for row in policy["instances"]}
+    reloads = _reloads(driver)
     return {
         "instances": [
             _instance(known, driver, health.get(known.id), now_s)
+            | _restart(known, reloads.get(known.id))
             for known in control.instances.present()
         ],
         "proxies": [{**proxy, "lacks_tokenizer": lacks_tokenizer(driver)}],
@@ -108,6 +111,29 @@ def _instance(
         "self_test": driver.control.self_tests.describe(known.id),
     }
     return shown if known.reason is None else shown | {"reason": known.reason}
+
+
+def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
+    """Instances that are being started again, as others have heard it from them."""
+    loads = (known.load for known in driver.control.instances.present())
+    reports = (load.speculation for load in loads if load is not None)
+    return {
+        name: reload
+        for report in reports
+        if report is not None
+        for name, reload in report.reloads.items()
+    }
+
+
+def _restart(known: KnownInstance, reload: Reload | None) -> dict[str, Any]:
+    """State and partner of an instance with drafts, which has no ranks that have a state."""
+    if known.health is not Health.UP and reload is not None:
+        return {"state": reload.state, "paired_with": reload.paired_with}
+    load = known.load
+    if load is None or load.speculation is None:
+        return {"paired_with": None}
+    helper = {"paired_with": load.speculation.helper}
+    return helper if load.full_degree else {"state": "full", **helper}
 
 
 def _connector(known: KnownInstance, driver: Driver) -> dict[str, Any] | None:

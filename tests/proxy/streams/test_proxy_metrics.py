@@ -18,7 +18,7 @@ from kvrs.core.watch import DeathCause
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
 from kvrs.proxy.streams.metrics import Metrics, Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
@@ -95,6 +95,31 @@ async def test_drafts_of_an_engine_are_shown(build: ProxyClusterBuilder) -> None
 
     assert await system.count(tokens, worker="d0", source="lookup", outcome="accepted") == 40
     assert await system.count(tokens, worker="d0", source="lookup", outcome="rejected") == 40
+
+
+async def test_the_state_of_an_instance_that_is_started_again_is_shown(
+    build: ProxyClusterBuilder,
+) -> None:
+    """By what others have heard from it."""
+    system = await build()
+    reload = Reload(ReloadState.ASSIST, InstanceId("d1"))
+    system.instances["d1"].speculation = SpeculationReport(
+        "draft", True, helper=InstanceId("d0"), reloads={InstanceId("d0"): reload}
+    )
+    await system.instances["d0"].kill()
+    await system.until_health(d0="down")
+
+    async def shows() -> bool:
+        rows = {each["id"]: each for each in (await system.state())["instances"]}
+        states = {name: (rows[name].get("state"), rows[name]["paired_with"]) for name in WORKERS}
+        return states == {
+            "d0": ("assist", "d1"),
+            "d1": ("full", "d0"),
+            "p0": (None, None),
+            "p1": (None, None),
+        }
+
+    await system.until(shows)
 
 
 async def _shows_drafts(system: ProxyCluster, accepted: int) -> bool:

@@ -1,0 +1,102 @@
+"""An instance that is started again makes drafts for the other one: real processes and signals."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrs.engine.speculation.pairs import write_pair
+from kvrs.ids import InstanceId
+from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
+from kvrs_testkit.processes import Processes
+from tests.engine.speculation.restarts import (
+    PATIENCE_S,
+    Cluster,
+    asking,
+    blocked_load,
+    two_instances,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+
+D1 = InstanceId("d1")
+PROMPT = [3 + at * 7 % 500 for at in range(40)]
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    pair = tmp_path_factory.mktemp("pair")
+    write_pair(pair, 0.7, seed=0)
+    speculation = {"source": "draft", "draft": str(pair / "draft")}
+    with Processes(two_instances(speculation, model=str(pair / "target"))) as running:
+        running.start("d0", "d1")
+        running.wait_ready("d0", "d1")
+        yield running
+
+
+async def until(cluster: Cluster, holds: Callable[[SpeculationReport], bool]) -> SpeculationReport:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds(report := await cluster.report()):
+            await asyncio.sleep(0.02)
+    return report
+
+
+async def accepted_in(cluster: Cluster, work: Callable[[], Awaitable[None]]) -> int:
+    before = (await cluster.report()).accepted
+    await work()
+    return (await cluster.report()).accepted - before
+
+
+async def test_a_helper_speeds_a_survivor_up_and_may_vanish_at_any_time(
+    processes: Processes,
+) -> None:
+    async with asking(processes) as cluster:
+        calm = await cluster.answer(PROMPT, TOKENS)
+
+        async def again() -> None:
+            assert await cluster.answer(PROMPT, TOKENS) == calm
+
+        assert await accepted_in(cluster, again) == 0
+        processes.kill("d1")
+        with blocked_load(processes):
+            processes.start("d1")
+            await until(cluster, lambda report: report.helper == D1)
+            assisting = Reload(ReloadState.ASSIST, InstanceId("d0"))
+            await until(cluster, lambda report: report.reloads[D1] == assisting)
+            assert await accepted_in(cluster, again) > 0
+
+            os.kill(processes.pid("d1"), signal.SIGSTOP)
+            assert await accepted_in(cluster, again) < TOKENS // 4
+            os.kill(processes.pid("d1"), signal.SIGCONT)
+            asked = asyncio.create_task(again())
+            processes.kill("d1")
+            await asked
+            await until(cluster, lambda report: report.helper is None)
+            processes.start("d1")
+            await until(cluster, lambda report: report.helper == D1)
+        # Its load has failed.
+        await until(cluster, lambda report: report.helper is None and not report.reloads)
+        await again()
+        processes.start("d1")
+        processes.wait_ready("d1")
+        await until(cluster, lambda report: report.helper is None and not report.reloads)
+        await again()
+
+
+async def test_a_broken_draft_keeps_no_instance_from_starting(
+    processes: Processes, tmp_path: Path
+) -> None:
+    draft = Path(processes.config.speculation.draft or "")
+    kept = draft.rename(tmp_path / "kept")
+    try:
+        async with asking(processes) as cluster:
+            processes.kill("d1")
+            processes.start("d1")
+            processes.wait_ready("d1")
+            await until(cluster, lambda report: report.helper is None and not report.reloads)
+    finally:
+        kept.rename(draft)
