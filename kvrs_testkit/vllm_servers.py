@@ -20,7 +20,7 @@ from typing import Any
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.errors import KvrsError
 from kvrs.protocol.instance import Role
 from kvrs_testkit.free_ports import free_ports

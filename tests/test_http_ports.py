@@ -13,8 +13,8 @@ import pytest
 from kvrs import http
 from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.server import serve_http
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_key

@@ -18,8 +18,8 @@ from kvrs import tls
 from kvrs.config.file import Config, parse_config
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.server import serve_http
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.faults.orders import NoFault
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError, AdminPort

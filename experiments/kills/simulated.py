@@ -18,7 +18,7 @@ from kvrs.config.policy import PolicyName
 from kvrs.core import options, rules
 from kvrs.core.rules.base import Rule
 from kvrs.demo import LINK_BYTES_PER_S, PACE, REQUESTS_PER_S, demo_config, scaled_requests
-from kvrs.engine.tiny import HEAD_DIM, KV_HEADS, LAYERS
+from kvrs.engine.random_model import HEAD_DIM, KV_HEADS, LAYERS
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.report.student import interval
 from kvrs.sim.fault_scenarios import named_deaths

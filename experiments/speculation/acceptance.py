@@ -23,7 +23,7 @@ from kvrs.engine.speculation.alignment import Bursts
 from kvrs.engine.speculation.drafting import Drafting
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.engine.worker import Worker
-from kvrs.protocol.speculation import Choice, MirrorUpdate
+from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
 from kvrs.scheduling.sequences import Chunk
 
 CASES = ((0.72, 2), (0.60, 4), (0.50, 8))  # Acceptance and depth, as in the paper's Table 5.
@@ -85,7 +85,9 @@ def accepted(
             number, right_ids[:PROMPT_TOKENS], SamplingParams(temperature=heat, seed=number)
         )
         bursts, steps, total = Bursts(), 0, 0
-        drafting.update([MirrorUpdate(number, stream.ids[:], Choice(heat, 1.0, 0, 0.0, number))])
+        drafting.update(
+            [MirrorUpdate(number, stream.ids[:], DraftChoice(heat, 1.0, 0, 0.0, number))]
+        )
         while len(stream.ids) + depth < len(right_ids):
             while drafting.has_work:
                 for burst in drafting.step():

@@ -27,7 +27,7 @@ class SpeculationSettings(Settings):
     model loads). They change when tokens come, never which.
     """
     when: DraftTime = Field(default=DraftTime.RELOAD, strict=False)
-    """Of lookup. reload: while another instance is being started again; always."""
+    """Times of lookup. reload: while another instance is being started again; always."""
     draft: str | None = None
     """Hugging Face directory of the small model; it has the tokenizer of `cluster.model`."""
     depth: int = Field(default=4, ge=1, le=MOST_DRAFTS)

@@ -26,7 +26,7 @@ from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
-from kvrs.engine.speculation.drafts import Reloads, draft_source
+from kvrs.engine.speculation.drafts import ReloadNotices, draft_source
 from kvrs.engine.speculation.paired import PairedDrafts
 from kvrs.engine.warm_up import measure_prefill, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
@@ -140,7 +140,7 @@ class EngineInstance(ServedInstance):
                 InstancePlace(config, node, settings, secret, epoch, self.links, older),
                 loaded.served,
             )
-            self.reloads = Reloads(time.monotonic)
+            self.reloads = ReloadNotices(time.monotonic)
             self.drafts = draft_source(config.speculation, self.reloads, self.vocabulary)
             self._core = self._make_core(pace)
         except BaseException:

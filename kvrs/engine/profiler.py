@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.profiler_links import measure_link
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.profiles.catalog import parse_profile

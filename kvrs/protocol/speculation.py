@@ -21,7 +21,7 @@ MOST_MESSAGE_BYTES = 1 << 24
 
 
 class ReloadState(StrEnum):
-    """What an instance does while it is started again (LUMEN, section 4.4)."""
+    """State of an instance that is started again (LUMEN, section 4.4)."""
 
     LOADING = "loading"  # Its model; it makes no drafts.
     LOADING_DRAFT = "loading_draft"
@@ -69,7 +69,7 @@ class DraftOffer(msgspec.Struct, frozen=True):
     vocabulary: str  # Digest of tokenizer and size.
 
 
-class Choice(msgspec.Struct, frozen=True):
+class DraftChoice(msgspec.Struct, frozen=True):
     """How a stream's tokens are chosen; a draft that chooses so is more often right."""
 
     temperature: float
@@ -84,7 +84,7 @@ class MirrorUpdate(msgspec.Struct, frozen=True):
 
     number: _Natural
     token_ids: list[_TokenId] = []
-    choice: Choice | None = None
+    choice: DraftChoice | None = None
 
 
 class Burst(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import pytest
 
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from tests.cluster.test_ranks_up import LONG, complete, greedy, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]

@@ -16,7 +16,7 @@ from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.faults.language import Fault, FaultSchedule, parse_faults
 from kvrs.ids import InstanceId

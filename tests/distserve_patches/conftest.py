@@ -11,7 +11,7 @@ import pytest
 
 from distserve_patches import checkout, upstream
 from kvrs.cluster.loopback_ray import ENVIRONMENT
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 
 LOGICAL_GPUS = 8
 

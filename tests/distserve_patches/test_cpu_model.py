@@ -14,7 +14,7 @@ from torch import Tensor
 from distserve_patches.cpu import memory, model
 from distserve_patches.cpu.group import Group, new_group_id
 from kvrs.config.engine import EngineSettings
-from kvrs.engine import tiny
+from kvrs.engine import random_model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
@@ -28,14 +28,14 @@ PROMPT = [0, *range(40, 77)]
 OUTPUT_TOKENS = 14
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]  # Tensor and pipeline parallel sizes.
 TINY = (
-    tiny.VOCAB,
-    tiny.MAX_POSITIONS,
-    tiny.HIDDEN,
-    tiny.LAYERS,
-    tiny.HEADS,
-    tiny.KV_HEADS,
-    tiny.HEAD_DIM,
-    tiny.INTERMEDIATE,
+    random_model.VOCAB,
+    random_model.MAX_POSITIONS,
+    random_model.HIDDEN,
+    random_model.LAYERS,
+    random_model.HEADS,
+    random_model.KV_HEADS,
+    random_model.HEAD_DIM,
+    random_model.INTERMEDIATE,
 )
 
 
@@ -44,8 +44,11 @@ class Stage:
 
     def __init__(self, directory: Path, layout: tuple[int, int]) -> None:
         tensor_size, pipeline_size = layout
-        self.layers, self.heads = tiny.LAYERS // pipeline_size, tiny.KV_HEADS // tensor_size
-        shape = (BLOCKS, self.layers, self.heads, BLOCK, tiny.HEAD_DIM)
+        self.layers, self.heads = (
+            random_model.LAYERS // pipeline_size,
+            random_model.KV_HEADS // tensor_size,
+        )
+        shape = (BLOCKS, self.layers, self.heads, BLOCK, random_model.HEAD_DIM)
         places = list(itertools.product(range(pipeline_size), range(tensor_size)))
         self.caches = [[memory.allocate(shape, torch.float32) for _ in "kv"] for _ in places]
         self.models = [
@@ -88,7 +91,9 @@ class Stage:
 
     def whole(self, block: int) -> Tensor:
         """The block as a page of the embedded engine, `[layers, heads, 2, block, head_dim]`."""
-        page = torch.zeros(tiny.LAYERS, tiny.KV_HEADS, 2, BLOCK, tiny.HEAD_DIM)
+        page = torch.zeros(
+            random_model.LAYERS, random_model.KV_HEADS, 2, BLOCK, random_model.HEAD_DIM
+        )
         for (pipeline, tensor), caches in zip(self.places, self.caches, strict=True):
             layers = slice(pipeline * self.layers, (pipeline + 1) * self.layers)
             heads = slice(tensor * self.heads, (tensor + 1) * self.heads)
@@ -195,7 +200,10 @@ def test_a_request_with_more_blocks_than_allowed_is_an_error(tiny_model: Path) -
     ours.init_communicator(new_group_id(), new_group_id())
     ours.load_weight(str(tiny_model))
     keys, values = [
-        memory.allocate((BLOCKS, tiny.LAYERS, tiny.KV_HEADS, BLOCK, tiny.HEAD_DIM), torch.float32)
+        memory.allocate(
+            (BLOCKS, random_model.LAYERS, random_model.KV_HEADS, BLOCK, random_model.HEAD_DIM),
+            torch.float32,
+        )
         for _ in "kv"
     ]
 

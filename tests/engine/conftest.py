@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

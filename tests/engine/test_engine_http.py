@@ -11,8 +11,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.requests import GenerationRun, StepOutput
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.protocol import frames
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs_testkit.ports import tunnel

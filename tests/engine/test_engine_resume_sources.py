@@ -13,7 +13,7 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.engine.hooks import StepHook
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import SequencePhase

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from kvrs.engine.grammars import Grammars
-from kvrs.engine.tiny import VOCAB
+from kvrs.engine.random_model import VOCAB
 from kvrs.errors import RequestError
 from tests.engine.serving import serving
 

@@ -10,7 +10,7 @@ import pytest
 from kvrs.config.engine import EngineSettings
 from kvrs.engine import warm_up
 from kvrs.engine.models import digests
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
 from kvrs.text.output import load_tokenizer
@@ -41,7 +41,7 @@ def test_a_seed_gives_the_same_bytes_in_every_process(tiny_model: Path, tmp_path
     bytes.
     """
     script = (
-        "import sys, pathlib; from kvrs.engine.tiny import write_tiny_model; "
+        "import sys, pathlib; from kvrs.engine.random_model import write_tiny_model; "
         "write_tiny_model(pathlib.Path(sys.argv[1]), 0)"
     )
 

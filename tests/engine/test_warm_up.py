@@ -11,7 +11,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.engine import warm_up
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.tiny import write_tiny_model
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.warm_up import NOTE_NAME, measure_prefill, median_of_repeats, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.ids import InstanceId, StreamId

@@ -10,7 +10,7 @@ Invariants, which the tests hold it to:
 from collections.abc import Sequence
 
 
-class Mirror:
+class DraftMirror:
     """One stream of another instance, as the instance that makes drafts sees it."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class Bursts:
             self._first, self._ids = position, list(ids)
 
     def proposal(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """What they propose behind these tokens; what disagrees with them is dropped."""
+        """Drafts behind these tokens; those that disagree with them are dropped."""
         known = len(token_ids) - self._first
         if known < 0:
             return []  # They may become right.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.sampler import SamplingParams, sample
-from kvrs.engine.speculation.alignment import Mirror
+from kvrs.engine.speculation.alignment import DraftMirror
 from kvrs.engine.worker import Worker
-from kvrs.protocol.speculation import Burst, Choice, MirrorUpdate
+from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
 from kvrs.scheduling.sequences import Chunk, pages_for
 
 
 class _Drafted:
-    def __init__(self, update: MirrorUpdate, choice: Choice) -> None:
-        self.mirror = Mirror(update.token_ids)
+    def __init__(self, update: MirrorUpdate, choice: DraftChoice) -> None:
+        self.mirror = DraftMirror(update.token_ids)
         self.params = SamplingParams(
             temperature=choice.temperature,
             top_p=choice.top_p,

@@ -11,7 +11,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadNotice, SpeculationReport
 
 
-class Reloads:
+class ReloadNotices:
     """Other instances that are being started again, by their own notices."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -33,7 +33,7 @@ class Reloads:
 class LookupDrafts(DraftSource):
     """Drafts by prompt lookup, always or while another instance is being started again."""
 
-    def __init__(self, settings: SpeculationSettings, reloads: Reloads) -> None:
+    def __init__(self, settings: SpeculationSettings, reloads: ReloadNotices) -> None:
         self._settings, self._reloads = settings, reloads
         self._lookups: dict[GenerationRun, PromptLookup] = {}
         self._steps = self._proposed = self._accepted = 0
@@ -67,7 +67,7 @@ class LookupDrafts(DraftSource):
 
 
 def draft_source(
-    settings: SpeculationSettings, reloads: Reloads, vocabulary: Vocabulary
+    settings: SpeculationSettings, reloads: ReloadNotices, vocabulary: Vocabulary
 ) -> LookupDrafts | PairedDrafts | None:
     """None: no drafts are wanted."""
     match settings.source:

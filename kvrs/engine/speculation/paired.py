@@ -22,7 +22,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import (
     MOST_MESSAGE_BYTES,
     Burst,
-    Choice,
+    DraftChoice,
     DraftOffer,
     MirrorUpdate,
     SpeculationReport,
@@ -64,7 +64,7 @@ class PairedDrafts(DraftSource):
             paired = self._streams[run] = _Paired(self._begun, run)
             self._by_number[self._begun] = paired
             params = run.params
-            choice = Choice(
+            choice = DraftChoice(
                 params.temperature, params.top_p, params.top_k, params.min_p, params.seed
             )
             self._tell(MirrorUpdate(paired.number, list(token_ids), choice))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.tiny import LAYERS, random_tokenizer, random_weights, write_model
+from kvrs.engine.random_model import LAYERS, random_tokenizer, random_weights, write_model
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.scheduling.sequences import Chunk

@@ -1,6 +1,5 @@
-"""What an instance does while it is being started again and its model loads: it says so to the
-others, which may make drafts meanwhile, and with `speculation.source: draft` it makes drafts for
-one.
+"""The start of an instance that was there before: while its model loads it says so to the others,
+which may make drafts meanwhile, and with `speculation.source: draft` it makes drafts for one.
 
 The load has the thread of the event loop, so this has a thread and a loop of its own. Nothing waits
 for it, neither here nor at the others.

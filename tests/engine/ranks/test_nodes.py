@@ -20,6 +20,7 @@ from torch import Tensor
 from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.link import (
     PagesDone,
@@ -31,7 +32,6 @@ from kvrs.engine.ranks.link import (
 )
 from kvrs.engine.ranks.local import LocalStages, StageGroup
 from kvrs.engine.ranks.remote import RemoteStage, StageAt
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.engine.worker import Worker, geometry_of
 from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId

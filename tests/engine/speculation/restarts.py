@@ -59,7 +59,7 @@ class Cluster:
         return report
 
     async def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        """Of d0, to a request with a seed."""
+        """Ask d0, with a seed."""
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "seed": 4}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with self._http.post(f"{self._url}/v1/completions", json=body) as answer:

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.engine.speculation.alignment import Bursts, Mirror
+from kvrs.engine.speculation.alignment import Bursts, DraftMirror
 
 DEPTH = 4
 
@@ -18,7 +18,7 @@ class Pair:
     def __init__(self, stream: list[int], prompt_tokens: int, guess: Callable[[int], int]) -> None:
         self.stream, self.end, self.told = stream, prompt_tokens, prompt_tokens
         self.guess = guess
-        self.mirror, self.bursts = Mirror(stream[:prompt_tokens]), Bursts()
+        self.mirror, self.bursts = DraftMirror(stream[:prompt_tokens]), Bursts()
         self.kv: dict[int, int] = {}  # The token whose KV stands at a position.
         self.to_helper: deque[list[int]] = deque()
         self.from_helper: deque[tuple[int, list[int], bool]] = deque()
@@ -99,7 +99,7 @@ def test_a_helper_that_is_right_has_all_of_it_accepted() -> None:
 
 def test_drafts_behind_a_wrong_one_do_not_hide_the_next_ones() -> None:
     """They begin where the wrong ones ended."""
-    mirror, bursts = Mirror([1, 2]), Bursts()
+    mirror, bursts = DraftMirror([1, 2]), Bursts()
     for first, count, draft in ((0, 2, 5), (2, 1, 6)):
         mirror.advanced(first, count, draft)
         bursts.came(*mirror.burst())

@@ -11,7 +11,7 @@ from kvrs.engine.speculation.drafting import Drafting
 from kvrs.engine.speculation.pairs import LEAST, agreement, write_pair
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
-from kvrs.protocol.speculation import Choice, MirrorUpdate
+from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
 from kvrs.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
@@ -49,7 +49,7 @@ def test_drafts_of_the_model_itself_are_all_right(
     target = Worker(pair / "target", SETTINGS)
     drafting = Drafting(Worker(pair / name, SETTINGS), SETTINGS, DEPTH)
     params = SamplingParams(temperature=temperature, seed=4)
-    choice = Choice(temperature, 1.0, 0, 0.0, 4)
+    choice = DraftChoice(temperature, 1.0, 0, 0.0, 4)
     accepted = proposed = 0
     for number, prompt in enumerate(PROMPTS):
         ids, bursts, computed = list(prompt), Bursts(), 0
@@ -83,7 +83,7 @@ def test_drafts_of_the_model_itself_are_all_right(
 def test_streams_without_a_page_get_no_drafts(pair: Path) -> None:
     settings = SETTINGS.model_copy(update={"pages": 4})
     drafting = Drafting(Worker(pair / "draft", settings), settings, DEPTH)
-    choice = Choice(0.0, 1.0, 0, 0.0, 0)
+    choice = DraftChoice(0.0, 1.0, 0, 0.0, 0)
     drafting.update([MirrorUpdate(1, PROMPTS[0], choice), MirrorUpdate(2, PROMPTS[1], choice)])
     drafted = {burst.number for _ in range(20) for burst in drafting.step()}
     assert drafted == {1}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrs.config.speculation import SpeculationSettings
-from kvrs.engine.speculation.drafts import LookupDrafts, Reloads
+from kvrs.engine.speculation.drafts import LookupDrafts, ReloadNotices
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadNotice, ReloadState
 from kvrs_testkit.processes import Processes
@@ -18,7 +18,7 @@ D1, D2 = InstanceId("d1"), InstanceId("d2")
 
 def test_drafts_are_made_while_any_other_instance_is_started() -> None:
     now_s = [100.0]
-    reloads = Reloads(lambda: now_s[0])
+    reloads = ReloadNotices(lambda: now_s[0])
     sometimes, always = (
         LookupDrafts(
             SpeculationSettings.model_validate({"source": "lookup", "when": when}), reloads

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvrs.engine import tiny
+from kvrs.engine import random_model
 from kvrs.engine.hooks import DraftSource
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.kv_pool import KvPool
@@ -145,9 +145,9 @@ async def test_lookup_proposes_what_a_stream_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model with small weights goes round in circles."""
-    monkeypatch.setattr(tiny, "INITIALIZER_RANGE", 0.05)
+    monkeypatch.setattr(random_model, "INITIALIZER_RANGE", 0.05)
     model = tmp_path / "model"
-    tiny.write_tiny_model(model, seed=0)
+    random_model.write_tiny_model(model, seed=0)
     asked = bodies({"temperature": 0, "max_tokens": 150})
     lookup = {"source": "lookup", "when": "always", "depth": 3}
     async with serving(model) as (_, calm_client), serving(model, speculation=lookup) as other:

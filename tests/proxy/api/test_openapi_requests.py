@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.server import serve_http
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.free_ports import free_ports

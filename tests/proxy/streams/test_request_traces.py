@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
+from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.server import serve_http
-from kvrs.engine.tiny import write_tiny_model
 from kvrs.ids import InstanceId, StreamId
 from kvrs.proxy.server import Proxy
 from kvrs.proxy.streams.spans import RequestTracer
