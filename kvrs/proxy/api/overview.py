@@ -9,7 +9,7 @@ from typing import Any
 RECOVERIES = 50  # The newest ones.
 LINKS = 200
 _OF_LOAD = ("queued", "running", "free_pages", "queue_delay_s")
-_OF_INSTANCE = ("id", "role", "node", "health", "epoch", "reason")
+_OF_INSTANCE = ("id", "role", "node", "health", "epoch", "reason", "paired_with")
 _OF_AGENT = ("id", "node", "health", "checkpoints", "held_bytes", "capacity_bytes", "reason")
 _OF_RECOVERY = (
     "at_s",
@@ -65,6 +65,8 @@ def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> d
         **{key: load.get(key) for key in _OF_LOAD},
         "draining": bool(load.get("draining")) or row["drain"] is not None,
         "ranks": len(row["ranks"]),
+        # Of an instance that is being started again; None: of no other.
+        "starts": row.get("state") if row["health"] != "up" else None,
         "streams": sum(row["id"] in (each["prefill"], each["decode"]) for each in streams),
     }
 

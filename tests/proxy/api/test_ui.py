@@ -112,6 +112,17 @@ def test_the_overview_counts_streams_and_what_can_be_restored() -> None:
     assert lost["reason"] == "connection refused"
 
 
+def test_the_overview_names_who_makes_drafts_for_whom() -> None:
+    state = a_state()
+    helped, starting = state["instances"]
+    helped |= {"state": "full", "paired_with": "d1"}
+    starting |= {"state": "assist", "paired_with": "d0"}
+
+    rows = overview(state, POLICY)["instances"]
+
+    assert [(row["starts"], row["paired_with"]) for row in rows] == [(None, "d1"), ("assist", "d0")]
+
+
 def test_the_overview_is_bounded() -> None:
     """Whatever the number of streams, the newest recoveries first."""
     view = overview(a_state(streams=5000, recoveries=1000, links=4032), POLICY)
