@@ -31,6 +31,7 @@ TWO_PROXIES = "measured_once/results/two_proxies.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
 CHECKPOINTS = "checkpoint_cost/results/checkpoint_cost.json"
 PLACEMENT = "lumen/results/placement.json"
+ACCEPTANCE = "speculation/results/acceptance.json"
 SAME_REGRET = 0.0005  # Shown with one digit of a percent.
 KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
@@ -356,6 +357,15 @@ def alphas() -> str:
         if row["placement"] == "load" and row["footprints"].startswith("lognormal")
     ]
     return f"largest share on one holder of eight: {' / '.join(f'{share:.2f}' for share in found)}"
+
+
+def acceptance() -> str:
+    greedy = [row for row in kept(ACCEPTANCE)["rows"] if not row["temperature"]]
+    depths, found, expected = (
+        " / ".join(f"{row[name]:{form}}" for row in greedy)
+        for name, form in (("depth", ""), ("accepted", ".2f"), ("expected", ".2f"))
+    )
+    return f"at depth {depths} a step accepts {found}; {expected} of independent drafts"
 
 
 def co_failure() -> str:
