@@ -163,10 +163,10 @@ ALL = (
     *(
         _of("kills", "-".join(["vllm", *name]), minutes, f"run decode vllm --option {words}", VLLM)
         for name, minutes, words in (
-            (("restore",), 40, "restore --kills 100"),
-            (("restore", "flip"), 40, "restore --kills 100 --damage flip"),
+            (("restore",), 48, "restore --kills 100"),
+            (("restore", "flip"), 48, "restore --kills 100 --damage flip"),
             (("restore", "negate"), 8, "restore --kills 12 --damage negate"),
-            (("recompute",), 40, "recompute --kills 100"),
+            (("recompute",), 48, "recompute --kills 100"),
             (("migrate",), 60, "migrate --kills 100"),
         )
     ),
