@@ -453,7 +453,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table 5 (B.6): depth of speculation",
             "acceptance 0.72 / 0.60 / 0.50",
             How.COMPUTED,
-            "circular: pairs of tiny models were made to have these acceptances, and nothing is timed",
+            "circular: pairs of tiny models were made with these acceptances, and nothing is timed",
             figures.acceptance,
             "speculation",
             result=figures.ACCEPTANCE,
