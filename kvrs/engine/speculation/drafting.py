@@ -32,8 +32,10 @@ class Drafting:
         self._worker, self._settings, self._depth = worker, settings, depth
         self._streams: dict[int, _Drafted] = {}
         self._free = list(range(settings.pages))
+        self._is_stuck = False  # No stream that has room for drafts can be computed.
 
     def update(self, updates: Sequence[MirrorUpdate]) -> None:
+        self._is_stuck = False
         for update in updates:
             stream = self._streams.get(update.number)
             if update.choice is not None:
@@ -65,6 +67,7 @@ class Drafting:
             batch.append((number, stream, first, len(ids)))
             left -= len(ids)
         if not chunks:
+            self._is_stuck = True
             return []
         logits = iter(self._worker.execute(chunks))
         bursts = []
@@ -79,7 +82,10 @@ class Drafting:
 
     @property
     def has_work(self) -> bool:
-        return any(len(each.mirror.drafted) < self._depth for each in self._streams.values())
+        """False: a step would do nothing before the next update."""
+        return not self._is_stuck and any(
+            len(each.mirror.drafted) < self._depth for each in self._streams.values()
+        )
 
     def _has_pages(self, stream: _Drafted, tokens: int) -> bool:
         """Streams that find no page get no drafts until others end."""

@@ -123,6 +123,7 @@ class PairedDrafts(DraftSource):
         finally:
             sending.cancel()
             self.helper = None
+            self._stale += sum(each.bursts.stale for each in self._streams.values())
             self._streams.clear()
             self._by_number.clear()
             self._updates.clear()

@@ -34,9 +34,9 @@ _ANSWER_S = 1.0
 def announced(
     config: Config, instance: InstanceId, start: int, secret: bytes
 ) -> Iterator[Callable[[], None]]:
-    """Others are told and helped while the block runs, and told once more when it has ended; a
-    first start concerns nobody. Yields what is to be called once the model is there: then no
-    others are helped any more.
+    """Tell and help the other instances while the block runs, and tell them once more when it has
+    ended; a first start is not announced. Yields a function, to be called once the model is there:
+    from then on no instance is helped.
     """
     settings = config.speculation
     if (

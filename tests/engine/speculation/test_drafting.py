@@ -87,5 +87,7 @@ def test_streams_without_a_page_get_no_drafts(pair: Path) -> None:
     drafting.update([MirrorUpdate(1, PROMPTS[0], choice), MirrorUpdate(2, PROMPTS[1], choice)])
     drafted = {burst.number for _ in range(20) for burst in drafting.step()}
     assert drafted == {1}
+    assert not drafting.has_work, "its caller would ask for ever"
     drafting.update([MirrorUpdate(1), MirrorUpdate(9, [1]), MirrorUpdate(9)])
+    assert drafting.has_work
     assert {burst.number for _ in range(20) for burst in drafting.step()} == {2}
