@@ -75,6 +75,13 @@ Preset = Annotated[
 Model = Annotated[
     Path | None, typer.Option(help="Hugging Face directory; without it, a tiny random model")
 ]
+Draft = Annotated[
+    Path | None,
+    typer.Option(
+        help="Hugging Face directory of a small model; an instance that is started again makes "
+        "drafts with it while its own model loads"
+    ),
+]
 Nodes = Annotated[
     int | None,
     typer.Option(min=1, max=64, help="Logical nodes, one prefill and one decode each"),

@@ -29,6 +29,7 @@ from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
 from kvrs.config.source import Source
+from kvrs.config.speculation import DraftSourceName
 from kvrs.config.workers import WorkerPlan, with_workers, worker_config
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
@@ -65,6 +66,7 @@ def demo(
 def up(
     config: opt.DemoConfig = None,
     model: opt.Model = None,
+    draft: opt.Draft = None,
     nodes: opt.Nodes = None,
     port: opt.Port = None,
     admin_port: opt.AdminPort = None,
@@ -95,6 +97,7 @@ def up(
         preset,
         proxies,
         model,
+        draft,
         nodes,
         of_proxy,
         backend,
@@ -139,6 +142,7 @@ def _up_config(
     preset: SystemPreset | None,
     proxies: int,
     model: Path | None,
+    draft: Path | None,
     nodes: int | None,
     of_proxy: Mapping[str, int | None],
     backend: Backend | None,
@@ -154,7 +158,7 @@ def _up_config(
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
         preset = SystemPreset.BEST
-    given = checked(source := load_source(config, environ, preset))
+    given = checked(source := load_source(config, environ, preset, backend))
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -164,11 +168,10 @@ def _up_config(
         if is_plain and nodes == 1:  # There is no other node for checkpoints.
             document["backup"]["mode"] = BackupMode.LOCAL.value
     if model is not None:
-        if not (model / "config.json").is_file():
-            raise ConfigError(
-                f"--model: {model} has no config.json; allowed: a Hugging Face model directory"
-            )
-        document["cluster"]["model"] = str(model.resolve())
+        document["cluster"]["model"] = _directory("--model", model)
+    if draft is not None:
+        document["speculation"]["source"] = DraftSourceName.DRAFT.value
+        document["speculation"]["draft"] = _directory("--draft", draft)
     if backend is not None:
         document["cluster"]["backend"] = backend.value
     if distserve_home is not None:
@@ -184,6 +187,15 @@ def _up_config(
     asked = parse_config(document)
     _check_exposure(asked, source)
     return asked
+
+
+def _directory(option: str, model: Path) -> str:
+    """The absolute path of a model; raises ConfigError."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{option}: {model} has no config.json; allowed: a Hugging Face model directory"
+        )
+    return str(model.resolve())
 
 
 def _check_exposure(config: Config, source: Source) -> None:

@@ -3,8 +3,8 @@ one, a server of DistServe, or the agent of a node.
 
 `python -m kvrs.cluster.hosted --config FILE --name NAME --line FD`; with `--parent PID` in place of
 the name it is a nursery (`kvrs.engine.nursery`) for all processes with an engine, of which it has
-imported what they need. An instance loads its model at once, and is a spare until it is told to
-start. Messages on lines are those of `kvrs.cluster.supervised`.
+imported what they need. An instance that is made as a spare loads its model at once, before it is
+told to start. Messages on lines are those of `kvrs.cluster.supervised`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvrs.cluster.processes import Kind, has_ranks, processes_of
+from kvrs.cluster.processes import Kind, has_ranks, has_spare, processes_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
 from kvrs.engine.nursery import tend
 from kvrs.errors import ConfigError, KvrsError, RanksLostError
@@ -59,7 +59,7 @@ class Hosted:
             from kvrs.engine.ranks.rank import obey
 
             RANKS.begin_here(obey, self._line)
-        loaded = self._load(config) if process.kind is Kind.INSTANCE else None
+        loaded = self._load(config) if has_spare(config, process) else None
         word, _, number = self._line.recv(_MAX_MESSAGE_BYTES).decode().partition(" ")
         if word != "start":
             return  # What supervises it has ended.

@@ -103,6 +103,14 @@ def has_ranks(config: Config, process: Process) -> bool:
     return process.kind is Kind.STAGE or ranks.get(process.name, 1) > 1
 
 
+def has_spare(config: Config, process: Process) -> bool:
+    """The following process is made and loaded before this one ends: where memory outlives it. The
+    memory of ranks ends with their instance.
+    """
+    is_whole = process.kind is Kind.INSTANCE and not has_ranks(config, process)
+    return is_whole and config.state_plane.enabled
+
+
 def with_added(config: Config, nodes: Sequence[Mapping[str, Any]]) -> Config:
     """The configuration with the instances and nodes that `nodes`, in plain data with all keys,
     have beside its own. Its own ones stay as they are: their processes go on until the end of the

@@ -13,6 +13,7 @@ from typing import IO
 from kvrs.cluster.guard import start_guard
 from kvrs.cluster.processes import LaunchError, Progress
 from kvrs.config.file import Config, dump_config
+from kvrs.config.speculation import DraftSourceName
 from kvrs.errors import ConfigError
 
 # Ray puts Unix sockets 67 characters below its directory, and their paths end at 107.
@@ -52,22 +53,33 @@ class RunDirectory:
         if self._owned is None:
             self._owned = self._with_model(with_segments(config, self.path), progress)
         model = {"model": self._owned.cluster.model}
-        changes = {"backup": self._owned.backup, "cluster": config.cluster.model_copy(update=model)}
+        draft = {"draft": config.speculation.draft or self._owned.speculation.draft}
+        changes = {
+            "backup": self._owned.backup,
+            "cluster": config.cluster.model_copy(update=model),
+            "speculation": config.speculation.model_copy(update=draft),
+        }
         return config.model_copy(update=changes)
 
     def _with_model(self, config: Config, progress: Progress) -> Config:
         if config.cluster.model is not None:
             return config
         progress("generating a tiny random model")
-        model = str(self.path / "tiny-llama")
+        drafts, model = config.speculation, self.path / "tiny-llama"
+        is_pair = drafts.source is DraftSourceName.DRAFT and drafts.draft is None
         # In a process of its own, so that the launcher never loads torch.
+        pair = self.path / "pair"
+        arguments = ["--pair", str(pair)] if is_pair else [str(model)]
         seed = str(config.cluster.engine.seed)
-        if self.spawn("tiny", "-m", "kvrs.engine.tiny", model, seed).wait():
+        if self.spawn("tiny", "-m", "kvrs.engine.tiny", *arguments, seed).wait():
             raise LaunchError(
                 f"the tiny random model could not be generated\n{self.log_tail('tiny')}"
             )
-        cluster = config.cluster.model_copy(update={"model": model})
-        return config.model_copy(update={"cluster": cluster})
+        if is_pair:
+            (pair / "target").rename(model)
+            drafts = drafts.model_copy(update={"draft": str(pair / "draft")})
+        cluster = config.cluster.model_copy(update={"model": str(model)})
+        return config.model_copy(update={"cluster": cluster, "speculation": drafts})
 
     def spawn(self, log_name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A Python process with a log file of this run. Ctrl-C at a terminal does not reach it."""

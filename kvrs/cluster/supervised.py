@@ -27,7 +27,7 @@ from kvrs.cluster.processes import (
     LaunchError,
     Process,
     Progress,
-    has_ranks,
+    has_spare,
     instances_in,
 )
 from kvrs.cluster.run_directory import RunDirectory
@@ -259,12 +259,10 @@ class MachineSupervisor:
             make: Make = partial(spawn, own, self._environment, log)
             if process.kind in (Kind.INSTANCE, Kind.STAGE):
                 make = partial(self._nursery.fork, name=process.name, output=log)
-            # The memory of ranks ends with their instance.
-            is_whole = process.kind is Kind.INSTANCE and not has_ranks(config, process)
             self._supervised[process.name] = WithLine(
                 process.name,
                 make,
-                with_spare=is_whole and config.state_plane.enabled,
+                with_spare=has_spare(config, process),
                 starts=starts,
                 tell_end=partial(self._tell_end, instances_in(config, process)),
             )

@@ -32,6 +32,10 @@ class EngineSettings(BatchSettings):
     """Name of a profile: the engine sleeps so that each step takes that profile's time. Real tokens
     and KV, another GPU's clock.
     """
+    disk_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Rate at which weights are read, also those of a draft model, which come first; with `pace`,
+    of the profile's model. null: as fast as the disk gives them. Instances of one process.
+    """
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the weights of the generated model."""
 

@@ -25,7 +25,7 @@ from kvrs.config.presets import SystemPreset
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import Settings, dump_yaml, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
-from kvrs.config.speculation import DraftSourceName, SpeculationSettings
+from kvrs.config.speculation import SpeculationSettings, faults_of_speculation
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
@@ -151,16 +151,23 @@ def load_config(
 
 
 def load_source(
-    path: Path | None, environ: Mapping[str, str] | None = None, preset: SystemPreset | None = None
+    path: Path | None,
+    environ: Mapping[str, str] | None = None,
+    preset: SystemPreset | None = None,
+    backend: Backend | None = None,
 ) -> Source:
-    """The same before it is checked, with the place of each value.
+    """The same before it is checked, with the place of each value. `backend`: in place of the
+    file's; a preset's drafts are for the embedded one.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or variables name no setting.
     """
     source = Source("defaults") if path is None else read_source(path, environ)
     if preset is not None:
-        lay_over(source, read_source(preset.path))
+        below = read_source(preset.path)
+        if (backend or source.value(("cluster", "backend"))) not in (None, Backend.EMBEDDED):
+            below.document.pop("speculation", None)
+        lay_over(source, below)
     if environ is not None:
         override(source, environ, Config, Config().model_dump(mode="json"))
     return source
@@ -260,15 +267,8 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     yield from _faults_of_profiles(config)
     if config.state_plane.enabled:
         yield from _faults_of_state_plane(config)
-    source, backend = config.speculation.source, config.cluster.backend
-    if source is not DraftSourceName.OFF and backend is not Backend.EMBEDDED:
-        yield (
-            f"speculation.source: got {source.value!r} with backend {backend.value!r}; allowed: "
-            f"'off', or backend 'embedded'"
-        )
-    if source is DraftSourceName.DRAFT and config.speculation.draft is None:
-        yield "speculation.draft: missing with source 'draft'; allowed: a Hugging Face directory"
     cluster, proxy = config.cluster, config.proxy
+    yield from faults_of_speculation(config.speculation, cluster)
     if config.gossip.enabled:
         yield from faults_of_gossip(cluster, proxy)
     yield from faults_of_ports(cluster, proxy, with_gossip=config.gossip.enabled)
@@ -386,6 +386,7 @@ def _faults_of_profiles(config: Config) -> Iterator[str]:
     for key, wanted, table in (
         ("profiles.prefill", config.profiles.prefill, prefill_table),
         ("cluster.engine.pace", config.cluster.engine.pace, decode_table),
+        ("speculation.pace", config.speculation.pace, decode_table),
     ):
         try:
             if wanted is not None:

@@ -33,6 +33,10 @@ class Source:
     variables: dict[KeyPath, str] = field(default_factory=dict)
     empty: set[KeyPath] = field(default_factory=set)  # Those of variables without a value.
 
+    def value(self, path: KeyPath) -> Any:
+        """Of a path; None: there is none."""
+        return _at(self.document, path) if _holds(self.document, path) else None
+
     def place_of(self, path: KeyPath) -> str | None:
         """Where a value, or the section or list that holds it, stands; None: nowhere."""
         if not _holds(self.document, path):

@@ -1,10 +1,12 @@
 """Section `speculation` of the configuration."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
 from pydantic import Field, field_validator
 
+from kvrs.config.cluster import Backend, ClusterSettings
 from kvrs.config.settings import Settings
 from kvrs.protocol.speculation import MOST_DRAFTS
 
@@ -29,7 +31,13 @@ class SpeculationSettings(Settings):
     when: DraftTime = Field(default=DraftTime.RELOAD, strict=False)
     """Times of lookup. reload: while another instance is being started again; always."""
     draft: str | None = None
-    """Hugging Face directory of the small model; it has the tokenizer of `cluster.model`."""
+    """Hugging Face directory of the small model; it has the tokenizer of `cluster.model`. null:
+    with a generated model, one that is generated beside it.
+    """
+    pace: str | None = None
+    """Name of a profile: the draft model's steps take that profile's time, and so does its load at
+    `cluster.engine.disk_bytes_per_s`.
+    """
     depth: int = Field(default=4, ge=1, le=MOST_DRAFTS)
     """Drafts of a stream that one step verifies."""
 
@@ -38,3 +46,25 @@ class SpeculationSettings(Settings):
     def _off_is_no_truth_value(cls, source: Any) -> Any:
         # YAML 1.1 reads the word `off` as false.
         return DraftSourceName.OFF if source is False else source
+
+
+def faults_of_speculation(
+    speculation: SpeculationSettings, cluster: ClusterSettings
+) -> Iterator[str]:
+    source, backend = speculation.source, cluster.backend
+    if source is not DraftSourceName.OFF and backend is not Backend.EMBEDDED:
+        yield (
+            f"speculation.source: got {source.value!r} with backend {backend.value!r}; allowed: "
+            f"'off', or backend 'embedded'"
+        )
+    if source is DraftSourceName.DRAFT and speculation.draft is None and cluster.model is not None:
+        yield (
+            "speculation.draft: missing with source 'draft'; allowed: a Hugging Face directory, or "
+            "no `cluster.model`"
+        )
+    ranked = [one.id for _, one in cluster.instances() if one.ranks > 1]
+    if cluster.engine.disk_bytes_per_s is not None and ranked:
+        yield (
+            f"cluster.engine.disk_bytes_per_s: instance {ranked[0]} has several ranks; allowed: "
+            f"null, or instances of one process"
+        )

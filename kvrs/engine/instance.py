@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
 from kvrs.engine.hooks import PaceHook, StepHook
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.models.reading import Reading, reading_of
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
@@ -70,8 +71,16 @@ class LoadedModel:
     served: ServedModel
 
     @classmethod
-    def load(cls, config: Config, instance_id: InstanceId, secret: bytes) -> Self:
-        """In the calling thread.
+    def load(
+        cls,
+        config: Config,
+        instance_id: InstanceId,
+        secret: bytes,
+        reading: Reading | None = None,
+        on_read: Callable[[], None] = lambda: None,
+    ) -> Self:
+        """In the calling thread. `reading`: of its weights. `on_read` is called where only the way
+        into a GPU is still to come.
 
         Raises:
             ConfigError: instance, model or engine settings are wrong.
@@ -80,23 +89,29 @@ class LoadedModel:
         if config.cluster.model is None:
             raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         engine = config.cluster.engine
-        started_s = time.monotonic()
         directory = Path(config.cluster.model)
+        reading = reading or reading_of(directory, engine.disk_bytes_per_s, engine.pace)
         units = ModelConfig.from_directory(directory).units
         layout = layout_of(settings, units, spread=config.elastic.spread_heads)
         anchored = None
         if config.state_plane.enabled and layout is None:
             anchored = AnchoredMemory(config, node.id, instance_id, secret)
+        reading.begin()
+        started_s = time.monotonic()
         worker: ModelWorker
         if layout is None:
-            worker = Worker(directory, engine, anchored)
+            worker = Worker(directory, engine, anchored, reading)
         elif settings.stage_hosts:
             worker = RanksOnNodes(config, node.id, settings, layout, secret)
         else:
             worker = RankGroup(
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
             )
+        reading.end()
         loaded_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
+        if engine.disk_bytes_per_s is not None:
+            on_read()
+            started_s = time.monotonic()
         try:
             time.sleep(max(0.0, loaded_s - (time.monotonic() - started_s)))
             return cls(worker, describe_model(config, directory, worker))
@@ -148,6 +163,7 @@ class EngineInstance(ServedInstance):
                 self.ranks.close()
             raise
         self.draining = False
+        self.skipped = ""  # Why its start made no drafts for others.
 
     def _make_core(self, pace: Pace | None) -> EngineCore:
         """Measure prefill, and put together what computes and what moves pages."""
@@ -267,7 +283,8 @@ class EngineInstance(ServedInstance):
     def _speculation(self) -> SpeculationReport | None:
         if self.drafts is None:
             return None
-        return msgspec.structs.replace(self.drafts.report(), reloads=self.reloads.now())
+        report, reloads = self.drafts.report(), self.reloads.now()
+        return msgspec.structs.replace(report, skipped=self.skipped, reloads=reloads)
 
     def _of_ranks(self) -> dict[str, Any]:
         """Facts about ranks in a load report."""

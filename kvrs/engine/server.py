@@ -56,10 +56,13 @@ async def serve(
         ConfigError: a port is in use.
     """
     epoch = start * EPOCHS_PER_START
-    with announced(config, instance_id, start, secret) as model_is_there:
-        loaded = loaded or LoadedModel.load(config, instance_id, secret)
-        model_is_there()
+    with announced(config, instance_id, start, secret) as restart:
+        loaded = loaded or LoadedModel.load(
+            config, instance_id, secret, restart.reading, restart.loaded
+        )
+        restart.loaded()
         instance = EngineInstance(config, instance_id, epoch, secret, older, loaded)
+        instance.skipped = restart.skipped
     if read is not None:  # At once: no change of the file is missed.
         learn = partial(_learn, instance, read)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, learn)

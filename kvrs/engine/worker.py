@@ -22,6 +22,7 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import weights_digest
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.probe import probe_digest
+from kvrs.engine.models.reading import Reading
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.staging import PagePool
 from kvrs.errors import ConfigError
@@ -63,9 +64,10 @@ class Worker:
         model_directory: Path,
         settings: EngineSettings,
         anchored: AnchoredMemory | None = None,
+        reading: Reading | None = None,
     ) -> None:
         """Load a Hugging Face directory, or attach what an earlier process has loaded. Then there
-        are pages after `take_memory`.
+        are pages after `take_memory`. `reading`, which has begun, is told what is read.
 
         Raises:
             ConfigError: the directory or the settings are wrong.
@@ -79,7 +81,7 @@ class Worker:
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         config = ModelConfig.from_directory(model_directory)
-        weights = Weights(model_directory)
+        weights = Weights(model_directory, reading)
         self.geometry = geometry_of(config, settings)
         self.vocab_size, self.eos_token_ids = config.vocab, end_tokens_of(config)
         self.max_positions = min(settings.max_model_len, config.max_positions)

@@ -18,6 +18,7 @@ from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.profiles.schema import (
     DecodeFit,
     DecodeRows,
+    ModelLoad,
     PrefillPoints,
     PrefillQuadratic,
     PrefillRows,
@@ -109,14 +110,19 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
 
 
 def load_s(name: str) -> float:
-    """Time to load the model's weights. Raises ConfigError: see `profile`; or the profile has
-    none.
+    """Time to load the model's weights. Raises ConfigError: see `load`."""
+    return (found := load(name)).weight_bytes / found.bytes_per_s
+
+
+def load(name: str) -> ModelLoad:
+    """The loading of the model's weights into its GPU. Raises ConfigError: see `profile`; or the
+    profile has none.
     """
-    load = profile(name).load
-    if load is None:
+    found = profile(name).load
+    if found is None:
         having = [other for other in names() if profile(other).load is not None]
         raise ConfigError(f"{name!r} has no load time; allowed: {', '.join(having)}")
-    return load.weight_bytes / load.bytes_per_s
+    return found
 
 
 def kv_geometry(name: str) -> KvGeometry:

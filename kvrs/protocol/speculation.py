@@ -15,7 +15,9 @@ from kvrs.ids import InstanceId
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
-MOST_RELOAD_S = 60.0
+MOST_RELOAD_S = 60.0  # A notice counts.
+MOST_READY_S = 1e6
+MOST_REASON = 500  # Characters.
 MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
 MOST_MESSAGE_BYTES = 1 << 24
 
@@ -30,10 +32,12 @@ class ReloadState(StrEnum):
 
 
 class Reload(msgspec.Struct, frozen=True):
-    """An instance that is being started again, as another one knows it."""
+    """An instance that is being started again, as it says."""
 
-    state: ReloadState
+    state: ReloadState = ReloadState.LOADING
     paired_with: InstanceId | None = None  # For which it makes drafts.
+    ready_in_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_READY_S)] | None = None  # Not known.
+    skipped: Annotated[str, msgspec.Meta(max_length=MOST_REASON)] = ""  # Why it makes no drafts.
 
 
 class SpeculationReport(msgspec.Struct, frozen=True):
@@ -46,7 +50,8 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     accepted: _Natural = 0
     stale: _Natural = 0  # That came and were not proposed: the stream had gone on otherwise.
     helper: InstanceId | None = None  # The instance that makes them.
-    reloads: dict[InstanceId, Reload] = {}  # Of others, as they say.
+    skipped: str = ""  # Why its own start made none for others.
+    reloads: dict[InstanceId, Reload] = {}  # Of others.
 
 
 class ReloadNotice(msgspec.Struct, frozen=True):
@@ -56,8 +61,7 @@ class ReloadNotice(msgspec.Struct, frozen=True):
 
     instance: InstanceId
     for_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_RELOAD_S)]
-    state: ReloadState = ReloadState.LOADING
-    paired_with: InstanceId | None = None
+    reload: Reload = Reload()
 
 
 class DraftOffer(msgspec.Struct, frozen=True):

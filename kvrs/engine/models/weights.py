@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvrs.engine.models.reading import Reading
 from kvrs.errors import ConfigError
 
 _WIDENED = (torch.float32, torch.float16, torch.bfloat16)
@@ -16,13 +17,13 @@ _WIDENED = (torch.float32, torch.float16, torch.bfloat16)
 class Weights:
     """The tensors of a model directory by name, each widened to float32 when it is read."""
 
-    def __init__(self, directory: Path) -> None:
-        """Find which file holds which tensor.
+    def __init__(self, directory: Path, reading: Reading | None = None) -> None:
+        """Find which file holds which tensor. `reading` is told what is taken.
 
         Raises:
             ConfigError: there is no weight file, or the index is broken.
         """
-        self._directory = directory
+        self._directory, self._reading = directory, reading
         self._files = _files_by_tensor(directory)
 
     def __contains__(self, name: str) -> bool:
@@ -47,7 +48,10 @@ class Weights:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}") from None
         check_tensor(path, name, tensor.shape, shape, tensor.dtype)
-        return tensor.to(torch.float32, copy=True)
+        copied = tensor.to(torch.float32, copy=True)
+        if self._reading is not None:
+            self._reading.took(tensor.nbytes)
+        return copied
 
     @property
     def files(self) -> list[Path]:

@@ -2,13 +2,17 @@
 have room ahead of what was verified.
 """
 
+import time
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.sampler import SamplingParams, sample
 from kvrs.engine.speculation.alignment import DraftMirror
 from kvrs.engine.worker import Worker
 from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.sequences import Chunk, pages_for
 
 
@@ -28,8 +32,10 @@ class _Drafted:
 class Drafting:
     """All methods are called by one thread at a time."""
 
-    def __init__(self, worker: Worker, settings: EngineSettings, depth: int) -> None:
-        self._worker, self._settings, self._depth = worker, settings, depth
+    def __init__(
+        self, worker: Worker, settings: EngineSettings, depth: int, pace: Pace | None = None
+    ) -> None:
+        self._worker, self._settings, self._depth, self._pace = worker, settings, depth, pace
         self._streams: dict[int, _Drafted] = {}
         self._free = list(range(settings.pages))
         self._is_stuck = False  # No stream that has room for drafts can be computed.
@@ -69,8 +75,7 @@ class Drafting:
         if not chunks:
             self._is_stuck = True
             return []
-        logits = iter(self._worker.execute(chunks))
-        bursts = []
+        logits, bursts = iter(self._execute(chunks)), []
         for chunk, (number, stream, first, count) in zip(chunks, batch, strict=True):
             mirror, draft = stream.mirror, None
             if chunk.logits:
@@ -86,6 +91,13 @@ class Drafting:
         return not self._is_stuck and any(
             len(each.mirror.drafted) < self._depth for each in self._streams.values()
         )
+
+    def _execute(self, chunks: Sequence[Chunk]) -> Tensor:
+        began_s = time.monotonic()
+        logits = self._worker.execute(chunks)
+        if self._pace is not None:
+            time.sleep(max(0.0, began_s + self._pace.batch_s(chunks) - time.monotonic()))
+        return logits
 
     def _has_pages(self, stream: _Drafted, tokens: int) -> bool:
         """Streams that find no page get no drafts until others end."""

@@ -24,7 +24,7 @@ class ReloadNotices:
     def now(self) -> dict[InstanceId, Reload]:
         now_s = self._clock()
         return {
-            name: Reload(notice.state, notice.paired_with)
+            name: notice.reload
             for name, (notice, until_s) in self._notices.items()
             if until_s > now_s
         }

@@ -5,6 +5,7 @@ the most congested of the others that has no helper.
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.config.speculation import DraftSourceName
+from kvrs.engine.models.reading import Reading
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.speculation.drafting import Drafting
 from kvrs.engine.speculation.paired import vocabulary_digest
@@ -29,6 +31,7 @@ from kvrs.protocol.speculation import (
     ReloadState,
     SpeculationReport,
 )
+from kvrs.scheduling.pace import Pace
 from kvrs.text.output import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -43,17 +46,20 @@ class DraftHelper:
         instance: InstanceId,
         others: Sequence[InstanceSettings],
         http: aiohttp.ClientSession,
+        reading: Reading,
     ) -> None:
-        """`http` proves the key of each of the others."""
+        """`http` proves the key of each of the others; `reading` is that of the draft."""
         self.state = ReloadState.LOADING_DRAFT
         self.paired_with: InstanceId | None = None
         self._config, self._instance, self._others = config, instance, others
-        self._http = http
+        self._http, self._reading = http, reading
+        pace = config.speculation.pace
+        self._pace = None if pace is None else Pace(pace)
 
     async def run(self) -> None:
         """Help until cancelled."""
         directory = Path(self._config.speculation.draft or "")
-        worker = await _loaded(directory, self._config)
+        worker = await self._loaded(directory)
         vocabulary = Vocabulary(load_tokenizer(directory), worker.vocab_size, worker.eos_token_ids)
         offer = DraftOffer(self._instance, vocabulary_digest(vocabulary))
         self.state = ReloadState.ASSIST
@@ -62,6 +68,27 @@ class DraftHelper:
                 with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
                     await self._help(other, offer, worker)
             await asyncio.sleep(_AGAIN_S)
+
+    async def _loaded(self, directory: Path) -> Worker:
+        """The draft; its load is not waited for where it is not needed any more."""
+        loop = asyncio.get_running_loop()
+        worker: asyncio.Future[Worker] = loop.create_future()
+
+        def load() -> None:
+            self._reading.begin()
+            try:
+                found = Worker(directory, self._config.cluster.engine, reading=self._reading)
+                self._reading.end()
+                time.sleep(0.0 if self._pace is None else self._pace.load_s)
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, worker, error)
+            else:
+                loop.call_soon_threadsafe(_settle, worker, found)
+            finally:
+                self._reading.end()
+
+        threading.Thread(target=load, name="kvrs-draft", daemon=True).start()
+        return await worker
 
     async def _by_congestion(self) -> list[InstanceSettings]:
         """Those that have no helper, the one with the longest queue first."""
@@ -87,7 +114,8 @@ class DraftHelper:
             f"{self._config.url_of(other)}/kvrs/v1/drafts", max_msg_size=MOST_MESSAGE_BYTES
         ) as socket:
             await socket.send_bytes(msgspec.msgpack.encode(offer))
-            drafting = Drafting(worker, self._config.cluster.engine, self._config.speculation.depth)
+            engine, depth = self._config.cluster.engine, self._config.speculation.depth
+            drafting = Drafting(worker, engine, depth, self._pace)
             self.paired_with = other.id
             try:
                 await self._draft(socket, drafting)
@@ -121,23 +149,6 @@ class DraftHelper:
 
 def _wants_help(report: SpeculationReport | None) -> bool:
     return report is not None and report.source == DraftSourceName.DRAFT and report.helper is None
-
-
-async def _loaded(directory: Path, config: Config) -> Worker:
-    """The draft; its load is not waited for where it is not needed any more."""
-    loop = asyncio.get_running_loop()
-    worker: asyncio.Future[Worker] = loop.create_future()
-
-    def load() -> None:
-        try:
-            found = Worker(directory, config.cluster.engine)
-        except Exception as error:
-            loop.call_soon_threadsafe(_settle, worker, error)
-        else:
-            loop.call_soon_threadsafe(_settle, worker, found)
-
-    threading.Thread(target=load, name="kvrs-draft", daemon=True).start()
-    return await worker
 
 
 def _settle(worker: "asyncio.Future[Worker]", found: Worker | Exception) -> None:

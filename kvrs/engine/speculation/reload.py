@@ -8,18 +8,26 @@ for it, neither here nor at the others.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from kvrs.config.file import Config
 from kvrs.config.speculation import DraftSourceName, DraftTime
+from kvrs.engine.models.reading import reading_of
 from kvrs.engine.speculation.helping import DraftHelper
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import ReloadNotice, ReloadState
+from kvrs.protocol.speculation import (
+    MOST_READY_S,
+    MOST_REASON,
+    Reload,
+    ReloadNotice,
+    ReloadState,
+)
 from kvrs.proving import ProvingConnector, instance_keys
 from kvrs.tls import load_certificates
 
@@ -33,44 +41,74 @@ _ANSWER_S = 1.0
 @contextmanager
 def announced(
     config: Config, instance: InstanceId, start: int, secret: bytes
-) -> Iterator[Callable[[], None]]:
+) -> Iterator["Restart"]:
     """Tell and help the other instances while the block runs, and tell them once more when it has
-    ended; a first start is not announced. Yields a function, to be called once the model is there:
-    from then on no instance is helped.
+    ended; a first start is not announced.
     """
-    settings = config.speculation
-    if (
-        start <= 1
-        or settings.source is DraftSourceName.OFF
-        or (settings.source is DraftSourceName.LOOKUP and settings.when is DraftTime.ALWAYS)
-    ):
-        yield lambda: None
+    restart = Restart(config, instance, start, secret)
+    if not restart.is_announced:
+        yield restart
         return
-    restart = _Restart(config, instance, secret)
     threading.Thread(target=restart.run, name="kvrs-reload", daemon=True).start()
     try:
-        yield restart.loaded
+        yield restart
     finally:
         restart.over()
 
 
-class _Restart:
-    def __init__(self, config: Config, instance: InstanceId, secret: bytes) -> None:
+class Restart:
+    def __init__(self, config: Config, instance: InstanceId, start: int, secret: bytes) -> None:
+        """Raises ConfigError: a profile of `pace` has no load time."""
         self._config, self._instance, self._secret = config, instance, secret
         self._others = [one for _, one in config.cluster.instances() if one.id != instance]
         self._is_loaded = self._is_over = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
+        self._helper: DraftHelper | None = None
+        self.skipped = ""  # Why no drafts are made.
+        speculation, engine = config.speculation, config.cluster.engine
+        self.is_announced = start > 1 and (
+            speculation.source is DraftSourceName.DRAFT
+            or (
+                speculation.source is DraftSourceName.LOOKUP
+                and speculation.when is DraftTime.RELOAD
+            )
+        )
+        self._helps = self.is_announced and speculation.source is DraftSourceName.DRAFT
+        draft = Path(speculation.draft or "")
+        self._draft_reading = reading_of(draft, engine.disk_bytes_per_s, speculation.pace)
+        before = self._draft_reading if self._helps else None
+        model = Path(config.cluster.model or "")
+        self.reading = reading_of(model, engine.disk_bytes_per_s, engine.pace, before)
+        if self._helps and not self._draft_reading.is_shorter_than(self.reading):
+            self._skip("its weights are not fewer than those of the model")
 
     # In the thread that loads.
 
     def loaded(self) -> None:
+        """The model is there: from now on no instance is helped."""
+        if self._helps and (
+            self._helper is None or self._helper.state is ReloadState.LOADING_DRAFT
+        ):
+            self._skip("the model was there first")
         self._is_loaded = True
         self._wake()
 
     def over(self) -> None:
         self._is_over = True
         self._wake()
+
+    def now(self) -> Reload:
+        """What others are told."""
+        if self._is_loaded:
+            return Reload(ReloadState.HOTSWAP, skipped=self.skipped)
+        left_s = self.reading.left_s()
+        ready_in_s = None if left_s is None else min(left_s, MOST_READY_S)
+        helper = self._helper if self._helps else None
+        state, partner = ReloadState.LOADING, None
+        if helper is not None:
+            state, partner = helper.state, helper.paired_with
+        return Reload(state, partner, ready_in_s, self.skipped)
 
     def _wake(self) -> None:
         if self._loop is not None:
@@ -92,16 +130,18 @@ class _Restart:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_S, sock_read=FOR_S)
         connector = ProvingConnector(keys, tls)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            helper, helping = None, None
-            if self._config.speculation.source is DraftSourceName.DRAFT:
-                helper = DraftHelper(self._config, self._instance, self._others, http)
-                helping = asyncio.create_task(self._help(helper))
+            helping = None
+            if self._helps:
+                self._helper = DraftHelper(
+                    self._config, self._instance, self._others, http, self._draft_reading
+                )
+                helping = asyncio.create_task(self._help(self._helper))
             while not self._is_over:
                 if self._is_loaded and helping is not None:
                     helping.cancel()
                     await asyncio.wait({helping})
                     helping = None
-                await self._tell(http, FOR_S, helper)
+                await self._tell(http, FOR_S)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PERIOD_S):
                         await self._news.wait()
@@ -109,24 +149,21 @@ class _Restart:
             if helping is not None:
                 helping.cancel()
                 await asyncio.wait({helping})
-            await self._tell(http, 0.0, helper)
+            await self._tell(http, 0.0)
 
     async def _help(self, helper: DraftHelper) -> None:
         try:
             await helper.run()
         except (KvrsError, OSError, ValueError) as error:
-            helper.state = ReloadState.LOADING
-            log.warning("no drafts are made", extra={"cause": str(error)})
+            self._skip(str(error))
 
-    async def _tell(
-        self, http: aiohttp.ClientSession, for_s: float, helper: DraftHelper | None
-    ) -> None:
-        state, partner = ReloadState.LOADING, None
-        if helper is not None:
-            state, partner = helper.state, helper.paired_with
-        if self._is_loaded:
-            state = ReloadState.HOTSWAP
-        body = msgspec.json.encode(ReloadNotice(self._instance, for_s, state, partner))
+    def _skip(self, reason: str) -> None:
+        self._helps, self.skipped = False, f"draft: {reason}"[:MOST_REASON]
+        self._draft_reading.end()
+        log.info("no drafts are made", extra={"cause": reason})
+
+    async def _tell(self, http: aiohttp.ClientSession, for_s: float) -> None:
+        body = msgspec.json.encode(ReloadNotice(self._instance, for_s, self.now()))
         urls = [f"{self._config.url_of(one)}/kvrs/v1/reload" for one in self._others]
         await asyncio.gather(*(self._send(http, url, body) for url in urls))
 

@@ -128,7 +128,8 @@ def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
 def _restart(known: KnownInstance, reload: Reload | None) -> dict[str, Any]:
     """State and partner of an instance with drafts, which has no ranks that have a state."""
     if known.health is not Health.UP and reload is not None:
-        return {"state": reload.state, "paired_with": reload.paired_with}
+        shown: dict[str, Any] = msgspec.to_builtins(reload)
+        return shown
     load = known.load
     if load is None or load.speculation is None:
         return {"paired_with": None}

@@ -27,7 +27,7 @@ def test_drafts_are_made_while_any_other_instance_is_started() -> None:
     )
     assert (sometimes.active, always.active) == (False, True)
     reloads.note(ReloadNotice(D1, 3.0))
-    reloads.note(ReloadNotice(D2, 5.0, ReloadState.ASSIST, D1))
+    reloads.note(ReloadNotice(D2, 5.0, Reload(ReloadState.ASSIST, D1)))
     assert sometimes.active
     assert reloads.now()[D2] == Reload(ReloadState.ASSIST, D1)
     reloads.note(ReloadNotice(D2, 0.0))
@@ -73,6 +73,8 @@ async def test_a_survivor_makes_drafts_until_the_other_one_is_there(processes: P
         (b'{"instance": "d1", "for_s": -1}', 400),
         (b'{"instance": "d1", "for_s": 1e300}', 400),
         (b'{"instance": "d1", "for_s": NaN}', 400),
+        (b'{"instance": "d1", "for_s": 3, "reload": {"ready_in_s": -1}}', 400),
+        (b'{"instance": "d1", "for_s": 3, "reload": {"state": "?"}}', 400),
         (b"[]", 400),
         (b'{"instance": "d9", "for_s": 3}', 204),
     ],

@@ -1,0 +1,89 @@
+"""How fast the weights of a model are read from disk, and how far that is."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvrs.profiles import catalog
+
+_LATE_S = 1.0  # Which the reading before may take beyond twice its time.
+
+
+class Reading:
+    """One reading of a model's weights, in one thread; others may ask how far it is."""
+
+    def __init__(
+        self,
+        total_bytes: int,
+        bytes_per_s: float | None = None,
+        after: "Reading | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`bytes_per_s`: it takes no more of the disk; None: what the disk gives. With a rate it
+        begins `after` another one has ended, or has taken far too long.
+        """
+        self.total_bytes, self.bytes_per_s = total_bytes, bytes_per_s
+        self._after, self._clock, self._sleep = after, clock, sleep
+        self._over = threading.Event()
+        self._began_s: float | None = None
+        self._read_bytes = 0
+
+    @property
+    def expected_s(self) -> float:
+        """With nothing before it; 0: the rate is not known."""
+        return self.total_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+
+    def is_shorter_than(self, other: "Reading") -> bool:
+        if self.bytes_per_s and other.bytes_per_s:
+            return self.expected_s < other.expected_s
+        return self.total_bytes < other.total_bytes
+
+    def begin(self) -> None:
+        if self.bytes_per_s is not None and self._after is not None:
+            self._after.wait(2 * self._after.expected_s + _LATE_S)
+        self._began_s = self._clock()
+
+    def took(self, count_bytes: int) -> None:
+        """So many further bytes were read; wait as long as that should have taken."""
+        self._read_bytes += count_bytes
+        if self.bytes_per_s is not None and self._began_s is not None:
+            due_s = self._began_s + self._read_bytes / self.bytes_per_s
+            self._sleep(max(0.0, due_s - self._clock()))
+
+    def end(self) -> None:
+        """Nothing more is read, whether all was or not."""
+        self._over.set()
+
+    def wait(self, most_s: float) -> None:
+        self._over.wait(most_s)
+
+    def left_s(self) -> float | None:
+        """Until all is read, as fast as up to now; None: not known."""
+        if self._over.is_set():
+            return 0.0
+        if self._began_s is None:
+            if not self.expected_s:
+                return None
+            before_s = self._after.left_s() if self._after is not None else 0.0
+            return None if before_s is None else before_s + self.expected_s
+        if not self._read_bytes:
+            return self.expected_s or None
+        took_s = self._clock() - self._began_s
+        return max(0.0, took_s * (self.total_bytes / self._read_bytes - 1))
+
+
+def reading_of(
+    directory: Path,
+    disk_bytes_per_s: float | None,
+    pace: str | None = None,
+    after: Reading | None = None,
+) -> Reading:
+    """The reading of a model at that rate; with the pace of a profile, as long as that profile's
+    model would take. Raises ConfigError: see `catalog.load`.
+    """
+    total_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    if disk_bytes_per_s is not None and pace is not None:
+        disk_bytes_per_s *= total_bytes / catalog.load(pace).weight_bytes
+    return Reading(total_bytes, disk_bytes_per_s, after)

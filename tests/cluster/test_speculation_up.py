@@ -1,0 +1,80 @@
+"""`kvrs up` with drafts: an instance that is killed helps the other one while it loads again."""
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvrs.cluster.fault_injection import rows_of
+from kvrs.cluster.launcher import Cluster
+from kvrs.config.file import parse_config
+from kvrs.ids import InstanceId
+from tests.cluster.launches import until
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+WAIT_S = 60.0
+LOAD_S = 8.0  # Of the generated model, whose draft is loaded before.
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Model and draft are generated; the disk is slow."""
+    nodes = [{"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "both"}]} for n in range(2)]
+    document = {
+        "cluster": {
+            "nodes": nodes,
+            "engine": {"pages": 256, "disk_bytes_per_s": 2.9e6 / LOAD_S},
+            "drain_s": 1.0,
+        },
+        "proxy": {"port": 0, "admin_port": 0},
+        "speculation": {"source": "draft"},
+    }
+    with Cluster(parse_config(document), lambda line: None) as running:
+        yield running
+
+
+def row(cluster: Cluster, name: str) -> dict[str, Any]:
+    return rows_of(cluster.state())[InstanceId(name)]
+
+
+def ids(cluster: Cluster, tokens: int) -> list[int]:
+    """Of a greedy stream."""
+    prompt = [(7 * at * at + 3) % 500 + 2 for at in range(50)]
+    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body |= {"return_token_ids": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{cluster.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        found: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return found
+
+
+def test_a_killed_instance_helps_while_it_loads_and_then_serves(cluster: Cluster) -> None:
+    calm = ids(cluster, 300)
+    before = row(cluster, "d0")
+    assert before["state"] == "full"
+    os.kill(before["pid"], signal.SIGKILL)
+
+    def assisting() -> dict[str, Any] | None:
+        found = row(cluster, "d0")
+        return found if (found.get("state"), found.get("paired_with")) == ("assist", "d1") else None
+
+    helper = until(assisting, WAIT_S)
+    assert 0 < helper["ready_in_s"] <= LOAD_S
+    assert helper["skipped"] == ""
+    assert row(cluster, "d1")["paired_with"] == "d0"
+    assert ids(cluster, 300) == calm
+    assert row(cluster, "d1")["speculation"]["accepted"] > 0
+
+    until(lambda: row(cluster, "d0").get("state") == "full", WAIT_S)
+    until(lambda: row(cluster, "d1")["paired_with"] is None, WAIT_S)
+    assert row(cluster, "d0")["speculation"]["skipped"] == ""
+    assert ids(cluster, 300) == calm

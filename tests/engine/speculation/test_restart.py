@@ -1,0 +1,67 @@
+"""When an instance that is started again makes no drafts, and what it says of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.config.file import Config, parse_config
+from kvrs.engine.speculation.reload import Restart, announced
+from kvrs.ids import InstanceId
+from kvrs.protocol.speculation import ReloadState
+
+D1 = InstanceId("d1")
+SECRET = b"s" * 32
+
+
+def config(tmp_path: Path, draft_bytes: int, source: str = "draft", **engine: Any) -> Config:
+    for name, count in (("model", 1000), ("draft", draft_bytes)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(count))
+    nodes = [{"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "both"}]} for n in range(2)]
+    return parse_config(
+        {
+            "cluster": {"nodes": nodes, "model": str(tmp_path / "model"), "engine": engine},
+            "speculation": {"source": source, "draft": str(tmp_path / "draft")},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "start", "is_announced"),
+    [("draft", 1, False), ("draft", 2, True), ("lookup", 2, True), ("off", 2, False)],
+)
+def test_only_a_further_start_is_announced(
+    tmp_path: Path, source: str, start: int, is_announced: bool
+) -> None:
+    restart = Restart(config(tmp_path, 10, source), D1, start, SECRET)
+    restart.loaded()
+    assert restart.is_announced is is_announced
+    assert restart.skipped == (
+        "draft: the model was there first" if source == "draft" and start > 1 else ""
+    )
+
+
+def test_a_draft_that_is_no_smaller_than_the_model_is_skipped(tmp_path: Path) -> None:
+    restart = Restart(config(tmp_path, 1000, disk_bytes_per_s=1e6), D1, 2, SECRET)
+    assert restart.skipped == "draft: its weights are not fewer than those of the model"
+    assert restart.now().state is ReloadState.LOADING
+    assert restart.now().ready_in_s == pytest.approx(0.001), "it is not waited for"
+
+
+def test_a_paced_draft_counts_as_its_profile(tmp_path: Path) -> None:
+    """Of 8 billion weights, however large its files are."""
+    large = config(tmp_path, 5000, disk_bytes_per_s=2e9, pace="llama-3.1-70b-a100-vllm-tp4")
+    speculation = large.speculation.model_copy(update={"pace": "llama-3.1-8b-a100-vllm-tp1"})
+    restart = Restart(large.model_copy(update={"speculation": speculation}), D1, 2, SECRET)
+    assert restart.skipped == ""
+    found = restart.now().ready_in_s
+    assert found is not None
+    assert 70 < found < 90, "140 GB and 16 GB at 2 GB/s"
+
+
+def test_a_model_that_is_there_first_is_said(tmp_path: Path) -> None:
+    with announced(config(tmp_path, 10), D1, 2, SECRET) as restart:
+        restart.loaded()
+        assert restart.skipped == "draft: the model was there first"
+        assert restart.now().state is ReloadState.HOTSWAP

@@ -1,0 +1,67 @@
+"""The pace at which weights are read, by a clock of the test's own."""
+
+import pytest
+
+from kvrs.engine.models.reading import Reading
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+
+def reading(clock: Clock, total: int, rate: float | None, after: Reading | None = None) -> Reading:
+    return Reading(total, rate, after, clock, clock.sleep)
+
+
+def test_a_rate_is_kept_over_all_that_is_read() -> None:
+    clock = Clock()
+    weights = reading(clock, 1000, 100.0)
+    weights.begin()
+    weights.took(300)
+    assert clock.now_s == pytest.approx(103.0)
+    clock.now_s += 4.0  # Of other work, in which the disk could have read on.
+    weights.took(300)
+    assert clock.now_s == pytest.approx(107.0)
+    weights.took(400)
+    assert clock.now_s == pytest.approx(110.0)
+
+
+def test_without_a_rate_nothing_waits() -> None:
+    clock = Clock()
+    weights = reading(clock, 1000, None, reading(clock, 10, None))
+    weights.begin()
+    weights.took(1000)
+    assert clock.now_s == 100.0
+
+
+def test_how_long_it_will_still_take_is_known() -> None:
+    clock = Clock()
+    draft = reading(clock, 200, 100.0)
+    weights = reading(clock, 1000, 100.0, draft)
+    assert weights.left_s() == pytest.approx(12.0), "the draft comes first"
+    draft.end()
+    weights.begin()
+    assert weights.left_s() == pytest.approx(10.0)
+    weights.took(500)
+    assert weights.left_s() == pytest.approx(5.0)
+    weights.end()
+    assert weights.left_s() == 0.0
+    unknown = reading(clock, 1000, None)
+    unknown.begin()
+    assert unknown.left_s() is None
+
+
+def test_a_reading_that_does_not_end_is_not_awaited_for_ever() -> None:
+    clock = Clock()
+    stuck = reading(clock, 1, 100.0)
+    weights = reading(clock, 1000, 100.0, stuck)
+    weights.begin()  # After a second of real time.
+    weights.took(100)
+    assert clock.now_s == pytest.approx(101.0)
