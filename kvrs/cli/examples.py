@@ -20,6 +20,7 @@ _EXAMPLES = {
         "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",
         "kvrs explain --log events.jsonl",
         "kvrs explain --elastic llama-3.1-70b-h100-vllm-tp8 --tp 8 --lost 1 --backup host",
+        "kvrs explain --profile llama-3.1-70b-a100-vllm-tp4 --draft llama-3.1-8b-a100-vllm-tp1",
     ],
     "incidents": [
         "kvrs incidents events.jsonl",

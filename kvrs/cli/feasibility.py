@@ -212,6 +212,25 @@ def _faults_of_model(config: Config) -> Iterator[str]:
     if cluster.backend is Backend.EMBEDDED:
         yield from (f"cluster.model: {fault}" for fault in _missing_files(model))
         yield from _faults_of_memory(config)
+        yield from _faults_of_draft(config, model)
+
+
+def _faults_of_draft(config: Config, model: Path) -> Iterator[str]:
+    if config.speculation.draft is None:
+        return
+    draft = Path(config.speculation.draft)
+    if not (draft / "config.json").is_file():
+        yield f"speculation.draft: {draft} has no config.json; allowed: a Hugging Face directory"
+        return
+    missing = [*_missing_files(draft)]
+    yield from (f"speculation.draft: {fault}" for fault in missing)
+    if missing or not (model / "tokenizer.json").is_file():
+        return
+    if (draft / "tokenizer.json").read_bytes() != (model / "tokenizer.json").read_bytes():
+        yield (
+            f"speculation.draft: {draft} has another tokenizer.json than {model}; allowed: a model "
+            f"of the same tokenizer"
+        )
 
 
 def _missing_files(model: Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ from kvrs.tables import show
 # Parameters of `kvrs explain` that only `--elastic` has, and those that it has as well.
 _OF_ELASTIC = frozenset(("elastic", "tp", "lost", "requests", "context", "backup"))
 _OF_BOTH = frozenset(("bandwidth", "local_bandwidth", "host_bandwidth"))
+_OF_DRAFTS = frozenset(("draft", "acceptance", "depth", "batch", "disk"))
 
 
 def explain(
@@ -54,12 +55,17 @@ def explain(
     requests: opt.ElasticRequests = 56,
     context: opt.ElasticContext = "16k",
     backup: opt.ElasticBackup = KvBackup.OFF,
+    draft: opt.DraftProfile = None,
+    acceptance: opt.Acceptance = 0.6,
+    depth: opt.Depth = 4,
+    batch: opt.AssistedBatch = 8,
+    disk: opt.Disk = "2GB/s",
     as_json: opt.Json = False,
 ) -> None:
     """Show one recovery decision: all options, the terms of each sum, where the answer flips."""
     given = locals()
     from kvrs.explain.incidents import explain_log
-    from kvrs.explain.questions import decision_document, elastic_document
+    from kvrs.explain.questions import decision_document, drafts_document, elastic_document
 
     if elastic is not None:
         _refuse_unused(ctx, "--elastic", _OF_ELASTIC | _OF_BOTH)
@@ -68,6 +74,10 @@ def explain(
     if log is not None:
         _refuse_unused(ctx, "--log", {"log"})
         raise typer.Exit(0 if explain_log(log, as_json=as_json) else 1)
+    if draft is not None and profile is not None:
+        _refuse_unused(ctx, "--draft", _OF_DRAFTS | {"profile", "context"})
+        show(drafts_document(given), as_json=as_json)
+        return
     missing = [
         f"--{name.replace('_', '-')}: missing"
         for name in ("profile", "prompt_tokens")
@@ -76,7 +86,9 @@ def explain(
     if missing:
         instead = "--log with an event log or --elastic with a profile instead"
         raise ConfigError([f"{line}; allowed: a value, or {instead}" for line in missing])
-    _refuse_unused(ctx, "--profile", ctx.params.keys() - _OF_ELASTIC - {"log", "as_json"})
+    _refuse_unused(
+        ctx, "--profile", ctx.params.keys() - _OF_ELASTIC - _OF_DRAFTS - {"log", "as_json"}
+    )
     show(decision_document(given), as_json=as_json)
 
 

@@ -24,6 +24,7 @@ FAULTS = "Faults, and the comparison with a run without them"
 REPORT = "The report"
 # A group of `kvrs explain`.
 ELASTIC = "The loss of ranks"
+DRAFT = "Drafts while a model loads again"
 
 
 class Device(StrEnum):
@@ -318,6 +319,22 @@ ElasticContext = Annotated[
 ]
 ElasticBackup = Annotated[
     KvBackup, typer.Option(help="Where else their KV is", rich_help_panel=ELASTIC)
+]
+DraftProfile = Annotated[
+    str | None,
+    typer.Option(
+        help="A draft model while --profile loads again instead: its profile", rich_help_panel=DRAFT
+    ),
+]
+Acceptance = Annotated[
+    float, typer.Option(help="Probability that a draft is right", rich_help_panel=DRAFT)
+]
+Depth = Annotated[int, typer.Option(help="Drafts of a stream in a step", rich_help_panel=DRAFT)]
+AssistedBatch = Annotated[
+    int, typer.Option(help="Streams of the helped instance, of --context", rich_help_panel=DRAFT)
+]
+Disk = Annotated[
+    str, typer.Option(help="Rate at which weights are read: 2GB/s", rich_help_panel=DRAFT)
 ]
 HostBandwidth = Annotated[
     str | None, typer.Option(help="From an agent's memory into an instance beside it")

@@ -34,7 +34,7 @@ class Source:
     empty: set[KeyPath] = field(default_factory=set)  # Those of variables without a value.
 
     def value(self, path: KeyPath) -> Any:
-        """Of a path; None: there is none."""
+        """The value at a path; None: there is none."""
         return _at(self.document, path) if _holds(self.document, path) else None
 
     def place_of(self, path: KeyPath) -> str | None:

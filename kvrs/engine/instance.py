@@ -19,7 +19,7 @@ from kvrs.engine.chat import load_chat_template
 from kvrs.engine.core import EngineCore
 from kvrs.engine.hooks import PaceHook, StepHook
 from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.models.reading import Reading, reading_of
+from kvrs.engine.models.reading import WeightReading, reading_of
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
@@ -76,7 +76,7 @@ class LoadedModel:
         config: Config,
         instance_id: InstanceId,
         secret: bytes,
-        reading: Reading | None = None,
+        reading: WeightReading | None = None,
         on_read: Callable[[], None] = lambda: None,
     ) -> Self:
         """In the calling thread. `reading`: of its weights. `on_read` is called where only the way

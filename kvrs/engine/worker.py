@@ -22,7 +22,7 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import weights_digest
 from kvrs.engine.models.loading import load_decoder
 from kvrs.engine.models.probe import probe_digest
-from kvrs.engine.models.reading import Reading
+from kvrs.engine.models.reading import WeightReading
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.staging import PagePool
 from kvrs.errors import ConfigError
@@ -64,7 +64,7 @@ class Worker:
         model_directory: Path,
         settings: EngineSettings,
         anchored: AnchoredMemory | None = None,
-        reading: Reading | None = None,
+        reading: WeightReading | None = None,
     ) -> None:
         """Load a Hugging Face directory, or attach what an earlier process has loaded. Then there
         are pages after `take_memory`. `reading`, which has begun, is told what is read.

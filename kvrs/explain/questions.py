@@ -14,6 +14,7 @@ from kvrs.core import options
 from kvrs.core.model.estimates import Option
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.explain.decision import Question, explain
+from kvrs.explain.drafts import DraftQuestion, explain_drafts
 from kvrs.explain.elastic import (
     CONTRADICTIONS,
     RAIDSERVE_HOST_BYTES_PER_S,
@@ -23,6 +24,7 @@ from kvrs.explain.elastic import (
 )
 from kvrs.profiles import catalog
 from kvrs.profiles.schema import Profile
+from kvrs.protocol.speculation import MOST_DRAFTS
 
 _BANDWIDTH = re.compile(
     r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(Ki|Mi|Gi|Ti|[kMGT]?)(bit|B|b)(?:/s|ps)"
@@ -100,6 +102,28 @@ def elastic_document(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": 1, "question": question, "answer": answer, "notes": CONTRADICTIONS}
 
 
+def drafts_document(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft model while an instance loads again. `given`: the options by name.
+
+    Raises:
+        ConfigError: there is no such profile, or it lacks a table; or other options are wrong, all
+            named at once.
+    """
+    for name in ("profile", "draft"):
+        _profile(given, name)
+    _check(_faults_of_drafts(given))
+    question = DraftQuestion(
+        profile=given["profile"],
+        draft=given["draft"],
+        acceptance=given["acceptance"],
+        depth=given["depth"],
+        batch=given["batch"],
+        context_tokens=_tokens(given["context"]),
+        disk_bytes_per_s=parse_bandwidth(given["disk"], "--disk"),
+    )
+    return {"version": 1, "question": question, "answer": explain_drafts(question)}
+
+
 def parse_bandwidth(text: str, option: str) -> float:
     """Bytes per second of '25Gbit/s', '3.1GB/s', '800 Mbps', '1GiB/s', or of a link that comes with
     kvrs.
@@ -160,12 +184,28 @@ def _faults_of_elastic(given: Mapping[str, Any]) -> Iterator[str]:
     yield from _out_of_range(given, "tp", 2, 1 << 10)
     yield from _out_of_range(given, "lost", 1, max(1, given["tp"] - 1))
     yield from _out_of_range(given, "requests", 1, 1 << 16)
+    yield from _faults_of_context(given)
+    yield from _faults_of_bandwidths(given)
+
+
+def _faults_of_drafts(given: Mapping[str, Any]) -> Iterator[str]:
+    if not 0 <= given["acceptance"] <= 1:  # Also of what is no number.
+        yield f"--acceptance: got {given['acceptance']}; allowed: 0 to 1"
+    yield from _out_of_range(given, "depth", 1, MOST_DRAFTS)
+    yield from _out_of_range(given, "batch", 1, 1 << 16)
+    yield from _faults_of_context(given)
+    try:
+        parse_bandwidth(given["disk"], "--disk")
+    except ConfigError as error:
+        yield from error.faults
+
+
+def _faults_of_context(given: Mapping[str, Any]) -> Iterator[str]:
     if not 1 <= _tokens(given["context"]) <= _MAX_TOKENS:
         yield (
             f"--context: got {given['context']!r}; allowed: 1 to {_MAX_TOKENS} tokens, as 16384 "
             f"or 16k"
         )
-    yield from _faults_of_bandwidths(given)
 
 
 def _out_of_range(given: Mapping[str, Any], name: str, low: int, high: int) -> Iterator[str]:

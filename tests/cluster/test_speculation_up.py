@@ -43,7 +43,7 @@ def row(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 def ids(cluster: Cluster, tokens: int) -> list[int]:
-    """Of a greedy stream."""
+    """The ids of a greedy stream."""
     prompt = [(7 * at * at + 3) % 500 + 2 for at in range(50)]
     body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     body |= {"return_token_ids": True, "ignore_eos": True}

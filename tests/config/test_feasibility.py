@@ -200,6 +200,31 @@ def test_a_model_without_its_files_is_a_fault(tmp_path: Path) -> None:
     assert "is no index of weights" in nested[0]
 
 
+def test_a_draft_that_cannot_propose_is_a_fault(tmp_path: Path) -> None:
+    """It must be there, and have the tokenizer of the model."""
+    draft = tmp_path / "draft"
+    document = model(tmp_path, "tokenizer.json", "model.safetensors")
+    document["speculation"] = {"source": "draft", "draft": str(draft)}
+    missing = faults_of(tmp_path, document)
+    draft.mkdir()
+    (draft / "config.json").touch()
+    bare = faults_of(tmp_path, document)
+    (draft / "model.safetensors").touch()
+    (draft / "tokenizer.json").write_text("another")
+    differs = faults_of(tmp_path, document)
+    shutil.copy(tmp_path / "tokenizer.json", draft)
+    exit_code = check(tmp_path, document).exit_code
+
+    assert "speculation.draft: " in missing[0]
+    assert "has no config.json" in missing[0]
+    assert [fault.partition(" has no ")[2].split(";")[0] for fault in bare] == [
+        "tokenizer.json",
+        "weights",
+    ]
+    assert "has another tokenizer.json than" in differs[0]
+    assert exit_code == 0
+
+
 def test_a_model_without_a_tokenizer_is_a_warning_before_other_engines(tmp_path: Path) -> None:
     """The proxy makes their text after a cut, so that exactness would be lost without a word."""
     node = [

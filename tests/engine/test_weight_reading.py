@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.engine.models.reading import Reading
+from kvrs.engine.models.reading import WeightReading
 
 
 class Clock:
@@ -16,8 +16,10 @@ class Clock:
         self.now_s += duration_s
 
 
-def reading(clock: Clock, total: int, rate: float | None, after: Reading | None = None) -> Reading:
-    return Reading(total, rate, after, clock, clock.sleep)
+def reading(
+    clock: Clock, total: int, rate: float | None, after: WeightReading | None = None
+) -> WeightReading:
+    return WeightReading(total, rate, after, clock, clock.sleep)
 
 
 def test_a_rate_is_kept_over_all_that_is_read() -> None:

@@ -10,14 +10,14 @@ from kvrs.profiles import catalog
 _LATE_S = 1.0  # Which the reading before may take beyond twice its time.
 
 
-class Reading:
+class WeightReading:
     """One reading of a model's weights, in one thread; others may ask how far it is."""
 
     def __init__(
         self,
         total_bytes: int,
         bytes_per_s: float | None = None,
-        after: "Reading | None" = None,
+        after: "WeightReading | None" = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -35,7 +35,7 @@ class Reading:
         """With nothing before it; 0: the rate is not known."""
         return self.total_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
-    def is_shorter_than(self, other: "Reading") -> bool:
+    def is_shorter_than(self, other: "WeightReading") -> bool:
         if self.bytes_per_s and other.bytes_per_s:
             return self.expected_s < other.expected_s
         return self.total_bytes < other.total_bytes
@@ -78,12 +78,12 @@ def reading_of(
     directory: Path,
     disk_bytes_per_s: float | None,
     pace: str | None = None,
-    after: Reading | None = None,
-) -> Reading:
+    after: WeightReading | None = None,
+) -> WeightReading:
     """The reading of a model at that rate; with the pace of a profile, as long as that profile's
     model would take. Raises ConfigError: see `catalog.load`.
     """
     total_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     if disk_bytes_per_s is not None and pace is not None:
         disk_bytes_per_s *= total_bytes / catalog.load(pace).weight_bytes
-    return Reading(total_bytes, disk_bytes_per_s, after)
+    return WeightReading(total_bytes, disk_bytes_per_s, after)

@@ -1,4 +1,4 @@
-"""Reading a model's tensors from safetensors files, one or several."""
+"""WeightReading a model's tensors from safetensors files, one or several."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvrs.engine.models.reading import Reading
+from kvrs.engine.models.reading import WeightReading
 from kvrs.errors import ConfigError
 
 _WIDENED = (torch.float32, torch.float16, torch.bfloat16)
@@ -17,7 +17,7 @@ _WIDENED = (torch.float32, torch.float16, torch.bfloat16)
 class Weights:
     """The tensors of a model directory by name, each widened to float32 when it is read."""
 
-    def __init__(self, directory: Path, reading: Reading | None = None) -> None:
+    def __init__(self, directory: Path, reading: WeightReading | None = None) -> None:
         """Find which file holds which tensor. `reading` is told what is taken.
 
         Raises:

@@ -16,7 +16,7 @@ import msgspec
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
 from kvrs.config.speculation import DraftSourceName
-from kvrs.engine.models.reading import Reading
+from kvrs.engine.models.reading import WeightReading
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.speculation.drafting import Drafting
 from kvrs.engine.speculation.paired import vocabulary_digest
@@ -46,7 +46,7 @@ class DraftHelper:
         instance: InstanceId,
         others: Sequence[InstanceSettings],
         http: aiohttp.ClientSession,
-        reading: Reading,
+        reading: WeightReading,
     ) -> None:
         """`http` proves the key of each of the others; `reading` is that of the draft."""
         self.state = ReloadState.LOADING_DRAFT

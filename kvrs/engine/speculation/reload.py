@@ -99,7 +99,7 @@ class Restart:
         self._wake()
 
     def now(self) -> Reload:
-        """What others are told."""
+        """The notice that others get now."""
         if self._is_loaded:
             return Reload(ReloadState.HOTSWAP, skipped=self.skipped)
         left_s = self.reading.left_s()

@@ -50,7 +50,7 @@ def test_a_draft_that_is_no_smaller_than_the_model_is_skipped(tmp_path: Path) ->
 
 
 def test_a_paced_draft_counts_as_its_profile(tmp_path: Path) -> None:
-    """Of 8 billion weights, however large its files are."""
+    """It has 8 billion weights, however large its files are."""
     large = config(tmp_path, 5000, disk_bytes_per_s=2e9, pace="llama-3.1-70b-a100-vllm-tp4")
     speculation = large.speculation.model_copy(update={"pace": "llama-3.1-8b-a100-vllm-tp1"})
     restart = Restart(large.model_copy(update={"speculation": speculation}), D1, 2, SECRET)
