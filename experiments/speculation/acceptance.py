@@ -19,11 +19,11 @@ from experiments.record import Record
 from experiments.rig import interval
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.sampler import SamplingParams, sample
-from kvrs.engine.speculation.alignment import Bursts
 from kvrs.engine.speculation.drafting import Drafting
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.engine.worker import Worker
 from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
+from kvrs.scheduling.alignment import Bursts
 from kvrs.scheduling.sequences import Chunk
 
 CASES = ((0.72, 2), (0.60, 4), (0.50, 8))  # Acceptance and depth, as in the paper's Table 5.

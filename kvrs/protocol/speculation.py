@@ -53,6 +53,11 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     skipped: str = ""  # Why its own start made none for others.
     reloads: dict[InstanceId, Reload] = {}  # Of others.
 
+    @property
+    def wants_helper(self) -> bool:
+        """It takes drafts of another instance."""
+        return self.source == "draft"
+
 
 class ReloadNotice(msgspec.Struct, frozen=True):
     """Body of `POST /kvrs/v1/reload`: that instance is being started again, and serves nothing for

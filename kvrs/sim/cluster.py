@@ -23,6 +23,7 @@ from kvrs.sim.links import SimLinks
 from kvrs.sim.process import Clock
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.rank_model import RankModel
+from kvrs.sim.recovering import SimDraftModel, SimHelper
 from kvrs.sim.site import SimHolder, Site
 from kvrs.sim.streams import SimJournal, SimStream
 from kvrs.sim.watches import SimWatch
@@ -79,10 +80,12 @@ class SimCluster:
         is_supervised: bool = False,
         keep_log: bool,
         rank_model: RankModel | None = None,
+        draft_model: SimDraftModel | None = None,
     ) -> None:
         """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
         it is back after exactly so long. `is_supervised`: a moment after a process has ended, the
-        proxies are told how.
+        proxies are told how. `draft_model`: an instance that is started again loads it first, and
+        makes drafts for another one (`speculation.source: draft`).
         """
         self.rng = Random(seed)
         self._exits_rng = Random(f"{seed} exits") if is_supervised else None
@@ -129,7 +132,7 @@ class SimCluster:
         self.proxies: list[SimProxy] = []  # Those that have died included.
         self.serving = [self.new_proxy() for _ in range(proxies)]
         self._stay_away = stay_away
-        self._reload_s = reload_s
+        self._reload_s, self._draft_model = reload_s, draft_model
         self.outcome = Outcome()
         self.log: list[str] = []  # What happened to which process, for people and for comparison.
 
@@ -202,7 +205,16 @@ class SimCluster:
         )
         if self._reload_s is not None:
             back_s = self._reload_s
+        if self._draft_model is not None and isinstance(holder, SimEngine):
+            back_s += self._draft_model.load_s  # It is read first.
+            self._help(holder, self._draft_model, back_s)
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
+
+    def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> None:
+        """Drafts until its own model is read: the way into its GPU is the last part."""
+        helper = SimHelper(engine.id, self.engines, model, self.config, self.clock)
+        helper.begin()
+        self.clock.after(max(model.load_s, back_s - self._site.pace.load_s), helper.end)
 
     def _tell(self, proxy: SimProxy, event: ev.Event) -> None:
         proxy.control.tell(event, self.clock.now_s)

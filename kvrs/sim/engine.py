@@ -8,6 +8,7 @@ every page.
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from kvrs.config.speculation import DraftSourceName
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import (
     Capability,
@@ -24,8 +25,9 @@ from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
 from kvrs.scheduling.sources import PullSource, alike, next_source
-from kvrs.sim.calls import Batch, SimCall, SimRun, checkpoints_of, token_at
+from kvrs.sim.calls import Batch, SimCall, SimRun, checkpoints_of
 from kvrs.sim.checkpoint_sender import SimCheckpointSender
+from kvrs.sim.drafts import SimDrafts, chosen_tokens
 from kvrs.sim.process import Step, require
 from kvrs.sim.ranks import RankedEngine, SimRanks
 from kvrs.sim.site import Fetch, OpenedPages, PageRequest, SimPagePool, Site
@@ -73,6 +75,10 @@ class SimEngine(SimPagePool, RankedEngine):
         self.batch: Batch | None = None  # Under way.
         self.ranks = SimRanks(self, self._site, self._rank_count) if self._rank_count > 1 else None
         self.reporting = []
+        drafts = self._site.config.speculation
+        self.drafts = (
+            SimDrafts(drafts.depth, self.clock) if drafts.source is DraftSourceName.DRAFT else None
+        )
 
     def start(self) -> None:
         self._reset()
@@ -216,6 +222,7 @@ class SimEngine(SimPagePool, RankedEngine):
             layout_number=0 if self.ranks is None else self.ranks.layout_number,
             degree=0 if self.ranks is None else self.ranks.degree,
             full_degree=0 if self.ranks is None else self.ranks.count,
+            speculation=None if self.drafts is None else self.drafts.report(),
         )
 
     def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:
@@ -237,7 +244,8 @@ class SimEngine(SimPagePool, RankedEngine):
         for pull in self.scheduler.admit():
             _Pulling(self, self._site, pull, list(self.runs[pull.sequence].call.sources)).begin()
         self.places.observe(self.clock.now_s, self.scheduler.departures, self.scheduler.full)
-        batch = self.scheduler.next_batch()
+        proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
+        batch = self.scheduler.next_batch(proposals)
         if not batch:
             return
         for sequence, chunk in batch:
@@ -246,7 +254,7 @@ class SimEngine(SimPagePool, RankedEngine):
         chunks = [chunk for _, chunk in batch]
         seconds = self._site.pace.batch_s(chunks) * self.slow_factor
         if self.ranks is not None:
-            decodes = all(len(chunk.token_ids) == 1 for chunk in chunks)
+            decodes = all(len(chunk.token_ids) - chunk.drafts == 1 for chunk in chunks)
             seconds *= self.ranks.factor(decodes=decodes)
         self.later(seconds, lambda: self._complete(batch))
 
@@ -268,38 +276,39 @@ class SimEngine(SimPagePool, RankedEngine):
         if batch is not self.batch:
             return  # It was abandoned.
         self.batch = None
-        sampled: dict[Sequence, int] = {}
-        for sequence, chunk in batch:
-            end = chunk.first_position + len(chunk.token_ids)
-            for index in range(chunk.first_position // self._size, end // self._size):
-                self.received(chunk.pages[index], sequence.tags[index])
-            if end % self._size:
-                self.contents.pop(chunk.pages[-1], None)
-            if chunk.logits:
-                sampled[sequence] = token_at(sequence.stream, len(sequence.token_ids))
-        prefilled = self.scheduler.complete(batch, {one: [sampled[one]] for one in sampled})
+        sampled = {
+            sequence: chosen_tokens(sequence, chunk) for sequence, chunk in batch if chunk.logits
+        }
+        drafted = _note_computed(self, batch)
+        prefilled = self.scheduler.complete(batch, sampled)
+        _note_verified(self, drafted, sampled)
         for sequence, _ in batch:
             self.note_filled(sequence)
         for sequence in prefilled:
             if (run := self.runs.get(sequence)) is not None:
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
                 run.call.reply.prefilled(sequence.history_tokens)
-        for sequence, token in sampled.items():
+        for sequence, tokens in sampled.items():
             if (run := self.runs.get(sequence)) is not None:
-                self._emit(run, token)
+                self._emit(run, tokens)
+        if self.drafts is not None:
+            self.drafts.tell()
         self.look()
 
-    def _emit(self, run: SimRun, token: int) -> None:
+    def _emit(self, run: SimRun, tokens: list[int]) -> None:
         sequence, call = run.sequence, run.call
         produced = len(sequence.token_ids) - sequence.prompt_tokens
         is_last = produced >= call.max_tokens
         if is_last:
             self._end(run)
-        call.reply.token(produced - 1, token, is_last=is_last)
+        for position, token in enumerate(tokens, produced - len(tokens)):
+            call.reply.token(position, token, is_last=is_last and position == produced - 1)
 
     def _end(self, run: SimRun, retain_until_s: float | None = None) -> None:
         sequence = run.sequence
         del self.runs[sequence]
+        if self.drafts is not None:
+            self.drafts.ended(sequence)
         self.scheduler.finish(sequence, retain_until_s)
         if run.call.places:
             whole = sequence.prefill_only and sequence.computed_tokens >= sequence.history_tokens
@@ -380,6 +389,36 @@ class SimEngine(SimPagePool, RankedEngine):
             not self.backlog.lag_pages and not self.checkpoint_sender.pinned_pages,
             f"{self.id} still sends checkpoints",
         )
+
+
+_Drafted = list[tuple[Sequence, Chunk, list[int]]]
+
+
+def _note_computed(engine: SimEngine, batch: Batch) -> _Drafted:
+    """Note what known tokens have filled; returns chunks with drafts, which may be wrong, and
+    whose pages may have no tags yet.
+    """
+    size = engine.pages.page_size_tokens
+    for sequence, chunk in batch:
+        end = chunk.first_position + len(chunk.token_ids) - chunk.drafts
+        for index in range(chunk.first_position // size, end // size):
+            engine.received(chunk.pages[index], sequence.tags[index])
+        if end % size and not chunk.drafts:
+            engine.contents.pop(chunk.pages[-1], None)
+        for page in chunk.pages[end // size :] if chunk.drafts else ():
+            engine.contents.pop(page, None)
+    return [(sequence, chunk, list(chunk.pages)) for sequence, chunk in batch if chunk.drafts]
+
+
+def _note_verified(
+    engine: SimEngine, drafted: _Drafted, sampled: Mapping[Sequence, list[int]]
+) -> None:
+    size = engine.pages.page_size_tokens
+    for sequence, chunk, pages in drafted:
+        for index in range(chunk.first_position // size, sequence.computed_tokens // size):
+            engine.received(pages[index], sequence.tags[index])
+        assert engine.drafts is not None
+        engine.drafts.counts.verified(chunk.drafts, len(sampled[sequence]) - 1)
 
 
 class _Pulling:

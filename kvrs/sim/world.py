@@ -27,6 +27,7 @@ from kvrs.sim.engine import SimEngine
 from kvrs.sim.fault_scenarios import FaultEvent
 from kvrs.sim.process import require
 from kvrs.sim.proxy import SimProxy
+from kvrs.sim.recovering import SimDraftModel
 from kvrs.sim.streams import Arrival, SimStream
 
 LOOK_S = 0.01  # How often the faults that are left look whether their time has come.
@@ -51,6 +52,7 @@ class World:
         reload_s: float | None = None,
         is_supervised: bool = False,
         keep_log: bool = False,
+        draft_model: SimDraftModel | None = None,
     ) -> None:
         """Take the arguments of `SimCluster`."""
         self.cluster = SimCluster(
@@ -61,6 +63,7 @@ class World:
             reload_s=reload_s,
             is_supervised=is_supervised,
             keep_log=keep_log,
+            draft_model=draft_model,
         )
         self._disturbances = Disturbances(self.cluster)
         self._arrivals = arrivals

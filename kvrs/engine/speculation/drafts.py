@@ -9,6 +9,7 @@ from kvrs.engine.speculation.lookup import PromptLookup
 from kvrs.engine.speculation.paired import PairedDrafts
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadNotice, SpeculationReport
+from kvrs.scheduling.assisted import DraftCounts
 
 
 class ReloadNotices:
@@ -36,7 +37,7 @@ class LookupDrafts(DraftSource):
     def __init__(self, settings: SpeculationSettings, reloads: ReloadNotices) -> None:
         self._settings, self._reloads = settings, reloads
         self._lookups: dict[GenerationRun, PromptLookup] = {}
-        self._steps = self._proposed = self._accepted = 0
+        self._counts = DraftCounts()
 
     @property
     def active(self) -> bool:
@@ -47,9 +48,7 @@ class LookupDrafts(DraftSource):
         return lookup.propose(run.sequence.token_ids, min(most, self._settings.depth))
 
     def verified(self, run: GenerationRun, proposed: int, accepted: int) -> None:
-        self._steps += 1
-        self._proposed += proposed
-        self._accepted += accepted
+        self._counts.verified(proposed, accepted)
         if run in self._lookups:
             self._lookups[run].verified(accepted, len(run.sequence.token_ids))
 
@@ -60,9 +59,9 @@ class LookupDrafts(DraftSource):
         return SpeculationReport(
             source=DraftSourceName.LOOKUP,
             active=self.active,
-            steps=self._steps,
-            proposed=self._proposed,
-            accepted=self._accepted,
+            steps=self._counts.steps,
+            proposed=self._counts.proposed,
+            accepted=self._counts.accepted,
         )
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
-from kvrs.config.speculation import DraftSourceName
+from kvrs.elastic.pairing import by_congestion
 from kvrs.engine.models.reading import WeightReading
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.speculation.drafting import Drafting
@@ -29,7 +29,6 @@ from kvrs.protocol.speculation import (
     DraftOffer,
     MirrorUpdate,
     ReloadState,
-    SpeculationReport,
 )
 from kvrs.scheduling.pace import Pace
 from kvrs.text.output import load_tokenizer
@@ -91,22 +90,16 @@ class DraftHelper:
         return await worker
 
     async def _by_congestion(self) -> list[InstanceSettings]:
-        """Those that have no helper, the one with the longest queue first."""
-        found = await asyncio.gather(*map(self._congestion, self._others))
-        asked = [
-            (congestion, number)
-            for number, congestion in enumerate(found)
-            if congestion is not None
-        ]
-        return [self._others[number] for _, number in sorted(asked, reverse=True)]
+        """Those that have no helper, the most congested first."""
+        others = {other.id: other for other in self._others}
+        found = await asyncio.gather(*map(self._load, others.values()))
+        loads = {name: load for name, load in zip(others, found, strict=True) if load is not None}
+        return [others[name] for name in by_congestion(loads)]
 
-    async def _congestion(self, other: InstanceSettings) -> tuple[float, int] | None:
-        """How long a new request waits there, and how many streams run; None: it wants no help."""
+    async def _load(self, other: InstanceSettings) -> LoadReport | None:
         with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             async with self._http.get(f"{self._config.url_of(other)}/kvrs/v1/load") as answer:
-                report = msgspec.json.decode(await answer.read(), type=LoadReport)
-            if _wants_help(report.speculation):
-                return report.queue_delay_s, report.running
+                return msgspec.json.decode(await answer.read(), type=LoadReport)
         return None
 
     async def _help(self, other: InstanceSettings, offer: DraftOffer, worker: Worker) -> None:
@@ -145,10 +138,6 @@ class DraftHelper:
         finally:
             if received is not None:
                 received.cancel()
-
-
-def _wants_help(report: SpeculationReport | None) -> bool:
-    return report is not None and report.source == DraftSourceName.DRAFT and report.helper is None
 
 
 def _settle(worker: "asyncio.Future[Worker]", found: Worker | Exception) -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.sampler import SamplingParams, sample
-from kvrs.engine.speculation.alignment import Bursts
 from kvrs.engine.speculation.drafting import Drafting
 from kvrs.engine.speculation.pairs import LEAST, agreement, write_pair
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
+from kvrs.scheduling.alignment import Bursts
 from kvrs.scheduling.sequences import Chunk
 
 pytestmark = pytest.mark.engine
@@ -75,7 +75,7 @@ def test_drafts_of_the_model_itself_are_all_right(
             accepted, proposed = accepted + right, proposed + DEPTH
         drafting.update([MirrorUpdate(number)])
         assert not drafting.has_work
-    assert len(drafting._free) == SETTINGS.pages
+    assert drafting.batches.free_pages == SETTINGS.pages
     assert (accepted == proposed) is all_right
     assert accepted > 0
 

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.engine.speculation.alignment import Bursts, DraftMirror
+from kvrs.scheduling.alignment import Bursts, DraftMirror
 
 DEPTH = 4
 

@@ -1,0 +1,20 @@
+"""Which instance one that is started again makes drafts for (LUMEN, section 4.4). Pure."""
+
+from collections.abc import Mapping
+
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import LoadReport
+
+
+def by_congestion(loads: Mapping[InstanceId, LoadReport]) -> list[InstanceId]:
+    """Those that want drafts and have no helper: the one at which a new request waits longest
+    first, of equal ones that with the most streams.
+    """
+    wanting = [
+        (load.queue_delay_s, load.running, name)
+        for name, load in loads.items()
+        if load.speculation is not None
+        and load.speculation.wants_helper
+        and load.speculation.helper is None
+    ]
+    return [name for _, _, name in sorted(wanting, reverse=True)]

@@ -1,0 +1,102 @@
+"""The batches of a draft model over streams of another instance. Pure: it neither computes nor
+chooses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrs.config.engine import BatchSettings
+from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.scheduling.alignment import DraftMirror
+from kvrs.scheduling.sequences import Chunk, pages_for
+
+
+@dataclass(slots=True, eq=False)
+class MirroredStream:
+    number: int
+    mirror: DraftMirror
+    choice: DraftChoice
+    pages: list[int] = field(default_factory=list)
+
+
+DraftBatch = list[tuple[MirroredStream, Chunk]]
+
+
+class DraftBatches:
+    """Streams by the numbers that the other instance has given them."""
+
+    def __init__(self, settings: BatchSettings, depth: int, max_positions: int) -> None:
+        self._settings, self._depth, self._max_positions = settings, depth, max_positions
+        self._streams: dict[int, MirroredStream] = {}
+        self._free = list(range(settings.pages))
+        self._is_stuck = False  # No stream that has room for drafts can be computed.
+
+    @property
+    def has_work(self) -> bool:
+        """False: `next` would be empty before the next update."""
+        return not self._is_stuck and any(
+            len(each.mirror.drafted) < self._depth for each in self._streams.values()
+        )
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def update(self, updates: Sequence[MirrorUpdate]) -> None:
+        self._is_stuck = False
+        for update in updates:
+            stream = self._streams.get(update.number)
+            if update.choice is not None:
+                self._drop(update.number)
+                if update.token_ids:
+                    mirror = DraftMirror(update.token_ids)
+                    begun = MirroredStream(update.number, mirror, update.choice)
+                    self._streams[update.number] = begun
+            elif stream is not None and update.token_ids:
+                stream.mirror.progress(update.token_ids)
+            else:
+                self._drop(update.number)
+
+    def next(self) -> DraftBatch:
+        """Chunks of all streams that have room ahead of what was verified; those at the end of
+        their stream want logits. Empty: there is nothing to draft.
+        """
+        batch: DraftBatch = []
+        left = self._settings.max_batch_tokens
+        for stream in self._streams.values():
+            mirror = stream.mirror
+            if not left or len(mirror.drafted) >= self._depth:
+                continue
+            first, ids = mirror.uncomputed(left)
+            end = first + len(ids)
+            if end >= self._max_positions or not self._has_pages(stream, end):
+                continue
+            wants = end == mirror.tokens
+            batch.append((stream, Chunk(ids, first, stream.pages, logits=int(wants))))
+            left -= len(ids)
+        self._is_stuck = not batch
+        return batch
+
+    def advanced(self, batch: DraftBatch, drafts: Sequence[int]) -> list[Burst]:
+        """A batch was computed, of streams that have not changed since; `drafts` has a token for
+        each chunk that wanted logits. Empty: histories are still being computed.
+        """
+        chosen, bursts = iter(drafts), []
+        for stream, chunk in batch:
+            draft = next(chosen) if chunk.logits else None
+            stream.mirror.advanced(chunk.first_position, len(chunk.token_ids), draft)
+            if draft is not None:
+                bursts.append(Burst(stream.number, *stream.mirror.burst()))
+        return bursts
+
+    def _has_pages(self, stream: MirroredStream, tokens: int) -> bool:
+        """Streams that find no page get no drafts until others end."""
+        missing = pages_for(tokens, self._settings.page_size_tokens) - len(stream.pages)
+        if missing > len(self._free):
+            return False
+        stream.pages += [self._free.pop() for _ in range(missing)]
+        return True
+
+    def _drop(self, number: int) -> None:
+        if (stream := self._streams.pop(number, None)) is not None:
+            self._free += stream.pages

@@ -1,0 +1,124 @@
+"""A simulated instance that is started again: it loads a draft model, makes drafts for the most
+congested of the others, and ends that when its own model is there (LUMEN, section 4.4).
+
+Pairing, batches, mirrors and bursts are those of real instances. A draft is what the model chooses
+with a given probability, by a hash of stream and position: a run is the same every time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+from kvrs.config.file import Config
+from kvrs.elastic.pairing import by_congestion
+from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.speculation import MirrorUpdate
+from kvrs.scheduling.draft_batches import DraftBatch, DraftBatches, MirroredStream
+from kvrs.scheduling.pace import Pace
+from kvrs.sim.calls import token_at
+from kvrs.sim.engine import SimEngine
+from kvrs.sim.process import Clock
+from kvrs.sim.site import LATENCY_S
+
+_LOOK_S = 0.25  # Between looks for one that wants drafts, and at whether it is still there.
+_GONE = StreamId("gone")
+
+
+@dataclass(frozen=True, slots=True)
+class SimDraftModel:
+    pace: Pace  # Of its steps.
+    load_s: float
+    acceptance: float  # Probability that a draft is what the model chooses.
+
+    def token(self, stream: StreamId, position: int) -> int:
+        chance = crc32(f"draft {stream}:{position}".encode()) / (1 << 32)
+        return token_at(stream, position) + (chance >= self.acceptance)
+
+
+class SimHelper:
+    """One start of an instance, from `begin` to `end`."""
+
+    def __init__(
+        self,
+        name: InstanceId,
+        engines: Mapping[InstanceId, SimEngine],
+        model: SimDraftModel,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self.id = name
+        self._others = [engine for engine in engines.values() if engine.id != name]
+        self._model, self._config, self._clock = model, config, clock
+        self._partner: SimEngine | None = None
+        self._life = 0  # Of the partner.
+        self._batches = self._no_batches()
+        self._waiting: list[MirrorUpdate] = []  # Until the batch under way has been computed.
+        self._computes = self._is_over = False
+
+    def begin(self) -> None:
+        self._clock.after(self._model.load_s, self._look)
+
+    def end(self) -> None:
+        self._is_over = True
+        self._part()
+
+    def receive(self, updates: list[MirrorUpdate]) -> None:
+        self._waiting += updates
+        self._go_on()
+
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        partner = self._partner
+        if partner is not None and not (partner.alive and partner.life == self._life):
+            self._part()
+        if self._partner is None:
+            self._pair()
+        self._clock.after(_LOOK_S, self._look)
+
+    def _pair(self) -> None:
+        loads = {each.id: each.load() for each in self._others if each.is_running}
+        wanting = by_congestion(loads)
+        if not wanting:
+            return
+        (partner,) = (each for each in self._others if each.id == wanting[0])
+        assert partner.drafts is not None
+        self._partner, self._life = partner, partner.life
+        partner.drafts.helper = self
+        self._batches = self._no_batches()
+
+    def _part(self) -> None:
+        partner, self._partner = self._partner, None
+        self._waiting.clear()
+        if partner is not None and partner.drafts is not None and partner.drafts.helper is self:
+            partner.drafts.left()
+
+    def _no_batches(self) -> DraftBatches:
+        engine = self._config.cluster.engine
+        return DraftBatches(engine, self._config.speculation.depth, engine.max_model_len)
+
+    def _go_on(self) -> None:
+        if self._computes or self._partner is None:
+            return
+        self._batches.update(self._waiting)
+        self._waiting.clear()
+        if batch := self._batches.next():
+            self._computes = True
+            seconds = self._model.pace.batch_s([chunk for _, chunk in batch])
+            self._clock.after(seconds, partial(self._computed, self._batches, batch))
+
+    def _computed(self, batches: DraftBatches, batch: DraftBatch) -> None:
+        self._computes = False
+        partner = self._partner
+        if batches is self._batches and partner is not None and partner.drafts is not None:
+            drafts = [self._draft(stream) for stream, chunk in batch if chunk.logits]
+            bursts = batches.advanced(batch, drafts)
+            partner.later(LATENCY_S, partial(partner.drafts.came, self, bursts))
+        self._go_on()
+
+    def _draft(self, stream: MirroredStream) -> int:
+        assert self._partner is not None
+        assert self._partner.drafts is not None
+        name = self._partner.drafts.assisted.stream(stream.number) or _GONE
+        return self._model.token(name, stream.mirror.tokens)

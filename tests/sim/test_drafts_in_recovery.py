@@ -1,0 +1,122 @@
+"""Instances of the simulated cluster that make drafts while they are started again."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrs.config.file import Config, parse_config
+from kvrs.faults.language import parse_faults
+from kvrs.ids import InstanceId
+from kvrs.scheduling.pace import Pace
+from kvrs.sim.cluster import Outcome
+from kvrs.sim.fault_scenarios import named_deaths
+from kvrs.sim.recovering import SimDraftModel
+from kvrs.sim.streams import Arrival
+from kvrs.sim.world import World
+
+DRAFT = SimDraftModel(Pace("llama-3.1-8b-a100-vllm-tp1"), load_s=1.0, acceptance=0.6)
+W0, W1 = InstanceId("w0"), InstanceId("w1")
+
+
+def config(source: str = "draft", **backup: Any) -> Config:
+    nodes = [{"id": f"n{n}", "instances": [{"id": f"w{n}", "role": "both"}]} for n in range(3)]
+    speculation = {"source": source, "draft": "of no files", "depth": 4}
+    return parse_config(
+        {
+            "cluster": {
+                "engine": {"pace": "llama-3.1-70b-a100-vllm-tp4", "pages": 400},
+                "nodes": nodes,
+            },
+            "backup": backup or {"mode": "off"},
+            "speculation": speculation,
+        }
+    )
+
+
+def arrivals(count: int = 40) -> list[Arrival]:
+    return [Arrival(0.15 * n, tuple(range(n, n + 40 + n % 7)), 60 + n % 5) for n in range(count)]
+
+
+def run(
+    settings: Config, draft: SimDraftModel | None, *kills: tuple[float, str], seed: int = 0
+) -> tuple[Outcome, World]:
+    rows = [{"when": {"at_s": at}, "what": "kill", "whom": {"id": name}} for at, name in kills]
+    world = World(
+        settings,
+        arrivals(),
+        named_deaths(parse_faults(rows)),
+        seed=seed,
+        reload_s=8.0,
+        draft_model=draft,
+    )
+    return world.run(), world
+
+
+def accepted(world: World) -> dict[str, int]:
+    return {
+        name: engine.drafts.counts.accepted
+        for name, engine in world.cluster.engines.items()
+        if engine.drafts is not None
+    }
+
+
+def test_one_survivor_is_helped_and_everything_is_right() -> None:
+    """The invariants of the world hold: tokens, pages, checkpoints, leases."""
+    outcome, world = run(config(), DRAFT, (2.0, "w2"))
+
+    assert outcome.ended == {"complete": 40}
+    found = accepted(world)
+    assert found["w2"] == 0
+    assert sum(count > 0 for count in found.values()) == 1, "one helper, one partner"
+    assert all(
+        engine.drafts is not None and engine.drafts.helper is None
+        for engine in world.cluster.engines.values()
+    ), "it ended with the start"
+
+
+def test_checkpoints_and_recoveries_go_on_beside_drafts() -> None:
+    backed = config(mode="remote", capacity_bytes=1 << 40)
+    outcome, world = run(backed, DRAFT, (2.0, "w2"), (4.0, "w1"))
+
+    assert outcome.ended == {"complete": 40}
+    assert outcome.recoveries["restore"] > 0
+    assert accepted(world)["w0"] > 0
+
+
+def test_drafts_make_streams_shorter() -> None:
+    slow, _ = run(config("off"), None, (2.0, "w2"))
+    quick, _ = run(config(), replace(DRAFT, acceptance=1.0), (2.0, "w2"))
+
+    assert quick.tokens == slow.tokens
+    assert quick.span_s < slow.span_s
+
+
+def test_a_helper_whose_partner_dies_takes_another_one() -> None:
+    _, world = run(config(), DRAFT, (2.0, "w2"))
+    first = next(name for name, count in accepted(world).items() if count)
+    other = ({"w0", "w1"} - {first}).pop()
+
+    _, world = run(config(), DRAFT, (2.0, "w2"), (4.0, first))
+
+    assert accepted(world)[other] > 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+def test_drafts_are_right_as_often_as_was_asked_for(acceptance: float) -> None:
+    _, world = run(config(), replace(DRAFT, acceptance=acceptance), (2.0, "w2"))
+    counts = [each.drafts.counts for each in world.cluster.engines.values() if each.drafts]
+    accepted_, proposed = (
+        sum(getattr(each, name) for each in counts) for name in ("accepted", "proposed")
+    )
+
+    if acceptance in (0.0, 1.0):  # Wrong ones are stale before they are proposed.
+        assert accepted_ == acceptance * proposed
+    else:
+        assert 0 < accepted_ < proposed
+
+
+def test_a_run_is_the_same_every_time() -> None:
+    outcomes = [run(config(), DRAFT, (2.0, "w2"))[0] for _ in range(2)]
+    assert outcomes[0].steps == outcomes[1].steps
+    assert outcomes[0].span_s == outcomes[1].span_s
