@@ -239,11 +239,12 @@ class Series:
                     under_way(port, progress, tokens), STREAM_TIMEOUT_S
                 )
                 on_ready = Counter(each["decode"] for each in streams if each["decode"] in ready)
-                victim, hit = on_ready.most_common(1)[0]
+                victim = on_ready.most_common(1)[0][0]
                 others = sorted(ready - {victim})
                 before = self._counters(others)
                 damaged = self._damage_pages(choose)
                 strike(self._servers, victim, death)
+                struck_s = time.time() - start_s
                 if death is Death.NODE:
                     self._servers.kill(str(self._decodes[victim].agent_id))
                 records = await load
@@ -258,7 +259,7 @@ class Series:
             death=death,
             damage=self._damage,
             victim=victim,
-            hit=hit,
+            struck_s=struck_s,
             streams=streams,
             requests=requests,
             records=records,

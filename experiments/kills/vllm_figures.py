@@ -31,6 +31,9 @@ class Death(StrEnum):
     NODE = "node"  # SIGKILL of the server and of its node's agent.
 
 
+ON_THEIR_WAY_S = 0.05  # Tokens of a server may still be when it is hit.
+
+
 class Damage(StrEnum):
     """The damage to pages that agents hold when death comes."""
 
@@ -46,7 +49,7 @@ class Wave:
     death: Death
     damage: Damage | None
     victim: str
-    hit: int  # Streams on the victim as it was hit.
+    struck_s: float  # When it was hit, since the start of the wave.
     streams: list[dict[str, Any]]  # The proxy's rows of those that were open then.
     requests: Sequence[ReplayRequest]
     records: list[StreamRecord]
@@ -57,6 +60,24 @@ class Wave:
     damaged_pages: int
     ended: list[str]  # Other decode servers that are not there any more.
     off_reasons: list[str]  # Of their connectors.
+
+    @property
+    def hit(self) -> int:
+        """Streams on the victim as it was hit."""
+        there = [each for each in self.streams if each["decode"] == self.victim]
+        return len(there) - self.ended_first
+
+    @property
+    def ended_first(self) -> int:
+        """Of those that were there a moment before, so many had sent their last token by then."""
+        recovered = {row["stream"] for row in self.recoveries}
+        return sum(
+            each["decode"] == self.victim
+            and each["id"] not in recovered
+            and (record := self.records[self.index(each)]).completed
+            and record.ended_s <= self.struck_s + ON_THEIR_WAY_S
+            for each in self.streams
+        )
 
     def index(self, stream: dict[str, Any]) -> int:
         """Request of an open stream: vLLM's chunks have ids of their own, and sizes are unique."""
@@ -95,6 +116,7 @@ def figures_of(
         "kills_per_hour": round(kills_per_hour),
         "streams": len(verdicts),
         "hit": sum(wave.hit for wave, _ in waves),
+        "ended_first": sum(wave.ended_first for wave, _ in waves),
         "recoveries": dict(Counter(row["option"] for _, row in recoveries)),
         "unprotected": dict(
             Counter(

@@ -1,7 +1,8 @@
-"""LUMEN's experiments in virtual time, without draft models: instances are gone for as long as it
-takes to load their weights, and the others are nearly saturated without them.
+"""LUMEN's experiments in virtual time: instances are gone for as long as it takes to load their
+weights, and the others are nearly saturated without them.
 
     python -m experiments.lumen.run [--cases 4x1 8x1 8x2 8x4] [--seeds 5]
+    python -m experiments.lumen.run --model llama    # with draft models
 
 A case is instances x failures, with requests per second of an instance behind a colon where the
 rate is another. A run goes on from the cells that are kept, if the code has not changed since.
@@ -21,43 +22,25 @@ from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.ids import StreamId
-from kvrs.profiles.catalog import prefill_table
+from kvrs.profiles import catalog
 from kvrs.report import metrics
 from kvrs.report.impact import impact_window
 from kvrs.report.student import Interval, interval
+from kvrs.scheduling.assisted import DraftCounts
+from kvrs.scheduling.pace import Pace
 from kvrs.sim.fault_scenarios import named_deaths
+from kvrs.sim.recovering import SimDraftModel
 from kvrs.sim.streams import Arrival, SimJournal
 from kvrs.sim.world import World
 from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import StreamRecord
 
-PACE = "opt-13b-a100-distserve-tp1"
-PRESET = "sharegpt"
-MOST_PROMPT, MOST_OUTPUT = 1024, 256
-PER_S = 6.5  # Requests of an instance.
-RELOAD_S = 20.0
 LINK_BYTES_PER_S = 100e9 / 8
-REQUESTS_OF_AN_INSTANCE = 640
-CASES = ("4x1", "8x1", "8x2", "8x4", "4x1:5.5", "4x1:7.5")
-NAME = "lumen"
-PREFILL = prefill_table(PACE)
+DISK_BYTES_PER_S = 2e9
 Row = dict[str, Any]
 # By case, scheme and seed.
 ByCase = dict[str, dict[str, dict[str, Row]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    instances: int
-    failures: int
-    per_s: float
-
-    @classmethod
-    def of(cls, text: str) -> "Case":
-        size, _, rate = text.partition(":")
-        instances, failures = map(int, size.split("x"))
-        return cls(instances, failures, float(rate) if rate else PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +49,84 @@ class Scheme:
     policy: str
     dispatch: str
     backup: dict[str, Any]
+    drafts: bool = False
 
 
 STOP = Scheme("stop-and-restart", "always_recompute", "least_loaded", {"mode": "off"})
-SCHEMES = (
-    STOP,
-    Scheme("fixed", "always_restore", "holders", {"mode": "remote", "placement": "fixed"}),
-    Scheme("+ scheduling", "always_restore", "rebalance", {"mode": "remote", "placement": "load"}),
-    Scheme("auto", "auto", "rebalance", {"mode": "remote", "placement": "load"}),
+FIXED = Scheme("fixed", "always_restore", "holders", {"mode": "remote", "placement": "fixed"})
+SCHEDULING = Scheme(
+    "+ scheduling", "always_restore", "rebalance", {"mode": "remote", "placement": "load"}
 )
+AUTO = Scheme("auto", "auto", "rebalance", {"mode": "remote", "placement": "load"})
+PROGRESSIVE = replace(STOP, name="+ progressive", drafts=True)
+WHOLE = replace(SCHEDULING, name="LUMEN", drafts=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The model, its requests, and its loading."""
+
+    name: str  # Of the kept result.
+    pace: str
+    preset: str
+    most_prompt: int
+    most_output: int
+    per_s: float  # Requests of an instance.
+    requests: int  # Of an instance.
+    reload_s: float
+    cases: tuple[str, ...]
+    schemes: tuple[Scheme, ...]
+    draft: SimDraftModel | None = None
+    draft_text: str = ""
+
+
+OPT = Setup(
+    name="lumen",
+    pace="opt-13b-a100-distserve-tp1",
+    preset="sharegpt",
+    most_prompt=1024,
+    most_output=256,
+    per_s=6.5,
+    requests=640,
+    reload_s=20.0,
+    cases=("4x1", "8x1", "8x2", "8x4", "4x1:5.5", "4x1:7.5"),
+    schemes=(STOP, FIXED, SCHEDULING, AUTO),
+)
+DRAFT = "llama-3.1-8b-a100-vllm-tp1"
+TARGET = "llama-3.1-70b-a100-vllm-tp4"
+LLAMA = Setup(
+    name="progressive",
+    pace=TARGET,
+    preset="splitwise-conv",
+    most_prompt=4096,
+    most_output=1024,
+    per_s=1.8,
+    requests=300,
+    reload_s=catalog.load(TARGET).weight_bytes / DISK_BYTES_PER_S + catalog.load_s(TARGET),
+    cases=("4x1", "8x2", "8x1:2.2", "10x1:2.4"),
+    schemes=(STOP, FIXED, SCHEDULING, PROGRESSIVE, WHOLE),
+    draft=SimDraftModel(
+        Pace(DRAFT),
+        catalog.load(DRAFT).weight_bytes / DISK_BYTES_PER_S + catalog.load_s(DRAFT),
+        acceptance=0.6,
+    ),
+    draft_text=f"; drafts of {DRAFT}, 4 a step, right with probability 0.6",
+)
+SETUPS = {"opt": OPT, "llama": LLAMA}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    setup: Setup
+    instances: int
+    failures: int
+    per_s: float
+
+    @classmethod
+    def of(cls, setup: Setup, text: str) -> "Case":
+        size, _, rate = text.partition(":")
+        instances, failures = map(int, size.split("x"))
+        return cls(setup, instances, failures, float(rate) if rate else setup.per_s)
 
 
 def config_of(case: Case, scheme: Scheme) -> Config:
@@ -86,31 +138,32 @@ def config_of(case: Case, scheme: Scheme) -> Config:
         {
             "cluster": {
                 "engine": {
-                    "pace": PACE,
+                    "pace": case.setup.pace,
                     "pages": 4000,
                     "max_running": 64,
                     "max_batch_tokens": 512,
-                    "max_model_len": MOST_PROMPT + MOST_OUTPUT,
+                    "max_model_len": case.setup.most_prompt + case.setup.most_output,
                 },
                 "nodes": nodes,
             },
             "policy": {"name": scheme.policy, "dispatch": scheme.dispatch},
             "backup": {"capacity_bytes": 160 << 30, **scheme.backup},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S},
+            "speculation": {"source": "draft" if scheme.drafts else "off", "draft": DRAFT},
         }
     )
 
 
 def arrivals(case: Case, seed: int) -> list[Arrival]:
     """Poisson, with lengths of the preset, cut to what an instance takes."""
-    count = REQUESTS_OF_AN_INSTANCE * case.instances
+    count, setup = case.setup.requests * case.instances, case.setup
     per_s = case.per_s * case.instances
-    settings = replace(PRESETS[PRESET].settings, requests=count, requests_per_s=per_s)
+    settings = replace(PRESETS[setup.preset].settings, requests=count, requests_per_s=per_s)
     found = []
     for number, asked in enumerate(generate(settings, seed).requests):
-        tokens = min(asked.input_tokens, MOST_PROMPT)
+        tokens = min(asked.input_tokens, setup.most_prompt)
         prompt = tuple((number * 7919 + position) % 50_000 for position in range(tokens))
-        output = min(asked.output_tokens, MOST_OUTPUT)
+        output = min(asked.output_tokens, setup.most_output)
         found.append(Arrival(asked.arrival_s, prompt, output))
     return found
 
@@ -120,6 +173,7 @@ class Run:
     records: list[StreamRecord]
     interrupted: set[int]
     fault_s: float
+    drafts: DraftCounts
 
 
 def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
@@ -142,7 +196,8 @@ def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
         asked,
         named_deaths(parse_faults(rows)) if rows else [],
         seed=seed,
-        reload_s=RELOAD_S,
+        reload_s=case.setup.reload_s,
+        draft_model=case.setup.draft if scheme.drafts else None,
     )
     with patch.object(SimJournal, "append", noted):
         outcome = world.run()
@@ -165,15 +220,17 @@ def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
         )
         if proxy.streams[stream].recoveries:
             interrupted.add(number)
-    return Run(records, interrupted, fault_s)
+    counts = DraftCounts()
+    for engine in world.cluster.engines.values():
+        if engine.drafts is not None:
+            counts.steps += engine.drafts.counts.steps
+            counts.proposed += engine.drafts.counts.proposed
+            counts.accepted += engine.drafts.counts.accepted
+    return Run(records, interrupted, fault_s, counts)
 
 
-def alone_s(record: StreamRecord) -> float:
-    """Seconds to compute its prompt, and nothing else."""
-    return PREFILL.seconds_for(record.prompt_tokens)
-
-
-def figures(run: Run, clean: Run) -> Row:
+def figures(run: Run, clean: Run, setup: Setup) -> Row:
+    prefill = catalog.prefill_table(setup.pace)
     replayed = {
         record.index: metrics.replay_ttft_s(record, run.fault_s)
         for record in run.records
@@ -186,7 +243,7 @@ def figures(run: Run, clean: Run) -> Row:
         record
         for record in run.records
         if record.index not in run.interrupted
-        and run.fault_s <= record.due_s <= run.fault_s + RELOAD_S
+        and run.fault_s <= record.due_s <= run.fault_s + setup.reload_s
     ]
     twins = {record.index: record for record in clean.records}
     pauses = [metrics.max_gap_s(run.records[index]) or 0.0 for index in run.interrupted]
@@ -199,25 +256,27 @@ def figures(run: Run, clean: Run) -> Row:
             metrics.arrival_ttft_s(twins[record.index]) or 0.0 for record in near
         ),
         "queue_share": 1
-        - fmean(alone_s(record) for record in near)
+        - fmean(prefill.seconds_for(record.prompt_tokens) for record in near)
         / fmean(metrics.arrival_ttft_s(record) or 0.0 for record in near),
         "tpot_s": fmean(metrics.tpot_s(record) or 0.0 for record in near),
         "clean_tpot_s": fmean(metrics.tpot_s(twins[record.index]) or 0.0 for record in near),
         "replay_ttft_s": fmean(known.values()),
+        "draft_steps": run.drafts.steps,
+        "accepted_a_step": run.drafts.accepted / run.drafts.steps if run.drafts.steps else 0.0,
         "pause_s": fmean(pauses),
     }
 
 
-def cell(name: str, clean: dict[tuple[int, float, int], Run]) -> dict[str, Row]:
+def cell(setup: Setup, name: str, clean: dict[tuple[int, float, int], Run]) -> dict[str, Row]:
     """By scheme. `clean` has the runs without a failure, which several cells share."""
     text, _, seed_text = name.partition("#")
-    case, seed = Case.of(text), int(seed_text)
+    case, seed = Case.of(setup, text), int(seed_text)
     same = case.instances, case.per_s, seed
     if same not in clean:
         clean[same] = simulate(case, STOP, seed, fails=False)
     return {
-        scheme.name: figures(simulate(case, scheme, seed, fails=True), clean[same])
-        for scheme in SCHEMES
+        scheme.name: figures(simulate(case, scheme, seed, fails=True), clean[same], setup)
+        for scheme in setup.schemes
     }
 
 
@@ -230,13 +289,12 @@ def by_case(cells: dict[str, dict[str, Row]]) -> ByCase:
     return found
 
 
-def change(rows: dict[str, dict[str, Row]], scheme: str, key: str) -> Interval:
-    """Against stop-and-restart, seed by seed."""
-    found = interval(
-        [row[key] / rows[STOP.name][seed][key] - 1 for seed, row in rows[scheme].items()]
-    )
-    assert found is not None
-    return found
+def change(rows: dict[str, dict[str, Row]], scheme: str, key: str) -> Interval | None:
+    """Against stop-and-restart, seed by seed; None: there it is 0 with some seed."""
+    base = rows[STOP.name]
+    if not all(base[seed][key] for seed in rows[scheme]):
+        return None
+    return interval([row[key] / base[seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
 def shown(found: Interval) -> str:
@@ -262,10 +320,11 @@ SHOWN = (
 )
 
 
-def as_text(found: ByCase) -> str:
+def as_text(found: ByCase, setup: Setup) -> str:
     lines = [
-        f"{PRESET} lengths, {REQUESTS_OF_AN_INSTANCE} requests an instance, {PER_S}/s unless "
-        f"named, {PACE}, back after {RELOAD_S:g} s; means of the seeds",
+        f"{setup.preset} lengths, {setup.requests} requests an instance, {setup.per_s}/s unless "
+        f"named, {setup.pace}, back after {setup.reload_s:.3g} s; means of the seeds"
+        f"{setup.draft_text}",
         "in brackets against stop-and-restart, seed by seed; * where the interval excludes 0",
         f"{'case':9}{'scheme':18}{'seeds':>6}{'hit':>5}"
         + "".join(f"{name:>24}" for name, _, _ in SHOWN),
@@ -276,13 +335,16 @@ def as_text(found: ByCase) -> str:
             text = f"{case:9}{scheme:18}{len(by_seed):>6}{hit:>5.0f}"
             for _, key, scale in SHOWN:
                 cell = f"{mean(by_seed, key) * scale:.2f}"
-                if scheme != STOP.name:
-                    by = change(rows, scheme, key)
+                if scheme != STOP.name and (by := change(rows, scheme, key)) is not None:
                     cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
                 text += f"{cell:>24}"
             lines.append(text.rstrip())
         clean, tpot = (mean(rows[STOP.name], f"clean_{key}") for key in ("ttft_s", "tpot_s"))
         lines.append(f"{case:9}{'no failure':29}{'':24}{clean:>24.2f}{'':48}{tpot * 1e3:>24.2f}")
+        for scheme, by_seed in rows.items():
+            if mean(by_seed, "draft_steps"):
+                accepted = mean(by_seed, "accepted_a_step")
+                lines.append(f"{case:9}{'':29}a step accepts {accepted:.2f} drafts under {scheme}")
         share = mean(rows[STOP.name], "queue_share")
         lines.append(f"{case:9}{'':29}of the TTFT of stop-and-restart {share:.0%} is queueing")
     lines += [
@@ -297,20 +359,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--model", choices=list(SETUPS), default="opt")
+    parser.add_argument("--cases", nargs="+", help="default: those of the model")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
-    parser.add_argument("--keep", default=NAME, metavar="RESULT", help="whose cells these are")
+    parser.add_argument("--keep", metavar="RESULT", help="whose cells these are")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    setup = SETUPS[options.model]
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)
-    cells = Cells(options.out, options.keep, {"reload_s": RELOAD_S})
+    cells = Cells(options.out, options.keep or setup.name, {"reload_s": setup.reload_s})
     clean: dict[tuple[int, float, int], Run] = {}
-    names = [f"{case}#{seed}" for seed in seeds for case in options.cases]
-    cells.measure(names, options.limit_s, lambda name: cell(name, clean))
+    names = [f"{case}#{seed}" for seed in seeds for case in options.cases or setup.cases]
+    cells.measure(names, options.limit_s, lambda name: cell(setup, name, clean))
     found = by_case(cells.found)
-    text = as_text(found)
+    text = as_text(found, setup)
     print(text)
     cells.keep(record, {"cases": found}, text)
     return 0

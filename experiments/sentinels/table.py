@@ -6,6 +6,7 @@ the machine, on the order of hashes or on a kept result, so that any difference 
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import fmean
 from unittest.mock import patch
 
@@ -28,7 +29,6 @@ from kvrs.sim.process import require
 from kvrs.sim.scenarios import in_turn, outage, poisons_at_once, scenario, sick
 from kvrs.sim.world import World
 
-QUARTER_OF_REQUESTS = lumen.REQUESTS_OF_AN_INSTANCE // 4
 POISON_DEATHS = RecoverySettings().poison_deaths  # The most that one poisoned request may cause.
 OUTAGE_SEEDS = POISON_SEEDS = range(6)
 JOIN_S = 0.1  # Ranks join in a fixed time here; the experiment takes a measured one.
@@ -96,8 +96,8 @@ def ranks_lost() -> Figures:
 
 def lumen_quarter() -> Figures:
     """One of four instances is lost, with a quarter of the requests of the experiment."""
-    with patch.object(lumen, "REQUESTS_OF_AN_INSTANCE", QUARTER_OF_REQUESTS):
-        schemes = lumen.cell("4x1#0", {})
+    setup = replace(lumen.OPT, requests=lumen.OPT.requests // 4)
+    schemes = lumen.cell(setup, "4x1#0", {})
     shown = ("interrupted", "window_s", "ttft_s", "replay_ttft_s", "tpot_s", "pause_s")
     return {f"{scheme}, {key}": row[key] for scheme, row in schemes.items() for key in shown}
 

@@ -154,14 +154,14 @@ def _config(layers: int) -> dict[str, Any]:
     }
 
 
-def random_weights(seed: int, tokenizer: Tokenizer) -> dict[str, Tensor]:
+def random_weights(seed: int, tokenizer: Tokenizer, layers: int = LAYERS) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def random_matrix(rows: int, columns: int, scale: float) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * scale
 
     weights = {"model.embed_tokens.weight": random_matrix(VOCAB, HIDDEN, 1.0)}
-    for index in range(LAYERS):
+    for index in range(layers):
         prefix = f"model.layers.{index}"
         weights[f"{prefix}.input_layernorm.weight"] = torch.ones(HIDDEN)
         weights[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN)

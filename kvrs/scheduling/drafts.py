@@ -1,8 +1,8 @@
 """Drafts behind decode steps: tokens that a source proposes and the step's logits verify.
 
-They get what no other use of a batch wants: what is left of its tokens, the rest of a sequence's
-last page, and one more page while more are spare than sequences are admitted, for as long as the
-batch is in flight.
+They get what is left of a batch's tokens behind decode steps, of which prefill has half if there is
+any, and of pages what no other use wants: the rest of a sequence's last page, and one more page
+while more are spare than sequences are admitted, for as long as the batch is in flight.
 """
 
 import collections.abc

@@ -251,8 +251,8 @@ class BatchScheduler:
     # From pages to tokens.
 
     def next_batch(self, proposals: Proposals | None = None) -> list[tuple[Sequence, Chunk]]:
-        """Return the next batch: the decode steps, then prefill with what is left of the token
-        budget, then proposals behind decode steps with what that leaves. May be empty.
+        """Return the next batch: the decode steps with proposals behind them, then prefill with
+        what is left of the token budget. May be empty.
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
@@ -282,7 +282,11 @@ class BatchScheduler:
             for one in ready
             if one.phase is not SequencePhase.WAITING and one.uncomputed_tokens > 1
         ]
-        decodes = len(batch)
+        if proposals is not None:
+            # Prefill has half of what decode steps leave, or more.
+            most = (budget - reserved) // 2 if prefilling else budget
+            batch = with_drafts(batch, self._pages, len(self._admitted), most, proposals)
+            budget -= sum(chunk.drafts for _, chunk in batch)
         waiting = [
             Waiting(one.base, one.computed_tokens, one.computable_tokens) for one in prefilling
         ]
@@ -293,10 +297,6 @@ class BatchScheduler:
                 budget -= tokens
                 if sequence.gone:
                     spoil(self._pages, sequence, tokens)
-        if proposals is not None:
-            batch[:decodes] = with_drafts(
-                batch[:decodes], self._pages, len(self._admitted), budget, proposals
-            )
         self._in_flight.begin(batch)
         return batch
 

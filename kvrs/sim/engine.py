@@ -246,6 +246,8 @@ class SimEngine(SimPagePool, RankedEngine):
         self.places.observe(self.clock.now_s, self.scheduler.departures, self.scheduler.full)
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
         batch = self.scheduler.next_batch(proposals)
+        if self.drafts is not None:
+            self.drafts.tell()
         if not batch:
             return
         for sequence, chunk in batch:
@@ -291,8 +293,6 @@ class SimEngine(SimPagePool, RankedEngine):
         for sequence, tokens in sampled.items():
             if (run := self.runs.get(sequence)) is not None:
                 self._emit(run, tokens)
-        if self.drafts is not None:
-            self.drafts.tell()
         self.look()
 
     def _emit(self, run: SimRun, tokens: list[int]) -> None:

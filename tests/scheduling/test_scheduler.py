@@ -67,6 +67,23 @@ def test_decode_steps_alone_cannot_keep_the_oldest_from_prefill() -> None:
     assert shape(batch) == [(other, 0, 1, 1), (oldest, 0, 1, 0)]
 
 
+def test_drafts_stand_behind_decode_steps_and_leave_prefill_half() -> None:
+    """Without a prompt they fill the pages that they may have."""
+    batches, _ = scheduler(max_batch_tokens=7)
+    streaming, late_prompt = sequence(3), sequence(20, first=100)
+    submit(batches, streaming)
+    step(batches)
+
+    alone = batches.next_batch(lambda one, most: [0] * min(6, most))
+    batches.abandon(alone)
+    submit(batches, late_prompt)
+    beside = batches.next_batch(lambda one, most: [0] * min(6, most))
+
+    assert shape(alone) == [(streaming, 3, 5, 5)]
+    assert shape(beside) == [(streaming, 3, 4, 4), (late_prompt, 0, 3, 0)]
+    assert [chunk.drafts for _, chunk in beside] == [3, 0]
+
+
 def test_a_chunk_names_all_pages_up_to_its_end() -> None:
     """The executor needs the pages of the past as well as those that it fills."""
     batches, _ = scheduler(max_batch_tokens=6)

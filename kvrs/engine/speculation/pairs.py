@@ -1,6 +1,6 @@
 """Pairs of tiny models of which one proposes what the other one chooses, with a known probability.
 
-The target is the draft with two more layers. What these add is scaled by a factor, which is found
+The target is the draft with more layers, two unless told otherwise. What these add is scaled by a factor, which is found
 by bisection: with 0 both are the same, and the larger it is the less they agree.
 """
 
@@ -26,9 +26,9 @@ _TRIES = 12
 _SETTINGS = EngineSettings(pages=_PROMPTS * 8)
 
 
-def write_pair(directory: Path, acceptance: float, seed: int) -> float:
-    """Write `target` and `draft` below the directory; returns the share of tokens that the target
-    chooses, greedily, and the draft would have proposed.
+def write_pair(directory: Path, acceptance: float, seed: int, layers: int = LAYERS) -> float:
+    """Write `target`, of so many layers, and `draft` below the directory; returns the share of
+    tokens that the target chooses, greedily, and the draft would have proposed.
 
     Raises:
         ConfigError: no pair has that acceptance.
@@ -36,7 +36,7 @@ def write_pair(directory: Path, acceptance: float, seed: int) -> float:
     if not LEAST <= acceptance <= MOST:
         raise ConfigError(f"--acceptance: got {acceptance}; allowed: from {LEAST} to {MOST}")
     tokenizer = random_tokenizer(seed)
-    weights = random_weights(seed, tokenizer)
+    weights = random_weights(seed, tokenizer, layers)
     with TemporaryDirectory() as scratch:
         small = Path(scratch) / "draft"
         write_model(small, tokenizer, _without_layers(weights))
@@ -86,14 +86,18 @@ def _chunks(histories: Sequence[Sequence[int]], first: int, logits: int) -> list
 
 
 def _without_layers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    more = tuple(f"model.layers.{layer}." for layer in range(DRAFT_LAYERS, LAYERS))
-    return {name: each for name, each in weights.items() if not name.startswith(more)}
+    own = tuple(f"model.layers.{layer}." for layer in range(DRAFT_LAYERS))
+    return {
+        name: each
+        for name, each in weights.items()
+        if name.startswith(own) or not name.startswith("model.layers.")
+    }
 
 
 def _scaled(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    names = [
-        f"model.layers.{layer}.{name}.weight"
-        for layer in range(DRAFT_LAYERS, LAYERS)
-        for name in ("self_attn.o_proj", "mlp.down_proj")
-    ]
-    return weights | {name: weights[name] * factor for name in names}
+    first = tuple(f"model.layers.{layer}." for layer in range(DRAFT_LAYERS))
+    added = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    return {
+        name: each * factor if name.endswith(added) and not name.startswith(first) else each
+        for name, each in weights.items()
+    }

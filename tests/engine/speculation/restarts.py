@@ -1,10 +1,8 @@
-"""Two real instances of which one is asked, and loads that block."""
+"""Two real instances of which one is asked."""
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -29,22 +27,6 @@ def two_instances(speculation: dict[str, Any], **cluster: Any) -> Config:
             "speculation": speculation,
         }
     )
-
-
-@contextmanager
-def blocked_load(processes: Processes) -> Iterator[None]:
-    """A process that starts in the block gets no further than its model's configuration, and fails
-    when the block ends.
-    """
-    model = Path(processes.config.cluster.model or "")
-    read = model / "config.json"
-    kept = read.rename(model / "kept")
-    os.mkfifo(read)
-    try:
-        yield
-    finally:
-        os.close(os.open(read, os.O_WRONLY))  # It reads nothing.
-        kept.replace(read)
 
 
 class Cluster:

@@ -11,12 +11,12 @@ import pytest
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
+from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import Processes
 from tests.engine.speculation.restarts import (
     PATIENCE_S,
     Cluster,
     asking,
-    blocked_load,
     two_instances,
 )
 

@@ -10,8 +10,9 @@ from kvrs.config.speculation import SpeculationSettings
 from kvrs.engine.speculation.drafts import LookupDrafts, ReloadNotices
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadNotice, ReloadState
+from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import Processes
-from tests.engine.speculation.restarts import asking, blocked_load, two_instances
+from tests.engine.speculation.restarts import asking, two_instances
 
 D1, D2 = InstanceId("d1"), InstanceId("d2")
 

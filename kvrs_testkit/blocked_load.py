@@ -1,0 +1,24 @@
+"""Loads of models that block: instances that are started stay in the states before they serve."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvrs_testkit.processes import Processes
+
+
+@contextmanager
+def blocked_load(processes: Processes) -> Iterator[None]:
+    """A process that starts in the block gets no further than its model's configuration, and fails
+    when the block ends.
+    """
+    model = Path(processes.config.cluster.model or "")
+    read = model / "config.json"
+    kept = read.rename(model / "kept")
+    os.mkfifo(read)
+    try:
+        yield
+    finally:
+        os.close(os.open(read, os.O_WRONLY))  # It reads nothing.
+        kept.replace(read)
