@@ -115,6 +115,9 @@ ALL = (
     _of("bench_proxy", "bench_proxy", 15),
     _of("checkpoint_cost", "checkpoint_cost", 14),
     _of("speculation", "acceptance", 15, "acceptance"),
+    _of("speculation", "exact", 20, "exact"),
+    _of("speculation", "gain", 15, "gain"),
+    _of("speculation", "draws", 10, "draws"),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
     _of("crossover", "crossover", 7),
@@ -122,6 +125,7 @@ ALL = (
     _of("load_skew", "load_skew", 22),
     _of("load_skew", "rates", 55, "rates --repeats 10 --limit-s 3600"),
     _of("lumen", "lumen", 60),
+    _of("lumen", "progressive", 60, "run --model llama"),
     _of("lumen", "ten", 60, "run --keep ten --cases 10x1 10x5 10x1:7.5"),
     _of("lumen", "placement", 1, "placement"),
     _of("kills", "simulated", 4, "run decode simulated"),
@@ -160,6 +164,7 @@ ALL = (
     _of("crossover", "distserve", 8, "run --distserve --repeats 5", DISTSERVE),
     _of("crossover", "hand_off_distserve", 6, "hand_off --distserve", DISTSERVE),
     _of("kills", "vllm", 15, "run decode vllm", VLLM),
+    _of("kills", "vllm-replay", 10, "run decode vllm --replays --kills 50", VLLM),
     *(
         _of("kills", "-".join(["vllm", *name]), minutes, f"run decode vllm --option {words}", VLLM)
         for name, minutes, words in (

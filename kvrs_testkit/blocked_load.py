@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvrs_testkit.processes import Processes
@@ -20,5 +20,6 @@ def blocked_load(processes: Processes) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(os.open(read, os.O_WRONLY))  # It reads nothing.
+        with suppress(OSError):  # There is none that reads.
+            os.close(os.open(read, os.O_WRONLY | os.O_NONBLOCK))  # It reads nothing.
         kept.replace(read)

@@ -96,6 +96,7 @@ class ScriptedVllm(ScriptedServer):
     running: int = 0
     waiting: int = 0
     pulled: int = 0
+    drafts: tuple[int, ...] = ()  # Of its speculative decoding: steps, proposed, accepted.
     arithmetic: Arithmetic | None = None  # None: every request is a greedy one.
     replays: bool = False  # It has the logits processor of `kvrs/vllm/replay.py`.
     moves_kv: bool = True  # Else what it should pull does not come, and it computes that.
@@ -196,6 +197,10 @@ class ScriptedVllm(ScriptedServer):
             f"vllm:request_prefill_time_seconds_sum{{{labels}}} 1.0",
             f"vllm:request_prefill_time_seconds_count{{{labels}}} 4.0",
         ]
+        for name, count in zip(
+            ("drafts", "draft_tokens", "accepted_tokens"), self.drafts, strict=False
+        ):
+            lines.append(f"vllm:spec_decode_num_{name}_total{{{labels}}} {float(count)}")
         if self.connector:
             lines.append(f"vllm:nixl_num_failed_transfers_total{{{labels}}} 0.0")
             lines.append(f"vllm:nixl_bytes_transferred_sum{{{labels}}} {self.received_bytes}")

@@ -69,7 +69,7 @@ class Wave:
 
     @property
     def ended_first(self) -> int:
-        """Of those that were there a moment before, so many had sent their last token by then."""
+        """Streams that were there a moment before, and had sent their last token by then."""
         recovered = {row["stream"] for row in self.recoveries}
         return sum(
             each["decode"] == self.victim

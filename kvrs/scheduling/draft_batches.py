@@ -26,7 +26,11 @@ class DraftBatches:
     """Streams by the numbers that the other instance has given them."""
 
     def __init__(self, settings: BatchSettings, depth: int, max_positions: int) -> None:
-        self._settings, self._depth, self._max_positions = settings, depth, max_positions
+        """`depth`: drafts of a stream that the other instance verifies in a step."""
+        self._settings, self._max_positions = settings, max_positions
+        # The step that it computes now may choose `depth + 1` tokens, and the next one wants
+        # `depth` drafts behind these.
+        self._lead = 2 * depth + 1
         self._streams: dict[int, MirroredStream] = {}
         self._free = list(range(settings.pages))
         self._is_stuck = False  # No stream that has room for drafts can be computed.
@@ -35,7 +39,7 @@ class DraftBatches:
     def has_work(self) -> bool:
         """False: `next` would be empty before the next update."""
         return not self._is_stuck and any(
-            len(each.mirror.drafted) < self._depth for each in self._streams.values()
+            len(each.mirror.drafted) < self._lead for each in self._streams.values()
         )
 
     @property
@@ -65,7 +69,7 @@ class DraftBatches:
         left = self._settings.max_batch_tokens
         for stream in self._streams.values():
             mirror = stream.mirror
-            if not left or len(mirror.drafted) >= self._depth:
+            if not left or len(mirror.drafted) >= self._lead:
                 continue
             first, ids = mirror.uncomputed(left)
             end = first + len(ids)

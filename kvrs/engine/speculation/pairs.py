@@ -1,7 +1,8 @@
 """Pairs of tiny models of which one proposes what the other one chooses, with a known probability.
 
-The target is the draft with more layers, two unless told otherwise. What these add is scaled by a factor, which is found
-by bisection: with 0 both are the same, and the larger it is the less they agree.
+The target is the draft with more layers, two unless told otherwise. What these add is scaled by a
+factor, which is found by bisection: with 0 both are the same, and the larger it is the less they
+agree.
 """
 
 from collections.abc import Sequence

@@ -305,6 +305,7 @@ class VllmBackend(OpenAiPeer):
             free_pages=metrics.free_pages,
             queue_delay_s=waiting * metrics.prefill_s,
             links=[],
+            speculation=metrics.drafts,
         )
 
     async def _read(self, path: str) -> bytes:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.wire.peer import UnusableError
 
 # Values that are not finite numbers count as absent.
@@ -69,6 +70,23 @@ class VllmMetrics:
         """KV that the connector has fetched since the start; None: this version does not say."""
         found = list(self._values("vllm:nixl_bytes_transferred_sum"))
         return sum(found) if found else None
+
+    @property
+    def drafts(self) -> SpeculationReport | None:
+        """Drafts of its own speculative decoding since the start; None: it has none."""
+        steps, proposed, accepted = (
+            list(self._values(f"vllm:spec_decode_num_{name}_total"))
+            for name in ("drafts", "draft_tokens", "accepted_tokens")
+        )
+        if not (steps and proposed and accepted):
+            return None
+        return SpeculationReport(
+            "engine",
+            active=True,
+            steps=max(0, int(sum(steps))),
+            proposed=max(0, int(sum(proposed))),
+            accepted=max(0, int(sum(accepted))),
+        )
 
     def _cache_number(self, name: str, least: int) -> int:
         value = self.cache.get(name, "")

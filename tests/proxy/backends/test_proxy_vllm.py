@@ -187,6 +187,24 @@ async def test_the_same_process_is_used_again_when_it_has_run_dry(vllms: Builder
     await system.until_health(d0="up")
 
 
+async def test_drafts_of_its_own_are_shown(vllms: Builder) -> None:
+    """In the state, and as a metric beside those of other engines."""
+    system = await vllms(prepare=lambda servers: setattr(servers["d0"], "drafts", (5, 20, 7)))
+
+    rows = {row["id"]: row for row in (await system.state())["instances"]}
+    metrics = await system.metrics()
+
+    found = rows["d0"]["speculation"]
+    assert (found["source"], found["steps"], found["proposed"], found["accepted"]) == (
+        "engine",
+        5,
+        20,
+        7,
+    )
+    assert rows["p0"]["speculation"] is None
+    assert 'kvrs_draft_tokens_total{outcome="accepted",source="engine",worker="d0"} 7.0' in metrics
+
+
 async def test_load_is_read_from_metrics(vllms: Builder) -> None:
     """Requests ahead, each for as long as a prefill has taken on the average."""
     system = await vllms(prepare=lambda servers: setattr(servers["p0"], "waiting", 3))

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.protocol.geometry import KvGeometry
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.model_geometry import read_geometry
 from kvrs.proxy.backends.pd import OpenAiPeer
@@ -160,6 +161,20 @@ def test_metrics_that_make_no_sense_are_named(line: str, changed: str, said: str
 
     with pytest.raises(UnusableError, match=said):
         _ = (metrics.started_s, metrics.free_pages)
+
+
+def test_drafts_of_its_own_are_counted() -> None:
+    """Where the server speculates; the steps, what they proposed, what was right."""
+    drafts = "".join(
+        f'vllm:spec_decode_num_{name}_total{{engine="{engine}"}} {count}.0\n'
+        for engine in (0, 1)
+        for name, count in (("drafts", 5), ("draft_tokens", 20), ("accepted_tokens", 7 + engine))
+    )
+
+    found = VllmMetrics(METRICS + drafts).drafts
+
+    assert found == SpeculationReport("engine", active=True, steps=10, proposed=40, accepted=15)
+    assert VllmMetrics(METRICS).drafts is None
 
 
 def test_a_prefill_time_is_zero_before_the_first_request() -> None:
