@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.speculation.reload import Restart, announced
+from kvrs.engine.speculation.reload import Restart
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState
 
@@ -61,7 +61,7 @@ def test_a_paced_draft_counts_as_its_profile(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_there_first_is_said(tmp_path: Path) -> None:
-    with announced(config(tmp_path, 10), D1, 2, SECRET) as restart:
-        restart.loaded()
-        assert restart.skipped == "draft: the model was there first"
-        assert restart.now().state is ReloadState.HOTSWAP
+    restart = Restart(config(tmp_path, 10), D1, 2, SECRET)
+    restart.loaded()
+    assert restart.skipped == "draft: the model was there first"
+    assert restart.now().state is ReloadState.HOTSWAP
