@@ -28,9 +28,9 @@ def differences() -> str:
 
 
 _NOT_BUILT = (
-    "LUMEN, speculation in the simulator and on a clock: the engine has it (an instance that loads "
+    "LUMEN, speculation on a clock: the engine and the simulator have it (an instance that loads "
     "its weights proposes tokens by a small model meanwhile, and a survivor verifies them), and no "
-    "figure of a recovery is with it.",
+    "kept figure of a recovery is with it.",
     "AnchorTP, experts: no model with experts (MoE), nothing of them is rebalanced after a loss.",
     "KevlarFlow, all of it: pipelines over several nodes, one of which serves with a node of "
     "another one after a loss; processes that load first and are connected later; KV that each "
