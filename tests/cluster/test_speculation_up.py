@@ -72,7 +72,7 @@ def test_a_killed_instance_helps_while_it_loads_and_then_serves(cluster: Cluster
     assert helper["skipped"] == ""
     assert row(cluster, "d1")["paired_with"] == "d0"
     assert ids(cluster, 300) == calm
-    assert row(cluster, "d1")["speculation"]["accepted"] > 0
+    until(lambda: row(cluster, "d1")["speculation"]["accepted"] > 0, WAIT_S)
 
     until(lambda: row(cluster, "d0").get("state") == "full", WAIT_S)
     until(lambda: row(cluster, "d1")["paired_with"] is None, WAIT_S)

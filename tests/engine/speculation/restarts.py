@@ -41,8 +41,8 @@ class Cluster:
         return report
 
     async def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        """Ask d0, with a seed."""
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "seed": 4}
+        """Ask d0."""
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with self._http.post(f"{self._url}/v1/completions", json=body) as answer:
             assert answer.status == 200, await answer.text()

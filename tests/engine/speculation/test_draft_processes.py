@@ -67,7 +67,9 @@ async def test_a_helper_speeds_a_survivor_up_and_may_vanish_at_any_time(
             await until(cluster, lambda report: report.helper == D1)
             assisting = Reload(ReloadState.ASSIST, InstanceId("d0"))
             await until(cluster, lambda report: report.reloads[D1] == assisting)
-            assert await accepted_in(cluster, again) > 0
+            async with asyncio.timeout(PATIENCE_S):  # On a busy machine drafts come too late.
+                while not await accepted_in(cluster, again):
+                    pass
 
             os.kill(processes.pid("d1"), signal.SIGSTOP)
             assert await accepted_in(cluster, again) < TOKENS // 4
