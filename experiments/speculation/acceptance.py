@@ -111,12 +111,17 @@ def accepted(
     return means, first_right, different
 
 
+def settings_for(streams: int) -> EngineSettings:
+    return EngineSettings(pages=streams * PAGES, max_batch_tokens=1024, max_model_len=PAGES * 16)
+
+
+def prompts_of(streams: int, seed: int) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(2, 512) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
+
+
 def measure(directory: Path, streams: int, tokens: int, seed: int) -> list[dict[str, Any]]:
-    settings = EngineSettings(
-        pages=streams * PAGES, max_batch_tokens=1024, max_model_len=PAGES * 16
-    )
-    random, rows = Random(seed), []
-    prompts = [[random.randrange(2, 512) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
+    settings, prompts, rows = settings_for(streams), prompts_of(streams, seed), []
     for acceptance, depth in CASES:
         pair = directory / f"{acceptance}"
         agreed = write_pair(pair, acceptance, seed)

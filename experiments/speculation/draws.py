@@ -13,7 +13,6 @@ timed.
 import argparse
 import tempfile
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,15 @@ from torch import Tensor
 
 from experiments.record import Record
 from experiments.rig import interval
-from experiments.speculation.acceptance import CASES, PAGES, PROMPT_TOKENS, continued, expected
-from kvrs.config.engine import EngineSettings
+from experiments.speculation.acceptance import (
+    CASES,
+    PAGES,
+    PROMPT_TOKENS,
+    continued,
+    expected,
+    prompts_of,
+    settings_for,
+)
 from kvrs.engine.sampler import SamplingParams, sample
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.engine.worker import Worker
@@ -50,11 +56,7 @@ def rows_of(worker: Worker, histories: list[list[int]]) -> list[Tensor]:
 
 
 def measure(directory: Path, streams: int, tokens: int, seed: int) -> list[dict[str, Any]]:
-    settings = EngineSettings(
-        pages=streams * PAGES, max_batch_tokens=1024, max_model_len=PAGES * 16
-    )
-    random, rows = Random(seed), []
-    prompts = [[random.randrange(2, 512) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
+    settings, prompts, rows = settings_for(streams), prompts_of(streams, seed), []
     for acceptance, depth in CASES:
         pair = directory / f"{acceptance}"
         write_pair(pair, acceptance, seed)

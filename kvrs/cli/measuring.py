@@ -88,6 +88,7 @@ def simulate(
     seed: opt.FirstSeed = 0,
     seeds: opt.Seeds = 1,
     proxies: opt.SimulateProxies = 1,
+    acceptance: opt.SimulatedAcceptance = 0.6,
     policy: opt.Policies = None,
     out: opt.SimulationOut = None,
     json: opt.Json = False,
@@ -110,6 +111,7 @@ def compare(
     seed: opt.FirstSeed = 0,
     seeds: opt.ComparedSeeds = 10,
     proxies: opt.SimulateProxies = 1,
+    acceptance: opt.SimulatedAcceptance = 0.6,
     out: opt.SimulationOut = None,
     json: opt.Json = False,
 ) -> None:

@@ -263,6 +263,10 @@ SimulationOut = Annotated[Path | None, typer.Option(help="Directory for the outc
 PageOut = Annotated[
     Path | None, typer.Option(help="Directory for the page: report.html, or compare.html")
 ]
+SimulatedAcceptance = Annotated[
+    float,
+    typer.Option(help="Probability that a draft is right (speculation.source: draft)"),
+]
 SimulateProxies = Annotated[
     int, typer.Option(min=1, help="How many proxies, each with a policy and a view of its own")
 ]

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,7 @@ from kvrs.config.file import (
 from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
-from kvrs.config.source import Source
+from kvrs.config.source import Source, lay_over
 from kvrs.config.speculation import DraftSourceName
 from kvrs.config.workers import WorkerPlan, with_workers, worker_config
 from kvrs.errors import ConfigError, check_extras
@@ -158,7 +159,10 @@ def _up_config(
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
         preset = SystemPreset.BEST
-    given = checked(source := load_source(config, environ, preset, backend))
+    source = load_source(config, environ, preset, backend)
+    if draft is not None:
+        source = _with_draft(source, draft)
+    given = checked(source)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -169,9 +173,6 @@ def _up_config(
             document["backup"]["mode"] = BackupMode.LOCAL.value
     if model is not None:
         document["cluster"]["model"] = _directory("--model", model)
-    if draft is not None:
-        document["speculation"]["source"] = DraftSourceName.DRAFT.value
-        document["speculation"]["draft"] = _directory("--draft", draft)
     if backend is not None:
         document["cluster"]["backend"] = backend.value
     if distserve_home is not None:
@@ -187,6 +188,16 @@ def _up_config(
     asked = parse_config(document)
     _check_exposure(asked, source)
     return asked
+
+
+def _with_draft(source: Source, draft: Path) -> Source:
+    """The same with the draft of the command line: before its check, which asks for one."""
+    drafts = {"source": DraftSourceName.DRAFT.value, "draft": _directory("--draft", draft)}
+    named = replace(source, document={"speculation": drafts})
+    if source.document is None or isinstance(source.document, Mapping):
+        lay_over(named, source)
+        return named
+    return source  # A fault of the document, found by its check.
 
 
 def _directory(option: str, model: Path) -> str:

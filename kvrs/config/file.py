@@ -6,7 +6,7 @@ sections, and turns every mistake into one line with path, value and allowed ran
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -29,7 +29,7 @@ from kvrs.config.speculation import SpeculationSettings, faults_of_speculation
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
-from kvrs.profiles.catalog import decode_table, prefill_table
+from kvrs.profiles.catalog import decode_table, load_s, prefill_table
 from kvrs.protocol.instance import Role
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
@@ -383,13 +383,16 @@ def _faults_of_services(config: Config) -> Iterator[str]:
 
 
 def _faults_of_profiles(config: Config) -> Iterator[str]:
-    for key, wanted, table in (
-        ("profiles.prefill", config.profiles.prefill, prefill_table),
-        ("cluster.engine.pace", config.cluster.engine.pace, decode_table),
-        ("speculation.pace", config.speculation.pace, decode_table),
-    ):
+    needed: tuple[tuple[str, str | None, tuple[Callable[[str], object], ...]], ...] = (
+        ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
+        ("cluster.engine.pace", config.cluster.engine.pace, (decode_table,)),
+        ("speculation.pace", config.speculation.pace, (decode_table, load_s)),
+    )
+    for key, wanted, tables in needed:
+        if wanted is None:
+            continue
         try:
-            if wanted is not None:
+            for table in tables:
                 table(wanted)
         except ConfigError as error:
             yield from (f"{key}: {fault}" for fault in error.faults)

@@ -27,6 +27,7 @@ from kvrs.faults.language import Fault, load_faults
 from kvrs.report.output import claim_directory
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
+from kvrs.sim.recovering import draft_model_of
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 from kvrs.tables import folded, output
@@ -51,6 +52,7 @@ class SimulateOptions:
     seed: int = 0
     seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
     proxies: int = 1
+    acceptance: float = 0.6  # Of drafts, with `speculation.source: draft`.
     policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
     json: bool = False
     out: Path | None = None  # Directory for simulation.json.
@@ -175,7 +177,15 @@ def make_world(
             has_ranks=any(each.ranks > 1 for _, each in config.cluster.instances()),
             proxies=options.proxies,
         )
-    return World(config, arrivals, deaths, seed=seed, proxies=options.proxies, keep_log=keep_log)
+    return World(
+        config,
+        arrivals,
+        deaths,
+        seed=seed,
+        proxies=options.proxies,
+        keep_log=keep_log,
+        draft_model=draft_model_of(config, options.acceptance),
+    )
 
 
 def _faults(options: SimulateOptions, config: Config) -> list[Fault]:

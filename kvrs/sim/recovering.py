@@ -11,8 +11,11 @@ from functools import partial
 from zlib import crc32
 
 from kvrs.config.file import Config
+from kvrs.config.speculation import DraftSourceName
 from kvrs.elastic.pairing import by_congestion
+from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles import catalog
 from kvrs.protocol.speculation import MirrorUpdate
 from kvrs.scheduling.draft_batches import DraftBatch, DraftBatches, MirroredStream
 from kvrs.scheduling.pace import Pace
@@ -34,6 +37,27 @@ class SimDraftModel:
     def token(self, stream: StreamId, position: int) -> int:
         chance = crc32(f"draft {stream}:{position}".encode()) / (1 << 32)
         return token_at(stream, position) + (chance >= self.acceptance)
+
+
+def draft_model_of(config: Config, acceptance: float) -> SimDraftModel | None:
+    """The draft model of a configuration; None: it has none.
+
+    Raises:
+        ConfigError: no profile says how long the draft takes, or there is no such acceptance.
+    """
+    speculation, disk_bytes_per_s = config.speculation, config.cluster.engine.disk_bytes_per_s
+    if speculation.source is not DraftSourceName.DRAFT:
+        return None
+    if not 0 <= acceptance <= 1:
+        raise ConfigError(f"--acceptance: got {acceptance}; allowed: 0 to 1")
+    if (name := speculation.pace) is None:
+        raise ConfigError(
+            "speculation.pace: null with source 'draft'; allowed in a simulation: the name of a "
+            "profile"
+        )
+    read_s = catalog.load(name).weight_bytes / disk_bytes_per_s if disk_bytes_per_s else 0.0
+    pace = Pace(name)
+    return SimDraftModel(pace, read_s + pace.load_s, acceptance)
 
 
 class SimHelper:

@@ -1,17 +1,21 @@
 """Instances of the simulated cluster that make drafts while they are started again."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrs.config.file import Config, parse_config
+from kvrs.errors import ConfigError
 from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.cluster import Outcome
+from kvrs.sim.command import SimulateOptions, make_world
 from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.recovering import SimDraftModel
+from kvrs.sim.recovering import SimDraftModel, draft_model_of
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
@@ -120,3 +124,25 @@ def test_a_run_is_the_same_every_time() -> None:
     outcomes = [run(config(), DRAFT, (2.0, "w2"))[0] for _ in range(2)]
     assert outcomes[0].steps == outcomes[1].steps
     assert outcomes[0].span_s == outcomes[1].span_s
+
+
+def test_a_simulation_needs_the_pace_of_the_draft_model() -> None:
+    """Else it would run without drafts, and say nothing of it."""
+    with pytest.raises(ConfigError, match=r"speculation.pace: null with source 'draft'"):
+        draft_model_of(config(), 0.6)
+    with pytest.raises(ConfigError, match=r"--acceptance: got nan; allowed: 0 to 1"):
+        draft_model_of(config(), float("nan"))
+    assert draft_model_of(config("off"), 0.6) is None
+
+
+def test_the_command_simulates_drafts(tmp_path: Path) -> None:
+    paced = config().model_dump(mode="json")
+    paced["speculation"]["pace"] = "llama-3.1-8b-a100-vllm-tp1"
+    file = tmp_path / "kvrs.yaml"
+    file.write_text(json.dumps(paced))
+    given = parse_config(paced)
+    options = SimulateOptions(config=file, requests=60, deaths=3, acceptance=1.0)
+    world = make_world(options, given, [], seed=1)
+
+    assert world.run().ended == {"complete": 60}
+    assert sum(accepted(world).values()) > 0
