@@ -21,15 +21,18 @@ BLOCK_TOKENS = 64
 _GROUP_BLOCKS = (
     256  # Blocks (times KV heads) that one pass gathers: about what stays in a core's cache.
 )
+# Rows of scores, of all matrices of a group, up to which tiles of fewer rows join tiles of more:
+# about where the rows computed in vain cost as much as one group more.
+_MIXED_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Query tiles that attend together: equally many blocks, and either one real row each (decode)
-    or up to a whole tile.
+    """Query tiles that attend together: equally many blocks, and about as many real rows: one where
+    sequences decode, more where they verify drafts, a whole tile in prefill.
     """
 
-    rows_used: int  # 1 or TILE_ROWS
+    rows_used: int  # A power of two; tiles of the group have at most so many real rows.
     blocks: int
     rows: Tensor  # [tiles * TILE_ROWS]: the batch row that stands in each row of each tile
     runs: Tensor  # [tiles * blocks * kv_heads * pages per block]: what `KvPool.gather` takes
@@ -135,20 +138,19 @@ def _group(
 ) -> tuple[list[TileGroup], list[int]]:
     """Sort tiles into groups. Returns them, and where the result of every real row will lie."""
     block_tokens = pages_per_block(pool.geometry.page_size_tokens) * pool.geometry.page_size_tokens
-    classes: dict[tuple[int, int], list[_Tile]] = {}
-    for tile in tiles:
+    classes: dict[int, list[_Tile]] = {}
+    for tile in sorted(tiles, key=lambda tile: -tile.rows):
         blocks = _rounded_up(tile.last_position // block_tokens + 1)
-        classes.setdefault((1 if tile.rows == 1 else TILE_ROWS, blocks), []).append(tile)
+        classes.setdefault(blocks, []).append(tile)
     groups: list[TileGroup] = []
     row_in_groups = [0] * real_rows
     offset = 0
-    for (rows_used, blocks), members in classes.items():
+    for blocks, members in classes.items():
         matrices_per_tile = blocks * heads
         # The group's matrices must come in whole product groups.
         multiple = GROUP_MATRICES // math.gcd(GROUP_MATRICES, matrices_per_tile)
         size = max(1, _GROUP_BLOCKS // (matrices_per_tile * multiple)) * multiple
-        for start in range(0, len(members), size):
-            part = members[start : start + size]
+        for rows_used, part in _parts(members, size, _MIXED_ROWS // matrices_per_tile):
             count = -(-len(part) // multiple) * multiple
             groups.append(_tile_group(part, count, rows_used, blocks, pool, heads))
             for index, tile in enumerate(part):
@@ -156,6 +158,22 @@ def _group(
                     row_in_groups[tile.first_row + row] = offset + index * rows_used + row
             offset += count * rows_used
     return groups, row_in_groups
+
+
+def _parts(tiles: list[_Tile], size: int, mixed_rows: int) -> Iterator[tuple[int, list[_Tile]]]:
+    """Tiles, those with most rows first, in parts of at most `size`, and the rows that each part
+    uses. In a part of at most `mixed_rows` there may be tiles with fewer.
+    """
+    while tiles:
+        rows_used = _rows_used(tiles[0])
+        alike = sum(_rows_used(tile) == rows_used for tile in tiles)
+        count = min(size, max(alike, mixed_rows // rows_used))
+        yield rows_used, tiles[:count]
+        tiles = tiles[count:]
+
+
+def _rows_used(tile: _Tile) -> int:
+    return 1 << (tile.rows - 1).bit_length()
 
 
 def _rounded_up(blocks: int) -> int:
