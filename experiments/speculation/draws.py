@@ -2,9 +2,10 @@
 
     python -m experiments.speculation.draws [--streams 24] [--tokens 120]
 
-- by likelihood: the engine's own way (`kvrs/engine/sampler.py`), the place of one number of the
-  seed and position among the tokens in order of likelihood;
-- by token: the largest of logits and Gumbel noise of the seed, the position and the token.
+- by token: the engine's own way (`kvrs/engine/sampler.py`), the largest of logits and Gumbel noise
+  of the seed, the position and the token;
+- by likelihood: the place of one number of the seed and position among the tokens in order of
+  likelihood.
 
 Both are exact draws of the model's distribution. The pairs of models are tiny, and nothing is
 timed.
@@ -38,10 +39,12 @@ from kvrs.scheduling.sequences import Chunk
 TEMPERATURES = (0.2, 0.8)
 
 
-def by_token(logits: Tensor, temperature: float, seed: int, position: int) -> int:
-    """The token whose logit with noise of its own is the largest."""
-    noise = np.random.Generator(np.random.Philox(key=[seed, position])).gumbel(size=len(logits))
-    return int((logits.numpy().astype(np.float64) / temperature + noise).argmax())
+def by_likelihood(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+    scaled = logits.numpy().astype(np.float64) / temperature
+    ids = np.argsort(-scaled, kind="stable")
+    cumulative = np.cumsum(np.exp(scaled[ids] - scaled[ids[0]]))
+    number = np.random.Generator(np.random.Philox(key=[seed, position])).random()
+    return int(ids[np.searchsorted(cumulative[:-1], number * cumulative[-1], side="right")])
 
 
 def rows_of(worker: Worker, histories: list[list[int]]) -> list[Tensor]:
@@ -71,12 +74,12 @@ def measure(directory: Path, streams: int, tokens: int, seed: int) -> list[dict[
                 same = dict.fromkeys(shares, 0)
                 for at, (one, other) in enumerate(zip(right, proposed, strict=True)):
                     position = PROMPT_TOKENS + at
-                    same["likelihood"] += sample(one, params, position) == sample(
+                    same["token"] += sample(one, params, position) == sample(
                         other, params, position
                     )
-                    same["token"] += by_token(one, heat, number, position) == by_token(
-                        other, heat, number, position
-                    )
+                    same["likelihood"] += by_likelihood(
+                        one, heat, number, position
+                    ) == by_likelihood(other, heat, number, position)
                 for name, count in same.items():
                     shares[name].append(count / len(right))
             for name, found in shares.items():

@@ -6,6 +6,7 @@ So an attempt that continues a stream elsewhere draws what the lost one would ha
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,28 +38,32 @@ class SampledLogprobs:
 def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
     """Draw the token at `position` of a sequence from float32 CPU logits `[vocab]`.
 
-    Equal logits are ordered by id, the lowest first.
+    Each token has Gumbel noise of its own, and the one that is the likeliest with it is drawn: a
+    draw of the distribution in which models that differ a little mostly agree. Equal logits are
+    ordered by id, the lowest first.
     """
     logits = logits_row.numpy()
     if params.temperature < _GREEDY_BELOW:
         return int(logits.argmax())
-    ids = _candidates(logits, params.top_k)
-    scaled = logits[ids].astype(np.float64) / params.temperature
-    weights = np.exp(scaled - scaled[0])
-    if params.min_p > 0 or not np.isfinite(scaled[-1]):
-        # Those that are impossible have no weight.
-        weights = weights[(weights >= params.min_p) & (weights > 0)]
-    cumulative = np.cumsum(weights)
-    kept = (
-        int(np.searchsorted(cumulative, params.top_p * cumulative[-1])) + 1
-        if params.top_p < 1
-        else len(weights)
-    )
-    # The last kept token is the answer when rounding puts the target at the very end.
-    chosen = np.searchsorted(
-        cumulative[: kept - 1], uniform(params.seed, position) * cumulative[kept - 1], side="right"
-    )
-    return int(ids[chosen])
+    scaled = logits.astype(np.float64) / params.temperature
+    scaled -= scaled.max()
+    noise = gumbel_noise(params.seed, position, len(scaled))
+    if params.top_p >= 1 and params.min_p <= 0 and not 0 < params.top_k < len(scaled):
+        return int((scaled + noise).argmax())
+    ids = _kept(scaled, params)
+    return int(ids[(scaled[ids] + noise[ids]).argmax()])
+
+
+def _kept(scaled: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.intp]:
+    """Ids of the tokens that `top_k`, `min_p` and `top_p` leave, the likeliest first."""
+    ids = _candidates(scaled, params.top_k)
+    weights = np.exp(scaled[ids])
+    weights = weights[: max(1, np.count_nonzero((weights >= params.min_p) & (weights > 0)))]
+    if params.top_p < 1:
+        cumulative = np.cumsum(weights)
+        last = np.searchsorted(cumulative, params.top_p * cumulative[-1])
+        weights = weights[: last + 1]
+    return ids[: len(weights)]
 
 
 def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
@@ -78,15 +83,19 @@ def logprobs_of(logits_row: Tensor, token_id: int, top: int) -> SampledLogprobs:
     )
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), evenly spread over seeds and positions."""
+def gumbel_noise(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
+    """Noise of the tokens 0 to `count` - 1, each a function of seed, position and its id."""
     digest = hashlib.blake2b(
-        f"{seed}:{position}".encode(), digest_size=8, person=b"kvrs-sample"
+        f"{seed}:{position}".encode(), digest_size=16, person=b"kvrs-sample"
     ).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+    # Random bits, since their generator has one definition; numpy may change its distributions.
+    bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    # In the middle of their steps: neither 0 nor 1.
+    even = ((bits >> np.uint64(12)) + 0.5) / (1 << 52)
+    return np.asarray(-np.log(-np.log(even)), np.float64)
 
 
-def _candidates(logits: npt.NDArray[np.float32], top_k: int) -> npt.NDArray[np.intp]:
+def _candidates(logits: npt.NDArray[np.floating[Any]], top_k: int) -> npt.NDArray[np.intp]:
     """Ids from the likeliest on; a stable sort keeps the lowest id first among equals."""
     if not 0 < top_k < len(logits):
         return np.argsort(-logits, kind="stable")

@@ -1,13 +1,14 @@
 """Sampling is a function of logits, parameters, seed and position."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrs.engine.sampler import SamplingParams, logprobs_of, sample, uniform
+from kvrs.engine.sampler import SamplingParams, gumbel_noise, logprobs_of, sample
 
 finite = st.floats(-50, 50, width=32)
 rows = st.lists(finite, min_size=1, max_size=40)
@@ -55,28 +56,64 @@ def test_a_draw_repeats_and_keeps_to_its_candidates(
     assert mass_before < top_p + 1e-9
 
 
-def test_draws_follow_the_distribution() -> None:
-    """The inverse of the cumulative distribution at an even number: each token as often as it is
-    likely.
-    """
+@pytest.mark.parametrize(
+    ("cut", "shares"),
+    [
+        ({}, [0.1, 0.2, 0.3, 0.4]),
+        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.75}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"min_p": 0.7}, [0, 0, 3 / 7, 4 / 7]),
+    ],
+)
+def test_draws_follow_the_distribution(cut: dict[str, Any], shares: list[float]) -> None:
+    """Each token that is left comes as often as it is likely among those."""
     row = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-    params = SamplingParams(temperature=1.0, seed=5)
+    params = SamplingParams(temperature=1.0, seed=5, **cut)
 
     drawn = [sample(row, params, position) for position in range(8000)]
 
-    for token, share in enumerate([0.1, 0.2, 0.3, 0.4]):
+    for token, share in enumerate(shares):
         assert drawn.count(token) / len(drawn) == pytest.approx(share, abs=0.02)
 
 
-def test_seed_and_position_each_change_the_draw() -> None:
-    """A resumed stream needs its position's number, and two streams need different ones."""
-    numbers = {uniform(seed, position) for seed in range(50) for position in range(50)}
+def test_models_that_differ_a_little_draw_alike() -> None:
+    """A draft is of use to a sampled stream."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(512, generator=generator)
+    other = row + 0.05 * torch.randn(512, generator=generator)
+    params = SamplingParams(temperature=1.0, seed=5)
 
-    assert len(numbers) == 2500
-    assert all(0 <= number < 1 for number in numbers)
-    assert uniform(7, 3) == 0.49159767388235287, (
-        "the numbers are part of the protocol between engines: they never change"
+    alike = sum(
+        sample(row, params, position) == sample(other, params, position) for position in range(500)
     )
+
+    assert alike > 450
+
+
+def test_what_is_impossible_is_never_drawn() -> None:
+    row = torch.tensor([-torch.inf, 0.0, -torch.inf])
+
+    for cut in ({}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}):
+        params = SamplingParams(temperature=1.0, **cut)
+        assert {sample(row, params, position) for position in range(100)} == {1}
+
+
+def test_seed_position_and_token_each_change_the_noise() -> None:
+    """A resumed stream needs its position's noise, and two streams need different ones."""
+    found = {
+        number
+        for seed in range(20)
+        for position in range(20)
+        for number in gumbel_noise(seed, position, 5)
+    }
+
+    assert len(found) == 2000
+    assert all(-4 < number < 37 for number in found)
+    known = [2.588687370021066, 0.477311213800684, 0.8736229761348205, -0.6638277160161761]
+    assert list(gumbel_noise(7, 3, 4)) == pytest.approx(known, rel=1e-12), (
+        "the noise is part of the protocol between engines: it never changes"
+    )
+    assert list(gumbel_noise(7, 3, 2)) == list(gumbel_noise(7, 3, 4)[:2])
 
 
 def test_top_k_with_equal_logits_keeps_the_lowest_ids() -> None:
