@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from kvrs.config.engine import EngineSettings
@@ -187,6 +188,37 @@ def test_a_message_that_called_ends_with_tool_calls(tokenizer: Tokenizer) -> Non
     assert not any("content" in event["choices"][0]["delta"] for event in events[1:])
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     assert usage["usage"]["completion_tokens"] == len(output)
+
+
+@pytest.mark.parametrize("text", FORCED)
+@pytest.mark.parametrize("fields", [{"tools": TOOLS}, {"tools": TOOLS, "stop": ["so.", "🙂"]}])
+def test_tools_that_drafts_spell_are_those_of_single_steps(
+    tokenizer: Tokenizer, text: str, fields: dict[str, Any]
+) -> None:
+    """Several tokens of a step are a part of a marker, a whole call, or the end and more."""
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, **fields}
+    request = parse_chat_request(msgspec.json.encode(body))
+    output = [*tokenizer.encode(text, add_special_tokens=False).ids, END_ID]
+    rows = torch.nn.functional.one_hot(torch.tensor(output), 512).float()
+
+    def answered_by(depth: int) -> list[StepOutput]:
+        run = run_of(request, tokenizer, tokenizer.encode("user: ").ids, [])
+        steps: list[StepOutput] = []
+        while not steps or steps[-1].finish_reason is None:
+            at = len(steps)
+            drafts = output[at : at + depth][: len(output) - at - 1]
+            wrong = [*drafts[:-1], 300] if drafts and at % 3 == 0 else drafts
+            steps += run.step(rows[at : at + 1 + len(wrong)], wrong)
+            run.sequence.token_ids += [
+                token_id for step in steps[at:] for token_id in step.token_ids
+            ]
+        return steps
+
+    single = answered_by(0)
+
+    assert len(single) > 5
+    for depth in (1, 2, 5, 8, 40):
+        assert answered_by(depth) == single
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
