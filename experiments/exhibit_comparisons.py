@@ -77,6 +77,19 @@ def scheduling() -> list[Compared]:
     ]
 
 
+def with_drafts() -> list[Compared]:
+    published = {
+        ("LUMEN", "ttft_s"): -0.444,
+        ("LUMEN", "tpot_s"): -0.159,
+        ("LUMEN", "window_s"): -0.5,
+        ("+ progressive", "tpot_s"): 95.8 / 99.3 - 1,
+    }
+    return [
+        change(f"{scheme} {key}", value, figures.changed_with_drafts("4x1", scheme, key))
+        for (scheme, key), value in published.items()
+    ]
+
+
 def request_rates() -> list[Compared]:
     return [_of_case(case, "ttft_s", -0.333) for case in ("4x1:5.5", "4x1", "4x1:7.5")]
 

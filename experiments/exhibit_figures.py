@@ -43,6 +43,7 @@ COMPUTED = "measured_once/results/raidserve_computed.json"
 RAIDSERVE_IN_PLACE = "raidserve/results/in_place.json"
 SIMULATED = "lumen/results/lumen.json"
 SIMULATED_TEN = "lumen/results/ten.json"
+SIMULATED_DRAFTS = "lumen/results/progressive.json"
 ON_PROCESSES = "measured_once/results/lumen_recovery.json"
 STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
 RANK_BALANCE = "measured_once/results/rank_balance.json"
@@ -291,6 +292,24 @@ def scheduling(case: str) -> str:
 
 def ttft(case: str) -> str:
     return f"TTFT {means(case, STOP, 'ttft_s'):.2f} s, {changed(case, 'ttft_s')}"
+
+
+def with_drafts() -> str:
+    """TTFT and TPOT of each scheme against stop-and-restart."""
+    return "; ".join(
+        f"{case}: "
+        + ", ".join(
+            f"{scheme} TTFT {percent(changed_with_drafts(case, scheme, 'ttft_s'))}, TPOT "
+            f"{percent(changed_with_drafts(case, scheme, 'tpot_s'))}"
+            for scheme in (SCHEDULED, "+ progressive", "LUMEN")
+        )
+        for case in ("4x1", "8x2")
+    )
+
+
+def changed_with_drafts(case: str, scheme: str, key: str) -> Interval:
+    rows = kept(SIMULATED_DRAFTS)["cases"][case]
+    return mean_of([row[key] / rows[STOP][seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
 def against_both(case: str) -> str:
