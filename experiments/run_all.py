@@ -118,6 +118,7 @@ ALL = (
     _of("speculation", "exact", 20, "exact"),
     _of("speculation", "gain", 15, "gain"),
     _of("speculation", "draws", 10, "draws"),
+    _of("pipelines", "depth", 5, "depth"),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
     _of("crossover", "crossover", 7),

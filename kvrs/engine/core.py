@@ -129,6 +129,10 @@ class EngineCore(RunCore):
         """Let the loop look for work."""
         self._wake.set()
 
+    @property
+    def batches_in_flight(self) -> int:
+        return len(self._in_flight)
+
     def queue_delay_s(self) -> float:
         """Predicted time until a request that arrives now starts its prefill: the longer of the
         time to compute what is queued and, if the engine is full, the wait for admission, since

@@ -194,13 +194,15 @@ class EngineInstance(ServedInstance):
             released=lambda: self.core.wake(),
             place=None if kept is None else kept.first_page,
         )
+        # One in each stage of a pipeline.
+        depth = 1 if self.ranks is None else len(self.ranks.full.stages)
         hooks: list[StepHook] = [self.checkpointer]
         hooks += [hook for hook in (self.ranks, kept) if hook is not None]
         if pace is not None:
             hooks.append(PaceHook(pace))
         return EngineCore(
             self.worker,
-            BatchScheduler(engine, pages, share),
+            BatchScheduler(engine, pages, share, depth),
             pages,
             fetcher,
             clock=time.monotonic,
@@ -208,6 +210,7 @@ class EngineInstance(ServedInstance):
             prefill=prefill.shared(*chunks),
             hooks=hooks,
             drafts=self.drafts,
+            batches=depth,
         )
 
     @property
@@ -276,6 +279,7 @@ class EngineInstance(ServedInstance):
             fetches=self.core.recent_fetches.reports(),
             kv_bytes=self.port.kv_bytes(),
             draining=self.draining,
+            batches_in_flight=self.core.batches_in_flight,
             speculation=self._speculation(),
             **self._of_ranks(),
         )

@@ -275,6 +275,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
     full_degree: Natural = 0  # Ranks that it was configured with.
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
+    batches_in_flight: Natural | None = None  # That it computes now; None: it does not tell.
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
     connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
     speculation: SpeculationReport | None = None  # None: it has no source of drafts.

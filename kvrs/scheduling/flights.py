@@ -6,9 +6,10 @@ from kvrs.scheduling.sequences import Chunk, Sequence
 
 
 class Flights:
-    """Batches in flight, of which no two have a sequence in common."""
+    """Batches in flight, at most `depth`, of which no two have a sequence in common."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 1) -> None:
+        self._depth = depth
         self._batches: list[frozenset[Sequence]] = []
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -17,6 +18,12 @@ class Flights:
     @property
     def sequences(self) -> frozenset[Sequence]:
         return frozenset[Sequence]().union(*self._batches)
+
+    def share(self, ready: int) -> int:
+        """How many of the sequences that are ready the next batch takes, so that those behind it
+        get as many.
+        """
+        return -(-ready // max(1, self._depth - len(self._batches)))
 
     def begin(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
         """An empty batch is never in flight."""

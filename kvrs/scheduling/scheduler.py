@@ -54,6 +54,7 @@ from kvrs.scheduling.sequences import (
     expected_ranges,
     next_chunk,
     pages_for,
+    prefill_s,
     pull_of,
 )
 from kvrs.scheduling.shares import Share, Waiting, in_line
@@ -69,8 +70,12 @@ class BatchScheduler:
     more to do.
     """
 
-    def __init__(self, settings: BatchSettings, pages: PageManager, share: Share = in_line) -> None:
-        """`share`: of the prefill of a batch; of any the first in line gets a token at least."""
+    def __init__(
+        self, settings: BatchSettings, pages: PageManager, share: Share = in_line, depth: int = 1
+    ) -> None:
+        """`share`: of the prefill of a batch; of any the first in line gets a token at least.
+        `depth`: batches that are in flight at a time, at most.
+        """
         assert settings.page_size_tokens == pages.page_size_tokens
         self._max_batch_tokens = settings.max_batch_tokens
         self._max_running = settings.max_running
@@ -80,7 +85,7 @@ class BatchScheduler:
         self._admitted: list[Sequence] = []  # PULLING, SPLIT and RUNNING.
         # Pulls of sequences in PULLING and SPLIT, and of those that were aborted as such.
         self._pulls: dict[Sequence, Pull] = {}
-        self._in_flight = Flights()
+        self._in_flight = Flights(depth)
         # Had no page for their decode step in the last batch, and none behind them to preempt.
         self._stalled: list[Sequence] = []
         self._queued_tokens = 0
@@ -123,15 +128,9 @@ class BatchScheduler:
         The sum over sequences of `prefill(new given computed)`, each without the overhead of a
         step, plus one overhead for each of the steps that they share.
         """
-        overhead_s = prefill.step_overhead_s
         steps = -(-self._queued_tokens // self._max_batch_tokens)
-        queued = (
-            (len(one.token_ids) - one.work_tokens, one.work_tokens)
-            for one in (*self._queue, *self._admitted)
-        )
-        return steps * overhead_s + sum(
-            prefill.extra(there, new) - overhead_s for there, new in queued if new
-        )
+        queued_s = prefill_s((*self._queue, *self._admitted), prefill)
+        return steps * prefill.step_overhead_s + queued_s
 
     @property
     def full(self) -> bool:
@@ -266,11 +265,12 @@ class BatchScheduler:
         # Where decode steps alone can fill a batch, the first sequence could wait for ever to
         # prefill while others come and go.
         reserved = 1 if ready and ready[0].uncomputed_tokens > 1 else 0
-        for sequence in [
+        decoding = [
             one
             for one in ready
             if one.phase is SequencePhase.RUNNING and one.uncomputed_tokens == 1
-        ]:
+        ]
+        for sequence in decoding[: self._in_flight.share(len(decoding))]:
             if budget == reserved:
                 break
             # One before it may have preempted it in this loop.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrs.ids import StreamId
+from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag, next_tag
 
@@ -184,6 +185,16 @@ class Chunk:
 def pages_for(tokens: int, page_size: int) -> int:
     """How many pages hold that many tokens."""
     return -(-tokens // page_size)
+
+
+def prefill_s(sequences: Iterable[Sequence], prefill: PrefillTable) -> float:
+    """Predicted time to compute what is left of each, without the overheads of steps."""
+    return sum(
+        prefill.extra(len(one.token_ids) - one.work_tokens, one.work_tokens)
+        - prefill.step_overhead_s
+        for one in sequences
+        if one.work_tokens
+    )
 
 
 def coverable_pages(sequence: Sequence, page_size: int) -> int:

@@ -33,7 +33,7 @@ async def engines(
     depths = iter([1, 2])
 
     def core(*given: Any, **named: Any) -> EngineCore:
-        return EngineCore(*given, **named, batches=next(depths))
+        return EngineCore(*given, **named | {"batches": next(depths)})
 
     monkeypatch.setattr(instance, "EngineCore", core)
     async with peer_engines([tiny_model] * 2) as both:

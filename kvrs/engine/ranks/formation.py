@@ -3,6 +3,7 @@ next stage is on another node.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -46,8 +47,9 @@ class HangWatch:
 
 
 class RankFormation:
-    """The ranks of one layout that are on this node, in memory of their own. Batches are computed
-    by one thread at a time.
+    """The ranks of one layout that are on this node, in memory of their own. As many threads as it
+    has stages may compute a batch at a time: each stage computes them in the same order. The oldest
+    of these ends first, and only then another one may begin.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RankFormation:
         self.memory = FormationMemory(shared.memory, areas)
         self._seats = {rank: seats[rank] for rank in areas.ranks}
         self._batch = 0
+        self._ordering = threading.Lock()
         stages = layout.stages
         first, last = (stages.index(layout.stage_of(areas.ranks[at])) for at in (0, -1))
         # Behind which stages rows come from another node, and go to one.
@@ -90,40 +93,46 @@ class RankFormation:
         Raises:
             RanksLostError: ranks were lost, or were killed because they hung.
         """
-        self._batch += 1
+        with self._ordering:
+            batch = self._order(chunks, page_size_tokens, rows)
+        watch = HangWatch(limit_s, time.monotonic())
+        for rank in self._seats:
+            done = self.memory.lines[rank].done
+            done.wait(batch, lambda: self._look(batch, watch, limit_s))
+        if self._leave is not None:
+            return self._rows(self._leave, batch, chunks).clone()
+        return self.memory.logits(sum(chunk.logits for chunk in chunks), batch).clone()
+
+    def _order(self, chunks: Sequence[Chunk], page_size_tokens: int, rows: Tensor | None) -> int:
+        """Let all ranks compute a batch; returns its number."""
+        self._batch = batch = self._batch + 1
         if self._enter is not None:
             assert rows is not None, "the first stage is elsewhere"
-            self._rows(self._enter, chunks).copy_(rows)
+            self._rows(self._enter, batch, chunks).copy_(rows)
             # Count as a rank of that stage would.
             sender = self.layout.stages[self._enter].ranks[0]
-            self.memory.lines[sender].sent.set(self._batch)
-        frame = encode(batch_of(self.epoch, self._batch, chunks, page_size_tokens))
-        watch = HangWatch(limit_s, time.monotonic())
+            self.memory.lines[sender].sent.set(batch)
+        frame = encode(batch_of(self.epoch, batch, chunks, page_size_tokens))
         for seat in self._seats.values():
             try:
                 seat.send(frame)
             except RanksLostError:
                 seat.kill()
                 raise
-        for rank in self._seats:
-            done = self.memory.lines[rank].done
-            done.wait(self._batch, lambda: self._look(watch, limit_s))
-        if self._leave is not None:
-            return self._rows(self._leave, chunks).clone()
-        return self.memory.logits(sum(chunk.logits for chunk in chunks)).clone()
+        return batch
 
-    def _rows(self, boundary: int, chunks: Sequence[Chunk]) -> Tensor:
+    def _rows(self, boundary: int, batch: int, chunks: Sequence[Chunk]) -> Tensor:
         areas, count = self.memory.areas, sum(len(chunk.token_ids) for chunk in chunks)
-        return self.memory.floats(areas.rows(boundary), padded_rows(count), areas.hidden)
+        return self.memory.floats(areas.rows(boundary, batch), padded_rows(count), areas.hidden)
 
-    def _look(self, watch: HangWatch, limit_s: float) -> None:
+    def _look(self, batch: int, watch: HangWatch, limit_s: float) -> None:
         """While a batch is computed."""
         dead = [rank for rank, seat in self._seats.items() if seat.process.poll()]
         if dead or self.has_ended:
             status = status_of([self._seats[rank] for rank in dead])
             raise RanksLostError(dead, "has died", status)
         is_hanging = watch.look(self.memory.progress(), time.monotonic())
-        if is_hanging and (stuck := self.memory.stuck(self._batch)):
+        if is_hanging and (stuck := self.memory.stuck(batch)):
             # Before anything else goes on: what they would write later reaches nothing.
             for rank in stuck:
                 log.error("a rank hangs in a batch", extra={"rank": rank, "limit_s": limit_s})

@@ -56,8 +56,8 @@ def describe_ranks(
 
 
 class RankGroup(StageRanks, StepHook):
-    """The face of a `Worker`, over ranks that are all on this node. `execute` is called by one
-    thread at a time.
+    """The face of a `Worker`, over ranks that are all on this node. `execute` may be called by as
+    many threads at a time as there are stages.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RankGroup(StageRanks, StepHook):
         self.lost_devices: set[int] = set()  # Of them, those that lost their memory as well.
         self.streams = 0  # Of the last batch.
         self._serving = threading.Condition()
-        self._computing = threading.Lock()
+        self._under_way = 0  # Batches that are computed; under `_serving`.
         self._formation: RankFormation | None = None
         self._end: RanksLostError | None = None
         self._reformer: Reformer | None = None
@@ -155,21 +155,28 @@ class RankGroup(StageRanks, StepHook):
             RanksLostError: the batch is not computed; KV of its positions may be written in part.
         """
         assert chunks, "a batch has at least one chunk"
-        with self._computing:
+        with self._serving:
             formation, self.streams, losses = self._formation, len(chunks), self.pool.losses
             if formation is None or not self.pool.is_whole:
                 raise RanksLostError(sorted(self.lost), "has died")
+            self._under_way += 1
+        try:
             limit_s = limit_s_of(self.predict, chunks)
-            try:
-                logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
-                # A rank that was killed may have read its cells when these were gone.
-                if losses != self.pool.losses:
-                    raise RanksLostError(sorted(self.lost), "has lost cells meanwhile")
-                return logits
-            except RanksLostError:
-                formation.end()
-                self._formation = None
-                raise
+            logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
+            # A rank that was killed may have read its cells when these were gone.
+            if losses != self.pool.losses:
+                raise RanksLostError(sorted(self.lost), "has lost cells meanwhile")
+            return logits
+        except RanksLostError:
+            formation.end()
+            with self._serving:
+                if self._formation is formation:
+                    self._formation = None
+            raise
+        finally:
+            with self._serving:
+                self._under_way -= 1
+                self._serving.notify_all()
 
     def on_lost(self) -> None:
         """Sleep until the ranks compute again.
@@ -220,13 +227,14 @@ class RankGroup(StageRanks, StepHook):
     # For the thread that re-forms.
 
     def freeze(self, *, at_once: bool) -> None:
-        """Compute nothing more in this formation; `at_once`: not even the batch under way."""
-        if at_once and (formation := self._formation) is not None:
+        """Compute nothing more in this formation; `at_once`: not even the batches under way."""
+        with self._serving:
+            formation, self._formation = self._formation, None
+            if at_once and formation is not None:
+                formation.end()
+            self._serving.wait_for(lambda: not self._under_way)
+        if formation is not None:
             formation.end()
-        with self._computing:
-            if self._formation is not None:
-                self._formation.end()
-            self._formation = None
 
     def probe(self, formation: RankFormation) -> Tensor:
         """Logits that are the same in every formation."""

@@ -40,8 +40,8 @@ from kvrs.transfer.peers import Identity, Peer
 
 
 class RanksOnNodes(StepHook):
-    """The face of a `Worker`, over groups of stages. `execute` is called by one thread at a
-    time.
+    """The face of a `Worker`, over groups of stages. `execute` may be called by as many threads at
+    a time as there are stages.
     """
 
     def __init__(

@@ -114,13 +114,13 @@ class ShareWorker:
         if decoder.head is None:
             self._exchange.send(hidden, batch)
         elif decoder.head.weights and step.logits:
-            self._write_logits(decoder.logits(hidden, step))
+            self._write_logits(decoder.logits(hidden, step), batch)
         self._line.worked_us.note(int(time.thread_time() * 1e6))
         self._line.done.set(batch)
 
-    def _write_logits(self, columns: Tensor) -> None:
+    def _write_logits(self, columns: Tensor, batch: int) -> None:
         """Into the columns of this rank's tiles, run by run."""
-        whole = self._memory.logits(columns.shape[0])
+        whole = self._memory.logits(columns.shape[0], batch)
         for first, count, own in self._columns:
             whole[:, first : first + count] = columns[:, own : own + count]
 

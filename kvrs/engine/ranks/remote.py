@@ -67,7 +67,7 @@ class StageAt:
 
 class RemoteStage:
     """A `StageGroup`. Its connections belong to an event loop in a thread of its own: batches come
-    from the thread that computes, pages from the instance's loop.
+    from threads that compute, one at a time, pages from the instance's loop.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class RemoteStage:
         self._listening: asyncio.Task[None] | None = None
         self._error: RanksLostError | None = None
         self._asking = asyncio.Lock()
+        self._computing = threading.Lock()
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stage", daemon=True)
@@ -121,8 +122,9 @@ class RemoteStage:
             if self._is_last
             else padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
         )
-        self._answer_bytes = count * self._width * _FLOAT_BYTES
-        found = self._call(self._execute(chunks, rows, limit_s)).result()
+        with self._computing:
+            self._answer_bytes = count * self._width * _FLOAT_BYTES
+            found = self._call(self._execute(chunks, rows, limit_s)).result()
         return found.view(torch.float32).view(count, self._width)
 
     async def read(self, pages: Sequence[int]) -> Tensor:

@@ -106,6 +106,7 @@ def _instance(
         "load": None if known.load is None else msgspec.to_builtins(known.load),
         "connector": _connector(known, driver),
         "speculation": None if known.load is None else msgspec.to_builtins(known.load.speculation),
+        "batches_in_flight": None if known.load is None else known.load.batches_in_flight,
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
         "self_test": driver.control.self_tests.describe(known.id),

@@ -73,7 +73,7 @@ class ThreadRanks:
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         self._batch += 1
         list(self._threads.map(lambda worker: self._compute(worker, chunks), self._workers))
-        return self.memory.logits(sum(chunk.logits for chunk in chunks)).clone()
+        return self.memory.logits(sum(chunk.logits for chunk in chunks), self._batch).clone()
 
     def _compute(self, worker: ShareWorker, chunks: Sequence[Chunk]) -> None:
         with torch.inference_mode():

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -39,6 +40,7 @@ from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream
+from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import D0, SECRET, config_of, head_of, hosting, layout_in, model_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
@@ -187,6 +189,37 @@ async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
                 await ours.save()
         finally:
             head.close()
+
+
+def test_stages_on_nodes_compute_different_batches_at_a_time(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Two threads have the bytes that one process has, and both wait where a stage stands still."""
+    config = config_of(tiny_model)
+    worker = Worker(tiny_model, config.cluster.engine)
+    others = [Chunk(TOKENS[at : at + 9], 0, [10 + at], logits=3) for at in range(6)]
+    expected = [[worker.execute([chunk]) for chunk in own] for own in (chunks(), others)]
+    with hosting(config, tmp_path) as host:
+        head = head_of(config)
+        own = head.groups[0]
+        assert isinstance(own, LocalStages)
+        line, before = own._formation.memory.lines[0], own._formation._batch
+        try:
+            with ThreadPoolExecutor(2) as threads:
+                os.kill(host.pid, signal.SIGSTOP)
+                results = [
+                    threads.submit(lambda own: [head.execute([chunk]) for chunk in own], own)
+                    for own in (chunks(), others)
+                ]
+                until(lambda: line.done.has_reached(before + 2))
+                assert not any(result.done() for result in results)
+                os.kill(host.pid, signal.SIGCONT)
+                found = [result.result() for result in results]
+        finally:
+            head.close()
+
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_a_host_that_hangs_is_lost_at_the_limit_of_a_batch(

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -125,6 +126,64 @@ def test_two_ranks_have_the_bytes_of_one_process(tiny_model: Path, pair: RankGro
     assert pair.fingerprint == worker.fingerprint
     for chunk in chunks():
         assert same_bytes(pair.execute([chunk]), worker.execute([chunk]))
+
+
+def test_stages_compute_different_batches_at_a_time(tiny_model: Path) -> None:
+    """The first stage is through with a second batch while the second one has not begun the first,
+    and each batch has the bytes of one process.
+    """
+    worker = Worker(tiny_model, SETTINGS)
+    others = [Chunk(TOKENS[at : at + 9], 0, [40 + at], logits=3) for at in range(6)]
+    expected = [[worker.execute([chunk]) for chunk in own] for own in (chunks(), others)]
+    group = group_of(tiny_model, pp=2)
+    first, second = (group.layout.stages[at].ranks[0] for at in range(2))
+    assert group._formation is not None
+    lines, before = group._formation.memory.lines, group._formation._batch
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            os.kill(group.pids[second], signal.SIGSTOP)
+            results = [
+                threads.submit(lambda own: [group.execute([chunk]) for chunk in own], own)
+                for own in (chunks(), others)
+            ]
+            until(lambda: lines[first].done.has_reached(before + 2))
+            assert not lines[second].done.has_reached(before + 1)
+            os.kill(group.pids[second], signal.SIGCONT)
+            found = [result.result() for result in results]
+    finally:
+        group.close()
+
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_freeze_waits_for_all_batches_and_lets_no_other_begin(tiny_model: Path) -> None:
+    """Ranks are taken only from batches that have ended."""
+    group = group_of(tiny_model, pp=2)
+    second = group.pids[group.layout.stages[1].ranks[0]]
+    assert group._formation is not None
+    line, before = group._formation.memory.lines[0], group._formation._batch
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            os.kill(second, signal.SIGSTOP)
+            pages = [[1], [2]]
+            batches = [
+                threads.submit(group.execute, [Chunk(TOKENS[:9], 0, own, logits=1)])
+                for own in pages
+            ]
+            until(lambda: line.done.has_reached(before + 2))
+            frozen = threads.submit(group.freeze, at_once=False)
+            until(lambda: group._formation is None)
+
+            with pytest.raises(RanksLostError):
+                group.execute([Chunk(TOKENS[:9], 0, [3], logits=1)])
+            assert not frozen.done()
+            os.kill(second, signal.SIGCONT)
+            frozen.result()
+            assert all(batch.done() for batch in batches)
+            assert same_bytes(*(batch.result() for batch in batches))
+    finally:
+        group.close()
 
 
 async def test_a_page_is_gathered_and_scattered_as_one_process_has_it(

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,3 +192,24 @@ def test_a_unit_that_comes_late_disturbs_no_rank_that_settles(
     # The memory of its life belongs to a thread that ends before it.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(join).result()
+
+
+def test_batches_of_all_stages_have_areas_of_their_own(tiny_model: Path) -> None:
+    """Rows and logits lie where no other batch under way has its own."""
+    config = ModelConfig.from_directory(tiny_model)
+    layout = even(config.units, tp=1, pp=2)
+    areas = Areas.of(layout, hidden=config.hidden, vocabulary=config.vocab, batch_tokens=20)
+    batches = range(5, 7)
+
+    found = sorted(
+        [
+            *((areas.rows(0, n), areas.rows_floats * 4) for n in batches),
+            *((areas.logits(n), areas.logit_rows * areas.vocabulary * 4) for n in batches),
+        ]
+    )
+
+    assert areas.depth == 2
+    assert len(found) == 4
+    assert all(at + size <= after for (at, size), (after, _) in pairwise(found))
+    assert sum(found[-1]) <= areas.size_bytes
+    assert areas.rows(0, 5) == areas.rows(0, 7)
