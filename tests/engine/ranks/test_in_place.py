@@ -35,6 +35,7 @@ from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.scheduling.sequences import Chunk
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
@@ -359,6 +360,22 @@ async def test_json_mode_goes_on_among_ranks(tiny_model: Path) -> None:
         assert re.fullmatch(r'\s*\[[\s,"ab]*\]?\s*', each), each
 
 
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
+async def test_drafts_are_verified_where_ranks_are_lost(
+    tiny_model: Path, ranks: dict[str, int]
+) -> None:
+    """Batches with drafts, of two stages two at a time, are dropped and computed again."""
+    alone = await answers_of(tiny_model, {}, [], fields=LIST)
+    drafted: list[SpeculationReport] = []
+
+    through = await answers_of(
+        tiny_model, ranks, ["kill", "lose_device"], fields=LIST, drafted=drafted
+    )
+
+    assert through == alone
+    assert 0 < drafted[0].accepted <= drafted[0].proposed
+
+
 async def answers_of(
     model: Path,
     ranks: dict[str, int],
@@ -369,13 +386,17 @@ async def answers_of(
     fields: Mapping[str, Any] = MappingProxyType({}),
     elastic: Mapping[str, Any] = MappingProxyType({}),
     tables: list[PrefillTable] | None = None,
+    drafted: list[SpeculationReport] | None = None,
 ) -> list[list[int]]:
-    """`lost`: of how many streams cells were lost; `tables`: of the instance's prefill."""
+    """`lost`: of how many streams cells were lost; `tables`: of the instance's prefill; `drafted`:
+    what has become of its drafts, without which it makes none.
+    """
     nodes = [{"id": "n0", "instances": [{"id": "e0", "role": "both", **ranks}]}]
     config = parse_config(
         {
             "cluster": {"model": str(model), "engine": {"pages": 512}, "nodes": nodes},
             "elastic": dict(elastic),
+            "speculation": {} if drafted is None else {"source": "lookup", "when": "always"},
         }
     )
     instance = EngineInstance(config, InstanceId("e0"), 1, SECRET)
@@ -385,37 +406,45 @@ async def answers_of(
         try:
             tasks = [asyncio.create_task(answer(client, at, fields)) for at in range(8)]
             for fault in faults:
-                group = instance.group
-                assert group is not None
-                while instance.core.scheduler.running < 4 or group.reforming or group.lost:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(0.1)
-                serving = group.layout.ranks
-                rank = min(serving) if fault == "lose_bare_device" else max(serving)
-                pid = group.pids[rank]
-                if fault == "leave":
-                    await leave(client, instance.epoch, rank)
-                elif fault == "kill":
-                    os.kill(pid, signal.SIGKILL)
-                elif fault == "kill_and_stop":
-                    hung = stop_when_moving(group)
-                    os.kill(pid, signal.SIGKILL)
-                    while not hung or Path(f"/proc/{hung[0]}").exists() or group.reforming:
-                        await asyncio.sleep(0.01)
-                else:
-                    instance.lose_device(rank)
-                while group.pids.get(rank) == pid:
-                    await asyncio.sleep(0.01)
+                await befall(instance, client, fault)
             if done is not None and instance.group is not None:
                 done += instance.group.reformer.done
             if lost is not None:
                 lost.append(len(instance.core.missing_pages))
             if tables is not None:
                 tables.append(instance.prefill)
-            return list(await asyncio.gather(*tasks))
+            found = list(await asyncio.gather(*tasks))
+            if drafted is not None and (report := instance.load().speculation) is not None:
+                drafted.append(report)
+            return found
         finally:
             watching.cancel()
             await instance.close()
+
+
+async def befall(instance: EngineInstance, client: aiohttp.ClientSession, fault: str) -> None:
+    """Once it is computing, a rank is lost in that way; returns when the process is gone."""
+    group = instance.group
+    assert group is not None
+    while instance.core.scheduler.running < 4 or group.reforming or group.lost:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    serving = group.layout.ranks
+    rank = min(serving) if fault == "lose_bare_device" else max(serving)
+    pid = group.pids[rank]
+    if fault == "leave":
+        await leave(client, instance.epoch, rank)
+    elif fault == "kill":
+        os.kill(pid, signal.SIGKILL)
+    elif fault == "kill_and_stop":
+        hung = stop_when_moving(group)
+        os.kill(pid, signal.SIGKILL)
+        while not hung or Path(f"/proc/{hung[0]}").exists() or group.reforming:
+            await asyncio.sleep(0.01)
+    else:
+        instance.lose_device(rank)
+    while group.pids.get(rank) == pid:
+        await asyncio.sleep(0.01)
 
 
 async def leave(client: aiohttp.ClientSession, epoch: int, rank: int) -> None:
