@@ -107,13 +107,14 @@ class LoadedModel:
             worker = RankGroup(
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
             )
-        reading.end()
-        loaded_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
+        left_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
+        if engine.disk_bytes_per_s is None:
+            left_s = max(0.0, left_s - (time.monotonic() - started_s))
+        reading.end(left_s)
         if engine.disk_bytes_per_s is not None:
             on_read()
-            started_s = time.monotonic()
         try:
-            time.sleep(max(0.0, loaded_s - (time.monotonic() - started_s)))
+            time.sleep(left_s)
             return cls(worker, describe_model(config, directory, worker))
         except BaseException:
             if isinstance(worker, RankGroup | RanksOnNodes):

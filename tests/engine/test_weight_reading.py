@@ -55,6 +55,11 @@ def test_how_long_it_will_still_take_is_known() -> None:
     assert weights.left_s() == pytest.approx(5.0)
     weights.end()
     assert weights.left_s() == 0.0
+    weights.end(there_in_s=3.0)
+    clock.now_s += 1.0
+    assert weights.left_s() == pytest.approx(2.0), "the way into a GPU"
+    clock.now_s += 5.0
+    assert weights.left_s() == 0.0
     unknown = reading(clock, 1000, None)
     unknown.begin()
     assert unknown.left_s() is None

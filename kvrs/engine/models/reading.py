@@ -28,6 +28,7 @@ class WeightReading:
         self._after, self._clock, self._sleep = after, clock, sleep
         self._over = threading.Event()
         self._began_s: float | None = None
+        self._there_s = 0.0  # When the model can be used, once that is known.
         self._read_bytes = 0
 
     @property
@@ -52,17 +53,18 @@ class WeightReading:
             due_s = self._began_s + self._read_bytes / self.bytes_per_s
             self._sleep(max(0.0, due_s - self._clock()))
 
-    def end(self) -> None:
-        """Nothing more is read, whether all was or not."""
+    def end(self, there_in_s: float = 0.0) -> None:
+        """Nothing more is read, whether all was or not; it can be used `there_in_s` later."""
+        self._there_s = self._clock() + there_in_s
         self._over.set()
 
     def wait(self, most_s: float) -> None:
         self._over.wait(most_s)
 
     def left_s(self) -> float | None:
-        """Until all is read, as fast as up to now; None: not known."""
+        """Until all is read, as fast as up to now, and can be used; None: not known."""
         if self._over.is_set():
-            return 0.0
+            return max(0.0, self._there_s - self._clock())
         if self._began_s is None:
             if not self.expected_s:
                 return None

@@ -100,10 +100,10 @@ class Restart:
 
     def now(self) -> Reload:
         """The notice that others get now."""
-        if self._is_loaded:
-            return Reload(ReloadState.HOTSWAP, skipped=self.skipped)
         left_s = self.reading.left_s()
         ready_in_s = None if left_s is None else min(left_s, MOST_READY_S)
+        if self._is_loaded:
+            return Reload(ReloadState.HOTSWAP, None, ready_in_s, self.skipped)
         helper = self._helper if self._helps else None
         state, partner = ReloadState.LOADING, None
         if helper is not None:
