@@ -29,7 +29,7 @@ from experiments.record import Record
 from experiments.rig import session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.random_model import random_tokenizer, random_weights, write_model
-from kvrs.engine.speculation.pairs import write_pair
+from kvrs.engine.speculation.pairs import DRAFT_LAYERS, write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.speculation import SpeculationReport
@@ -260,11 +260,13 @@ def faults_of(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def write_models(directory: Path, seed: int) -> None:
-    """Target and draft of a pair, and a draft of other weights."""
+    """Target and draft of a pair, and a draft of other weights, as small as that one: no other is
+    used.
+    """
     write_pair(directory, ACCEPTANCE, seed)
     tokenizer = random_tokenizer(seed)
     torch.manual_seed(seed)
-    write_model(directory / "random", tokenizer, random_weights(seed + 1, tokenizer))
+    write_model(directory / "random", tokenizer, random_weights(seed + 1, tokenizer, DRAFT_LAYERS))
 
 
 def main() -> int:

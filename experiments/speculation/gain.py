@@ -45,6 +45,7 @@ PAIRS = {0.72: 2, 0.60: 4}  # Acceptance and depth.
 LAYERS = 24  # Of the target, so that a step takes longer than what two cores share out anew.
 BATCHES = (1, 4, 8)
 TOKENS = 150  # Of a stream.
+IN_A_ROW = 2  # Streams, so that it matters little that some end before others.
 STREAMS = 8  # Where gaps and times per token are measured.
 LOAD_S = 8.0
 DRAFT_LOADS = 6
@@ -92,16 +93,18 @@ class Asked:
         return {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
     async def tokens_per_s(self, streams: int) -> float:
-        bodies = [self._body() for _ in range(streams)]
+        """`streams` at a time, each followed by another one."""
+        bodies = [[self._body() for _ in range(IN_A_ROW)] for _ in range(streams)]
         began_s = time.perf_counter()
 
-        async def one(body: dict[str, Any]) -> None:
-            async with self._http.post(f"{self.url}/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                await answer.read()
+        async def one_by_one(row: list[dict[str, Any]]) -> None:
+            for body in row:
+                async with self._http.post(f"{self.url}/v1/completions", json=body) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
 
-        await asyncio.gather(*map(one, bodies))
-        return streams * TOKENS / (time.perf_counter() - began_s)
+        await asyncio.gather(*map(one_by_one, bodies))
+        return streams * IN_A_ROW * TOKENS / (time.perf_counter() - began_s)
 
     async def gaps_s(self, streams: int) -> list[float]:
         """Between the events of streams, but for the first two."""
@@ -202,7 +205,11 @@ async def gains(models: Path, depth: int, pairs: int, label: str) -> list[dict[s
                     assert after is not None
                     row = compared(f"tokens/s, {label}, {batch} streams", *found)
                     steps = after.steps - before.steps
-                    row["accepted_a_step"] = (after.accepted - before.accepted) / max(1, steps)
+                    accepted = after.accepted - before.accepted
+                    row["accepted_a_step"] = accepted / max(1, steps)
+                    tokens = pairs * batch * IN_A_ROW * TOKENS
+                    # Each other step yields one token.
+                    row["steps_with_drafts"] = steps / (tokens - accepted)
                     row["drafts_a_step"] = (after.proposed - before.proposed) / max(1, steps)
                     rows.append(row)
                     print(f"  {row}", flush=True)
@@ -287,7 +294,10 @@ async def full_service(models: Path, starts: int) -> dict[str, Any]:
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':42}{'without':>9}{'with':>9}{'ratio':>18}{'pairs':>6}  a step: drafts accepted"]
+    lines = [
+        f"{'':42}{'without':>9}{'with':>9}{'ratio':>18}{'pairs':>6}  a step: drafts accepted  "
+        f"steps with drafts"
+    ]
     for row in rows:
         text = (
             f"{row['what']:42}{row['without']:9.2f}{row['with']:9.2f}"
@@ -295,6 +305,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
         )
         if "accepted_a_step" in row:
             text += f"{row['drafts_a_step']:15.2f}{row['accepted_a_step']:9.2f}"
+            text += f"{row['steps_with_drafts']:19.0%}"
         lines.append(text)
     late, stale = rows[-1], rows[-3]
     lines.append(f"the draft's own load takes {late['draft_load_s']:.2f} s, before the model's")
