@@ -91,9 +91,10 @@ class RankGroup(StageRanks, StepHook):
         self.on_change: Callable[[], object] | None = None
         self.lost: dict[int, float] = {}  # Ranks that have died, and when that was noticed.
         self.lost_devices: set[int] = set()  # Of them, those that lost their memory as well.
-        self.streams = 0  # Of the last batch.
+        self.streams = 0  # Of the batches that were computed when the last one began.
         self._serving = threading.Condition()
-        self._under_way = 0  # Batches that are computed; under `_serving`.
+        # Streams of each batch that is computed; under `_serving`.
+        self._under_way: list[int] = []
         self._formation: RankFormation | None = None
         self._end: RanksLostError | None = None
         self._reformer: Reformer | None = None
@@ -156,10 +157,11 @@ class RankGroup(StageRanks, StepHook):
         """
         assert chunks, "a batch has at least one chunk"
         with self._serving:
-            formation, self.streams, losses = self._formation, len(chunks), self.pool.losses
+            formation, losses = self._formation, self.pool.losses
+            self.streams = sum(self._under_way, len(chunks))
             if formation is None or not self.pool.is_whole:
                 raise RanksLostError(sorted(self.lost), "has died")
-            self._under_way += 1
+            self._under_way.append(len(chunks))
         try:
             limit_s = limit_s_of(self.predict, chunks)
             logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
@@ -175,7 +177,7 @@ class RankGroup(StageRanks, StepHook):
             raise
         finally:
             with self._serving:
-                self._under_way -= 1
+                self._under_way.remove(len(chunks))
                 self._serving.notify_all()
 
     def on_lost(self) -> None:

@@ -148,6 +148,7 @@ def test_stages_compute_different_batches_at_a_time(tiny_model: Path) -> None:
             ]
             until(lambda: lines[first].done.has_reached(before + 2))
             assert not lines[second].done.has_reached(before + 1)
+            assert group.streams == 2
             os.kill(group.pids[second], signal.SIGCONT)
             found = [result.result() for result in results]
     finally:
