@@ -1,0 +1,261 @@
+"""LUMEN's failures with processes that keep the clock of another GPU: A.1 and A.2 with one of four
+instances, A.4 with two.
+
+    python -m experiments.lumen.processes [--cases 4x1 4x2] [--seeds 4]
+
+Proxy, instances, agents and helpers are real, and compute tokens and KV of a pair of tiny models;
+steps and loads take the time of the profiles. Instances are killed by their process ids. Every
+scheme gets a cluster of its own and the same requests, in random order; the run without a failure
+is that of stop-and-restart.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.cells import Cells
+from experiments.lumen.run import (
+    DRAFT,
+    PROGRESSIVE,
+    SCHEDULING,
+    STOP,
+    TARGET,
+    WHOLE,
+    Case,
+    Row,
+    Run,
+    Scheme,
+    Setup,
+    as_text,
+    by_case,
+    figures,
+)
+from experiments.record import Record
+from experiments.rig import draw
+from kvrs.cluster.launcher import Cluster
+from kvrs.config.file import Config, parse_config
+from kvrs.demo import run_load
+from kvrs.engine.speculation.pairs import write_pair
+from kvrs.faults.language import Fault, parse_faults
+from kvrs.load import passes
+from kvrs.load.admin import AdminPort
+from kvrs.profiles import catalog
+from kvrs.scheduling.assisted import DraftCounts
+from kvrs.tables import output
+from kvrs.traces.generator import generate
+from kvrs.traces.presets import PRESETS
+from kvrs.traces.records import ReplayRequest
+from kvrs_testkit.processes import cpu_ticks, share_used
+
+ACCEPTANCE, DEPTH = 0.6, 4
+LINK_BYTES_PER_S = 100e9 / 8
+DISK_BYTES_PER_S = 8e9
+MAX_RUNNING = 4
+KV_BYTES_PER_TOKEN = 2048  # Of the tiny model.
+FAULT_AT = 0.3  # Of the requests.
+MOST_CPU = 0.9
+REQUEST_TIMEOUT_S = 180.0
+SETUP = Setup(
+    name="processes",
+    pace=TARGET,
+    preset="sharegpt",
+    most_prompt=256,
+    most_output=128,
+    per_s=1.15,
+    requests=65,
+    reload_s=catalog.load(TARGET).weight_bytes / DISK_BYTES_PER_S + catalog.load_s(TARGET),
+    cases=("4x1", "4x2"),
+    schemes=(STOP, SCHEDULING, PROGRESSIVE, WHOLE),
+    draft_text=f"; drafts of {DRAFT}, {DEPTH} a step, right with probability {ACCEPTANCE}",
+)
+# Without a request on the way, so that the figures of drafts are those of the whole run.
+_NO_DRAFTS = DraftCounts()
+
+
+def config_of(case: Case, scheme: Scheme, models: Path) -> Config:
+    shrink = KV_BYTES_PER_TOKEN / catalog.kv_geometry(TARGET).bytes_per_token
+    nodes = [
+        {"id": f"n{n}", "instances": [{"id": f"w{n}", "role": "both"}]}
+        for n in range(case.instances)
+    ]
+    return parse_config(
+        {
+            "proxy": {"port": 0, "admin_port": 0},
+            "cluster": {
+                "allow_faults": True,
+                "model": str(models / "target"),
+                "engine": {
+                    "pace": TARGET,
+                    "disk_bytes_per_s": DISK_BYTES_PER_S,
+                    "max_running": MAX_RUNNING,
+                    "max_batch_tokens": 512,
+                },
+                "nodes": nodes,
+            },
+            "policy": {"name": scheme.policy, "dispatch": scheme.dispatch},
+            "backup": {"capacity_bytes": 256 << 20, **scheme.backup},
+            "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S * shrink},
+            "speculation": {
+                "source": "draft" if scheme.drafts else "off",
+                "draft": str(models / "draft"),
+                "depth": DEPTH,
+                "pace": DRAFT,
+            },
+        }
+    )
+
+
+def requests(case: Case, seed: int) -> list[ReplayRequest]:
+    """Poisson, with lengths of the preset, cut to what tiny models compute in time."""
+    count, per_s = case.setup.requests * case.instances, case.per_s * case.instances
+    drawn = replace(PRESETS[case.setup.preset].settings, requests=count, requests_per_s=per_s)
+    rng = random.Random(seed)
+    return [
+        ReplayRequest(
+            asked.arrival_s,
+            tuple(draw(rng, min(asked.input_tokens, case.setup.most_prompt))),
+            min(asked.output_tokens, case.setup.most_output),
+        )
+        for asked in generate(drawn, seed).requests
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A scheme with and without its failures."""
+
+    faulted: Run
+    clean: Run | None
+    wrong: int  # Streams that failed.
+
+
+def carried_out(case: Case, scheme: Scheme, models: Path, seed: int, console: Console) -> Measured:
+    asked = requests(case, seed)
+    fault_s = asked[int(len(asked) * FAULT_AT)].arrival_s
+    rows = [
+        {"when": {"at_s": fault_s}, "what": "kill", "whom": {"id": f"w{n}"}}
+        for n in range(case.failures)
+    ]
+
+    def load(cluster: Cluster, faults: list[Fault], title: str) -> passes.Run:
+        return run_load(cluster, asked, faults, seed, console, title, REQUEST_TIMEOUT_S)
+
+    def tell(line: str) -> None:
+        console.print(f"  {line}", style="dim", markup=False)
+
+    with Cluster(config_of(case, scheme, models), tell) as cluster:
+        run = load(cluster, parse_faults(rows), f"{scheme.name}, seed {seed}")
+        drafts = asyncio.run(drafts_of(cluster))
+        clean = None
+        if scheme is STOP:
+            cluster.wait_all_up()
+            clean = load(cluster, [], f"no failure, seed {seed}")
+    wrong = sum(record.error is not None for record in run.records)
+    return Measured(
+        as_run(run, drafts), None if clean is None else as_run(clean, _NO_DRAFTS), wrong
+    )
+
+
+def as_run(run: passes.Run, drafts: DraftCounts) -> Run:
+    hit = {row["stream"] for row in run.recoveries}
+    interrupted = {record.index for record in run.records if record.stream in hit}
+    fault_s = min((fault["at_s"] for fault in run.faults), default=0.0)
+    return Run(run.records, interrupted, fault_s, drafts)
+
+
+async def drafts_of(cluster: Cluster) -> DraftCounts:
+    """Those of the instances that were not killed."""
+    counts = DraftCounts()
+    async with AdminPort(cluster.proxies[0].admin, cluster.secret, None) as port:
+        state = await port.state()
+    for instance in state["instances"]:
+        if found := instance["speculation"]:
+            counts.steps += found["steps"]
+            counts.proposed += found["proposed"]
+            counts.accepted += found["accepted"]
+    return counts
+
+
+def different(faulted: Run, clean: Run) -> int:
+    """Streams with other tokens than without a failure."""
+    return sum(
+        one.token_ids != other.token_ids
+        for one, other in zip(faulted.records, clean.records, strict=True)
+    )
+
+
+def cell(name: str, models: Path, console: Console) -> dict[str, Row]:
+    """By scheme."""
+    text, _, seed_text = name.partition("#")
+    case, seed = Case.of(SETUP, text), int(seed_text)
+    before, runs = cpu_ticks(), {}
+    for scheme in random.Random(name).sample(SETUP.schemes, len(SETUP.schemes)):
+        runs[scheme.name] = carried_out(case, scheme, models, seed, console)
+    cpu_share = share_used(before, cpu_ticks())
+    clean = runs[STOP.name].clean
+    assert clean is not None
+    return {
+        scheme.name: figures(runs[scheme.name].faulted, clean, SETUP)
+        | {
+            "wrong": runs[scheme.name].wrong,
+            "different": different(runs[scheme.name].faulted, clean),
+            "cpu_share": cpu_share,
+        }
+        for scheme in SETUP.schemes
+    }
+
+
+def faults_of(cells: dict[str, dict[str, Row]]) -> list[str]:
+    """The parts of the claim that the result does not bear out."""
+    return [
+        f"{name}, {scheme}: {row[key]} {text}"
+        for name, rows in cells.items()
+        for scheme, row in rows.items()
+        for key, text in (("wrong", "streams failed"), ("different", "streams differ"))
+        if row[key]
+    ]
+
+
+def measure(
+    cells: Cells, names: Sequence[str], limit_s: float, seed: int, console: Console
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        models = Path(directory)
+        write_pair(models, ACCEPTANCE, seed)
+        cells.measure(names, limit_s, lambda name: cell(name, models, console))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=SETUP.cases)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    record = Record(*range(options.seeds))
+    cells = Cells(options.out, SETUP.name, {"reload_s": SETUP.reload_s, "per_s": SETUP.per_s})
+    names = [f"{case}#{seed}" for seed in range(options.seeds) for case in options.cases]
+    measure(cells, names, options.limit_s, 0, output())
+    cpu_share = max(row["cpu_share"] for rows in cells.found.values() for row in rows.values())
+    record.check_cpu(cpu_share, MOST_CPU)
+    faults = faults_of(cells.found)
+    figures: dict[str, Any] = {"cases": by_case(cells.found), "cpu_share": cpu_share}
+    lines = [as_text(figures["cases"], SETUP), f"CPU in use {cpu_share:.0%}"]
+    text = "\n".join(lines + (faults or ["every stream is that of the run without a failure"]))
+    print(text)
+    cells.keep(record, figures, text)
+    return 1 if faults or record.is_void() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
