@@ -64,7 +64,9 @@ class EngineCore(RunCore):
         self._drafts = drafts
         self._batches = batches
         self._in_flight: list[_Flight] = []  # In the order in which they began.
-        self._has_lost_ranks = False  # Until the worker computes again.
+        # That were lost with ranks, until the worker computes again: the other ranks may still
+        # write into their pages.
+        self._lost_batches: list[Batch] = []
         # Pages of streams that were computed, or had arrived, when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
         self.held_pages: dict[StreamId, int] = {}  # Of these, what an agent holds.
@@ -156,9 +158,11 @@ class EngineCore(RunCore):
                 self._admission_wait.observe(
                     self._clock(), self.scheduler.departures, self.scheduler.full
                 )
-                if self._has_lost_ranks and not self._in_flight:
+                if self._lost_batches and not self._in_flight:
                     await loop.run_in_executor(self._thread, self._wait_for_ranks)
-                    self._has_lost_ranks = False
+                    for batch in self._lost_batches:
+                        self.scheduler.abandon(batch)
+                    self._lost_batches.clear()
                     continue
                 self._launch()
                 if len(self._in_flight) == self._batches or (
@@ -179,7 +183,7 @@ class EngineCore(RunCore):
         proposals = partial(self._propose, drafts) if drafts is not None and drafts.active else None
         while (
             len(self._in_flight) < self._batches
-            and not (self._lost_cells or self._has_lost_ranks)
+            and not (self._lost_cells or self._lost_batches)
             and (batch := self.scheduler.next_batch(proposals))
         ):
             for hook in self.hooks:
@@ -205,8 +209,7 @@ class EngineCore(RunCore):
             outputs = await flight.outputs
         except RanksLostError:
             del self._in_flight[0]
-            self.scheduler.abandon(flight.batch)
-            self._has_lost_ranks = True
+            self._lost_batches.append(flight.batch)
             return
         took_s = self._clock() - flight.began_s
         for hook in self.hooks:

@@ -1,5 +1,6 @@
 """An engine with several batches in flight at a time."""
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from kvrs.engine.core import EngineCore
 from kvrs.engine.hooks import StepHook
 from kvrs.errors import RanksLostError
 from kvrs.scheduling.sequences import Chunk
-from tests.engine.peers import PeerEngine, peer_engines
+from tests.engine.peers import PATIENCE_S, PeerEngine, peer_engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
@@ -81,6 +82,33 @@ async def test_batches_that_are_lost_together_are_computed_after_one_wait(
 
     assert [await two.rest_of(run) for run in runs] == expected
     assert waits == [0]
+
+
+async def test_pages_of_a_lost_batch_are_nobody_elses_until_the_ranks_compute_again(
+    engines: list[PeerEngine],
+) -> None:
+    """A rank that lives may still write into them, also where the client has gone."""
+    two = engines[1]
+    core, pages = two.instance.core, two.instance.pages
+    may_go_on = threading.Event()
+    free: list[int] = []
+
+    class Waiting(StepHook):
+        def on_lost(self) -> None:
+            free.append(pages.free_pages)
+            assert may_go_on.wait(PATIENCE_S)
+
+    core.hooks.append(Waiting())
+    losing(two, calls=1)
+    run = await two.begin(body(PROMPTS[0], "s1"))
+    await two.until(lambda: len(free) == 1)
+    core.abort(run)
+    await asyncio.sleep(0)
+
+    assert free == [pages.free_pages]
+    may_go_on.set()
+    await two.until(lambda: pages.free_pages > free[0])
+    core.scheduler.check()
 
 
 def losing(engine: PeerEngine, calls: int) -> None:
