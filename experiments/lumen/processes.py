@@ -24,6 +24,7 @@ from rich.console import Console
 from experiments.cells import Cells
 from experiments.lumen.run import (
     DRAFT,
+    LINK_BYTES_PER_S,
     PROGRESSIVE,
     SCHEDULING,
     STOP,
@@ -56,7 +57,6 @@ from kvrs.traces.records import ReplayRequest
 from kvrs_testkit.processes import cpu_ticks, share_used
 
 ACCEPTANCE, DEPTH = 0.6, 4
-LINK_BYTES_PER_S = 100e9 / 8
 DISK_BYTES_PER_S = 8e9
 MAX_RUNNING = 4
 KV_BYTES_PER_TOKEN = 2048  # Of the tiny model.
@@ -76,8 +76,6 @@ SETUP = Setup(
     schemes=(STOP, SCHEDULING, PROGRESSIVE, WHOLE),
     draft_text=f"; drafts of {DRAFT}, {DEPTH} a step, right with probability {ACCEPTANCE}",
 )
-# Without a request on the way, so that the figures of drafts are those of the whole run.
-_NO_DRAFTS = DraftCounts()
 
 
 def config_of(case: Case, scheme: Scheme, models: Path) -> Config:
@@ -130,10 +128,10 @@ def requests(case: Case, seed: int) -> list[ReplayRequest]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A scheme with and without its failures."""
+    """One scheme."""
 
     faulted: Run
-    clean: Run | None
+    clean: Run | None  # Of stop-and-restart.
     wrong: int  # Streams that failed.
 
 
@@ -160,7 +158,7 @@ def carried_out(case: Case, scheme: Scheme, models: Path, seed: int, console: Co
             clean = load(cluster, [], f"no failure, seed {seed}")
     wrong = sum(record.error is not None for record in run.records)
     return Measured(
-        as_run(run, drafts), None if clean is None else as_run(clean, _NO_DRAFTS), wrong
+        as_run(run, drafts), None if clean is None else as_run(clean, DraftCounts()), wrong
     )
 
 

@@ -6,9 +6,10 @@ from kvrs.scheduling.sequences import Chunk, Sequence
 
 
 class Flights:
-    """Batches in flight, at most `depth`, of which no two have a sequence in common."""
+    """Batches in flight, of which no two have a sequence in common."""
 
     def __init__(self, depth: int = 1) -> None:
+        """`depth`: how many the engine computes at a time."""
         self._depth = depth
         self._batches: list[frozenset[Sequence]] = []
 

@@ -74,7 +74,7 @@ class BatchScheduler:
         self, settings: BatchSettings, pages: PageManager, share: Share = in_line, depth: int = 1
     ) -> None:
         """`share`: of the prefill of a batch; of any the first in line gets a token at least.
-        `depth`: batches that are in flight at a time, at most.
+        `depth`: batches that the engine computes at a time.
         """
         assert settings.page_size_tokens == pages.page_size_tokens
         self._max_batch_tokens = settings.max_batch_tokens
