@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 ROOT = Path(__file__).parent.parent
 # Files on which no run depends: a tree that differs only in them is the commit's.
 NOT_CODE = (
@@ -144,7 +146,19 @@ def shown(commit: str) -> str:
 
 
 def machine() -> str:
-    return f"{os.cpu_count()} cores, {_cpu_model()}, {platform.system()} {platform.machine()}"
+    system = f"{platform.system()} {platform.machine()}"
+    return ", ".join([f"{os.cpu_count()} cores", _cpu_model(), *_gpus(), system])
+
+
+def _gpus() -> list[str]:
+    try:
+        pynvml.nvmlInit()
+        numbers = range(pynvml.nvmlDeviceGetCount())
+        return [
+            str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(n))) for n in numbers
+        ]
+    except pynvml.NVMLError:
+        return []
 
 
 def _cpu_model() -> str:

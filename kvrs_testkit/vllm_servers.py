@@ -1,5 +1,5 @@
-"""Real vLLM on this machine's CPU, prefill and decode apart: started, killed in parts, stopped and
-started again.
+"""Real vLLM on this machine's CPU or GPU, prefill and decode apart: started, killed in parts,
+stopped and started again.
 
 Unmodified but for its environment's pause in NIXL's progress thread (`tests/vllm/install.sh`). A
 server is three processes: the API server, below it the engine, below that its worker. An instance's
@@ -47,6 +47,8 @@ FLAGS = [
     *("--max-model-len", "2048", "--max-num-seqs", "48"),
     *("--logits-processors", "kvrs.vllm.replay:Replay"),
 ]
+# Beside them, where servers share a GPU.
+GPU_FLAGS = ("--gpu-memory-utilization", "0.2")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -147,6 +149,7 @@ class VllmServers(Processes):
         # By instance, beside those of all: flags, and fields of --kv-transfer-config.
         self.flags: dict[str, list[str]] = {}
         self.transfer: dict[str, dict[str, Any]] = {}
+        self.connector_options: dict[str, Any] = {}  # Of the kvrs connector of all.
         self._instances = {
             str(instance.id): instance for _, instance in self.config.cluster.instances()
         }
@@ -189,6 +192,7 @@ class VllmServers(Processes):
     def _connector(self, instance: InstanceSettings) -> dict[str, Any]:
         """NIXL's where prompts are handed over, and that of kvrs where it has a port."""
         place = {"config": str(self._config_path), "instance": str(instance.id)}
+        place |= self.connector_options
         nixl = {
             "kv_connector": "NixlConnector",
             "kv_role": _ROLES[instance.role],

@@ -1,6 +1,10 @@
-"""Cost of the kvrs connector in real vLLM on the CPU: saving, faults of agents, aborts, restoring.
+"""Cost of the kvrs connector in real vLLM: saving, faults of agents, aborts, restoring.
 
     python -m experiments.checkpoint_cost.vllm [--rounds 60] [--aborts 200] [--pairs 20]
+    python -m experiments.checkpoint_cost.vllm --gpu [--rounds 20] [--pairs 10]
+
+On the CPU a tiny model in float32; with `--gpu` the shape of Llama-3.1-8B in bfloat16 with random
+weights, two servers on one GPU, saving and restoring alone.
 
 Saving: the same streams with and without it, in turns, at one server: CPU time of its processes per
 token, and the time between tokens. Faults: gaps of streams while the agent that they are saved to
@@ -10,35 +14,62 @@ mid-load and mid-save. Restoring: the first token after a history, loaded and co
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.checkpoint_cost.run import paired, percentile
 from experiments.checkpoint_cost.vllm_bench import (
-    HISTORY_TOKENS,
-    OUTPUT_TOKENS,
-    PROMPT_TOKENS,
     SETTLE_S,
-    STREAMS,
     Bench,
+    Load,
     Side,
 )
 from experiments.record import Record
 from experiments.rig import interval
+from kvrs.config.file import Config
 from kvrs_testkit.vllm_clients import clients
-from kvrs_testkit.vllm_servers import PAGE_TOKENS, PYTHON_ENV, VllmServers, connector_config
+from kvrs_testkit.vllm_servers import (
+    GPU_FLAGS,
+    PAGE_TOKENS,
+    PYTHON_ENV,
+    VllmServers,
+    connector_config,
+)
 
 WANTED_COST = 0.05
 DEADLINE_S = 2.0  # Of the connector, for pages.
 COMPUTE_S = 2.0  # At most, of a history.
 PAGES_SAVED_SHARE = 0.85  # The last pages of a stream that ends are not sent any more.
 # In the last row the history is computed and not restored: its gap is vLLM's own.
+# Of Llama-3.1-8B; a page of 32 tokens has 4 MB.
+SHAPE = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+# Graphs of whole decode steps, without a compiler; 12 GiB hold 98,304 tokens of KV.
+SHAPE_FLAGS = [
+    *("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "9216"),
+    *("--no-enforce-eager", "--compilation-config"),
+    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64]}',
+    *("--kv-cache-memory-bytes", str(12 << 30), "--max-num-seqs", "64"),
+]
+GPU_LOAD = Load(64, 40, 400, reserved_bytes=64 << 20, history_tokens=8000, saving_tokens=800)
+GPU_OPTIONS = {"staging_bytes": 2 << 30, "deadline_s": 10.0}
+GPU_CAPACITY_BYTES = 16 << 30
 FAULTS = ("none", "stopped", "dead", "slow", "full", "computed")
 
 
@@ -46,13 +77,12 @@ def _say(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
 
 
-async def measure(
-    servers: VllmServers, rounds: int, aborts: int, pairs: int, repeats: int, seed: int
-) -> dict[str, Any]:
-    off, on = Side(saves=False), Side(saves=True)
+async def measure(servers: VllmServers, load: Load, options: argparse.Namespace) -> dict[str, Any]:
+    rounds, pairs, seed = options.rounds, options.pairs, options.seed
+    off, on, same = Side(saves=False), Side(saves=True), 0
     order = random.Random(seed)
     async with clients(servers) as client:
-        bench = Bench(servers, client, seed)
+        bench = Bench(servers, client, load, seed)
         for saves in (False, True):
             await bench.round(Side(saves))
         _say(f"{rounds} pairs of rounds")
@@ -64,30 +94,37 @@ async def measure(
         computed_s: list[float] = []
         await bench.pair([], [])
         for _ in range(pairs):
-            await bench.pair(loaded_s, computed_s)
-        _say("faults of the agent")
-        faults = []
-        for kind in FAULTS:
-            for _ in range(repeats):
-                save = await bench.save_beside(kind) if kind != "computed" else {}
-                restore = await bench.restore_beside(kind) if kind != "full" else {}
-                faults.append({"fault": kind} | save | restore)
-                _say(str(faults[-1]))
-        _say(f"{aborts} aborts")
-        left = await bench.aborts(aborts)
+            same += await bench.pair(loaded_s, computed_s)
+        others = {} if options.gpu else await _others(bench, options.aborts, options.repeats)
         reports = [await client.report(each) for each in (bench.d0, bench.d1)]
     return {
-        "saving": _saving(off, on),
-        "restoring": _restoring(loaded_s, computed_s),
-        "faults": faults,
-        "aborts": left,
+        "saving": _saving(load, off, on),
+        "restoring": _restoring(load, loaded_s, computed_s) | {"exact": same},
+        **others,
         "off_reasons": [each.off_reason for each in reports if each.off_reason],
     }
 
 
-def _saving(off: Side, on: Side) -> dict[str, Any]:
-    pages = len(on.cpu_s) * STREAMS * ((PROMPT_TOKENS + OUTPUT_TOKENS - 1) // PAGE_TOKENS)
+async def _others(bench: Bench, aborts: int, repeats: int) -> dict[str, Any]:
+    _say("faults of the agent")
+    faults = []
+    for kind in FAULTS:
+        for _ in range(repeats):
+            save = await bench.save_beside(kind) if kind != "computed" else {}
+            restore = await bench.restore_beside(kind) if kind != "full" else {}
+            faults.append({"fault": kind} | save | restore)
+            _say(str(faults[-1]))
+    _say(f"{aborts} aborts")
+    return {"faults": faults, "aborts": await bench.aborts(aborts)}
+
+
+def _saving(load: Load, off: Side, on: Side) -> dict[str, Any]:
+    of_stream = (load.prompt_tokens + load.output_tokens - 1) // PAGE_TOKENS
+    pages = len(on.cpu_s) * load.streams * of_stream
     return {
+        "streams": load.streams,
+        "prompt_tokens": load.prompt_tokens,
+        "output_tokens": load.output_tokens,
         "rounds": len(on.cpu_s),
         "pages_saved": on.pages_saved,
         "pages": pages,
@@ -107,11 +144,13 @@ def _saving(off: Side, on: Side) -> dict[str, Any]:
     }
 
 
-def _restoring(loaded_s: Sequence[float], computed_s: Sequence[float]) -> dict[str, Any]:
+def _restoring(
+    load: Load, loaded_s: Sequence[float], computed_s: Sequence[float]
+) -> dict[str, Any]:
     ratios = [one / other for one, other in zip(loaded_s, computed_s, strict=True)]
     return {
         "pairs": len(ratios),
-        "history_tokens": HISTORY_TOKENS,
+        "history_tokens": load.history_tokens,
         "loaded_s": statistics.median(loaded_s),
         "computed_s": statistics.median(computed_s),
         "ratio": statistics.median(ratios),
@@ -120,22 +159,31 @@ def _restoring(loaded_s: Sequence[float], computed_s: Sequence[float]) -> dict[s
 
 
 def as_text(result: dict[str, Any]) -> str:
-    saving, restoring, left = result["saving"], result["restoring"], result["aborts"]
+    saving, restoring = result["saving"], result["restoring"]
     cpu, tpot = saving["cpu_s"], saving["tpot_s"]
     lines = [
-        f"saving on against off, {saving['rounds']} interleaved pairs of {STREAMS} streams "
-        f"({PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens), {saving['pages_saved']} of "
-        f"{saving['pages']} pages saved",
+        f"saving on against off, {saving['rounds']} interleaved pairs of {saving['streams']} "
+        f"streams ({saving['prompt_tokens']} + {saving['output_tokens']} tokens), "
+        f"{saving['pages_saved']} of {saving['pages']} pages saved",
         f"  CPU per token: {cpu['off'] * 1e6:.0f} / {cpu['on'] * 1e6:.0f} us, "
         f"{cpu['cost']:+.1%} ± {cpu['interval']:.1%}",
         f"  TPOT: {tpot['off'] * 1e3:.2f} / {tpot['on'] * 1e3:.2f} ms, "
         f"{tpot['cost']:+.1%} ± {tpot['interval']:.1%}",
+        f"  gaps, p99: {saving['gap_s_p99']['off'] * 1e3:.1f} / "
+        f"{saving['gap_s_p99']['on'] * 1e3:.1f} ms",
         f"restoring {restoring['history_tokens']} tokens, {restoring['pairs']} pairs: first token "
         f"after {restoring['loaded_s'] * 1e3:.0f} ms loaded, {restoring['computed_s'] * 1e3:.0f} "
-        f"ms computed, ratio {restoring['ratio']:.2f} ± {restoring['interval']:.2f}",
-        "fault of the agent: longest gap of saved streams, ms; restore: first token, s; pages; "
-        "longest gap beside it, ms; computed: the same history without a restore",
+        f"ms computed, ratio {restoring['ratio']:.2f} ± {restoring['interval']:.2f}; "
+        f"{restoring['exact']} of them exact",
     ]
+    return "\n".join([*lines, *(_others_as_lines(result) if "faults" in result else ())]) + "\n"
+
+
+def _others_as_lines(result: dict[str, Any]) -> Iterator[str]:
+    yield (
+        "fault of the agent: longest gap of saved streams, ms; restore: first token, s; pages; "
+        "longest gap beside it, ms; computed: the same history without a restore"
+    )
     for row in result["faults"]:
         restore = (
             f"{row['restore_first_token_s']:6.2f} {row['restore_loaded_pages']:3} of "
@@ -144,38 +192,55 @@ def as_text(result: dict[str, Any]) -> str:
             else ""
         )
         save = f"{row['save_gap_ms']:6.0f}" if "save_gap_ms" in row else ""
-        lines.append(f"  {row['fault']:<8}{save:>6}  {restore}".rstrip())
-    lines.append(
+        yield f"  {row['fault']:<8}{save:>6}  {restore}".rstrip()
+    left = result["aborts"]
+    yield (
         f"{left['aborts']} aborts, {left['aborts_with_tokens']} of them after the first token; "
         f"{SETTLE_S:.0f} s later: {left['pinned_blocks']} blocks pinned, KV cache use "
         f"{left['kv_cache_usage']:g}, {left['running']:g} requests"
     )
-    return "\n".join(lines) + "\n"
 
 
 def faults_of(result: dict[str, Any]) -> list[str]:
     """The parts of the claim that the result does not bear out."""
-    saving, left = result["saving"], result["aborts"]
+    saving, restoring = result["saving"], result["restoring"]
     faults = [f"the connector is off: {reason}" for reason in result["off_reasons"]]
     if saving["pages_saved"] < PAGES_SAVED_SHARE * saving["pages"]:
         faults.append(f"{saving['pages_saved']} of {saving['pages']} pages were saved")
     if saving["cpu_s"]["cost"] > WANTED_COST:
         faults.append(f"saving costs {saving['cpu_s']['cost']:.1%} CPU per token")
-    if result["restoring"]["ratio"] >= 1:
+    if restoring["ratio"] >= 1:
         faults.append("loading is no faster than computing")
-    for row in result["faults"]:
+    if restoring["exact"] < restoring["pairs"]:
+        faults.append(f"{restoring['pairs'] - restoring['exact']} histories went on otherwise")
+    for row in result.get("faults", ()):
         if not row.get("restore_exact", True):
             faults.append(f"agent {row['fault']}: tokens differ")
         if row.get("restore_first_token_s", 0.0) > DEADLINE_S + COMPUTE_S:
             faults.append(f"agent {row['fault']}: {row['restore_first_token_s']:.1f} s to restore")
+    if "aborts" not in result:
+        return faults
+    left = result["aborts"]
     kept = {name: left[name] for name in ("pinned_blocks", "kv_cache_usage", "running")}
     return faults + [f"{value} {name} after aborts" for name, value in kept.items() if value]
+
+
+def _config(directory: Path, *, on_gpu: bool) -> Config:
+    backup = {"mode": "remote"} | ({"capacity_bytes": GPU_CAPACITY_BYTES} if on_gpu else {})
+    config = connector_config(directory, transfer={"probe_interval_s": 3600.0}, backup=backup)
+    if on_gpu:
+        assert config.cluster.model is not None
+        path = Path(config.cluster.model) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | SHAPE))
+    cluster = config.cluster.model_copy(update={"allow_faults": True})
+    return config.model_copy(update={"cluster": cluster})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--aborts", type=int, default=200)
     parser.add_argument("--pairs", type=int, default=20)
@@ -185,25 +250,17 @@ def main() -> int:
     options = parser.parse_args()
     record = Record(options.seed)
     with tempfile.TemporaryDirectory() as directory:
-        config = connector_config(Path(directory), transfer={"probe_interval_s": 3600.0})
-        cluster = config.cluster.model_copy(update={"allow_faults": True})
-        config = config.model_copy(update={"cluster": cluster})
-        with VllmServers(config, os.environ[PYTHON_ENV]) as servers:
+        config = _config(Path(directory), on_gpu=options.gpu)
+        flags = [*GPU_FLAGS, *SHAPE_FLAGS] if options.gpu else []
+        with VllmServers(config, os.environ[PYTHON_ENV], *flags) as servers:
+            servers.connector_options = GPU_OPTIONS if options.gpu else {}
             servers.start_all()
-            result = asyncio.run(
-                measure(
-                    servers,
-                    options.rounds,
-                    options.aborts,
-                    options.pairs,
-                    options.repeats,
-                    options.seed,
-                )
-            )
+            load = GPU_LOAD if options.gpu else Load()
+            result = asyncio.run(measure(servers, load, options))
     faults = faults_of(result)
     text = as_text(result) + "\n".join(faults or ["PASSED"]) + "\n"
     print(text, end="")
-    is_void = record.keep(options.out, "vllm", result, text)
+    is_void = record.keep(options.out, "vllm-gpu" if options.gpu else "vllm", result, text)
     return 2 if is_void else 1 if faults else 0
 
 

@@ -28,12 +28,6 @@ from kvrs_testkit.processes import below
 from kvrs_testkit.vllm_clients import Clients
 from kvrs_testkit.vllm_servers import PAGE_TOKENS, VllmServers
 
-STREAMS = 8
-PROMPT_TOKENS = 40
-OUTPUT_TOKENS = 600
-RESERVED_BYTES = 8 << 20
-HISTORY_TOKENS = 1500
-SAVING_TOKENS = 150
 BEHIND_TOKENS = 8  # Compared, behind a history.
 SLOW_BYTES_PER_S = 1e6
 # Of saving to a slow agent: it runs for the first part of each period.
@@ -42,6 +36,18 @@ UNDER_WAY_TOKENS = 100
 LEFT_AFTER_S = 0.5
 SETTLE_S = 5.0
 MORE_THAN_CACHED = 24  # Histories: used in turns, none is in vLLM's prefix cache of 32,768 tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The streams of a round, and the history that is restored."""
+
+    streams: int = 8
+    prompt_tokens: int = 40
+    output_tokens: int = 600
+    reserved_bytes: int = 8 << 20  # For each stream, at the agent.
+    history_tokens: int = 1500
+    saving_tokens: int = 150  # A history is saved while so many behind it are computed.
 
 
 @dataclass
@@ -64,16 +70,17 @@ class Bench:
     go over a socket both times.
     """
 
-    def __init__(self, servers: VllmServers, client: Clients, seed: int) -> None:
-        self._servers, self._client = servers, client
+    def __init__(self, servers: VllmServers, client: Clients, load: Load, seed: int) -> None:
+        self._servers, self._client, self._load = servers, client, load
         self._rng = random.Random(seed)
         (self._node, self.d0), (self._to, self.d1) = servers.config.cluster.instances()
         self._agent = str(self._node.agent_id)
 
     def _new(self, **fields: Any) -> KvrsParams:
-        return KvrsParams(StreamId(secrets.token_hex(16)), 1, PROMPT_TOKENS, **fields)
+        return KvrsParams(StreamId(secrets.token_hex(16)), 1, self._load.prompt_tokens, **fields)
 
-    def _saved(self, reserved_bytes: int = RESERVED_BYTES) -> KvrsParams:
+    def _saved(self, reserved_bytes: int = 0) -> KvrsParams:
+        reserved_bytes = reserved_bytes or self._load.reserved_bytes
         target = CheckpointTarget(self._node.agent_id, reserved_bytes)
         return self._new(checkpoints=[target])
 
@@ -110,18 +117,20 @@ class Bench:
 
     async def round(self, side: "Side") -> None:
         """All streams at once; pages that are behind are sent, and counted, before it is over."""
-        prompts = [draw(self._rng, PROMPT_TOKENS) for _ in range(STREAMS)]
+        prompts = [draw(self._rng, self._load.prompt_tokens) for _ in range(self._load.streams)]
         params = [self._saved() if side.saves else None for _ in prompts]
         saved = (await self._client.report(self.d0)).pages_saved
         before_s = self._cpu_s()
         answers = await asyncio.gather(
             *(
-                self._ask(self.d0, prompt, OUTPUT_TOKENS, each)
+                self._ask(self.d0, prompt, self._load.output_tokens, each)
                 for prompt, each in zip(prompts, params, strict=True)
             )
         )
         await self._caught_up()
-        side.cpu_s.append((self._cpu_s() - before_s) / (STREAMS * OUTPUT_TOKENS))
+        side.cpu_s.append(
+            (self._cpu_s() - before_s) / (self._load.streams * self._load.output_tokens)
+        )
         side.tpot_s.append(statistics.median(tpot_of(answer) for answer in answers))
         side.gaps_s += [gap for answer in answers for gap in gaps_of(answer)]
         side.pages_saved += (await self._client.report(self.d0)).pages_saved - saved
@@ -167,15 +176,15 @@ class Bench:
 
     async def save_beside(self, kind: str) -> dict[str, Any]:
         """The longest gap of saved streams after the fault of the agent that gets their pages."""
-        reserved = 1 << 40 if kind == "full" else RESERVED_BYTES
-        params = [self._saved(reserved) for _ in range(STREAMS)]
+        reserved = 1 << 40 if kind == "full" else 0
+        params = [self._saved(reserved) for _ in range(self._load.streams)]
         answers = [Answer() for _ in params]
         streams = [
             asyncio.create_task(
                 self._ask(
                     self.d0,
-                    draw(self._rng, PROMPT_TOKENS),
-                    OUTPUT_TOKENS,
+                    draw(self._rng, self._load.prompt_tokens),
+                    self._load.output_tokens,
                     each,
                     answer=answer,
                 )
@@ -186,7 +195,7 @@ class Bench:
         async with self._fault(kind, sends=False):
             at_s = time.perf_counter()
             await asyncio.gather(*streams)
-        assert all(len(answer.ids) == OUTPUT_TOKENS for answer in answers)
+        assert all(len(answer.ids) == self._load.output_tokens for answer in answers)
         await self._release(*params)
         gaps_s = [gap for answer in answers for gap in gaps_of(answer, at_s)]
         return {"save_gap_ms": max(gaps_s) * 1e3}
@@ -195,13 +204,18 @@ class Bench:
         """How long a restore takes, what it loads, and the longest gap of streams beside it; of
         the kind `computed` the history is computed.
         """
-        prompt = draw(self._rng, HISTORY_TOKENS)
+        prompt = draw(self._rng, self._load.history_tokens)
         saved, calm = await self._save(prompt)
         source = await self._client.source(self._node, saved.stream)
         others = [Answer(), Answer()]
         beside = [
             asyncio.create_task(
-                self._ask(self.d1, draw(self._rng, PROMPT_TOKENS), 3 * OUTPUT_TOKENS, answer=other)
+                self._ask(
+                    self.d1,
+                    draw(self._rng, self._load.prompt_tokens),
+                    3 * self._load.output_tokens,
+                    answer=other,
+                )
             )
             for other in others
         ]
@@ -220,7 +234,7 @@ class Bench:
         return {
             "restore_first_token_s": first_s,
             "restore_loaded_pages": loaded,
-            "restore_pages": HISTORY_TOKENS // PAGE_TOKENS,
+            "restore_pages": self._load.history_tokens // PAGE_TOKENS,
             "restore_exact": answer.ids == calm,
             "restore_gap_ms": max(gaps_s, default=0.0) * 1e3,
         }
@@ -234,7 +248,7 @@ class Bench:
         until_s = time.perf_counter() + 2 * RETRY_MOST_S
         while time.perf_counter() < until_s:
             params = self._saved()
-            answer = await self._ask(self.d0, prompt, SAVING_TOKENS, params)
+            answer = await self._ask(self.d0, prompt, self._load.saving_tokens, params)
             held = await self._client.source(self._node, params.stream)
             if held.pages >= len(prompt) // PAGE_TOKENS:
                 return params, answer.ids[:BEHIND_TOKENS]
@@ -250,7 +264,7 @@ class Bench:
         """
         histories = []
         for _ in range(MORE_THAN_CACHED):
-            prompt = draw(self._rng, HISTORY_TOKENS)
+            prompt = draw(self._rng, self._load.history_tokens)
             saved, _ = await self._save(prompt)
             histories.append((prompt, await self._client.source(self._node, saved.stream)))
             await self._release(saved)  # Its pages stay.
@@ -260,8 +274,8 @@ class Bench:
             for number in range(count // 2)
         ]
         tokens = 0
-        for first in range(0, len(left), STREAMS):
-            batch = left[first : first + STREAMS]
+        for first in range(0, len(left), self._load.streams):
+            batch = left[first : first + self._load.streams]
             async with self._fault(batch[0][0], sends=True):
                 had = await asyncio.gather(
                     *(self._abort(prompt, source) for _, prompt, source in batch)
@@ -285,7 +299,7 @@ class Bench:
         answer = Answer()
         params = self._saved()
         params.sources = [source]
-        request = self._ask(self.d1, prompt, OUTPUT_TOKENS // 2, params, answer=answer)
+        request = self._ask(self.d1, prompt, self._load.output_tokens // 2, params, answer=answer)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._rng.uniform(0.0, LEFT_AFTER_S)):
                 await request
@@ -294,21 +308,24 @@ class Bench:
 
     # Restoring.
 
-    async def pair(self, loaded_s: list[float], computed_s: list[float]) -> None:
-        """The first token after one history, in random order."""
-        prompt = draw(self._rng, HISTORY_TOKENS)
+    async def pair(self, loaded_s: list[float], computed_s: list[float]) -> bool:
+        """The first token after one history, in random order. Returns whether the tokens behind it
+        are those of the request that saved it, both times.
+        """
+        prompt = draw(self._rng, self._load.history_tokens)
         saved, calm = await self._save(prompt)
         source = await self._client.source(self._node, saved.stream)
-        before = (await self._client.report(self.d1)).pages_loaded
+        before, same = (await self._client.report(self.d1)).pages_loaded, True
         ways = [(loaded_s, self._new(sources=[source]), None), (computed_s, None, "computed")]
         for times_s, params, salt in self._rng.sample(ways, 2):
             at_s = time.perf_counter()
             answer = await self._ask(self.d1, prompt, BEHIND_TOKENS, params, salt=salt)
             times_s.append(answer.times_s[0] - at_s)
-            assert answer.ids == calm
+            same = same and answer.ids == calm
         pages = (await self._client.report(self.d1)).pages_loaded - before
-        assert pages == HISTORY_TOKENS // PAGE_TOKENS, f"{pages} pages were loaded"
+        assert pages == self._load.history_tokens // PAGE_TOKENS, f"{pages} pages were loaded"
         await self._release(saved)
+        return same
 
 
 @dataclass

@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mirror": {"choices": ["async", "sync"]},
     "mix": {"action": "store_true", "help": "with each proxy a decode instance"},
     "on_nodes": {"action": "store_true", "help": "stages on two nodes"},
+    "gpu": {"action": "store_true", "help": "servers share one; with --option restore, recompute"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
     "seeds": {"type": int, "help": "so many series or worlds; decode embedded: by each policy"},
     "limit_s": {"type": float, "help": "no seed goes beyond; the others are for another run"},
@@ -73,7 +74,7 @@ def _innocents(victims: str, cluster: str) -> Part:
 PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
     ("decode", "vllm"): Part(
-        _vllm, ("option", "damage", "streams", "kills", "replays"), PYTHON_ENV
+        _vllm, ("option", "damage", "streams", "kills", "gpu", "replays"), PYTHON_ENV
     ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
     ("rank", "embedded"): Part(partial(drill.run, "rank"), ("policy", "streams", "on_nodes")),
@@ -120,6 +121,8 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
         parser.error(f"--seeds runs every policy on generated load: it takes no {_flag(fixed[0])}")
     if options.damage and options.option != "restore":
         parser.error("--damage is for --option restore")
+    if options.gpu and options.option not in ("restore", "recompute"):
+        parser.error("--gpu is for --option restore and recompute")
     if options.limit_s and not options.seeds:
         parser.error("--limit-s is for --seeds")
     if part.needs and part.needs not in os.environ:

@@ -41,6 +41,7 @@ from kvrs.protocol.instance import Role
 from kvrs.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit import stored_pages
 from kvrs_testkit.vllm_servers import (
+    GPU_FLAGS,
     PAGE_TOKENS,
     PYTHON_ENV,
     START_TIMEOUT_S,
@@ -362,13 +363,15 @@ def run(options: argparse.Namespace) -> int:
     console, kills = Console(record=True, width=180), options.kills
     streams = options.streams or (kills * STREAMS_PER_KILL if kills else 100)
     chosen = (options.option,) if options.option else BOTH
-    name = "-".join(filter(None, ("vllm", options.option, options.damage)))
+    where = "gpu" if options.gpu else None
+    name = "-".join(filter(None, ("vllm", options.option, options.damage, where)))
     with tempfile.TemporaryDirectory() as directory:
         if options.option in (None, "migrate"):  # Over NIXL.
             config = vllm_config(Path(directory))
         else:
             config = connector_config(Path(directory), decodes=3)
-        with VllmServers(config, os.environ[PYTHON_ENV]) as servers:
+        flags = GPU_FLAGS if options.gpu else ()
+        with VllmServers(config, os.environ[PYTHON_ENV], *flags) as servers:
             servers.start_all()
             faults = kill_series(
                 servers,

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from kvrs.protocol.connector import FIELD, connector_key
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.vllm.block_table import READS, BlockTable
-from kvrs.vllm.blocks import Blocks, part_of
+from kvrs.vllm.blocks import Blocks, Ended, part_of
 from kvrs.vllm.fingerprint import fingerprint_of
 from kvrs.vllm.guard import Switch, guarded, log
 from kvrs.vllm.port import ConnectorPort
@@ -57,6 +58,17 @@ class KvrsWorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Copies of a worker that have begun, or (`ended` is None) have failed: what it answers when
+    they have ended, and the blocks that are loaded.
+    """
+
+    ended: Ended | None
+    answer: Done
+    blocks: frozenset[int] = frozenset()
+
+
 class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc]
     """One in the scheduler's process, one in each worker's."""
 
@@ -67,6 +79,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         self._port: ConnectorPort | None = None
         self._table = BlockTable()
         self._blocks: Blocks | None = None
+        self._copying: list[_Copying] = []
         self._done = Done()
         self._failed_blocks: set[int] = set()
         # Blocks of requests whose load was not begun yet: vLLM waits for an answer for ever.
@@ -266,23 +279,30 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     def start_load_kv(self, *_: Any, **__: Any) -> None:
         for request, copies in (step := _bound(self._connector_metadata)).loads:
             # A request whose load failed is reported all the same, with its blocks.
-            if not self._copy(step, Blocks.load, copies):
-                self._failed_blocks |= {block for _, block in copies}
-            self._done.loads[request] = 1
+            answer, blocks = Done(loads={request: 1}), frozenset(block for _, block in copies)
+            self._copying.append(_Copying(self._copy(step, Blocks.load, copies), answer, blocks))
 
     def wait_for_save(self, *_: Any, **__: Any) -> None:
         step = _bound(self._connector_metadata)
-        copies = [copy for _, job in step.saves for copy in job]
-        if copies and self._copy(step, Blocks.save, copies):
-            self._done.saves |= dict.fromkeys((job for job, _ in step.saves), 1)
+        saves, step.saves = step.saves, []
+        copies = [copy for _, job in saves for copy in job]
+        if copies:
+            answer = Done(saves=dict.fromkeys((job for job, _ in saves), 1))
+            self._copying.append(_Copying(self._copy(step, Blocks.save, copies), answer))
 
-    @guarded(lambda: False)
-    def _copy(self, step: WorkerStep, way: Callable[[Blocks, Any], None], copies: Any) -> bool:
+    @guarded(lambda: None)
+    def _copy(
+        self, step: WorkerStep, way: Callable[[Blocks, Any], Ended], copies: Any
+    ) -> Ended | None:
         if self._blocks is None or step.place is None:
-            return False
+            return None
         self._blocks.open(step.place)
-        way(self._blocks, copies)
-        return True
+        return way(self._blocks, copies)
+
+    @guarded(lambda: None)
+    def _has_ended(self, ended: Ended | None) -> bool | None:
+        """None: it has failed, or that is not known."""
+        return ended() if ended is not None else None
 
     def wait_for_layer_load(self, *_: Any, **__: Any) -> None:
         """All layers are loaded before the step."""
@@ -294,6 +314,16 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     set_xfer_handshake_metadata_pp_aware = save_kv_layer
 
     def get_finished(self, *_: Any, **__: Any) -> tuple[None, set[str] | None]:
+        self.wait_for_save()  # A step without a forward pass may come without the hook.
+        copying, self._copying = self._copying, []
+        for each in copying:
+            if (has_ended := self._has_ended(each.ended)) is False:
+                self._copying.append(each)
+            elif has_ended:
+                self._done.add(each.answer)
+            else:
+                self._done.add(Done(loads=each.answer.loads))
+                self._failed_blocks |= each.blocks
         return None, set(self._done.loads) or None
 
     def get_block_ids_with_load_errors(self, *_: Any, **__: Any) -> set[int]:

@@ -138,8 +138,10 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Copies wait for a step, though no request may be left that needs one."""
-        return bool(self.requested) or bool(self.ended)
+        """Copies wait for a step, or workers' answers do, though no request may be left that needs
+        one.
+        """
+        return bool(self.requested) or bool(self.ended) or bool(self._jobs)
 
     def arrived(
         self, request: LiveRequest, sealed: object, salt: str, *, handed_over: bool = False

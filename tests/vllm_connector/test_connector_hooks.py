@@ -17,6 +17,8 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.connector import connector_key, seal
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
 from kvrs.vllm.guard import Switch
+from kvrs.vllm.scheduler import WorkerStep
+from kvrs.vllm.staging import StagingPlace
 from kvrs_testkit.vllm_interface import V1, Role, load_connector
 
 SECRET = b"x" * 32
@@ -85,7 +87,7 @@ class Vllm:
         monkeypatch.setenv("KVRS_SECRET", SECRET.decode())
         self.options = {"config": str(path / "cluster.yaml"), "instance": "d0"}
         self._monkeypatch = monkeypatch
-        self._module: ModuleType | None = None
+        self.module: ModuleType | None = None
         spec = FullAttentionSpec(head_size=4, dtype=torch.float16, block_size=4)
         self.groups: list[Any] = [SimpleNamespace(kv_cache_spec=spec)]
         self.config = SimpleNamespace(
@@ -106,7 +108,7 @@ class Vllm:
         return load_connector(self._monkeypatch, change)
 
     def start(self, role: Role = Role.SCHEDULER, module: ModuleType | None = None) -> Any:
-        module = self._module = module or self._module or self.load()
+        module = self.module = module or self.module or self.load()
         self._monkeypatch.setattr(module, "ConnectorPort", Port)
         return module.KvrsConnector(self.config, role, SimpleNamespace(kv_cache_groups=self.groups))
 
@@ -511,3 +513,83 @@ def test_an_error_in_a_worker_turns_the_scheduler_s_side_off(vllm: Vllm) -> None
 
     assert "a worker: " in connector.switch.off_reason
     assert connector.switch.off_reason == Port.made[0].off_reason()
+
+
+class SlowBlocks:
+    """Blocks of a GPU: the test says when copies end."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, list[tuple[int, int]]]] = []
+        self.has_ended: Callable[[], bool] = lambda: False
+
+    def open(self, place: Any) -> None: ...
+
+    def save(self, copies: Any) -> Any:
+        self.begun.append(("save", [*copies]))
+        return lambda: self.has_ended()
+
+    def load(self, copies: Any) -> Any:
+        self.begun.append(("load", [*copies]))
+        return lambda: self.has_ended()
+
+
+@pytest.fixture
+def slow(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, SlowBlocks]:
+    """A worker beside its scheduler's first step, with a save and a load."""
+    worker, slow = vllm.start(Role.WORKER), SlowBlocks()
+    worker._blocks = slow
+    monkeypatch.setattr(vllm.module, "Blocks", SlowBlocks)
+    bind(worker, WorkerStep(PLACE, saves=[(7, [(0, 100)])], loads=[("r", [(1, 30), (2, 31)])]))
+    return worker, slow
+
+
+PLACE = StagingPlace(1, 1, 4, 64)
+
+
+def bind(worker: Any, step: WorkerStep) -> None:
+    """Bind the copies of a step, as vLLM does."""
+    worker._connector_metadata = type(worker.build_connector_meta(Output()))(step)
+
+
+def test_copies_are_answered_in_the_step_in_which_they_have_ended(
+    slow: tuple[Any, SlowBlocks],
+) -> None:
+    worker, blocks = slow
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert blocks.begun == [("load", [(1, 30), (2, 31)]), ("save", [(0, 100)])]
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.build_connector_worker_meta() is None
+
+    bind(worker, WorkerStep())
+    blocks.has_ended = lambda: True
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.get_block_ids_with_load_errors() == set()
+    done = worker.build_connector_worker_meta().done
+    assert (done.saves, done.loads) == ({7: 1}, {"r": 1})
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_a_step_without_a_forward_pass_saves_too(slow: tuple[Any, SlowBlocks]) -> None:
+    """vLLM's newer runner calls no `wait_for_save` in it."""
+    worker, blocks = slow
+    worker.get_finished(set())
+    worker.get_finished(set())
+    assert blocks.begun == [("save", [(0, 100)])]
+
+
+def test_copies_that_a_gpu_failed_to_make_are_no_answer(slow: tuple[Any, SlowBlocks]) -> None:
+    worker, blocks = slow
+
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    blocks.has_ended = fail
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.get_block_ids_with_load_errors() == {30, 31}
+    assert "illegal memory access" in worker.switch.off_reason
+    done = worker.build_connector_worker_meta().done
+    assert (done.saves, done.loads, done.off_reason) == ({}, {"r": 1}, worker.switch.off_reason)
