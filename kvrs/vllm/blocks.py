@@ -8,6 +8,7 @@ so that they are read behind the step that filled them and before one that uses 
 crosses to the host or from it does so on a stream for each direction.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -118,6 +119,9 @@ class Blocks:
             # Registered with the driver, it is copied from and to without the processor.
             driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
             torch.cuda.check_error(driver.cudaHostRegister(pages.data_ptr(), count, 0))
+            # Before the memory goes: what is mapped at its address next may be registered, too.
+            registered = weakref.finalize(self, driver.cudaHostUnregister, pages.data_ptr())
+            registered.atexit = False
         cells = (place.pages, self._geometry.layers, self._geometry.kv_heads, -1)
         staged = pages.view(self._element).view(cells)
         self._staged = staged[:, self._layers, self._heads]
