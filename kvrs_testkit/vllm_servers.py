@@ -49,6 +49,8 @@ FLAGS = [
 ]
 # Beside them, where servers share a GPU.
 GPU_FLAGS = ("--gpu-memory-utilization", "0.2")
+# On a GPU the same stream has other tokens in another batch without it.
+BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -149,6 +151,7 @@ class VllmServers(Processes):
         # By instance, beside those of all: flags, and fields of --kv-transfer-config.
         self.flags: dict[str, list[str]] = {}
         self.transfer: dict[str, dict[str, Any]] = {}
+        self.environment: dict[str, str] = {}  # Of all, beside `ENVIRONMENT`.
         self.connector_options: dict[str, Any] = {}  # Of the kvrs connector of all.
         self._instances = {
             str(instance.id): instance for _, instance in self.config.cluster.instances()
@@ -182,7 +185,7 @@ class VllmServers(Processes):
                 "--kv-transfer-config",
                 json.dumps(connector | self.transfer.get(name, {})),
                 python=python,
-                **ENVIRONMENT,
+                **ENVIRONMENT | self.environment,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(instance.page_port),
                 PYTHONPATH=str(Path(__file__).parents[1]),
                 # Beside the environment: the next start finds it, and it goes when that goes.
@@ -262,6 +265,8 @@ class VllmServers(Processes):
         """
         server = self._running[name]
         others = list(below(server.pid))
+        if part is Part.WORKER and _TITLES[part] not in map(_title, others):
+            part = Part.ENGINE  # On a GPU a single worker is a part of the engine's process.
         if part is Part.SERVER:
             server.send_signal(number)
         for pid in others:

@@ -67,7 +67,15 @@ SHAPE_FLAGS = [
     '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64]}',
     *("--kv-cache-memory-bytes", str(12 << 30), "--max-num-seqs", "64"),
 ]
-GPU_LOAD = Load(64, 40, 400, reserved_bytes=64 << 20, history_tokens=8000, saving_tokens=800)
+GPU_LOAD = Load(
+    streams=64,
+    prompt_tokens=40,
+    output_tokens=400,
+    reserved_bytes=64 << 20,
+    history_tokens=8000,
+    history_reserved_bytes=2 << 30,
+    saving_tokens=1200,
+)
 GPU_OPTIONS = {"staging_bytes": 2 << 30, "deadline_s": 10.0}
 GPU_CAPACITY_BYTES = 16 << 30
 FAULTS = ("none", "stopped", "dead", "slow", "full", "computed")
@@ -89,6 +97,7 @@ async def measure(servers: VllmServers, load: Load, options: argparse.Namespace)
         for _ in range(rounds):
             for side in order.sample((off, on), 2):
                 await bench.round(side)
+        _say(str(_saving(load, off, on)))
         _say(f"{pairs} histories, loaded and computed")
         loaded_s: list[float] = []
         computed_s: list[float] = []

@@ -47,6 +47,7 @@ class Load:
     output_tokens: int = 600
     reserved_bytes: int = 8 << 20  # For each stream, at the agent.
     history_tokens: int = 1500
+    history_reserved_bytes: int = 8 << 20
     saving_tokens: int = 150  # A history is saved while so many behind it are computed.
 
 
@@ -247,7 +248,7 @@ class Bench:
         """
         until_s = time.perf_counter() + 2 * RETRY_MOST_S
         while time.perf_counter() < until_s:
-            params = self._saved()
+            params = self._saved(self._load.history_reserved_bytes)
             answer = await self._ask(self.d0, prompt, self._load.saving_tokens, params)
             held = await self._client.source(self._node, params.stream)
             if held.pages >= len(prompt) // PAGE_TOKENS:

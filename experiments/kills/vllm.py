@@ -41,6 +41,7 @@ from kvrs.protocol.instance import Role
 from kvrs.traces.records import ReplayRequest, StreamRecord
 from kvrs_testkit import stored_pages
 from kvrs_testkit.vllm_servers import (
+    BATCH_INVARIANT,
     GPU_FLAGS,
     PAGE_TOKENS,
     PYTHON_ENV,
@@ -372,6 +373,7 @@ def run(options: argparse.Namespace) -> int:
             config = connector_config(Path(directory), decodes=3)
         flags = GPU_FLAGS if options.gpu else ()
         with VllmServers(config, os.environ[PYTHON_ENV], *flags) as servers:
+            servers.environment = BATCH_INVARIANT if options.gpu else {}
             servers.start_all()
             faults = kill_series(
                 servers,
