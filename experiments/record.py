@@ -147,10 +147,11 @@ def shown(commit: str) -> str:
 
 def machine() -> str:
     system = f"{platform.system()} {platform.machine()}"
-    return ", ".join([f"{os.cpu_count()} cores", _cpu_model(), *_gpus(), system])
+    return ", ".join([f"{os.cpu_count()} cores", _cpu_model(), *gpus(), system])
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """Names of the NVIDIA GPUs of this machine."""
     try:
         pynvml.nvmlInit()
         numbers = range(pynvml.nvmlDeviceGetCount())

@@ -27,7 +27,7 @@ from pathlib import Path
 from experiments import evidence
 from experiments.kills.drill import TRACE as CONVERSATIONS
 from experiments.raidserve.throughput import DEFAULT_TRACE as AVAILABILITY_TRACE
-from experiments.record import ROOT, shown
+from experiments.record import ROOT, gpus, shown
 from experiments.results import KEPT, age, run_of, state
 
 EXPERIMENTS = ROOT / "experiments"
@@ -57,6 +57,7 @@ TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
 AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
+GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,14 @@ ALL = (
             (("recompute",), 48, "recompute --kills 100"),
             (("migrate",), 60, "migrate --kills 100"),
         )
+    ),
+    _of(
+        "kills",
+        "vllm-restore-gpu",
+        3,
+        "run decode vllm --option restore --kills 3 --gpu",
+        VLLM,
+        GPU,
     ),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("gossip_detection", "gossip_detection", 30),

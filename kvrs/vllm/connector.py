@@ -304,12 +304,11 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         """None: it has failed, or that is not known."""
         return ended() if ended is not None else None
 
-    def wait_for_layer_load(self, *_: Any, **__: Any) -> None:
-        """All layers are loaded before the step."""
-
     def save_kv_layer(self, *_: Any, **__: Any) -> None:
         """All layers are saved behind the step."""
 
+    # And loaded before it.
+    wait_for_layer_load = save_kv_layer
     # A `MultiConnector` passes the data of its other connectors, which vLLM's own hook may refuse.
     set_xfer_handshake_metadata_pp_aware = save_kv_layer
 
