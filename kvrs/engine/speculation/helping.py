@@ -123,13 +123,15 @@ class DraftHelper:
         try:
             while True:
                 received = received or asyncio.create_task(socket.receive())
-                if not drafting.has_work:
+                if not drafting.batches.has_work:
                     await asyncio.wait({received})
                 if received.done():
                     message, received = received.result(), None
                     if message.type is not aiohttp.WSMsgType.BINARY:
                         return
-                    drafting.update(msgspec.msgpack.decode(message.data, type=list[MirrorUpdate]))
+                    drafting.batches.update(
+                        msgspec.msgpack.decode(message.data, type=list[MirrorUpdate])
+                    )
                     await asyncio.sleep(0)
                     continue
                 bursts: list[Burst] = await asyncio.to_thread(drafting.step)
