@@ -20,6 +20,9 @@ MOST_READY_S = 1e6
 MOST_REASON = 500  # Characters.
 MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
 MOST_MESSAGE_BYTES = 1 << 24
+# Either side asks the other one so often whether it is there, and leaves one that does not answer
+# within half of that.
+HEARTBEAT_S = 5.0
 
 
 class ReloadState(StrEnum):

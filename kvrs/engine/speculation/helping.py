@@ -24,6 +24,7 @@ from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.speculation import (
+    HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
     Burst,
     DraftOffer,
@@ -104,7 +105,9 @@ class DraftHelper:
 
     async def _help(self, other: InstanceSettings, offer: DraftOffer, worker: Worker) -> None:
         async with self._http.ws_connect(
-            f"{self._config.url_of(other)}/kvrs/v1/drafts", max_msg_size=MOST_MESSAGE_BYTES
+            f"{self._config.url_of(other)}/kvrs/v1/drafts",
+            max_msg_size=MOST_MESSAGE_BYTES,
+            heartbeat=HEARTBEAT_S,
         ) as socket:
             await socket.send_bytes(msgspec.msgpack.encode(offer))
             engine, depth = self._config.cluster.engine, self._config.speculation.depth
