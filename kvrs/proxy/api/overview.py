@@ -66,6 +66,10 @@ def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> d
         **{key: load.get(key) for key in _OF_LOAD},
         "draining": bool(load.get("draining")) or row["drain"] is not None,
         "ranks": len(row["ranks"]),
+        # Of an instance that computes without some of them, or not at all until it has re-formed.
+        "short": row.get("state") if row.get("state") in ("degraded", "reforming") else None,
+        "degree": row.get("degree"),
+        "full_degree": row.get("full_degree"),
         # Of an instance that is being started again; None: of no other.
         "starts": starts,
         "reason": _restart(row) if starts else row.get("reason"),

@@ -132,6 +132,16 @@ def test_the_overview_names_who_makes_drafts_for_whom() -> None:
     assert skipping["reason"] == shown.replace("drafts for d0, ", "") + ", draft: too large"
 
 
+def test_the_overview_tells_an_instance_without_some_ranks() -> None:
+    state = a_state()
+    state["instances"][0] |= {"state": "degraded", "degree": 1, "full_degree": 2}
+
+    short, lost = overview(state, POLICY)["instances"]
+
+    assert (short["short"], short["degree"], short["full_degree"]) == ("degraded", 1, 2)
+    assert (short["starts"], lost["short"]) == (None, None)
+
+
 def test_the_overview_is_bounded() -> None:
     """Whatever the number of streams, the newest recoveries first."""
     view = overview(a_state(streams=5000, recoveries=1000, links=4032), POLICY)
