@@ -28,9 +28,6 @@ def differences() -> str:
 
 
 _NOT_BUILT = (
-    "LUMEN, speculation on a clock: the engine and the simulator have it (an instance that loads "
-    "its weights proposes tokens by a small model meanwhile, and a survivor verifies them), and no "
-    "kept figure of a recovery is with it.",
     "AnchorTP, experts: no model with experts (MoE), nothing of them is rebalanced after a loss.",
     "KevlarFlow, all of it: pipelines over several nodes, one of which serves with a node of "
     "another one after a loss; processes that load first and are connected later; KV that each "
@@ -64,8 +61,10 @@ _BY_INTENTION = (
     "([0015](decisions/0015-dispatch-before-costs.md)). The loads are the streams of this proxy, "
     "and what the last load report counts beyond them: those of other proxies.",
     "LUMEN, three queues: it leaves their shares open; ours are 8 to 4 to 1.",
-    "LUMEN, reload from SSD: engines of the simulator are back after seconds, or after 20 to 60 s, "
-    "and do not read weights at a rate.",
+    "LUMEN, drafts: nothing waits for them, and one that begins before the end of its stream is "
+    "used from there ([0066](decisions/0066-drafts-are-verified-not-believed.md)).",
+    "LUMEN, reload from SSD: engines of the simulator are back after a time that is given to them; "
+    "with draft models it is that of the weights at 2 GB/s.",
     "RaidServe and AnchorTP, timings of ranks: layouts, plans and bytes are checked, seconds on "
     "GPUs are not.",
 )
@@ -93,7 +92,8 @@ def weaker() -> str:
         [
             "## Exhibits that are missing or weaker",
             _list(
-                "LUMEN: all columns with speculation; more than "
+                "LUMEN: its columns with draft models, of which one row has simulated figures; on "
+                "processes there is a run of one seed ([lumen](../experiments/lumen)). More than "
                 f"{most} instances, where the paper goes to 64; three of five rates and three of "
                 "five failure counts of figures 10 and 11.",
                 f"LUMEN, where ours shows no difference (the window at 4x1, {window}): at 6.5 "

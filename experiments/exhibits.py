@@ -113,7 +113,7 @@ def parts_of(runs: Sequence[Mapping[str, Any]]) -> str:
     return said
 
 
-_DRAFT = "this experiment runs without draft models (speculation)"
+_NO_DRAFTS = "our kept run had no draft models"
 _VIRTUAL = (
     "virtual time, the clock of OPT-13B, ShareGPT's lengths cut to 1,024 and 256 tokens, a reload "
     "of 20 s"
@@ -291,7 +291,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figures 1, 2: impact of failures, 4 to 64 workers",
             "TTFT and TPOT of stop-and-restart; TPOT 1.6 times",
             How.SIMULATED,
-            f"{_VIRTUAL}; {figures.instances(*_SINGLES)} instances",
+            f"{_VIRTUAL}; {figures.instances(*_SINGLES)} instances; {_NO_DRAFTS}",
             figures.at(_SINGLES, figures.impact_of_one),
             "lumen",
             figures.SIMULATED,
@@ -302,7 +302,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table 1: causes",
             "uninterrupted TTFT 3.5 to 4.1 s, 78-80 % of it queueing; replay 24.0 to 29.4 s",
             How.SIMULATED,
-            f"{_VIRTUAL}; what is not queueing is the computation of the prompt alone",
+            f"{_VIRTUAL}; {_NO_DRAFTS}; what is not queueing is the computation of the prompt "
+            "alone",
             figures.at(("4x1", "8x1"), figures.causes),
             "lumen",
             figures.SIMULATED,
@@ -313,7 +314,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figure 6 (A.1), 4 workers",
             "window -50.0 / -34.9 % of stop-and-restart / fixed checkpoints; TTFT -44.4 %",
             How.SIMULATED,
-            f"{_VIRTUAL}; {_DRAFT}, so ours is its + scheduling",
+            f"{_VIRTUAL}; {_NO_DRAFTS}, so ours is its + scheduling",
             figures.at(("4x1",), figures.first_scheme),
             "lumen",
             figures.SIMULATED,
@@ -324,7 +325,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table 2 (A.1), 8 workers",
             "recovery 83.3 / 82.8 / 29.9 s; TTFT -29.6 %",
             How.SIMULATED,
-            f"{_VIRTUAL}; {_DRAFT}, so ours ends with + scheduling",
+            f"{_VIRTUAL}; {_NO_DRAFTS}, so ours ends with + scheduling",
             figures.at(("8x1",), figures.windows),
             "lumen",
             figures.SIMULATED,
@@ -335,7 +336,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figure 7 (A.2): scheduling alone",
             "TTFT -19.1 %, TPOT 96.7 ms of 99.3",
             How.SIMULATED,
-            _VIRTUAL,
+            f"{_VIRTUAL}; {_NO_DRAFTS}",
             figures.at(("4x1", "8x1"), figures.scheduling),
             "lumen",
             figures.SIMULATED,
@@ -346,9 +347,9 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figures 6, 7 (A.1, A.2), 4 workers, with draft models",
             "TTFT -44.4 %, TPOT -15.9 %, window -50.0 %; + progressive alone TPOT 95.8 ms of 99.3",
             How.SIMULATED,
-            "virtual time, the clock of Llama 3.1 70B, drafts at that of its 8B, four a step and "
-            "right with probability 0.6; Splitwise's conversations at 1.8/s an instance, a reload "
-            "of 72 s",
+            "virtual time, the clock of Llama 3.1 70B; our kept run had draft models, at the clock "
+            "of its 8B, with four drafts a step that are right with probability 0.6; Splitwise's "
+            "conversations at 1.8/s an instance, a reload of 72 s",
             figures.with_drafts,
             "lumen",
             figures.SIMULATED_DRAFTS,
@@ -360,7 +361,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "TTFT 1.5 s at 10/s, 26.7 s at 12/s; -33.3 % at 11/s",
             How.SIMULATED,
             f"{_VIRTUAL}; requests per second of an instance behind the colon, else 6.5; changes "
-            f"of + scheduling, since {_DRAFT}",
+            f"of + scheduling, since {_NO_DRAFTS}",
             figures.at(("4x1:5.5", "4x1", "4x1:7.5"), figures.ttft, least=2),
             "lumen",
             figures.SIMULATED,
@@ -371,7 +372,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Figure 9 (A.4): 1, 2, 4 of 8 fail",
             "TTFT -29.6 / -50.8 / -82.7 %",
             How.SIMULATED,
-            f"{_VIRTUAL}; changes of + scheduling, since {_DRAFT}",
+            f"{_VIRTUAL}; changes of + scheduling, since {_NO_DRAFTS}",
             figures.at(("8x1", "8x2", "8x4"), figures.ttft),
             "lumen",
             figures.SIMULATED,
@@ -385,7 +386,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "a tiny model on a clock that is 2.4 and 4.8 times slower, a reload of 10 s, some "
             f"thirteen streams an instance; one cell was measured again and put in by hand, since "
             f"a simulation ran beside it (README); + scheduling against stop-and-restart, since "
-            f"{_DRAFT}",
+            f"{_NO_DRAFTS}",
             figures.on_processes,
             "measured_once",
             figures.ON_PROCESSES,
@@ -396,7 +397,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Steady state",
             "no measurable overhead; time per token within 0.1 ms",
             How.REAL,
-            "a CPU computes and copies on the same core; a GPU's copy engine would not",
+            f"a CPU computes and copies on the same core; a GPU's copy engine would not; "
+            f"{_NO_DRAFTS}, as nothing fails",
             figures.checkpoint_cost,
             "checkpoint_cost",
             result=figures.CHECKPOINTS,
@@ -406,7 +408,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "Table 3 (B.1)",
             "windows 100.3 / 94.9 / 91.1 / 81.5 / 81.5 s",
             How.SIMULATED,
-            f"{_VIRTUAL}; its last two are with draft models, without which this experiment runs",
+            f"{_VIRTUAL}; the last two published are with draft models; {_NO_DRAFTS}",
             figures.at(("10x1",), figures.windows),
             "lumen",
             figures.SIMULATED_TEN,
@@ -419,7 +421,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "TTFT up to -42.7 %; 5 failures -63.6 / -33.9 %",
             How.SIMULATED,
             f"{_VIRTUAL}; two of five rates and two of five counts; changes of + scheduling, since "
-            f"{_DRAFT}",
+            f"{_NO_DRAFTS}",
             figures.at(("10x1", "10x1:7.5", "10x5"), figures.against_both),
             "lumen",
             figures.SIMULATED_TEN,
@@ -432,7 +434,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "TTFT -46.8 to -51.2 %",
             How.SIMULATED,
             f"{_VIRTUAL}; {figures.instances(*_QUARTERS)} instances; changes of + scheduling, "
-            f"since {_DRAFT}",
+            f"since {_NO_DRAFTS}",
             figures.at(_QUARTERS, figures.ttft),
             "lumen",
             figures.SIMULATED,
@@ -455,7 +457,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "TTFT -50.6 % at 4 workers, -1.3 % at 64",
             How.SIMULATED,
             f"{_VIRTUAL}; {figures.instances(*_SINGLES)} instances; changes of + scheduling, since "
-            f"{_DRAFT}",
+            f"{_NO_DRAFTS}",
             figures.at(_SINGLES, figures.ttft, least=2),
             "lumen",
             figures.SIMULATED,

@@ -9,11 +9,11 @@ from kvrs_testkit.processes import Processes
 
 
 @contextmanager
-def blocked_load(processes: Processes) -> Iterator[None]:
-    """A process that starts in the block gets no further than its model's configuration, and fails
-    when the block ends.
+def blocked_load(processes: Processes, model: Path | None = None) -> Iterator[None]:
+    """A process that starts in the block gets no further than its model's configuration, or that of
+    another model that it loads, and fails when the block ends.
     """
-    model = Path(processes.config.cluster.model or "")
+    model = model or Path(processes.config.cluster.model or "")
     read = model / "config.json"
     kept = read.rename(model / "kept")
     os.mkfifo(read)

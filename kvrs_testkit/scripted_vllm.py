@@ -97,6 +97,7 @@ class ScriptedVllm(ScriptedServer):
     waiting: int = 0
     pulled: int = 0
     drafts: tuple[int, ...] = ()  # Of its speculative decoding: steps, proposed, accepted.
+    drafts_each: tuple[int, ...] = (0, 0, 0)  # That a completion adds to these.
     arithmetic: Arithmetic | None = None  # None: every request is a greedy one.
     replays: bool = False  # It has the logits processor of `kvrs/vllm/replay.py`.
     moves_kv: bool = True  # Else what it should pull does not come, and it computes that.
@@ -259,6 +260,7 @@ class ScriptedVllm(ScriptedServer):
             if not transfer.get("do_remote_prefill"):
                 transfer = None
         self.running += 1
+        self.drafts = tuple(map(sum, zip(self.drafts, self.drafts_each, strict=False)))
         try:
             return await self._decode(request, parsed, transfer, known, salt)
         finally:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from experiments import evidence, run_all
-from experiments.exhibits import Exhibit, How
+from experiments import exhibit_figures as figures
+from experiments.exhibits import SEEDS, Exhibit, How
+from experiments.kept import kept
 from experiments.kills import drill, policies
 from experiments.kills import run as kills_run
 from experiments.load_skew import rates
@@ -137,6 +139,21 @@ def test_the_evidence_shows_the_kept_results() -> None:
     assert all(len(row["why"]) > 1 for row in found if row["published"] != "claimed, no figure")
     folders = {row["experiment"] for row in found} - {"-"}
     assert folders <= {each.folder for each in ALL}
+
+
+def test_exhibits_of_lumen_say_whether_their_runs_had_drafts() -> None:
+    """By the drafts that the kept run's steps have verified."""
+    runs = (figures.SIMULATED, figures.SIMULATED_TEN, figures.SIMULATED_DRAFTS)
+    for exhibit in SEEDS["LUMEN"]:
+        if exhibit.result in runs:
+            drafted = any(
+                row.get("draft_steps", 0)
+                for schemes in kept(exhibit.result)["cases"].values()
+                for by_seed in schemes.values()
+                for row in by_seed.values()
+            )
+            what = "draft models" if drafted else "no draft models"
+            assert f"our kept run had {what}" in exhibit.why, exhibit.name
 
 
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:

@@ -28,6 +28,7 @@ needs_promtool = pytest.mark.skipif(
 # What a rule is tested with: series before and during what it is to notice, then after it. A step
 # is 15 s, the death between the tenth and the eleventh scrape.
 WORKER, JOB = 'worker="d0", instance="proxy:8001"', 'job="kvrs", instance="proxy:8001"'
+DRAFTS = f"source='draft', {WORKER}"
 BEFORE_S = 10 * 15
 CASES: dict[str, dict[str, str]] = {
     "KvrsWorkerDied": {
@@ -59,6 +60,14 @@ CASES: dict[str, dict[str, str]] = {
     "KvrsTokenizerMissing": {"kvrs_tokenizer_missing": "0x10 1x12 0x8"},
     "KvrsPredictionsOff": {
         'kvrs_recovery_correction_ratio{option="migrate"}': "1x10 6x44 1x8",
+    },
+    # Usual ones before, of which more than a thousand are no reason either.
+    "KvrsDraftsInVain": {
+        f"kvrs_draft_tokens_total{{{DRAFTS}, outcome='accepted'}}": "0+50x10 500x60",
+        f"kvrs_draft_tokens_total{{{DRAFTS}, outcome='rejected'}}": "0+90x10 900x60",
+        f"kvrs_draft_tokens_total{{{DRAFTS}, outcome='stale'}}": "0+300x10 60000x60",
+        "kvrs_draft_tokens_total{source='lookup', worker='d1', outcome='accepted'}": "0x71",
+        "kvrs_draft_tokens_total{source='lookup', worker='d1', outcome='rejected'}": "0+300x71",
     },
     "KvrsDamagedPages": {f"kvrs_damaged_pages_total{{{WORKER}}}": "0x10 1x60"},
     "KvrsConnectorDamage": {f"kvrs_connector_pages_damaged_total{{{WORKER}}}": "0x10 1+1x70 71x40"},

@@ -170,15 +170,16 @@ def as_run(run: passes.Run, drafts: DraftCounts) -> Run:
 
 
 async def drafts_of(cluster: Cluster) -> DraftCounts:
-    """Those of the instances that were not killed."""
+    """Those of the instances that were not killed, without those of self-tests."""
     counts = DraftCounts()
     async with AdminPort(cluster.proxies[0].admin, cluster.secret, None) as port:
         state = await port.state()
     for instance in state["instances"]:
         if found := instance["speculation"]:
-            counts.steps += found["steps"]
-            counts.proposed += found["proposed"]
-            counts.accepted += found["accepted"]
+            tested = (instance["self_test"] or {}).get("drafts") or {}
+            counts.steps += found["steps"] - tested.get("steps", 0)
+            counts.proposed += found["proposed"] - tested.get("proposed", 0)
+            counts.accepted += found["accepted"] - tested.get("accepted", 0)
     return counts
 
 

@@ -85,11 +85,11 @@ def accepted(
             number, right_ids[:PROMPT_TOKENS], SamplingParams(temperature=heat, seed=number)
         )
         bursts, steps, total = Bursts(), 0, 0
-        drafting.update(
+        drafting.batches.update(
             [MirrorUpdate(number, stream.ids[:], DraftChoice(heat, 1.0, 0, 0.0, number))]
         )
         while len(stream.ids) + depth < len(right_ids):
-            while drafting.has_work:
+            while drafting.batches.has_work:
                 for burst in drafting.step():
                     bursts.came(burst.position, burst.token_ids, burst.begins_anew)
             drafts = bursts.proposal(stream.ids, depth)
@@ -102,10 +102,10 @@ def accepted(
                     break
             stream.computed = len(stream.ids) + len(chosen) - 1
             stream.ids += chosen
-            drafting.update([MirrorUpdate(number, chosen)])
+            drafting.batches.update([MirrorUpdate(number, chosen)])
             steps, total = steps + 1, total + len(chosen) - 1
             first_right += len(chosen) > 1
-        drafting.update([MirrorUpdate(number)])
+        drafting.batches.update([MirrorUpdate(number)])
         means.append((total, steps))
         different += sum(one != other for one, other in zip(stream.ids, right_ids, strict=False))
     return means, first_right, different

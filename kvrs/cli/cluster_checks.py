@@ -216,7 +216,8 @@ def _self_tests(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
 
 def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
     cause = f" ({test['cause']})" if test["cause"] else ""
-    value = f"{_moves(test['moves_kv'])}, {_continues(test['continues'])}{cause}"
+    value = f"{_moves(test['moves_kv'])}, {_continues(test['continues'])}"
+    value += _drafted(test["drafts"]) + cause
     if not test["done"]:
         return doubtful(check, f"not done{cause}", "done", "wait, then run this again")
     if test["continues"] == Continues.NONE:
@@ -232,12 +233,23 @@ def _self_test(check: str, test: Mapping[str, Any]) -> Finding:
         return doubtful(check, f"failed{cause}", "a test that ends", "see the log of the instance")
     if test["continues"] in (Continues.TEXT, Continues.GREEDY):
         remedy = "engines of one version, on equal GPUs, with deterministic kernels (backends.md)"
+        if test["drafts"] is not None:
+            remedy += "; see whether it is exact without drafts"
         return doubtful(check, value, "exact, also sampled", remedy)
     if test["differs_from"]:
         value += f", other tokens than {', '.join(test['differs_from'])}"
         remedy = "the same engine, model and GPU at all of them"
         return doubtful(check, value, "the same tokens everywhere", remedy)
+    if test["drafts"] is not None and not test["drafts"]["proposed"]:
+        remedy = "what it continues was seen without drafts: see that its source proposes any"
+        return doubtful(check, value, "a test with drafts", remedy)
     return good(check, value)
+
+
+def _drafted(drafts: Mapping[str, int] | None) -> str:
+    if drafts is None:
+        return ""
+    return f", {drafts['accepted']} of {drafts['proposed']} drafts accepted"
 
 
 def _moves(moves: bool | None) -> str:

@@ -212,13 +212,14 @@ def _faults_of_model(config: Config) -> Iterator[str]:
     if cluster.backend is Backend.EMBEDDED:
         yield from (f"cluster.model: {fault}" for fault in _missing_files(model))
         yield from _faults_of_memory(config)
-        yield from _faults_of_draft(config, model)
+        yield from faults_of_draft(config)
 
 
-def _faults_of_draft(config: Config, model: Path) -> Iterator[str]:
-    if config.speculation.draft is None:
+def faults_of_draft(config: Config) -> Iterator[str]:
+    """A draft model that is not there, or whose ids are others than those of the model."""
+    if config.speculation.draft is None or config.cluster.model is None:
         return
-    draft = Path(config.speculation.draft)
+    draft, model = Path(config.speculation.draft), Path(config.cluster.model)
     if not (draft / "config.json").is_file():
         yield f"speculation.draft: {draft} has no config.json; allowed: a Hugging Face directory"
         return
@@ -231,6 +232,20 @@ def _faults_of_draft(config: Config, model: Path) -> Iterator[str]:
             f"speculation.draft: {draft} has another tokenizer.json than {model}; allowed: a model "
             f"of the same tokenizer"
         )
+    size, wanted = _vocab_size(draft), _vocab_size(model)
+    if size != wanted is not None:
+        yield (
+            f"speculation.draft: {draft}/config.json: vocab_size is {size!r}; allowed: {wanted!r}, "
+            f"as in {model}"
+        )
+
+
+def _vocab_size(model: Path) -> object:
+    """None: none is given."""
+    try:
+        return json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _missing_files(model: Path) -> Iterator[str]:

@@ -10,13 +10,15 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import kvrs
 from kvrs.cli.cluster_checks import ProxyAnswer
 from kvrs.cli.common import faults_in
-from kvrs.cli.feasibility import faults_of, private_files, remarks_on, tls_sections
+from kvrs.cli.feasibility import faults_of, faults_of_draft, private_files, remarks_on, tls_sections
 from kvrs.cli.findings import Finding, bad, doubtful, good, of_fault
 from kvrs.cli.ports_here import is_here, is_to_start, port_findings
 from kvrs.config.cluster import Backend
@@ -201,6 +203,8 @@ def _configuration(config: Config, environ: Mapping[str, str]) -> Iterator[Findi
         yield from (of_fault(each, _remedy_of_file(each, tls.key), section) for each in faults)
         if not faults:
             yield from _expiries(section, tls)
+    yield from _draft(config)
+    of_files.update(faults_of_draft(config))
     rest = [fault for fault in faults_of(config, environ) if fault not in of_files]
     for fault in rest:
         yield of_fault(fault, "change it in the file")
@@ -217,6 +221,30 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
         allowed = f"security.secret_file, or {ENV_NAME}, of {MIN_SECRET_BYTES} bytes or more"
         remedy = f"export {ENV_NAME}=$(openssl rand -hex 32); `kvrs up` makes its own"
         yield doubtful("secret", "none", allowed, remedy)
+
+
+def _draft(config: Config) -> Iterator[Finding]:
+    """The draft model: whether it loads, and whether that is sooner than the model does."""
+    check, draft, engine = "speculation.draft", config.speculation.draft, config.cluster.engine
+    if draft is None or config.cluster.model is None:
+        return
+    faults = [*faults_of_draft(config)]
+    with suppress(MissingExtraError):
+        check_extras("engine")
+        from kvrs.engine.models.loading import check_stored
+        from kvrs.engine.models.reading import reading_of
+
+        faults = faults or faults_in(partial(check_stored, Path(draft)))
+        if not faults:
+            own = reading_of(Path(draft), engine.disk_bytes_per_s, config.speculation.pace)
+            model = reading_of(Path(config.cluster.model), engine.disk_bytes_per_s, engine.pace)
+            value = f"{draft}, {own.total_bytes:,} bytes of weights"
+            if own.is_shorter_than(model):
+                yield good(check, f"{value}, beside {model.total_bytes:,} of the model")
+            else:
+                allowed = f"less to read than the model, which has {model.total_bytes:,}"
+                yield doubtful(check, value, allowed, "a smaller one: this one is skipped")
+    yield from (of_fault(each, "give the directory of such a model", check) for each in faults)
 
 
 def _remedy_of_file(fault: str, path: str) -> str:

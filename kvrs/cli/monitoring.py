@@ -139,6 +139,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel("Free KV pages", "short", ((f"kvrs_worker_free_pages{_OF}", "{{worker}}"),)),
         Panel("KV moved by kind", "Bps", _rate("kvrs_worker_kv_bytes_total", "kind")),
+        Panel("Drafts by outcome", "short", _rate("kvrs_draft_tokens_total", "outcome")),
         Panel(
             "Bandwidth of links",
             "Bps",

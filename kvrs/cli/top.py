@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 1.0
 _COLOURS = {"up": "green"} | dict.fromkeys(
-    ("starting", "draining", "loading", "loading_draft", "assist", "hotswap"), "yellow"
+    (
+        "starting",
+        "draining",
+        "loading",
+        "loading_draft",
+        "assist",
+        "hotswap",
+        "degraded",
+        "reforming",
+    ),
+    "yellow",
 )
 
 AdminUrl = Annotated[
@@ -108,7 +118,7 @@ def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
         next(each for each in table.columns if each.header == name).justify = "right"
     shown = instances[: max(1, rows - 8)]
     for row in shown:
-        health = "draining" if row["draining"] else row["starts"] or row["health"]
+        health = "draining" if row["draining"] else row["starts"] or row["short"] or row["health"]
         delay_s = row["queue_delay_s"]
         table.add_row(
             Text(row["id"]),

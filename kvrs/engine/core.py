@@ -179,8 +179,9 @@ class EngineCore(RunCore):
 
     def _launch(self) -> None:
         """Begin to compute as many batches as there are and may be in flight."""
-        drafts = self._drafts
-        proposals = partial(self._propose, drafts) if drafts is not None and drafts.active else None
+        drafts, proposals = self._drafts, None
+        if drafts is not None and (drafts.active or any(run.drafts for run in self._runs.values())):
+            proposals = partial(self._propose, drafts)
         while (
             len(self._in_flight) < self._batches
             and not (self._lost_cells or self._lost_batches)
@@ -200,7 +201,9 @@ class EngineCore(RunCore):
         run = self._runs[sequence]
         # The last token that is wanted needs no draft behind it.
         most = min(most, run.max_tokens - run.produced_tokens - 1)
-        return drafts.propose(run, most) if most > 0 else ()
+        if most <= 0:
+            return ()
+        return run.drafts_ahead(most) or (drafts.propose(run, most) if drafts.active else ())
 
     async def _land(self) -> None:
         """Await the oldest batch in flight, and emit its tokens."""

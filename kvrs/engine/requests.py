@@ -89,6 +89,7 @@ class GenerationRun:
     sources: tuple[PullSource, ...]  # In the order of their pages.
     checkpoints: tuple[CheckpointTarget, ...] = ()  # Where its newly filled pages go.
     slot_token: int = 0  # Under which it fetches; 0: no agent counts its transfer.
+    drafts: tuple[int, ...] = ()  # Behind the history, as the request proposes them.
     reported_pages: int = 0  # Full pages at the last report to the checkpointer.
     fetched_pages: int = 0  # The last one need not be full.
     ending: StepOutput | None = None  # The only output, where the history is complete already.
@@ -108,6 +109,11 @@ class GenerationRun:
     def holds_slot(self) -> bool:
         """Until its first new token, as its proxy counts."""
         return self.slot_token > 0 and len(self.sequence.token_ids) == self.sequence.history_tokens
+
+    def drafts_ahead(self, most: int) -> tuple[int, ...]:
+        """At most so many of the request's drafts, behind the tokens that there are."""
+        at = len(self.sequence.token_ids) - self.sequence.history_tokens
+        return self.drafts[at : at + most]
 
     def fetch_report(self, page_size_tokens: int) -> FetchReport:
         """The fetch of its pages has ended. The last position is computed in any case."""
@@ -260,10 +266,21 @@ def make_run(
         sources=sources,
         checkpoints=() if request.kvrs is None else tuple(request.kvrs.checkpoints),
         slot_token=0 if request.kvrs is None else request.kvrs.slot_token,
+        drafts=_drafts(request, model.vocab_size),
     )
     if not sequence.prefill_only:
         run.ending = run.replay(sequence.token_ids[sequence.prompt_tokens :])
     return run
+
+
+def _drafts(request: CompletionRequest | ChatRequest, vocab_size: int) -> tuple[int, ...]:
+    drafts = () if request.kvrs is None else tuple(request.kvrs.drafts)
+    if (highest := max(drafts, default=0)) >= vocab_size:
+        raise RequestError(
+            f"kvrs.drafts: got the token id {highest}; allowed: ids below {vocab_size}",
+            param="kvrs.drafts",
+        )
+    return drafts
 
 
 def _text_machine(

@@ -12,7 +12,7 @@ import msgspec
 
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -344,6 +344,9 @@ class KvrsParams(msgspec.Struct):
     # The slot under which `sources` are fetched, which the target's agent may end; 0: counted by
     # the proxy only.
     slot_token: Natural = 0
+    # Tokens that may follow the history, right or wrong: of a self-test. An engine that verifies
+    # drafts proposes them before those of its own source; others ignore them.
+    drafts: Annotated[list[DraftId], msgspec.Meta(max_length=MOST_DRAFTS)] = []
 
 
 class LeaseUpdate(msgspec.Struct):

@@ -13,13 +13,16 @@ import msgspec
 from kvrs.ids import InstanceId
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+DraftId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 MOST_RELOAD_S = 60.0  # A notice counts.
 MOST_READY_S = 1e6
 MOST_REASON = 500  # Characters.
 MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
 MOST_MESSAGE_BYTES = 1 << 24
+# Either side asks the other one so often whether it is there, and leaves one that does not answer
+# within half of that.
+HEARTBEAT_S = 5.0
 
 
 class ReloadState(StrEnum):
@@ -52,6 +55,17 @@ class SpeculationReport(msgspec.Struct, frozen=True):
     helper: InstanceId | None = None  # The instance that makes them.
     skipped: str = ""  # Why its own start made none for others.
     reloads: dict[InstanceId, Reload] = {}  # Of others.
+
+    def since(self, before: "SpeculationReport") -> "SpeculationReport":
+        """The counts after `before`, a report of the same process."""
+        return SpeculationReport(
+            self.source,
+            active=self.active,
+            steps=max(0, self.steps - before.steps),
+            proposed=max(0, self.proposed - before.proposed),
+            accepted=max(0, self.accepted - before.accepted),
+            stale=max(0, self.stale - before.stale),
+        )
 
     @property
     def wants_helper(self) -> bool:
@@ -92,7 +106,7 @@ class MirrorUpdate(msgspec.Struct, frozen=True):
     """A stream has begun (`choice` is given), has further tokens, or has ended (neither)."""
 
     number: _Natural
-    token_ids: list[_TokenId] = []
+    token_ids: list[DraftId] = []
     choice: DraftChoice | None = None
 
 
@@ -103,5 +117,5 @@ class Burst(msgspec.Struct, frozen=True):
 
     number: _Natural
     position: _Natural
-    token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MOST_DRAFTS)]
+    token_ids: Annotated[list[DraftId], msgspec.Meta(max_length=MOST_DRAFTS)]
     begins_anew: bool = False

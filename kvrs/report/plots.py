@@ -99,6 +99,7 @@ def throughput_svg(report: Report) -> str:
     _rates(axes, rates, "clean_tokens_per_s", again, _COLORS["base"], linewidth=1.2)
     _rates(axes, rates, "tokens_per_s", measured, _COLORS["migrate"], linewidth=1.8)
     axes.set_xlim(0, _ended_s(report) * 1.02)
+    axes.set_ylim(bottom=0)  # Behind all lines: it ends what makes room for them.
     for fault in report["faults"]:
         axes.axvline(fault["at_s"], color=_COLORS["fault"], linewidth=1.2, zorder=4)
     _legend(figure, axes)
@@ -114,6 +115,7 @@ def overlaid_throughput_svg(names: Sequence[str], reports: Sequence[Report]) -> 
         _rates(axes, rates, "tokens_per_s", name, color, linewidth=1.6, linestyle=dashes)
         for fault in report["faults"]:
             axes.axvline(fault["at_s"], color=color, linewidth=0.8, linestyle=":")
+    axes.set_ylim(bottom=0)
     _legend(figure, axes)
     return _svg(figure, "throughput of each run", wide=True)
 
@@ -223,7 +225,6 @@ def _rates(axes: Axes, rates: Report, key: str, label: str, color: str, **style:
         edges = np.arange(len(values) + 1) * rates["bin_s"]
         name = _no_formula(label)
         axes.stairs(values, edges, baseline=None, color=color, label=name, **style)
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds since the start of the run")
     axes.set_ylabel("tokens per second")
 

@@ -284,6 +284,10 @@ async def test_what_self_tests_have_seen_is_judged() -> None:
     assert judged(continues="text-stitched").level is Level.WARNING
     assert judged(continues="exact greedy").level is Level.WARNING
     assert judged(differs_from=["d1"]).level is Level.WARNING
+    drafted = judged(drafts={"steps": 4, "proposed": 14, "accepted": 8})
+    assert (drafted.level, "8 of 14 drafts accepted" in drafted.value) == (Level.OK, True)
+    undrafted = judged(drafts={"steps": 0, "proposed": 0, "accepted": 0})
+    assert (undrafted.level, undrafted.allowed) == (Level.WARNING, "a test with drafts")
     assert judged(done=False).level is Level.WARNING
     assert judged(moves_kv=None).level is Level.OK
     unrestored = judged(restores=False, cause="loaded none of 2 pages")

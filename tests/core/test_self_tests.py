@@ -178,6 +178,7 @@ def test_a_test_that_fails_is_tried_again_and_then_left() -> None:
     assert bench.tests.describe(InstanceId("d0")) == {
         "done": True,
         "continues": None,
+        "drafts": None,
         "moves_kv": None,
         "restores": None,
         "capabilities": [each.value for each in Capability],

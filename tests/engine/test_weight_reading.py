@@ -1,5 +1,7 @@
 """The pace at which weights are read, by a clock of the test's own."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvrs.engine.models.reading import WeightReading
@@ -8,11 +10,13 @@ from kvrs.engine.models.reading import WeightReading
 class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
+        self.before_sleep: Callable[[], object] = lambda: None
 
     def __call__(self) -> float:
         return self.now_s
 
     def sleep(self, duration_s: float) -> None:
+        self.before_sleep()
         self.now_s += duration_s
 
 
@@ -51,7 +55,10 @@ def test_how_long_it_will_still_take_is_known() -> None:
     draft.end()
     weights.begin()
     assert weights.left_s() == pytest.approx(10.0)
+    waiting: list[float | None] = []
+    clock.before_sleep = lambda: waiting.append(weights.left_s())
     weights.took(500)
+    assert waiting == [pytest.approx(10.0)], "it is counted, and not there yet"
     assert weights.left_s() == pytest.approx(5.0)
     weights.end()
     assert weights.left_s() == 0.0

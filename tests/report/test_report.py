@@ -17,6 +17,7 @@ import kvrs
 from kvrs.cli import app
 from kvrs.report.html import render_html, write_html
 from kvrs.report.measures import ReportError
+from kvrs.report.plots import overlaid_throughput_svg, throughput_svg
 from kvrs.report.report import Report, build_report, write_report
 from kvrs.report.table import terminal_table
 from kvrs.traces.records import ErrorKind, StreamRecord
@@ -324,6 +325,18 @@ def test_text_from_data_is_escaped_in_the_page() -> None:
     assert "<i>" not in page
     assert "&lt;b&gt;$d_0$&lt;/b&gt;" in page
     assert "Not exact" in page
+
+
+def test_a_throughput_above_that_without_the_fault_is_not_cut() -> None:
+    """The axis reaches the highest of all lines, in whatever order they are drawn."""
+    low, high = exact_report(), exact_report()
+    low["throughput"] |= {"tokens_per_s": [100.0] * 4, "clean_tokens_per_s": [100.0] * 4}
+    high["throughput"] |= {"tokens_per_s": [900.0] * 4, "clean_tokens_per_s": [100.0] * 4}
+
+    plots = [throughput_svg(high), overlaid_throughput_svg(["low", "high"], [low, high])]
+
+    for plot in plots:
+        assert ">800<" in plot.replace("\n", "")
 
 
 def test_both_colour_schemes_reach_the_plots() -> None:

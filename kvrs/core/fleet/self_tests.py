@@ -17,6 +17,7 @@ from kvrs.core.fleet.known import Health, KnownInstance
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
+from kvrs.protocol.speculation import SpeculationReport
 
 _MOST_FAILURES = 5
 _OF_KV = frozenset(
@@ -47,6 +48,8 @@ class Generated:
     greedy: tuple[int, ...]
     seeded: tuple[int, ...]
     continues: Continues
+    # Counted meanwhile at the instance, so of other streams too; None: it has no source of drafts.
+    drafts: SpeculationReport | None = None
 
     @property
     def name(self) -> str:
@@ -262,6 +265,7 @@ class SelfTests:
         return {
             "done": not life.is_busy and self._is_done(life),
             "continues": None if continues is None else continues.value,
+            "drafts": _drafts(self.seen(instance).generated),
             "moves_kv": self.seen(instance).moves_kv if self._tests_kv else None,
             "restores": life.seen.restores,
             "capabilities": self._capabilities(life),
@@ -392,6 +396,13 @@ class SelfTests:
 def _generate_alike(one: Seen, other: Seen) -> bool:
     mine, theirs = one.generated, other.generated
     return mine is None or theirs is None or (mine.name == theirs.name)
+
+
+def _drafts(generated: Generated | None) -> dict[str, Any] | None:
+    """Plain data; `steps` have verified the drafts that were proposed."""
+    if generated is None or (drafts := generated.drafts) is None:
+        return None
+    return {"steps": drafts.steps, "proposed": drafts.proposed, "accepted": drafts.accepted}
 
 
 def _process(info: InstanceInfo) -> tuple[object, ...]:

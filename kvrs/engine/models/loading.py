@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ from kvrs.engine.models.decoder import (
     RmsNorm,
 )
 from kvrs.engine.models.forms import choose_forms
+from kvrs.engine.models.ranges import StoredShapes
 from kvrs.engine.models.weights import Weights
 
 # OPT's table of positions begins with two rows that were meant for padding.
@@ -111,6 +113,18 @@ def skeleton(config: ModelConfig) -> Decoder:
     """A whole model with shapes and no weights, and without a table of rotations."""
     whole = Share.whole(config.grain, config.layers)
     return _DecoderLoader(config, _Shapes(), torch.device("meta"), whole).decoder(0)
+
+
+def check_stored(directory: Path) -> ModelConfig:
+    """Read what describes a model, and find all of its tensors, whose numbers are not read.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    config = ModelConfig.from_directory(directory)
+    whole, shapes = Share.whole(config.grain, config.layers), StoredShapes(Weights(directory))
+    _DecoderLoader(config, shapes, torch.device("meta"), whole).decoder(0)
+    return config
 
 
 def with_rotary(decoder: Decoder, config: ModelConfig, positions: int) -> Decoder:

@@ -55,7 +55,7 @@ class RangeReader:
             ConfigError: it is missing, or of another shape or type, or its file is broken.
         """
         width = math.prod(shape[1:])
-        path, stored = self._stored(name, shape)
+        path, stored = self.stored(name, shape)
         numbers = torch.empty(len(own) * width, dtype=_TYPES[stored.kind])
         first = stored.start + own.start * width * numbers.element_size()
         self._fill(path, numbers.view(torch.uint8).numpy().data, first)
@@ -66,7 +66,7 @@ class RangeReader:
         """Read columns as `rows` does; they are a run of each row. They are copied out of the
         mapped file, since a call for each run takes twenty times as long.
         """
-        path, stored = self._stored(name, shape)
+        path, stored = self.stored(name, shape)
         memory, count, kind = self._map(path), math.prod(shape), _TYPES[stored.kind]
         if (stop := stored.start + count * kind.itemsize) > len(memory):
             raise ConfigError(f"{path}: ends before byte {stop}")
@@ -81,7 +81,8 @@ class RangeReader:
         self._files.clear()
         self._maps.clear()  # Tensors of them keep the memory alive.
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[Path, StoredTensor]:
+    def stored(self, name: str, shape: tuple[int, ...]) -> tuple[Path, StoredTensor]:
+        """The file of a tensor, and where in it; raises ConfigError as `rows` does."""
         path = self._weights.file_of(name)
         stored = self._header(path).get(name)
         if stored is None:
@@ -121,6 +122,21 @@ class RangeReader:
         if path not in self._headers:
             self._headers[path] = read_header(path)
         return self._headers[path]
+
+
+class StoredShapes:
+    """A model's tensors by their files' headers, without memory and without numbers."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights, self._reader = weights, RangeReader(weights)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Raises ConfigError: the tensor is missing, of another shape or type, or is cut."""
+        self._reader.stored(name, shape)
+        return torch.empty(shape, device="meta")
 
 
 def read_header(path: Path) -> Mapping[str, StoredTensor]:

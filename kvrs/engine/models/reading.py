@@ -62,7 +62,9 @@ class WeightReading:
         self._over.wait(most_s)
 
     def left_s(self) -> float | None:
-        """Until all is read, as fast as up to now, and can be used; None: not known."""
+        """Until all is read, as fast as up to now and no faster than the rate, and can be used;
+        None: not known.
+        """
         if self._over.is_set():
             return max(0.0, self._there_s - self._clock())
         if self._began_s is None:
@@ -72,8 +74,10 @@ class WeightReading:
             return None if before_s is None else before_s + self.expected_s
         if not self._read_bytes:
             return self.expected_s or None
+        # What counts as read may still have to be waited for.
         took_s = self._clock() - self._began_s
-        return max(0.0, took_s * (self.total_bytes / self._read_bytes - 1))
+        as_before_s = took_s * (self.total_bytes / self._read_bytes - 1)
+        return max(0.0, as_before_s, self.expected_s - took_s)
 
 
 def reading_of(

@@ -10,28 +10,22 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.sampler import SamplingParams, sample
 from kvrs.engine.worker import Worker
-from kvrs.protocol.speculation import Burst, DraftChoice, MirrorUpdate
+from kvrs.protocol.speculation import Burst, DraftChoice
 from kvrs.scheduling.draft_batches import DraftBatches
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.sequences import Chunk
 
 
 class Drafting:
-    """All methods are called by one thread at a time."""
+    """The model's side. What is known of the streams goes to `batches` directly; both are called by
+    one thread at a time.
+    """
 
     def __init__(
         self, worker: Worker, settings: EngineSettings, depth: int, pace: Pace | None = None
     ) -> None:
         self._worker, self._pace = worker, pace
         self.batches = DraftBatches(settings, depth, worker.max_positions)
-
-    @property
-    def has_work(self) -> bool:
-        """False: a step would do nothing before the next update."""
-        return self.batches.has_work
-
-    def update(self, updates: Sequence[MirrorUpdate]) -> None:
-        self.batches.update(updates)
 
     def step(self) -> list[Burst]:
         """Compute one batch; returns new drafts. Empty: there is nothing to draft, or histories are

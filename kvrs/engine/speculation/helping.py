@@ -24,6 +24,7 @@ from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
 from kvrs.protocol.speculation import (
+    HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
     Burst,
     DraftOffer,
@@ -104,7 +105,9 @@ class DraftHelper:
 
     async def _help(self, other: InstanceSettings, offer: DraftOffer, worker: Worker) -> None:
         async with self._http.ws_connect(
-            f"{self._config.url_of(other)}/kvrs/v1/drafts", max_msg_size=MOST_MESSAGE_BYTES
+            f"{self._config.url_of(other)}/kvrs/v1/drafts",
+            max_msg_size=MOST_MESSAGE_BYTES,
+            heartbeat=HEARTBEAT_S,
         ) as socket:
             await socket.send_bytes(msgspec.msgpack.encode(offer))
             engine, depth = self._config.cluster.engine, self._config.speculation.depth
@@ -123,13 +126,15 @@ class DraftHelper:
         try:
             while True:
                 received = received or asyncio.create_task(socket.receive())
-                if not drafting.has_work:
+                if not drafting.batches.has_work:
                     await asyncio.wait({received})
                 if received.done():
                     message, received = received.result(), None
                     if message.type is not aiohttp.WSMsgType.BINARY:
                         return
-                    drafting.update(msgspec.msgpack.decode(message.data, type=list[MirrorUpdate]))
+                    drafting.batches.update(
+                        msgspec.msgpack.decode(message.data, type=list[MirrorUpdate])
+                    )
                     await asyncio.sleep(0)
                     continue
                 bursts: list[Burst] = await asyncio.to_thread(drafting.step)

@@ -18,6 +18,7 @@ from kvrs.engine.hooks import DraftSource
 from kvrs.engine.requests import GenerationRun, Vocabulary
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import (
+    HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
     Burst,
     DraftChoice,
@@ -72,7 +73,7 @@ class PairedDrafts(DraftSource):
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """The connection of a helper, until one of both ends it."""
-        socket = web.WebSocketResponse(max_msg_size=MOST_MESSAGE_BYTES, heartbeat=_OFFER_S)
+        socket = web.WebSocketResponse(max_msg_size=MOST_MESSAGE_BYTES, heartbeat=HEARTBEAT_S)
         await socket.prepare(request)
         try:
             offer = msgspec.msgpack.decode(

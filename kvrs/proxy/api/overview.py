@@ -59,16 +59,32 @@ def overview(state: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, A
 
 
 def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    load = row["load"] or {}
+    load, drafts = row["load"] or {}, row.get("speculation")
+    starts = row.get("state") if row["health"] != "up" else None
     return {
         **_kept(row, _OF_INSTANCE),
         **{key: load.get(key) for key in _OF_LOAD},
         "draining": bool(load.get("draining")) or row["drain"] is not None,
         "ranks": len(row["ranks"]),
+        # Of an instance that computes without some of them, or not at all until it has re-formed.
+        "short": row.get("state") if row.get("state") in ("degraded", "reforming") else None,
+        "degree": row.get("degree"),
+        "full_degree": row.get("full_degree"),
         # Of an instance that is being started again; None: of no other.
-        "starts": row.get("state") if row["health"] != "up" else None,
+        "starts": starts,
+        "reason": _restart(row) if starts else row.get("reason"),
+        "drafts": _kept(drafts, ("accepted", "proposed")) if drafts else None,
         "streams": sum(row["id"] in (each["prefill"], each["decode"]) for each in streams),
     }
+
+
+def _restart(row: Mapping[str, Any]) -> str:
+    """Why it is not up: that it was found gone is of no use while it says what it does."""
+    ready_in_s, skipped = row.get("ready_in_s"), row.get("skipped")
+    parts = ["it is being started again"]
+    parts += [f"drafts for {row['paired_with']}"] if row.get("paired_with") else []
+    parts += [] if ready_in_s is None else [f"its model is there in {ready_in_s:.0f} s"]
+    return ", ".join(parts + ([skipped] if skipped else []))
 
 
 def _recovery(row: Mapping[str, Any]) -> dict[str, Any]:

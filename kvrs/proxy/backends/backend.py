@@ -28,6 +28,7 @@ from kvrs.protocol.instance import (
     RankAnswer,
     RankRequest,
 )
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.upstream import Reader
 
@@ -121,6 +122,9 @@ class Backend(Protocol):
         """KV that has come from other instances since its start, in pages or bytes; None: it does
         not count that.
         """
+
+    async def drafts(self) -> SpeculationReport | None:
+        """Its counts of drafts, asked now; None: it has no source of drafts."""
 
     async def fetches(self) -> list[FetchReport]:
         """Fetches of recoveries that have ended there within the last seconds; none of an engine

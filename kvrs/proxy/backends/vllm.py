@@ -35,6 +35,7 @@ from kvrs.protocol.instance import (
     Role,
 )
 from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
@@ -289,8 +290,10 @@ class VllmBackend(OpenAiPeer):
             )
 
     async def kv_received(self) -> float | None:
-        text = (await self._read("/metrics")).decode(errors="replace")
-        return VllmMetrics(text).received_bytes
+        return VllmMetrics((await self._read("/metrics")).decode(errors="replace")).received_bytes
+
+    async def drafts(self) -> SpeculationReport | None:
+        return VllmMetrics((await self._read("/metrics")).decode(errors="replace")).drafts
 
     async def fetches(self) -> list[FetchReport]:
         return [] if self._connector is None else await self._connector.peer.fetches()

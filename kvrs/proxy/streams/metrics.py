@@ -272,7 +272,8 @@ class LoadMetrics:
         self._drafts = Total(
             Counter(
                 "kvrs_draft_tokens",
-                "Tokens that were proposed to the worker's engine, and verified.",
+                "Drafts that came to the worker's engine: accepted, rejected, or stale when it was "
+                "their turn.",
                 ["worker", "source", "outcome"],
                 registry=registry,
             )
@@ -313,8 +314,12 @@ class LoadMetrics:
         if load is None:
             return
         if (drafts := load.speculation) is not None:
-            rejected = drafts.proposed - drafts.accepted
-            for outcome, total in (("accepted", drafts.accepted), ("rejected", rejected)):
+            totals = {
+                "accepted": drafts.accepted,
+                "rejected": max(0, drafts.proposed - drafts.accepted),
+                "stale": drafts.stale,
+            }
+            for outcome, total in totals.items():
                 self._drafts.follow(total, known.id, drafts.source, outcome)
         if load.full_degree:
             self._rank_deaths.follow(load.rank_deaths, known.id)

@@ -30,6 +30,7 @@ from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate, Role
 from kvrs.protocol.openai.chunks import CHUNK
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.backend import Backend, RefusedError
 from kvrs.proxy.backends.bodies import decode_call, prefill_call
 from kvrs.proxy.streams.driver import Driver
@@ -113,9 +114,10 @@ class SelfTester:
                 found = await self._generate(instance)
                 self._tests.generated(test, found)
                 told = log.info if found.name else log.warning
-                told("self-test", extra={"instance": instance, "continues": found.continues.value})
-                shown = self._tests.describe(instance)
-                if shown is not None and shown["differs_from"]:
+                shown = self._tests.describe(instance) or {}
+                seen = {name: shown.get(name) for name in ("continues", "drafts")}
+                told("self-test", extra={"instance": instance, **seen})
+                if shown.get("differs_from"):
                     extra = {"instance": instance, "others": shown["differs_from"]}
                     log.warning(
                         "self-test: computes other tokens than other instances", extra=extra
@@ -141,8 +143,10 @@ class SelfTester:
     async def _generate(self, instance: InstanceId) -> Generated:
         """Whole streams first: the seeded one warms the sampler's kernels up. Then both are
         continued at once, in one batch, as after the loss of an instance. An engine that refuses to
-        draw answers all that it takes as the greedy one.
+        draw answers all that it takes as the greedy one. One that has a source of drafts gets some
+        for what it continues, of which one is wrong.
         """
+        before = await self._backend(instance).drafts()
         journals = [self._journal(instance, seed) for seed in (None, _SEED)]
         await self._stream(instance, journals[0])
         try:
@@ -152,20 +156,37 @@ class SelfTester:
         whole = [tuple(journal.output_ids) for journal in journals]
         try:
             rests = await asyncio.gather(
-                *(self._continue(instance, journal) for journal in journals)
+                *(
+                    self._continue(instance, journal, drafted=before is not None)
+                    for journal in journals
+                )
             )
         except RefusedError:
             return Generated(whole[0], whole[-1], Continues.NONE)
+        drafts = None if before is None else await self._drafts_since(instance, before)
         alike = [ids == rest for ids, rest in zip(whole, rests, strict=True)]
         continues = Continues.TEXT
         if alike[0]:
             continues = Continues.SEEDED if alike[-1] else Continues.GREEDY
-        return Generated(whole[0], whole[-1], continues)
+        return Generated(whole[0], whole[-1], continues, drafts)
 
-    async def _continue(self, instance: InstanceId, journal: Journal) -> tuple[int, ...]:
+    async def _continue(
+        self, instance: InstanceId, journal: Journal, *, drafted: bool
+    ) -> tuple[int, ...]:
+        drafts = _with_a_wrong_one(journal.output_ids[CUT:]) if drafted else ()
         del journal.output_ids[CUT:]
-        await self._stream(instance, journal)
+        await self._stream(instance, journal, drafts=drafts)
         return tuple(journal.output_ids)
+
+    async def _drafts_since(
+        self, instance: InstanceId, before: SpeculationReport
+    ) -> SpeculationReport:
+        until_s = self._clock() + _COUNTED_WITHIN_S
+        while True:
+            after = await self._backend(instance).drafts() or before
+            if (found := after.since(before)).proposed or self._clock() > until_s:
+                return found
+            await asyncio.sleep(_COUNT_PAUSE_S)
 
     # KV.
 
@@ -365,11 +386,14 @@ class SelfTester:
         runs: Sequence[act.PageRange] = (),
         transfer: msgspec.Raw | None = None,
         places: Sequence[act.Place] = (),
+        drafts: Sequence[int] = (),
     ) -> None:
         """Have the rest of a stream computed, whose ids are added to the journal."""
         journal.attempt += 1
         exact = self._control.instances.resumes_exactly(instance)
         call = decode_call(journal, journal.attempt, runs, places, transfer, exact=exact)
+        if drafts:
+            call.fields["kvrs"].drafts = [*drafts]
         events = EventReader()
         await self._backend(instance).decode(call, events)
         for payload in events.payloads:
@@ -377,6 +401,14 @@ class SelfTester:
                 journal.output_ids.extend(_ids_of(payload))
         if b"[DONE]" not in events.payloads:
             raise UpstreamError("ended without [DONE]")
+
+
+def _with_a_wrong_one(ids: Sequence[int]) -> list[int]:
+    """In the middle, so that drafts before and behind it may be right."""
+    drafts, middle = [*ids], len(ids) // 2
+    if drafts:
+        drafts[middle] = next(each for each in _PROMPT_IDS if each != drafts[middle])
+    return drafts
 
 
 def _ids_of(payload: bytes) -> list[int]:

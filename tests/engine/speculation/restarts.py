@@ -1,7 +1,7 @@
-"""Two real instances of which one is asked."""
+"""Real instances that are asked directly."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ from kvrs_testkit.processes import Processes
 PATIENCE_S = 60.0
 
 
-def two_instances(speculation: dict[str, Any], **cluster: Any) -> Config:
-    nodes = [{"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "both"}]} for n in range(2)]
+def instances_of(speculation: dict[str, Any], count: int = 2, **cluster: Any) -> Config:
+    nodes = [{"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "both"}]} for n in range(count)]
     return parse_config(
         {
             "cluster": {"nodes": nodes, **cluster},
@@ -32,31 +32,45 @@ def two_instances(speculation: dict[str, Any], **cluster: Any) -> Config:
 class Cluster:
     def __init__(self, processes: Processes, http: aiohttp.ClientSession) -> None:
         self.processes, self._http = processes, http
-        self._url = processes.config.url_of(processes.config.cluster.find(InstanceId("d0"))[1])
 
-    async def report(self) -> SpeculationReport:
-        async with self._http.get(f"{self._url}/kvrs/v1/load") as answer:
-            report = msgspec.json.decode(await answer.read(), type=LoadReport).speculation
+    def _url(self, name: str) -> str:
+        config = self.processes.config
+        return config.url_of(config.cluster.find(InstanceId(name))[1])
+
+    async def load(self, name: str = "d0") -> LoadReport:
+        async with self._http.get(f"{self._url(name)}/kvrs/v1/load") as answer:
+            return msgspec.json.decode(await answer.read(), type=LoadReport)
+
+    async def report(self, name: str = "d0") -> SpeculationReport:
+        report = (await self.load(name)).speculation
         assert report is not None
         return report
 
-    async def answer(self, prompt: list[int], tokens: int) -> list[int]:
-        """Ask d0."""
+    async def until(
+        self, holds: Callable[[SpeculationReport], bool], name: str = "d0"
+    ) -> SpeculationReport:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds(report := await self.report(name)):
+                await asyncio.sleep(0.02)
+        return report
+
+    async def answer(
+        self, prompt: list[int], tokens: int, name: str = "d0", **fields: Any
+    ) -> list[int]:
+        """The ids of a stream, greedy if nothing else is asked for."""
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        async with self._http.post(f"{self._url}/v1/completions", json=body) as answer:
+        body |= {"ignore_eos": True, "return_token_ids": True, **fields}
+        async with self._http.post(f"{self._url(name)}/v1/completions", json=body) as answer:
             assert answer.status == 200, await answer.text()
             ids: list[int] = (await answer.json())["choices"][0]["token_ids"]
         return ids
 
     async def notice(self, body: bytes) -> int:
-        async with self._http.post(f"{self._url}/kvrs/v1/reload", data=body) as answer:
+        async with self._http.post(f"{self._url('d0')}/kvrs/v1/reload", data=body) as answer:
             return answer.status
 
     async def until_active(self, active: bool) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while (await self.report()).active is not active:
-                await asyncio.sleep(0.02)
+        await self.until(lambda report: report.active is active)
 
 
 @asynccontextmanager

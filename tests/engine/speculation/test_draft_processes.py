@@ -10,14 +10,14 @@ import pytest
 
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
-from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
+from kvrs.protocol.speculation import Reload, ReloadState
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import Processes
 from tests.engine.speculation.restarts import (
     PATIENCE_S,
     Cluster,
     asking,
-    two_instances,
+    instances_of,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
@@ -32,17 +32,10 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     pair = tmp_path_factory.mktemp("pair")
     write_pair(pair, 0.7, seed=0)
     speculation = {"source": "draft", "draft": str(pair / "draft")}
-    with Processes(two_instances(speculation, model=str(pair / "target"))) as running:
+    with Processes(instances_of(speculation, model=str(pair / "target"))) as running:
         running.start("d0", "d1")
         running.wait_ready("d0", "d1")
         yield running
-
-
-async def until(cluster: Cluster, holds: Callable[[SpeculationReport], bool]) -> SpeculationReport:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds(report := await cluster.report()):
-            await asyncio.sleep(0.02)
-    return report
 
 
 async def accepted_in(cluster: Cluster, work: Callable[[], Awaitable[None]]) -> int:
@@ -64,9 +57,9 @@ async def test_a_helper_speeds_a_survivor_up_and_may_vanish_at_any_time(
         processes.kill("d1")
         with blocked_load(processes):
             processes.start("d1")
-            await until(cluster, lambda report: report.helper == D1)
+            await cluster.until(lambda report: report.helper == D1)
             assisting = Reload(ReloadState.ASSIST, InstanceId("d0"))
-            await until(cluster, lambda report: report.reloads[D1] == assisting)
+            await cluster.until(lambda report: report.reloads[D1] == assisting)
             async with asyncio.timeout(PATIENCE_S):  # On a busy machine drafts come too late.
                 while not await accepted_in(cluster, again):
                     pass
@@ -77,16 +70,40 @@ async def test_a_helper_speeds_a_survivor_up_and_may_vanish_at_any_time(
             asked = asyncio.create_task(again())
             processes.kill("d1")
             await asked
-            await until(cluster, lambda report: report.helper is None)
+            await cluster.until(lambda report: report.helper is None)
             processes.start("d1")
-            await until(cluster, lambda report: report.helper == D1)
+            await cluster.until(lambda report: report.helper == D1)
         # Its load has failed.
-        await until(cluster, lambda report: report.helper is None and not report.reloads)
+        await cluster.until(lambda report: report.helper is None and not report.reloads)
         await again()
         processes.start("d1")
         processes.wait_ready("d1")
-        await until(cluster, lambda report: report.helper is None and not report.reloads)
+        await cluster.until(lambda report: report.helper is None and not report.reloads)
         await again()
+
+
+async def test_an_instance_that_dies_once_its_model_is_there_takes_nothing_along(
+    processes: Processes,
+) -> None:
+    """It has dropped its draft then, and does not serve yet."""
+    async with asking(processes) as cluster:
+        calm = await cluster.answer(PROMPT, TOKENS)
+        processes.kill("d1")
+        for _ in range(20):  # That state may pass unseen.
+            processes.start("d1")
+            came = await cluster.until(lambda report: D1 in report.reloads)
+            while D1 in came.reloads and came.reloads[D1].state is not ReloadState.HOTSWAP:
+                came = await cluster.report()
+            asked = asyncio.create_task(cluster.answer(PROMPT, TOKENS))
+            processes.kill("d1")
+            assert await asked == calm
+            await cluster.until(lambda report: report.helper is None and not report.reloads)
+            if D1 in came.reloads:
+                break
+        else:
+            pytest.fail("it was never seen")
+        processes.start("d1")
+        processes.wait_ready("d1")
 
 
 async def test_a_broken_draft_keeps_no_instance_from_starting(
@@ -99,6 +116,6 @@ async def test_a_broken_draft_keeps_no_instance_from_starting(
             processes.kill("d1")
             processes.start("d1")
             processes.wait_ready("d1")
-            await until(cluster, lambda report: report.helper is None and not report.reloads)
+            await cluster.until(lambda report: report.helper is None and not report.reloads)
     finally:
         kept.rename(draft)

@@ -53,9 +53,9 @@ def test_drafts_of_the_model_itself_are_all_right(
     accepted = proposed = 0
     for number, prompt in enumerate(PROMPTS):
         ids, bursts, computed = list(prompt), Bursts(), 0
-        drafting.update([MirrorUpdate(number, ids[:], choice)])
+        drafting.batches.update([MirrorUpdate(number, ids[:], choice)])
         while len(ids) < 100:
-            while drafting.has_work:
+            while drafting.batches.has_work:
                 for burst in drafting.step():
                     bursts.came(burst.position, burst.token_ids, burst.begins_anew)
             drafts = bursts.proposal(ids, DEPTH)
@@ -71,10 +71,10 @@ def test_drafts_of_the_model_itself_are_all_right(
                 right += 1
             computed = len(ids) + right
             ids += chosen[: right + 1]
-            drafting.update([MirrorUpdate(number, chosen[: right + 1])])
+            drafting.batches.update([MirrorUpdate(number, chosen[: right + 1])])
             accepted, proposed = accepted + right, proposed + DEPTH
-        drafting.update([MirrorUpdate(number)])
-        assert not drafting.has_work
+        drafting.batches.update([MirrorUpdate(number)])
+        assert not drafting.batches.has_work
     assert drafting.batches.free_pages == SETTINGS.pages
     assert (accepted == proposed) is all_right
     assert accepted > 0
@@ -84,10 +84,12 @@ def test_streams_without_a_page_get_no_drafts(pair: Path) -> None:
     settings = SETTINGS.model_copy(update={"pages": 4})
     drafting = Drafting(Worker(pair / "draft", settings), settings, DEPTH)
     choice = DraftChoice(0.0, 1.0, 0, 0.0, 0)
-    drafting.update([MirrorUpdate(1, PROMPTS[0], choice), MirrorUpdate(2, PROMPTS[1], choice)])
+    drafting.batches.update(
+        [MirrorUpdate(1, PROMPTS[0], choice), MirrorUpdate(2, PROMPTS[1], choice)]
+    )
     drafted = {burst.number for _ in range(20) for burst in drafting.step()}
     assert drafted == {1}
-    assert not drafting.has_work, "its caller would ask for ever"
-    drafting.update([MirrorUpdate(1), MirrorUpdate(9, [1]), MirrorUpdate(9)])
-    assert drafting.has_work
+    assert not drafting.batches.has_work, "its caller would ask for ever"
+    drafting.batches.update([MirrorUpdate(1), MirrorUpdate(9, [1]), MirrorUpdate(9)])
+    assert drafting.batches.has_work
     assert {burst.number for _ in range(20) for burst in drafting.step()} == {2}

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from kvrs.engine import random_model
-from kvrs.engine.hooks import DraftSource
+from kvrs.engine.hooks import DraftSource, StepHook
 from kvrs.engine.instance import EngineInstance
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.requests import GenerationRun
@@ -71,6 +71,22 @@ class Guesses(DraftSource):
         self.accepted += accepted
 
 
+class Filled(StepHook):
+    """The KV of full pages as checkpoints are told of them, by tag."""
+
+    def __init__(self, instance: EngineInstance) -> None:
+        self._instance = instance
+        self.pages: dict[bytes, bytes] = {}
+
+    def filled(self, run: GenerationRun) -> None:
+        sequence, pool = run.sequence, self._instance.worker.pool
+        assert isinstance(pool, KvPool)
+        full = sequence.computed_tokens // PAGE
+        assert len(sequence.tags) >= full
+        for tag, page in zip(sequence.tags[:full], sequence.pages, strict=False):
+            self.pages[tag] = pool.tensor[page].numpy().tobytes()
+
+
 Engine = tuple[EngineInstance, aiohttp.ClientSession]
 
 
@@ -119,11 +135,13 @@ async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind
     ]
     core = other.core
     core._drafts = guesses
-    core.hooks.append(guesses)
+    filled = Filled(other)
+    core.hooks += [guesses, filled]
 
     found = await asyncio.gather(*(answer(client, body) for body in asked))
 
     core.hooks.remove(guesses)
+    core.hooks.remove(filled)
     for one, same in zip(expected, found, strict=True):
         assert _told(one) == _told(same)
     assert guesses.accepted > 5
@@ -131,6 +149,14 @@ async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind
     await _idle(other)
     other.pages.check()
     other.core.scheduler.check()
+    told = [
+        (page, filled.pages[tag])
+        for ids in guesses.calm
+        for tag, page in zip(page_tags(calm.root(""), ids, PAGE), _pages(calm, ids), strict=True)
+        if page is not None and tag in filled.pages
+    ]
+    assert told
+    assert all(mine == theirs for mine, theirs in told), "KV of wrong drafts is in a checkpoint"
     pairs = [
         pair
         for ids in guesses.calm

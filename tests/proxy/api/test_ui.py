@@ -116,11 +116,30 @@ def test_the_overview_names_who_makes_drafts_for_whom() -> None:
     state = a_state()
     helped, starting = state["instances"]
     helped |= {"state": "full", "paired_with": "d1"}
-    starting |= {"state": "assist", "paired_with": "d0"}
+    helped["speculation"] = {"proposed": 40, "accepted": 13, "stale": 100}
+    starting |= {"state": "assist", "paired_with": "d0", "ready_in_s": 7.4}
 
     rows = overview(state, POLICY)["instances"]
+    skipping = overview(
+        state | {"instances": [starting | {"paired_with": None, "skipped": "draft: too large"}]},
+        POLICY,
+    )["instances"][0]
 
     assert [(row["starts"], row["paired_with"]) for row in rows] == [(None, "d1"), ("assist", "d0")]
+    assert [row["drafts"] for row in rows] == [{"proposed": 40, "accepted": 13}, None]
+    shown = "it is being started again, drafts for d0, its model is there in 7 s"
+    assert rows[1]["reason"] == shown, "not that nothing listens there"
+    assert skipping["reason"] == shown.replace("drafts for d0, ", "") + ", draft: too large"
+
+
+def test_the_overview_tells_an_instance_without_some_ranks() -> None:
+    state = a_state()
+    state["instances"][0] |= {"state": "degraded", "degree": 1, "full_degree": 2}
+
+    short, lost = overview(state, POLICY)["instances"]
+
+    assert (short["short"], short["degree"], short["full_degree"]) == ("degraded", 1, 2)
+    assert (short["starts"], lost["short"]) == (None, None)
 
 
 def test_the_overview_is_bounded() -> None:

@@ -90,11 +90,12 @@ async def test_drafts_of_an_engine_are_shown(build: ProxyClusterBuilder) -> None
     worker, tokens = system.instances["d0"], "kvrs_draft_tokens_total"
 
     for accepted in (30, 10):
-        worker.speculation = SpeculationReport("lookup", True, 20, 2 * accepted, accepted)
+        worker.speculation = SpeculationReport("draft", True, 20, 2 * accepted, accepted, 100)
         await system.until(partial(_shows_drafts, system, accepted))
 
-    assert await system.count(tokens, worker="d0", source="lookup", outcome="accepted") == 40
-    assert await system.count(tokens, worker="d0", source="lookup", outcome="rejected") == 40
+    assert await system.count(tokens, worker="d0", source="draft", outcome="accepted") == 40
+    assert await system.count(tokens, worker="d0", source="draft", outcome="rejected") == 40
+    assert await system.count(tokens, worker="d0", source="draft", outcome="stale") == 100
 
 
 async def test_the_state_of_an_instance_that_is_started_again_is_shown(
