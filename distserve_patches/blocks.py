@@ -88,7 +88,7 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
         kept = -(-tokens // self.pages.page_size_tokens)
         assert len(blocks) >= kept, f"{len(blocks)} blocks do not hold {tokens} tokens"
         written = blocks[tokens // self.pages.page_size_tokens : kept]
-        assert all(self.pages.references(block) == 1 for block in written), (
+        assert all(self.pages.references[block] == 1 for block in written), (
             "a block that others read is about to be written"
         )
         self.block_table[request_id] = list(blocks[:kept])
@@ -159,7 +159,7 @@ class PagedBlockManager(BlockManager):  # type: ignore[misc]  # Upstream has no 
         assert not self.swapping_gpu_blocks_list
         for blocks in on_gpu:
             assert len(set(blocks)) == len(blocks), "a block is twice in a table"
-            assert all(self.pages.references(block) > 0 for block in blocks), (
+            assert all(self.pages.references[block] > 0 for block in blocks), (
                 "a block in a table is free"
             )
         self.pages.check()

@@ -15,6 +15,7 @@ class BackupMode(StrEnum):
     LOCAL = "local"  # The own node's agent: survives process and GPU (seed RaidServe).
     REMOTE = "remote"  # Another node's agent: survives the node (seed LUMEN).
     BOTH = "both"
+    PEER = "peer"  # Another instance's pool: survives the instance (seed KevlarFlow's replicas).
 
 
 class Placement(StrEnum):
@@ -61,7 +62,7 @@ class AgentSettings(Settings):
 class BackupSettings(Settings):
     mode: BackupMode = Field(default=BackupMode.OFF, strict=False)
     """off, local (own node: survives process and GPU), remote (another node: survives the node),
-    both.
+    both, peer (in the pool of another instance, of another node where there is one; no agent).
     """
     placement: Placement = Field(default=Placement.LOAD, strict=False)
     """How the agent for a remote checkpoint is chosen: load (queueing delay and restore pressure),
@@ -74,6 +75,10 @@ class BackupSettings(Settings):
     host_to_device_bytes_per_s: float = Field(default=26e9, gt=0)
     """Assumed rate from an agent's memory into instances of its node, until these have measured it.
     """
+    peer_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of an instance's pages that replicas of other instances' streams may have, with mode
+    peer. They are given up before anything of its own.
+    """
     staging_pages: int = Field(default=64, ge=1, le=65536)
     """Pages that an instance holds for sending at a time."""
     gather_s: float = Field(default=0.05, ge=0, le=10)
@@ -83,8 +88,13 @@ class BackupSettings(Settings):
 
     @property
     def reserved_bytes(self) -> int:
-        """Room that an agent keeps for checkpoints; 0 while `mode` is off."""
-        return 0 if self.mode is BackupMode.OFF else self.capacity_bytes
+        """Room that an agent keeps for checkpoints; 0 where none come."""
+        return self.capacity_bytes if self.at_agents else 0
+
+    @property
+    def at_agents(self) -> bool:
+        """Checkpoints go to agents."""
+        return self.mode not in (BackupMode.OFF, BackupMode.PEER)
 
     @field_validator("mode", mode="before")
     @classmethod

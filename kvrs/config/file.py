@@ -117,7 +117,7 @@ class Config(Settings):
         """Each node has an agent: it holds checkpoints, owns memory of instances, and is the node's
         gossip member.
         """
-        keeps = self.backup.mode is not BackupMode.OFF or self.state_plane.enabled
+        keeps = self.backup.at_agents or self.state_plane.enabled
         return keeps or self.gossip.enabled
 
 

@@ -36,7 +36,13 @@ from kvrs.transfer.peers import (
 )
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
-from kvrs.transfer.registry import agents_of, peers_of, probe_links, with_own_memory
+from kvrs.transfer.registry import (
+    agents_of,
+    holders_of,
+    peers_of,
+    probe_links,
+    with_own_memory,
+)
 from kvrs.transfer.server import PageServer
 from kvrs.transfer.shared_memory.passing import listen_in
 from kvrs.transfer.store.directory import store_directory
@@ -138,7 +144,7 @@ class PagePort:
             pages,
             pool,
             self._pusher,
-            agents_of(config),
+            holders_of(config, self._place.settings.id),
             config.backup,
             clock=time.monotonic,
             released=released,
@@ -151,7 +157,7 @@ class PagePort:
         """
         self.registry.update(self._peers_of(config))
         if self.checkpointer is not None:
-            self.checkpointer.learn(agents_of(config))
+            self.checkpointer.learn(holders_of(config, self._place.settings.id))
 
     def _peers_of(self, config: Config) -> dict[InstanceId, Peer]:
         """Where pages come from; the memory of the own node's processes is on this host: that of

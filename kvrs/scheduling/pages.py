@@ -14,25 +14,30 @@ from kvrs.ids import StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.damaged_pages import DamagedPages
+from kvrs.scheduling.replicas import ReplicaPages
 
 # A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is
 # being sent the page); soft pins are leases. Hard pins cannot be taken away, soft pins can.
 #
 #   state         references   leases   tag    kept in        allocated
 #   free               0          0     none   _free          first
-#   cached             0          0     yes    _cached        second, least recently released first
+#   replica            0          0     yes    replicas       second, see replicas.py
+#   cached             0          0     yes    _cached        third, least recently released first
 #   damaged            0          0     yes    _cached        as cached
 #   soft-pinned        0         >= 1   any    _leases[...]   last: tail of the first lease to end
 #   hard-pinned      >= 1        any    any    (its owners)   never
 #
 #   from          event                                  to
 #   free          allocate                               hard-pinned
+#   replica       allocate (its tag is forgotten)        hard-pinned
+#   replica       match, pin (a replica no more)         hard-pinned
 #   cached        allocate (its tag is forgotten)        hard-pinned
 #   cached        match, pin                             hard-pinned
 #   cached        lose                                   damaged
 #   damaged       mend                                   hard-pinned
 #   soft-pinned   match, pin                             hard-pinned
 #   hard-pinned   last reference gone, leased            soft-pinned
+#   hard-pinned   last reference gone, it has arrived    replica
 #   hard-pinned   last reference gone, else tagged       cached
 #   hard-pinned   last reference gone, else              free
 #   soft-pinned   last lease ends, or gives the page up  cached if tagged, else free
@@ -120,7 +125,7 @@ class PageManager:
         self.pages = pages
         self.page_size_tokens = page_size_tokens
         self._records = records
-        self._references = [0] * pages
+        self.references = [0] * pages
         self._soft_pins = [0] * pages  # How many leases hold the page.
         self._tags: list[Tag | None] = [None] * pages
         # The base of each page that is not free, that of the sequence which has filled it: pages of
@@ -130,6 +135,7 @@ class PageManager:
         self._page_by_tag: dict[Tag, int] = {}
         self.damaged = DamagedPages(self._tags)
         self._free = list(range(pages - 1, -1, -1))
+        self.replicas = ReplicaPages()
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
         self._hard_pinned = 0
         self._leases: dict[StreamId, _PageLease] = {}
@@ -145,8 +151,9 @@ class PageManager:
         """No page is hard-pinned or leased."""
         return not self._hard_pinned and not self._leases
 
-    def references(self, page: int) -> int:
-        return self._references[page]
+    def holds(self, tag: Tag) -> bool:
+        """A page is found under that tag."""
+        return tag in self._page_by_tag
 
     # Hard pins.
 
@@ -174,9 +181,30 @@ class PageManager:
             return None
         pages = [self._take() for _ in range(count)]
         for page in pages:
-            self._references[page], self.bases[page] = 1, base
+            self.references[page], self.bases[page] = 1, base
         self._hard_pinned += count
         return pages
+
+    def allocate_replica(self, stream: StreamId) -> int | None:
+        """A page with a hard pin for what another instance sends of that stream: one with nothing
+        in it, or the oldest of the cache, and beyond the allowed number another stream's replica.
+        None: there is none of these.
+        """
+        replicas = self.replicas
+        if len(replicas) >= replicas.most:
+            if (page := replicas.victim(besides=stream)) is None:
+                return None
+            self._forget(page)
+        elif self._free:
+            page = self._free.pop()
+        elif self._cached:
+            page = self._forget(self._cached.popitem(last=False)[0])
+        else:
+            return None
+        self.references[page], self.bases[page] = 1, 0
+        self._hard_pinned += 1
+        replicas.bring(page, stream)
+        return page
 
     def register(self, page: int, tag: Tag, parent: Tag | None = None) -> int:
         """Let a full, computed page be found under its tag; `parent` is the tag of the page before
@@ -184,7 +212,7 @@ class PageManager:
         registered before with the same base; then `page` stays private to its owner, as it does
         beside one of another base.
         """
-        assert self._references[page] > 0, f"page {page} is registered without a hard pin"
+        assert self.references[page] > 0, f"page {page} is registered without a hard pin"
         if page in self.damaged:
             assert self.damaged.is_mended(page), f"page {page} lacks cells"
             self.damaged.spoil(page)
@@ -213,22 +241,23 @@ class PageManager:
 
     def pin(self, page: int) -> None:
         """One more reference to a page that is not free."""
-        if self._references[page] == 0:
+        if self.references[page] == 0:
             assert self._tags[page] is not None or self._soft_pins[page], (
                 f"page {page} is free: there is nothing in it to pin"
             )
             self._hard_pinned += 1
             self._cached.pop(page, None)
-        self._references[page] += 1
+        self.replicas.leave(page)
+        self.references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
         """One reference less to each. The last page goes first, so that under pressure a history
         loses its tail first.
         """
         for page in reversed(pages):
-            assert self._references[page] > 0, f"page {page} is released once too often"
-            self._references[page] -= 1
-            if self._references[page] == 0:
+            assert self.references[page] > 0, f"page {page} is released once too often"
+            self.references[page] -= 1
+            if self.references[page] == 0:
                 self._hard_pinned -= 1
                 self._settle(page)
 
@@ -242,11 +271,12 @@ class PageManager:
             f"{tokens} tokens do not fill {len(pages)} pages"
         )
         for page in pages:
-            assert (
-                self._references[page] or self._soft_pins[page] or self._tags[page] is not None
-            ), f"page {page} is free"
+            assert self.references[page] or self._soft_pins[page] or self._tags[page] is not None, (
+                f"page {page} is free"
+            )
             self._soft_pins[page] += 1
             self._cached.pop(page, None)
+            self.replicas.leave(page)
         self.unretain([key])
         lease = _PageLease(key, list(pages), tokens, until_s)
         self._leases[key] = lease
@@ -283,7 +313,7 @@ class PageManager:
             lease = self._leases.pop(key, None)
             if lease is not None:
                 for page in reversed(lease.pages):
-                    self._drop_soft_pin(page)
+                    self._settle(page, soft_pins=1)
 
     def expire(self, now_s: float) -> None:
         """End every lease that has expired."""
@@ -293,8 +323,9 @@ class PageManager:
     def reset_cache(self) -> None:
         """Forget everything that has no hard pin."""
         self.unretain(list(self._leases))
+        self._cached |= dict.fromkeys(self.replicas.clear())
         while self._cached:
-            self._free.append(self._evict_cached())
+            self._free.append(self._forget(self._cached.popitem(last=False)[0]))
 
     # Cells that are gone.
 
@@ -304,6 +335,7 @@ class PageManager:
         `mend`.
         """
         self.unretain(list(self._leases))
+        self._cached |= dict.fromkeys(self.replicas.clear())
         for tag, page in [*self._page_by_tag.items()]:
             if not gone(page):
                 continue
@@ -326,32 +358,36 @@ class PageManager:
         page = self.damaged.by_tag.get(tag)
         if page is None or self.bases[page] != base:
             return None
-        if self.damaged.is_mended(page) and self._references[page]:
+        if self.damaged.is_mended(page) and self.references[page]:
             return None
         self.pin(page)
         return page, self.damaged.mend(page)
 
     # Transitions.
 
-    def _settle(self, page: int) -> None:
-        """Move a page that lost a pin to the state that it is in now."""
-        if self._references[page] == 0 and self._soft_pins[page] == 0:
-            if self._tags[page] is None:
-                self._free.append(page)
-            else:
-                self._cached[page] = None
-
-    def _drop_soft_pin(self, page: int) -> None:
-        self._soft_pins[page] -= 1
-        self._settle(page)
+    def _settle(self, page: int, soft_pins: int = 0) -> None:
+        """Move a page that lost a reference, or so many soft pins, to the state that it is in
+        now.
+        """
+        self._soft_pins[page] -= soft_pins
+        if self.references[page] or self._soft_pins[page]:
+            return
+        if self._tags[page] is None:
+            self.replicas.leave(page)
+            self._free.append(page)
+        elif not self.replicas.settle(page):
+            self._cached[page] = None
 
     def _take(self) -> int:
-        while not self._free and not self._cached:
+        while not (self._free or self.replicas.has_victim or self._cached):
             self._shorten_first_lease()
-        return self._free.pop() if self._free else self._evict_cached()
+        if self._free:
+            return self._free.pop()
+        page = self.replicas.victim()
+        return self._forget(self._cached.popitem(last=False)[0] if page is None else page)
 
-    def _evict_cached(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+    def _forget(self, page: int) -> int:
+        """Let nothing be found any more in a page that is in no list."""
         self.damaged.spoil(page)
         tag = self._tags[page]
         if tag is None:
@@ -370,7 +406,7 @@ class PageManager:
         page = lease.pages.pop()
         if not lease.pages:
             del self._leases[lease.key]
-        self._drop_soft_pin(page)
+        self._settle(page, soft_pins=1)
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that all counters agree. O(pages)."""
@@ -381,20 +417,21 @@ class PageManager:
             for page in lease.pages:
                 soft_pins[page] += 1
         assert soft_pins == self._soft_pins, "soft pins do not add up"
-        assert min(self._references) >= 0
-        assert self._hard_pinned == sum(1 for count in self._references if count), (
+        assert min(self.references) >= 0
+        assert self._hard_pinned == sum(1 for count in self.references if count), (
             "hard pins do not add up"
         )
         for page, tag in enumerate(self._tags):
-            unpinned = not self._references[page] and not soft_pins[page]
+            unpinned = not self.references[page] and not soft_pins[page]
             assert (page in free) == (unpinned and tag is None), f"page {page}: free list is wrong"
-            assert (page in self._cached) == (unpinned and tag is not None), (
-                f"page {page}: cache list is wrong"
-            )
+            assert (page in self._cached) + (page in self.replicas) == (
+                unpinned and tag is not None
+            ), f"page {page}: cache list is wrong"
             by_tag = self.damaged.by_tag if page in self.damaged else self._page_by_tag
             assert tag is None or by_tag[tag] == page, f"page {page}: tag is wrong"
         assert len(self._page_by_tag) + len(self.damaged) == sum(
             1 for tag in self._tags if tag is not None
         ), "a tag leads nowhere"
+        self.replicas.check({page for page in range(self.pages) if page in self.replicas})
         self.damaged.check()
         self._ends.check()

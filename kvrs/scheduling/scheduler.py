@@ -490,7 +490,7 @@ class BatchScheduler:
                 one.phase is SequencePhase.PULLING
             )
         owners = Counter(page for one in (*self._admitted, *leaving) for page in one.pages)
-        assert all(self._pages.references(page) >= count for page, count in owners.items()), (
+        assert all(self._pages.references[page] >= count for page, count in owners.items()), (
             "a page is owned without a pin"
         )
 

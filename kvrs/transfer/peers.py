@@ -128,6 +128,14 @@ class Incoming(Protocol):
         """
         ...
 
+    async def settle(self) -> None:
+        """All pages have come: make visible what `commit` has not.
+
+        Raises:
+            TransferError: they cannot be kept.
+        """
+        ...
+
     def end(self) -> HeldPages:
         """Called once, always: after the last page or after a failure. Frees what was not
         committed.
@@ -142,7 +150,7 @@ Places = Callable[[PinnedPages], list[PagePlace]]
 
 
 class PageSink(Protocol):
-    """The store behind an agent's page server. All calls come from the event loop and must not
+    """The store behind the page server of an agent, or of an instance that keeps replicas. All calls come from the event loop and must not
     block it for long.
     """
 

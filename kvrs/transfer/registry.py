@@ -40,8 +40,8 @@ def peers_of(config: Config) -> dict[InstanceId, Peer]:
 
 
 def agents_of(config: Config) -> dict[InstanceId, Peer]:
-    """Where checkpoints go."""
-    if config.backup.mode is BackupMode.OFF:
+    """The agents, where checkpoints go to them."""
+    if not config.backup.at_agents:
         return {}
     return {
         node.agent_id: Peer(
@@ -52,6 +52,13 @@ def agents_of(config: Config) -> dict[InstanceId, Peer]:
         )
         for node in config.cluster.nodes
     }
+
+
+def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
+    """Where this instance sends the pages of its streams, as requests name them."""
+    if config.backup.mode is not BackupMode.PEER:
+        return agents_of(config)
+    return {name: peer for name, peer in peers_of(config).items() if name != own}
 
 
 def with_own_memory(

@@ -326,6 +326,8 @@ async def _receive_ranges(
     try:
         arriving += (sink.begin(each.claim, each.first_page, each.tags) for each in ranges)
         await _receive_pages(stream, ranges, arriving, page_bytes)
+        for incoming in arriving:
+            await incoming.settle()
     finally:
         held += [incoming.end() for incoming in arriving]
     return held

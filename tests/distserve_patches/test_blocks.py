@@ -283,7 +283,7 @@ class StagesMachine(RuleBasedStateMachine):
             foreign = [
                 page
                 for page in range(blocks.pages.pages)
-                if blocks.pages.references(page) and page not in in_tables
+                if blocks.pages.references[page] and page not in in_tables
             ]
             assert blocks.max_num_gpu_blocks == blocks.pages.pages - len(foreign)
             assert blocks.get_num_avail_gpu_blocks() == blocks.pages.pages - len(foreign) - len(

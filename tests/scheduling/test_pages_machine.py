@@ -37,6 +37,11 @@ class Model:
     # Tag and missing cells.
     damaged: dict[int, tuple[Tag, frozenset[tuple[int, int]]]] = field(default_factory=dict)
     mended: set[int] = field(default_factory=set)  # Of them, since the last loss.
+    most_replicas: int = 0
+    # Streams of replicas, of those that still arrive too; and of each stream, the one that was
+    # quiet for longest first, the pages without a pin.
+    replicas: dict[int, StreamId] = field(default_factory=dict)
+    idle: dict[StreamId, list[int]] = field(default_factory=dict)
 
     def leased(self, page: int) -> bool:
         return any(page in lease.pages for lease in self.leases.values())
@@ -57,15 +62,42 @@ class Model:
             page
             for page in self.lru
             if page in self.known and page not in self.pins and not self.leased(page)
+            if page not in self.replicas
         ]
 
     def touch(self, pages: list[int]) -> None:
         """Those pages lost a pin, in this order."""
         for page in pages:
             if page not in self.pins and not self.leased(page):
+                if page in self.replicas and page in self.known:
+                    self.idle.setdefault(self.replicas[page], []).append(page)
+                    continue
+                self.no_replica(page)
                 if page in self.lru:
                     self.lru.remove(page)
                 self.lru.append(page)
+
+    def no_replica(self, page: int) -> None:
+        stream = self.replicas.pop(page, None)
+        if stream is not None and page in self.idle.get(stream, []):
+            self.idle[stream].remove(page)
+            if not self.idle[stream]:
+                del self.idle[stream]
+
+    def pin(self, page: int) -> None:
+        self.pins[page] = self.pins.get(page, 0) + 1
+        self.no_replica(page)
+
+    def victim(self, besides: StreamId | None = None) -> int | None:
+        for stream, pages in self.idle.items():
+            if stream != besides:
+                return pages[-1]
+        return None
+
+    def forget(self, page: int) -> None:
+        self.no_replica(page)
+        self.tags.pop(page, None)
+        self.damaged.pop(page, None)
 
     def unpin(self, pages: list[int]) -> None:
         for page in reversed(pages):
@@ -80,10 +112,11 @@ class Model:
     def evict_one(self) -> None:
         """Make one page free if none is."""
         while not self.free():
+            if (page := self.victim()) is not None:
+                self.forget(page)
+                continue
             if self.cached():
-                oldest = self.cached()[0]
-                self.tags.pop(oldest, None)
-                self.damaged.pop(oldest, None)
+                self.forget(self.cached()[0])
                 continue
             key = min(self.leases, key=lambda key: self.leases[key].until_s)
             page = self.leases[key].pages.pop()
@@ -100,10 +133,54 @@ class PagesMachine(RuleBasedStateMachine):
             list[int]
         ] = []  # Runs with a hard pin each, as sequences and senders hold them.
 
-    @initialize(total=st.integers(2, 14))
-    def start(self, total: int) -> None:
+    @initialize(total=st.integers(2, 14), most=st.integers(0, 6))
+    def start(self, total: int, most: int) -> None:
         self.pages = PageManager(total, P)
-        self.model = Model(total)
+        self.pages.replicas.most = most
+        self.model = Model(total, most_replicas=most)
+
+    @rule(
+        stream=st.sampled_from([StreamId("x"), StreamId("y"), StreamId("z")]),
+        family=st.sampled_from(FAMILIES),
+        span=st.sampled_from([range(3), range(1, 5), range(6)]),
+        arrives=st.sampled_from(["whole", "whole", "late", "never"]),
+    )
+    def bring_replicas(
+        self, stream: StreamId, family: list[Tag], span: range, arrives: str
+    ) -> None:
+        for index in span:
+            self._bring(stream, family[index], arrives)
+
+    def _bring(self, stream: StreamId, tag: Tag, arrives: str) -> None:
+        model, free = self.model, self.model.free()
+        got = self.pages.allocate_replica(stream)
+
+        expected: int | None
+        if len(model.replicas) >= model.most_replicas:
+            expected = model.victim(besides=stream)
+        elif free:
+            expected = got
+            assert got in free
+        else:
+            expected = model.cached()[0] if model.cached() else None
+        assert got == expected
+        if got is None:
+            return
+        model.forget(got)
+        model.pins[got] = 1
+        model.replicas[got] = stream
+        if stream in model.idle:
+            model.idle[stream] = model.idle.pop(stream)
+        if arrives != "never":
+            known = [other for other, other_tag in model.tags.items() if other_tag == tag]
+            assert self.pages.register(got, tag) == (known[0] if known else got)
+            if not known:
+                model.tags[got] = tag
+        if arrives == "late":
+            self.owned.append([got])
+            return
+        self.pages.release([got])
+        model.unpin([got])
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
@@ -148,7 +225,7 @@ class PagesMachine(RuleBasedStateMachine):
 
         assert self.pages.match(family[:length]) == expected
         for page in expected:
-            self.model.pins[page] = self.model.pins.get(page, 0) + 1
+            self.model.pin(page)
         self.owned.append(expected)
 
     @precondition(lambda self: self.owned)
@@ -173,6 +250,8 @@ class PagesMachine(RuleBasedStateMachine):
 
         self.pages.retain(StreamId(key), run, (len(run) - 1) * P + partial, until_s)
 
+        for page in run:
+            self.model.no_replica(page)
         old = self.model.leases.pop(StreamId(key), None)
         self.model.leases[StreamId(key)] = ModelLease(list(run), until_s)
         if old:
@@ -215,7 +294,7 @@ class PagesMachine(RuleBasedStateMachine):
 
         self.pages.pin(page)
 
-        self.model.pins[page] = self.model.pins.get(page, 0) + 1
+        self.model.pin(page)
         self.owned.append([page])
 
     @rule()
@@ -223,6 +302,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages.reset_cache()
 
         self.model.leases.clear()
+        self.no_replicas()
         self.model.tags = {
             page: tag for page, tag in self.model.tags.items() if page in self.model.pins
         }
@@ -246,6 +326,7 @@ class PagesMachine(RuleBasedStateMachine):
 
         for key in list(self.model.leases):
             self.model.end_lease(key)
+        self.no_replicas()
         for page, tag in [*self.model.tags.items()]:
             if not gone(page):
                 continue
@@ -270,7 +351,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert self.pages.mend(family[index]) == (known[0] if known else None)
         for page, _ in known:
             self.model.mended.add(page)
-            self.model.pins[page] = self.model.pins.get(page, 0) + 1
+            self.model.pin(page)
             self.owned.append([page])
 
     @precondition(lambda self: self.model.damaged)
@@ -300,6 +381,15 @@ class PagesMachine(RuleBasedStateMachine):
         if not known:
             self.model.tags[page] = tag
 
+    def no_replicas(self) -> None:
+        """They are in the cache from now on, as those that were used last."""
+        for page in [page for pages in self.model.idle.values() for page in pages]:
+            if page in self.model.lru:
+                self.model.lru.remove(page)
+            self.model.lru.append(page)
+        self.model.replicas.clear()
+        self.model.idle.clear()
+
     def _unique_end(self, lasts_s: int) -> float:
         # Which of two leases with the same end shrinks first is not specified.
         until_s = self.now_s + lasts_s
@@ -315,6 +405,9 @@ class PagesMachine(RuleBasedStateMachine):
             page: tag for page, tag in enumerate(self.pages._tags) if tag is not None
         } == self.model.tags | {page: tag for page, (tag, _) in self.model.damaged.items()}
         assert list(self.pages._cached) == self.model.cached()
+        assert len(self.pages.replicas) == len(self.model.replicas) <= self.model.most_replicas
+        idle = {stream: list(pages) for stream, pages in self.pages.replicas._idle.items()}
+        assert list(idle.items()) == list(self.model.idle.items())
         for key in "abcd":
             lease = self.model.leases.get(StreamId(key))
             intact = [

@@ -127,7 +127,7 @@ def test_a_common_prefix_is_computed_once() -> None:
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2]
     assert second.computed_tokens == 2 * P
-    assert [pages.references(page) for page in first.pages] == [2, 2, 1]
+    assert [pages.references[page] for page in first.pages] == [2, 2, 1]
 
 
 def test_the_last_position_is_computed_even_when_all_is_cached() -> None:

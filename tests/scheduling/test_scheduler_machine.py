@@ -454,7 +454,7 @@ class BatchMachine(RuleBasedStateMachine):
             for page in chunk.pages[chunk.first_position // P :]
         ]
         assert len(set(written)) == len(written), "two write into one page"
-        assert all(self.engine.pages.references(page) for page in written)
+        assert all(self.engine.pages.references[page] for page in written)
 
     @invariant()
     def every_sequence_holds_its_own_history(self) -> None:

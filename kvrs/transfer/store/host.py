@@ -64,6 +64,9 @@ class _Incoming:
         if slot is not None:
             self._shelf.segments.write_record(slot, self._range.tags[index], checksum)
 
+    async def settle(self) -> None:
+        """Each page is visible since it came."""
+
     def end(self) -> HeldPages:
         self.views = []
         held = self._shelf.book.end(self._range)
@@ -80,6 +83,9 @@ class _NothingStored:
 
     def commit(self, index: int, checksum: int) -> None:
         raise AssertionError("there is no view to commit")
+
+    async def settle(self) -> None:
+        """There is nothing to be seen."""
 
     def end(self) -> HeldPages:
         return self._held
