@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from kvrs.agent.fences import FenceSender
 from kvrs.agent.slots import SlotTable
-from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
@@ -54,7 +53,7 @@ class NodeAgent:
         self.node = node_of(config, node)
         self._directory = directory
         self._backup = config.backup
-        self._keeps = config.backup.mode is not BackupMode.OFF
+        self._keeps = config.backup.at_agents
         if (
             self._keeps
             and (room := directory.free_bytes() + directory.used_bytes())

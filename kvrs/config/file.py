@@ -20,6 +20,7 @@ from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.logs import LogSettings
 from kvrs.config.overrides import override
+from kvrs.config.peers import faults_of_peers
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
 from kvrs.config.proxy import ProxySettings
@@ -267,6 +268,8 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     yield from _faults_of_profiles(config)
     if config.state_plane.enabled:
         yield from _faults_of_state_plane(config)
+    if config.backup.mode is BackupMode.PEER:
+        yield from faults_of_peers(config.cluster, state_plane=config.state_plane.enabled)
     cluster, proxy = config.cluster, config.proxy
     yield from faults_of_speculation(config.speculation, cluster)
     if config.gossip.enabled:

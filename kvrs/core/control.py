@@ -341,16 +341,31 @@ class Control(Generic[S]):
             concerned = self._running_on(known.id) if of_ranks or report.draining else []
             token_s = _token_s(concerned) if of_ranks else 0.0
             produced = {live.id: live.produced_tokens for live in concerned}
-            told = msgspec.structs.replace(report, links=[])  # They have events of their own.
+            # They have events of their own.
+            told = msgspec.structs.replace(report, links=[], replicas={})
             self.tell(ev.LoadReported(known.id, told, has_peers, token_s, produced), now_s)
             if of_ranks and report.reforming is None:
                 # Tokens that came before were perhaps of the layout before.
                 for live in concerned:
                     if live.stays_until_s > -inf:
                         self._shell.expect_token(live)
+        self._replicated(known, report, now_s)
         for link in report.links:
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)
+
+    def _replicated(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
+        """The instance keeps other pages than before that peers have sent it of open streams."""
+        pages = {
+            stream: count
+            for stream, count in report.replicas.items()
+            if (state := self.policy.streams.get(stream)) is not None
+            and (held := state.holders.get(known.id), count) != (None, 0)
+            and (held is None or (held.is_replica and held.pages != count))
+        }
+        if pages:
+            self.checkpoints.replicated(known.id, pages)
+            self.tell(ev.CheckpointsReported(known.id, report.epoch, 0, 0, pages), now_s)
 
     def link_measured(
         self, source: NodeId, target: NodeId, measured: Measurement, now_s: float
@@ -374,6 +389,7 @@ class Control(Generic[S]):
         self.instances.lose(known, cause)
         self.self_tests.lost(known.id)
         self.leases.forget(known.id)
+        self.checkpoints.peer_lost(known.id)
         produced = {}
         for live in self._running_on(known.id):
             self._shell.end_attempt(live)

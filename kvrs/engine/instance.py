@@ -282,8 +282,19 @@ class EngineInstance(ServedInstance):
             draining=self.draining,
             batches_in_flight=self.core.batches_in_flight,
             speculation=self._speculation(),
+            **self._of_replicas(),
             **self._of_ranks(),
         )
+
+    def _of_replicas(self) -> dict[str, Any]:
+        if (replicas := self.port.replicas) is None:
+            return {}
+        kept = self.pages.replicas
+        return {
+            "replicas": replicas.changed(),
+            "replica_pages": len(kept),
+            "replica_dropped_pages": kept.dropped,
+        }
 
     def _speculation(self) -> SpeculationReport | None:
         if self.drafts is None:

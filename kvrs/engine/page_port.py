@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
+from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.engine.checkpoints import Checkpointer
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.pages import EnginePages
+from kvrs.engine.replicas import PeerReplicas
 from kvrs.engine.staging import PagePool
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import MEMORY
+from kvrs.protocol.instance import MEMORY, Role
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.pages import PageManager
 from kvrs.transfer.links import SendingLinks
@@ -102,6 +104,7 @@ class PagePort:
         self._place = place
         self.registry = self._peers_of(place.config)
         self.checkpointer: Checkpointer | None = None  # Of the attached pool.
+        self.replicas: PeerReplicas | None = None  # None: it keeps none for others.
         self._fingerprint = fingerprint
         self._geometry = geometry
         self._source = _AttachedPages()
@@ -140,6 +143,11 @@ class PagePort:
         config = self._place.config
         self._source.source = EnginePages(pages, pool, released, place)
         self._lends = place is not None
+        if config.backup.mode is BackupMode.PEER and self._place.settings.role is not Role.PREFILL:
+            self.replicas = PeerReplicas(
+                pages, pool, config.backup.peer_share, released, time.monotonic
+            )
+            self.server.keep(self.replicas)
         self.checkpointer = Checkpointer(
             pages,
             pool,

@@ -7,6 +7,7 @@ fingerprint, so a late sender brings what is true all the same: no attempt has t
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.ids import StreamId
@@ -14,8 +15,20 @@ from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, Identity, St
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.pages import PageManager
 
-_MAX_STREAMS = 4096  # Whose tags are known; beyond it the one that was quiet for longest is dropped.
+_MAX_STREAMS = (
+    4096  # Whose tags are known; beyond it the one that was quiet for longest is dropped.
+)
 _REPORTED_S = 2.0  # A change is in all reports of so long: proxies read them a few times a second.
+
+
+@dataclass(slots=True)
+class _Known:
+    """A stream of another instance: its tags, and how many leading ones were here at the last
+    look.
+    """
+
+    tags: list[Tag] = field(default_factory=list)
+    held: int = 0
 
 
 class PeerReplicas:
@@ -33,7 +46,7 @@ class PeerReplicas:
         self._pages, self._pool = pages, pool
         self._released, self._clock = released, clock
         pages.replicas.most = int(share * pages.pages)
-        self._tags: OrderedDict[StreamId, list[Tag]] = OrderedDict()
+        self._known: OrderedDict[StreamId, _Known] = OrderedDict()
         self._changed_s: dict[StreamId, float] = {}
 
     # What the page server calls.
@@ -45,16 +58,21 @@ class PeerReplicas:
         if not self._pages.replicas.most:
             return HeldPages(StoreCode.FULL, 0)
         self._know(claim.stream, 0, tags)
+        self._known[claim.stream].held = 0  # Looked at anew, whatever has become of its pages.
         return self.held(claim.stream)
 
-    def begin(self, claim: CheckpointClaim, first_page: int, tags: Sequence[Tag]) -> "IncomingPages":
-        held = self.held(claim.stream).pages
+    def begin(
+        self, claim: CheckpointClaim, first_page: int, tags: Sequence[Tag]
+    ) -> "IncomingPages":
+        has_gap = first_page > self.held(claim.stream).pages
         self._know(claim.stream, first_page, tags)
         taken: list[int | None] = []
         for tag in tags:
-            has_gap = first_page > held or (None in taken and not self._pages.holds(tag))
-            wanted = not has_gap and not self._pages.holds(tag)
-            taken.append(self._pages.allocate_replica(claim.stream) if wanted else None)
+            page = None
+            if not has_gap and not self._pages.holds(tag):
+                page = self._pages.allocate_replica(claim.stream)
+                has_gap = page is None
+            taken.append(page)
         return IncomingPages(self, self._pages, self._pool, claim.stream, tags, taken)
 
     # What a range calls.
@@ -69,15 +87,21 @@ class PeerReplicas:
     # What reports say.
 
     def held(self, stream: StreamId) -> HeldPages:
-        """How many leading pages of the stream are here."""
-        tags = self._tags.get(stream, ())
-        count = next((n for n, tag in enumerate(tags) if not self._pages.holds(tag)), len(tags))
-        return HeldPages(StoreCode.OK, count)
+        """How many leading pages of the stream are here. Of those that own streams have used since
+        some may be gone: what is missing then is computed.
+        """
+        if (known := self._known.get(stream)) is None:
+            return HeldPages(StoreCode.OK, 0)
+        while known.held < len(known.tags) and self._pages.holds(known.tags[known.held]):
+            known.held += 1
+        return HeldPages(StoreCode.OK, known.held)
 
     def changed(self) -> Mapping[StreamId, int]:
         """Leading pages of the streams whose replicas have changed within the last seconds."""
         now_s, lost = self._clock(), self._pages.replicas.lost
-        self._changed_s |= dict.fromkeys(lost, now_s)
+        for stream in lost:
+            if (known := self._known.get(stream)) is not None:
+                known.held, self._changed_s[stream] = 0, now_s
         lost.clear()
         for stream, at_s in [*self._changed_s.items()]:
             if at_s < now_s - _REPORTED_S:
@@ -85,12 +109,13 @@ class PeerReplicas:
         return {stream: self.held(stream).pages for stream in self._changed_s}
 
     def _know(self, stream: StreamId, first_page: int, tags: Sequence[Tag]) -> None:
-        known = self._tags.setdefault(stream, [])
-        self._tags.move_to_end(stream)
-        if first_page <= len(known):
-            known[first_page:] = tags
-        while len(self._tags) > _MAX_STREAMS:
-            self._tags.popitem(last=False)
+        known = self._known.setdefault(stream, _Known())
+        self._known.move_to_end(stream)
+        if first_page <= len(known.tags):
+            known.tags[first_page:] = tags
+            known.held = min(known.held, first_page)
+        while len(self._known) > _MAX_STREAMS:
+            self._known.popitem(last=False)
 
 
 class IncomingPages:

@@ -276,6 +276,11 @@ class LoadReport(msgspec.Struct, frozen=True):
     full_degree: Natural = 0  # Ranks that it was configured with.
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
     batches_in_flight: Natural | None = None  # That it computes now; None: it does not tell.
+    # Leading full pages of other instances' streams that it keeps as replicas, where their number
+    # has changed within the last seconds; how many pages all have, and how many were given up.
+    replicas: dict[StreamId, Natural] = {}
+    replica_pages: Natural = 0
+    replica_dropped_pages: Natural = 0
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
     connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
     speculation: SpeculationReport | None = None  # None: it has no source of drafts.
@@ -318,7 +323,7 @@ class SourceRange(msgspec.Struct, frozen=True):
 
 class CheckpointTarget(msgspec.Struct, frozen=True):
     """An agent that gets the newly filled pages of the stream, with room reserved for the whole
-    stream.
+    stream; with `backup.mode` peer an instance, which reserves none.
     """
 
     agent: InstanceId

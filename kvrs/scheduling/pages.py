@@ -379,7 +379,7 @@ class PageManager:
             self._cached[page] = None
 
     def _take(self) -> int:
-        while not (self._free or self.replicas.has_victim or self._cached):
+        while not (self._free or self.replicas or self._cached):
             self._shorten_first_lease()
         if self._free:
             return self._free.pop()
@@ -432,6 +432,6 @@ class PageManager:
         assert len(self._page_by_tag) + len(self.damaged) == sum(
             1 for tag in self._tags if tag is not None
         ), "a tag leads nowhere"
-        self.replicas.check({page for page in range(self.pages) if page in self.replicas})
+        self.replicas.check()
         self.damaged.check()
         self._ends.check()

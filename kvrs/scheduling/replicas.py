@@ -19,9 +19,10 @@ class ReplicaPages:
         self.dropped = 0  # Given up since the start.
         # Streams that have lost pages; whoever reports them takes them out.
         self.lost: dict[StreamId, None] = {}
-        self._stream_of: dict[int, StreamId] = {}  # Pages that still arrive included.
-        # Of each stream the pages without a pin, in their order.
-        self._idle: OrderedDict[StreamId, dict[int, None]] = OrderedDict()
+        self._stream_of: dict[int, StreamId] = {}
+        # Of each stream its pages as they came, also those that still arrive: True has no pin.
+        self._pages: OrderedDict[StreamId, dict[int, bool]] = OrderedDict()
+        self._idle = 0
 
     def __len__(self) -> int:
         return len(self._stream_of)
@@ -29,62 +30,63 @@ class ReplicaPages:
     def __contains__(self, page: int) -> bool:
         """The page is a replica without a pin."""
         stream = self._stream_of.get(page)
-        return stream is not None and page in self._idle.get(stream, ())
+        return stream is not None and self._pages[stream][page]
 
-    @property
-    def has_victim(self) -> bool:
+    def __bool__(self) -> bool:
+        """There is one without a pin."""
         return bool(self._idle)
 
     def bring(self, page: int, stream: StreamId) -> None:
         """The stream's next page arrives in this one, which has a pin until it has."""
         assert page not in self._stream_of
         self._stream_of[page] = stream
-        if stream in self._idle:
-            self._idle.move_to_end(stream)
+        self._pages.setdefault(stream, {})[page] = False
+        self._pages.move_to_end(stream)
 
     def settle(self, page: int) -> bool:
         """The page has lost its last pin. Returns whether it is a replica."""
         if (stream := self._stream_of.get(page)) is None:
             return False
-        self._idle.setdefault(stream, {})[page] = None
+        self._pages[stream][page] = True
+        self._idle += 1
         return True
 
     def leave(self, page: int) -> None:
         """The page is an own stream's, or did not arrive: no replica, if it was one."""
-        if (stream := self._stream_of.pop(page, None)) is not None:
-            self._take_out(page, stream)
+        if (stream := self._stream_of.pop(page, None)) is None:
+            return
+        pages = self._pages[stream]
+        self._idle -= pages.pop(page)
+        if not pages:
+            del self._pages[stream]
 
     def victim(self, besides: StreamId | None = None) -> int | None:
         """Give up the page that is to go first, of a stream other than `besides`."""
-        stream = next((each for each in self._idle if each != besides), None)
-        if stream is None:
-            return None
-        page = next(reversed(self._idle[stream]))
-        self.leave(page)
-        self.dropped += 1
-        self.lost[stream] = None
-        return page
+        for stream, pages in self._pages.items():
+            if stream == besides:
+                continue
+            # Those that still arrive are the last, and few.
+            page = next((page for page in reversed(pages) if pages[page]), None)
+            if page is not None:
+                self.leave(page)
+                self.dropped += 1
+                self.lost[stream] = None
+                return page
+        return None
 
     def clear(self) -> list[int]:
         """No page is a replica any more; returns those without a pin."""
-        idle = [page for pages in self._idle.values() for page in pages]
-        self.lost |= dict.fromkeys(self._idle)
-        self._idle.clear()
+        idle = [page for pages in self._pages.values() for page in pages if pages[page]]
+        self.lost |= dict.fromkeys(self._pages)
+        self._pages.clear()
         self._stream_of.clear()
+        self._idle = 0
         return idle
 
-    def _take_out(self, page: int, stream: StreamId) -> None:
-        if (pages := self._idle.get(stream)) is not None:
-            pages.pop(page, None)
-            if not pages:
-                del self._idle[stream]
-
-    def check(self, idle: set[int]) -> None:
-        """Assert that the books agree, and that these are all replicas without a pin."""
-        assert all(self._idle.values()), "a stream without pages"
-        listed = [page for pages in self._idle.values() for page in pages]
-        assert len(listed) == len(set(listed)), "a page is twice a replica"
-        assert set(listed) == idle, "replicas without a pin do not add up"
-        for stream, pages in self._idle.items():
-            assert all(self._stream_of[page] == stream for page in pages)
-        assert len(self) <= max(self.most, 0), "more replicas than are allowed"
+    def check(self) -> None:
+        """Assert that the books agree."""
+        assert all(self._pages.values()), "a stream without pages"
+        listed = {page: stream for stream, pages in self._pages.items() for page in pages}
+        assert listed == self._stream_of, "a replica of two streams, or of none"
+        assert self._idle == sum(sum(pages.values()) for pages in self._pages.values())
+        assert len(self) <= self.most, "more replicas than are allowed"

@@ -8,7 +8,6 @@ from random import Random
 
 import msgspec
 
-from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
 from kvrs.core.model import events as ev
@@ -118,7 +117,7 @@ class SimCluster:
             instance.id: SimEngine(instance.id, node.id, instance.role, site, instance.ranks)
             for node, instance in config.cluster.instances()
         }
-        nodes = config.cluster.nodes if backup.mode is not BackupMode.OFF else []
+        nodes = config.cluster.nodes if backup.at_agents else []
         for engine in self.engines.values():
             engine.poisoned = partial(self._poisoned, engine)
             engine.given_up = partial(self.kill, engine, with_node=False, is_external=False)

@@ -108,6 +108,11 @@ def simulate_policies(
     if wrong := [*numbers_out_of_range([("--rate", options.rate)], zero=False)]:
         raise ConfigError(wrong)
     config = load_config(options.config, os.environ)
+    if config.backup.mode is BackupMode.PEER:
+        raise ConfigError(
+            "backup.mode: got 'peer'; allowed with `kvrs simulate`: 'off', 'local', 'remote', "
+            "'both'"
+        )
     faults = _faults(options, config)
     if options.out is not None:
         claim_directory(options.out)
@@ -167,7 +172,7 @@ def make_world(
     deaths: list[FaultEvent] = named_deaths(faults)
     if options.deaths:
         rng, nodes = Random(seed), [str(node.id) for node in config.cluster.nodes]
-        has_agents = config.backup.mode is not BackupMode.OFF
+        has_agents = config.backup.at_agents
         deaths = random_deaths(
             rng,
             options.deaths,
@@ -197,11 +202,7 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
         )
     faults = load_faults(options.fault)
     names = {instance.id for _, instance in config.cluster.instances()}
-    names |= (
-        {node.agent_id for node in config.cluster.nodes}
-        if config.backup.mode is not BackupMode.OFF
-        else set()
-    )
+    names |= {node.agent_id for node in config.cluster.nodes} if config.backup.at_agents else set()
     nodes = {node.id for node in config.cluster.nodes}
     wrong = [
         f"{options.fault}: [{index}].whom: unknown name {name!r}"

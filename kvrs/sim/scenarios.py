@@ -52,7 +52,7 @@ def scenario(seed: int, *, keep_log: bool = False) -> World:
     config = _config(rng, _RANKS[seed % len(_RANKS)])
     streams = rng.randint(4, 24)
     arrivals = [_arrival(rng, config.cluster.engine.max_model_len) for _ in range(streams)]
-    has_agents = config.backup.mode is not BackupMode.OFF
+    has_agents = config.backup.at_agents
     nodes = [str(node.id) for node in config.cluster.nodes]
     has_ranks = any(instance.ranks > 1 for _, instance in config.cluster.instances())
     proxies = rng.choice([1, 2, 2, 3])
@@ -349,7 +349,9 @@ def _poisson(
 
 def _config(rng: Random, tp: int) -> Config:
     cluster = rng.choice(CLUSTERS)
-    modes = list(BackupMode) if len(cluster) > 1 else [BackupMode.OFF, BackupMode.LOCAL]
+    modes = [BackupMode.OFF, BackupMode.LOCAL]
+    if len(cluster) > 1:
+        modes += [BackupMode.REMOTE, BackupMode.BOTH]
     name = PolicyName.AUTO if rng.random() < 0.5 else rng.choice(list(PolicyName))
     document: dict[str, Any] = {
         "proxy": {

@@ -150,8 +150,8 @@ Places = Callable[[PinnedPages], list[PagePlace]]
 
 
 class PageSink(Protocol):
-    """The store behind the page server of an agent, or of an instance that keeps replicas. All calls come from the event loop and must not
-    block it for long.
+    """The store behind the page server of an agent, or of an instance that keeps replicas. All
+    calls come from the event loop and must not block it for long.
     """
 
     def adopt(self, client: Identity) -> None:

@@ -100,6 +100,10 @@ class PageServer:
         listener.setblocking(False)
         self._listen(listener)
 
+    def keep(self, sink: PageSink) -> None:
+        """What peers send is stored there from now on."""
+        self._sink = sink
+
     def _listen(self, listener: socket.socket) -> None:
         self._listeners[asyncio.create_task(self._accept(listener))] = listener
 

@@ -38,10 +38,8 @@ class Model:
     damaged: dict[int, tuple[Tag, frozenset[tuple[int, int]]]] = field(default_factory=dict)
     mended: set[int] = field(default_factory=set)  # Of them, since the last loss.
     most_replicas: int = 0
-    # Streams of replicas, of those that still arrive too; and of each stream, the one that was
-    # quiet for longest first, the pages without a pin.
-    replicas: dict[int, StreamId] = field(default_factory=dict)
-    idle: dict[StreamId, list[int]] = field(default_factory=dict)
+    # Pages of replicas as they came, by stream, the one that was quiet for longest first.
+    replicas: dict[StreamId, list[int]] = field(default_factory=dict)
 
     def leased(self, page: int) -> bool:
         return any(page in lease.pages for lease in self.leases.values())
@@ -62,15 +60,24 @@ class Model:
             page
             for page in self.lru
             if page in self.known and page not in self.pins and not self.leased(page)
-            if page not in self.replicas
+            if not self.is_replica(page)
         ]
+
+    def is_replica(self, page: int) -> bool:
+        return any(page in pages for pages in self.replicas.values())
+
+    def idle(self) -> dict[StreamId, list[int]]:
+        """Replicas without a pin."""
+        return {
+            stream: [page for page in pages if page in self.known and page not in self.pins]
+            for stream, pages in self.replicas.items()
+        }
 
     def touch(self, pages: list[int]) -> None:
         """Those pages lost a pin, in this order."""
         for page in pages:
             if page not in self.pins and not self.leased(page):
-                if page in self.replicas and page in self.known:
-                    self.idle.setdefault(self.replicas[page], []).append(page)
+                if self.is_replica(page) and page in self.known:
                     continue
                 self.no_replica(page)
                 if page in self.lru:
@@ -78,19 +85,19 @@ class Model:
                 self.lru.append(page)
 
     def no_replica(self, page: int) -> None:
-        stream = self.replicas.pop(page, None)
-        if stream is not None and page in self.idle.get(stream, []):
-            self.idle[stream].remove(page)
-            if not self.idle[stream]:
-                del self.idle[stream]
+        for stream, pages in [*self.replicas.items()]:
+            if page in pages:
+                pages.remove(page)
+                if not pages:
+                    del self.replicas[stream]
 
     def pin(self, page: int) -> None:
         self.pins[page] = self.pins.get(page, 0) + 1
         self.no_replica(page)
 
     def victim(self, besides: StreamId | None = None) -> int | None:
-        for stream, pages in self.idle.items():
-            if stream != besides:
+        for stream, pages in self.idle().items():
+            if stream != besides and pages:
                 return pages[-1]
         return None
 
@@ -156,7 +163,7 @@ class PagesMachine(RuleBasedStateMachine):
         got = self.pages.allocate_replica(stream)
 
         expected: int | None
-        if len(model.replicas) >= model.most_replicas:
+        if sum(map(len, model.replicas.values())) >= model.most_replicas:
             expected = model.victim(besides=stream)
         elif free:
             expected = got
@@ -168,9 +175,7 @@ class PagesMachine(RuleBasedStateMachine):
             return
         model.forget(got)
         model.pins[got] = 1
-        model.replicas[got] = stream
-        if stream in model.idle:
-            model.idle[stream] = model.idle.pop(stream)
+        model.replicas[stream] = [*model.replicas.pop(stream, []), got]
         if arrives != "never":
             known = [other for other, other_tag in model.tags.items() if other_tag == tag]
             assert self.pages.register(got, tag) == (known[0] if known else got)
@@ -383,12 +388,11 @@ class PagesMachine(RuleBasedStateMachine):
 
     def no_replicas(self) -> None:
         """They are in the cache from now on, as those that were used last."""
-        for page in [page for pages in self.model.idle.values() for page in pages]:
+        for page in [page for pages in self.model.idle().values() for page in pages]:
             if page in self.model.lru:
                 self.model.lru.remove(page)
             self.model.lru.append(page)
         self.model.replicas.clear()
-        self.model.idle.clear()
 
     def _unique_end(self, lasts_s: int) -> float:
         # Which of two leases with the same end shrinks first is not specified.
@@ -405,9 +409,12 @@ class PagesMachine(RuleBasedStateMachine):
             page: tag for page, tag in enumerate(self.pages._tags) if tag is not None
         } == self.model.tags | {page: tag for page, (tag, _) in self.model.damaged.items()}
         assert list(self.pages._cached) == self.model.cached()
-        assert len(self.pages.replicas) == len(self.model.replicas) <= self.model.most_replicas
-        idle = {stream: list(pages) for stream, pages in self.pages.replicas._idle.items()}
-        assert list(idle.items()) == list(self.model.idle.items())
+        replicas = self.pages.replicas
+        assert len(replicas) <= self.model.most_replicas
+        kept = [(stream, [*pages]) for stream, pages in replicas._pages.items()]
+        assert kept == [*self.model.replicas.items()]
+        idle = [page for _, pages in kept for page in pages if page in replicas]
+        assert idle == [page for pages in self.model.idle().values() for page in pages]
         for key in "abcd":
             lease = self.model.leases.get(StreamId(key))
             intact = [

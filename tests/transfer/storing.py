@@ -74,6 +74,9 @@ class Arriving:
         self.sink.visible[self.tags[index]] = bytes(self.memory[index])
         self.sink.streams[self.stream][self.first_page + index] = self.tags[index]
 
+    async def settle(self) -> None:
+        """Each page is visible since it came."""
+
     def end(self) -> HeldPages:
         assert not self.ended
         self.ended = True

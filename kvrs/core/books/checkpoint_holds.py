@@ -1,5 +1,5 @@
-"""Checkpoints of the open streams at agents: reservations held and released, and what became of
-them.
+"""Checkpoints of the open streams at agents, reservations held and released, and at peers, without
+any; and what became of them.
 
 A reservation is made at the agent by the first engine that sends pages; from then on the proxy
 renews it, until the stream has ended, or runs and needs that agent no more. Until then nothing is
@@ -38,7 +38,7 @@ class CheckpointHolds:
         self.agents = agents
         # Reserved room is scarce, so it is given back as soon as anything is sent to agents.
         self.leases = Leases(config.transfer.lease_s, release_s=config.proxy.load_interval_s)
-        self._mode = config.backup.mode
+        self._mode, self._at_agents = config.backup.mode, config.backup.at_agents
         self._instances = instances
         self._streams = streams
         self._tell = tell
@@ -49,7 +49,8 @@ class CheckpointHolds:
         """Hold the reservations at the agents that the plan names."""
         for place in plan.places:
             live.copies.setdefault(place.holder, Copy()).lost = None
-            self.leases.hold(place.holder, live.id)
+            if self._at_agents:
+                self.leases.hold(place.holder, live.id)
 
     def resumed(self, live: LiveStream, now_s: float) -> None:
         """The plan has worked: release the agents that it does not name."""
@@ -58,7 +59,10 @@ class CheckpointHolds:
         for agent in [name for name in live.copies if name not in places]:
             # Without a page seen there may be no reservation, and its release would shut out every
             # later attempt that has a place there again. If there is one, it runs out by itself.
-            let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
+            copy = live.copies.pop(agent)
+            if not self._at_agents:
+                continue  # What a peer still has of it may be used.
+            let_go = self.leases.release if copy.pages else self.leases.drop
             let_go(agent, live.id)
             self._tell(ev.RetentionLost(agent, (live.id,)), now_s)
 
@@ -70,6 +74,8 @@ class CheckpointHolds:
             self.leases.hold(kept.holder, live.id)
 
     def ended(self, live: LiveStream) -> None:
+        if not self._at_agents:
+            return
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for agent in live.copies:
             let_go(agent, live.id)
@@ -115,6 +121,21 @@ class CheckpointHolds:
             if (copy := live.copies.get(known.id)) is not None:
                 copy.pages, copy.lost = 0, copy.lost or _DOWN
         self._tell(ev.HolderLost(known.id, known.info.epoch, cause), now_s)
+
+    # Peers.
+
+    def replicated(self, peer: InstanceId, pages: Mapping[StreamId, int]) -> None:
+        """It keeps so many leading pages of these, without a lease."""
+        for stream, count in pages.items():
+            if (copy := self._copy(stream, peer)) is not None:
+                copy.pages, copy.lost = count, None if count else _GONE
+
+    def peer_lost(self, peer: InstanceId) -> None:
+        if self._at_agents:
+            return
+        for live in self._streams.values():
+            if (copy := live.copies.get(peer)) is not None:
+                copy.pages, copy.lost = 0, _DOWN
 
     # For the state and metrics.
 

@@ -8,7 +8,7 @@ it is forgotten here, as the driver releases its reservation.
 from typing import Any
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.core.books.placement import PlacementCandidate, place
+from kvrs.core.books.placement import PlacementCandidate, along_ring, place
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Agent, ClusterView, Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
@@ -35,6 +35,8 @@ class Checkpoints:
             # Room that is reserved and never filled would be missing to other streams.
             stream.unprotected = f"{decode.id} sends no checkpoints"
             mode = BackupMode.OFF
+        if mode is BackupMode.PEER:
+            return self._at_peer(stream, decode, need_bytes)
         if mode is BackupMode.LOCAL or mode is BackupMode.BOTH:
             local = self._view.agent_on(node)
             stream.unprotected = (
@@ -55,6 +57,34 @@ class Checkpoints:
         for agent in chosen:
             self._keep(stream, agent, decode, need_bytes)
         return tuple(act.Place(agent.id, need_bytes) for agent in chosen)
+
+    def _at_peer(self, stream: Stream, decode: Member, need_bytes: int) -> tuple[act.Place, ...]:
+        """The instance that has most of it; else the next one along the ring of decode instances,
+        of another node where there is one.
+        """
+        others = [
+            each
+            for each in self._view.members.values()
+            if each is not decode
+            and each.decodes
+            and each.checkpoints
+            and not each.must_drain
+            and each.info.fingerprint == decode.info.fingerprint
+        ]
+        others = [each for each in others if each.node != decode.node] or others
+        stream.unprotected = "" if others else "no other decode instance is up"
+        if not others:
+            return ()
+        held = [each for each in others if each.id in stream.holders]
+        chosen = (
+            max(held, key=lambda each: stream.holders[each.id].pages)
+            if held
+            else min(
+                others,
+                key=lambda each: along_ring((decode.node, decode.id), (each.node, each.id)),
+            )
+        )
+        return (act.Place(chosen.id, need_bytes),)
 
     def reported(self, stream: Stream, agent: Agent, pages: int) -> None:
         """The agent stores so many leading pages; counted only where the plan names the agent."""
@@ -143,11 +173,13 @@ class Checkpoints:
 
 
 def protection(stream: Stream) -> dict[str, Any]:
-    """The pages by agent, or the reason why no agent stores any."""
+    """The pages by agent or peer, or the reason why none stores any."""
+    stored = {
+        holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
+    }
+    replicas = {name: held.pages for name, held in stream.holders.items() if held.is_replica}
     return {
-        "pages": {
-            holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
-        },
+        "pages": stored | replicas,
         "unprotected": stream.unprotected,
     }
 

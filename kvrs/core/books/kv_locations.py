@@ -53,12 +53,33 @@ class KvLocations:
 
     def reported(self, event: ev.CheckpointsReported) -> None:
         agent = self._view.agents.get(event.holder)
-        if agent is None or event.epoch != agent.epoch:
+        if agent is None:
+            self._replicated(event)
+            return
+        if event.epoch != agent.epoch:
             return
         agent.reported_bytes, agent.reported_checkpoints = event.reserved_bytes, event.checkpoints
         for stream_id, pages in event.pages.items():
             if (stream := self._streams.get(stream_id)) is not None:
                 self._checkpoints.reported(stream, agent, pages)
+
+    def _replicated(self, event: ev.CheckpointsReported) -> None:
+        """An instance reports replicas. Of streams that it keeps or computes it has more."""
+        member = self._view.members.get(event.holder)
+        if member is None or event.epoch != member.info.epoch:
+            return
+        for stream_id, pages in event.pages.items():
+            stream = self._streams.get(stream_id)
+            if stream is None or member in (stream.attempt.runs_on, stream.attempt.decodes_on):
+                continue
+            held = stream.holders.get(member.id)
+            if held is not None and not held.is_replica:
+                continue
+            if pages:
+                stream.holders[member.id] = Holder(member, pages, is_replica=True)
+                member.held.add(stream_id)
+            elif held is not None:
+                self.forget(stream_id, member.id)
 
     def retain(self, stream: Stream, member: Member, pages: int) -> None:
         stream.holders[member.id] = Holder(member, pages)

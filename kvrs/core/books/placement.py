@@ -11,7 +11,7 @@ same one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from kvrs.config.backup import Placement
 from kvrs.ids import InstanceId, NodeId
@@ -54,8 +54,7 @@ def place(
         return None
 
     def steps(candidate: PlacementCandidate) -> tuple[bool, NodeId]:
-        """The distance along the ring from the serving node."""
-        return candidate.node < serving, candidate.node
+        return along_ring(serving, candidate.node)
 
     match how:
         case Placement.LOAD:
@@ -75,6 +74,14 @@ def place(
             return roomy[_mixed(draw) % len(roomy)] if roomy else None
         case _:
             assert_never(how)
+
+
+_Place = TypeVar("_Place", NodeId, tuple[NodeId, InstanceId])
+
+
+def along_ring(own: _Place, other: _Place) -> tuple[bool, _Place]:
+    """Sorts others by their distance from the own place along the ring."""
+    return other < own, other
 
 
 def load_s(candidate: PlacementCandidate, need_bytes: int, alpha: float) -> float:

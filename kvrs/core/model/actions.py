@@ -24,7 +24,9 @@ class PageRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """An agent that stores a checkpoint of the stream, with room for all of it."""
+    """An agent that stores a checkpoint of the stream, with room for all of it; with `backup.mode`
+    peer an instance that keeps what it has room for.
+    """
 
     holder: InstanceId
     reserved_bytes: int

@@ -27,13 +27,15 @@ _JITTER = 0.25
 
 class Holder(msgspec.Struct, frozen=True):
     """An instance that retains the first `pages` full pages of the stream's history, or has them in
-    its prefix cache.
+    its prefix cache, or as a replica.
     """
 
     member: Member
     pages: int
     # Pages among these that stay until the stream, which was moved, has its next token elsewhere.
     left_pages: int = 0
+    # Another instance has sent them there, without a lease: they go when that one needs the room.
+    is_replica: bool = False
 
 
 @dataclass(slots=True)
