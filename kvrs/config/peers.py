@@ -1,4 +1,4 @@
-"""What `backup.mode` peer needs of a cluster."""
+"""The check that instances of a cluster can keep each other's pages (`backup.mode` peer)."""
 
 from collections.abc import Iterator
 

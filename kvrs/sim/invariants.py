@@ -368,6 +368,7 @@ class Invariants:
             BackupMode.LOCAL: [[], [True]],
             BackupMode.REMOTE: [[], [False]],
             BackupMode.BOTH: [[], [True], [False], [False, True]],
+            BackupMode.PEER: [[], [True], [False]],
         }
         require(
             at_home in allowed[self._config.backup.mode],

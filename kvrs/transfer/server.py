@@ -101,7 +101,7 @@ class PageServer:
         self._listen(listener)
 
     def keep(self, sink: PageSink) -> None:
-        """What peers send is stored there from now on."""
+        """Store there what peers send, from now on."""
         self._sink = sink
 
     def _listen(self, listener: socket.socket) -> None:

@@ -22,9 +22,7 @@ def test_two_decode_instances_are_enough_and_no_agent_runs() -> None:
     config = parse_config(document(TWO))
     assert not config.agents_run
     assert config.backup.reserved_bytes == 0
-    assert parse_config(
-        document(TWO[:1] + [TWO[1] | {"instances": [{"id": "b1", "role": "both"}]}])
-    )
+    assert parse_config(document([TWO[0], TWO[1] | {"instances": [{"id": "b1", "role": "both"}]}]))
 
 
 def test_agents_that_run_for_something_else_keep_no_checkpoints() -> None:
@@ -39,9 +37,11 @@ def test_agents_that_run_for_something_else_keep_no_checkpoints() -> None:
         (TWO[:1], {}, "got 'peer' with one decode instance"),
         (TWO, {"state_plane": {"enabled": True}}, "got 'peer' with state_plane.enabled: true"),
         (
-            TWO[:1]
-            + [{"id": "n1", "instances": [{"id": "d1", "role": "decode", "pp": 2}]}]
-            + [{"id": "n2", "instances": []}],
+            [
+                TWO[0],
+                {"id": "n1", "instances": [{"id": "d1", "role": "decode", "pp": 2}]},
+                {"id": "n2", "instances": []},
+            ],
             {"hosts": True},
             "instance 'd1' has stage_hosts",
         ),

@@ -133,7 +133,7 @@ class World:
         self.invariants = Invariants(self.config, self.nodes, self.streams)
         self._running: dict[StreamId, Attempt[SimStream]] = {}  # Their calls are answered.
         self._prefilling: set[StreamId] = set()  # Streams whose call is the prefill call.
-        self._stored: dict[tuple[InstanceId, StreamId], int] = {}  # Pages, of agents that are up.
+        self._stored: dict[tuple[InstanceId, StreamId], int] = {}  # Pages, of holders that are up.
         self._agenda: list[tuple[float, int, tuple[str, object]]] = []
         self._order = count()
         self._timer = 0
@@ -374,6 +374,7 @@ class World:
             layout_number=self._layouts[name],
             degree=2,
             full_degree=self.random.choice([2, 3]),
+            replicas=self._stored_at(name),
         )
         known = self.control.instances.known[name]
         self.control.load_reported(known, report, self.now_s)
@@ -464,6 +465,7 @@ class World:
             if self.random.random() < 0.3:
                 self._break((live.id, live.journal.attempt))
         old = [(live, live.journal.attempt) for live in victims if live.instance == name]
+        self._stored = {key: pages for key, pages in self._stored.items() if key[0] != name}
         known = self.control.instances.known[name]
         self.control.instance_lost(known, "killed", self.now_s)
         assert known.health is Health.DOWN
@@ -479,7 +481,7 @@ class World:
     # Checkpoints.
 
     def _store(self, live: SimStream) -> None:
-        """The instance has sent pages to the agents of its plan; sometimes the agents report it."""
+        """The instance has sent pages to the holders of its plan; sometimes these report it."""
         assert live.plan is not None
         for place in live.plan.places:
             agent = place.holder
@@ -496,12 +498,20 @@ class World:
         agent = InstanceId(str(agent))
         if not self._is_up(agent):
             return
-        pages = {stream: held for (name, stream), held in self._stored.items() if name == agent}
+        if agent not in self.control.agents.known:  # A peer, which has given up some.
+            for key in [key for key in self._stored if key[0] == agent]:
+                self._stored[key] = self.random.randint(0, self._stored[key])
+            self._load(agent)
+            return
+        pages = self._stored_at(agent)
         reserved = self.random.randint(0, 1 << 20)
         report = AgentReport(self.epochs[agent], reserved, reserved, len(pages), pages)
         self.control.checkpoints.reported(self.control.agents.known[agent], report, self.now_s)
         old = dict.fromkeys(pages, 1000)
         self.tell(ev.CheckpointsReported(agent, self.epochs[agent] - 1, 0, 0, old))
+
+    def _stored_at(self, holder: InstanceId) -> dict[StreamId, int]:
+        return {stream: held for (name, stream), held in self._stored.items() if name == holder}
 
     # Streams.
 

@@ -69,6 +69,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.loads.measure(known, at[known.id])
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         metrics.connectors.measure(known.id, None if known.load is None else known.load.connector)
+        metrics.replicas.measure(known.id, known.load)
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
             metrics.damaged.follow(known.load.damaged_pages, known.id)

@@ -29,10 +29,11 @@ from kvrs.core.watch import DeathCause
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import ConnectorReport, Role
+from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.fleet.supervision import TaskKind
+from kvrs.proxy.streams.page_metrics import ConnectorMetrics, ReplicaMetrics, Total
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
 from kvrs.proxy.streams.stream_metrics import (
     SECONDS,
@@ -119,6 +120,7 @@ class Metrics:
             "Full pages of protected streams that the worker has not sent to an agent yet.",
             ["worker"],
         )
+        self.replicas = ReplicaMetrics(self.registry)
         self.agents = AgentMetrics(self.registry, agents)
         self.connectors = ConnectorMetrics(self.registry)
         self.slots = counter(
@@ -158,6 +160,7 @@ class Metrics:
             gauge.remove(worker)
         self.loads.remove(worker)
         self.connectors.remove(worker)
+        self.replicas.remove(worker)
 
     def slot_asked(self, outcome: str) -> None:
         self.slots.labels(outcome).inc()
@@ -364,48 +367,6 @@ class AgentMetrics:
         self._deaths.labels(agent, cause).inc()
 
 
-class ConnectorMetrics:
-    """Reports of the kvrs connectors in vLLM; workers without one have no series."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        gauge = partial(Gauge, registry=registry, labelnames=["worker"])
-        counter = partial(Counter, registry=registry, labelnames=["worker"])
-        self._saved = Total(
-            counter("kvrs_connector_pages_saved", "Pages that agents have got from vLLM.")
-        )
-        self._loaded = Total(
-            counter("kvrs_connector_pages_loaded", "Verified pages copied into blocks of vLLM.")
-        )
-        self._damaged = Total(
-            counter("kvrs_connector_pages_damaged", "Pages fetched with a wrong checksum.")
-        )
-        self._lag = gauge(
-            "kvrs_connector_lag_pages",
-            "Full pages of protected streams that agents have not got from vLLM yet.",
-        )
-        self._pinned = gauge(
-            "kvrs_connector_pinned_blocks", "Staged pages of vLLM, and blocks that wait for them."
-        )
-        self._off = gauge(
-            "kvrs_connector_off", "1 while vLLM runs and its connector does nothing, else 0."
-        )
-
-    def remove(self, worker: InstanceId) -> None:
-        for gauge in (self._lag, self._pinned, self._off):
-            gauge.remove(worker)
-
-    def measure(self, worker: InstanceId, report: ConnectorReport | None) -> None:
-        if report is None:  # As of a load.
-            self.remove(worker)
-            return
-        self._saved.follow(report.pages_saved, worker)
-        self._loaded.follow(report.pages_loaded, worker)
-        self._damaged.follow(report.pages_damaged, worker)
-        self._lag.labels(worker).set(report.lag_pages)
-        self._pinned.labels(worker).set(report.pinned_blocks)
-        self._off.labels(worker).set(report.off_reason is not None)
-
-
 class AdmissionMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.request_bytes = Gauge(
@@ -460,17 +421,3 @@ class GossipMetrics:
         for reason, count in membership.drops().items():
             self._dropped.follow(count, reason)
         self._unread.follow(membership.facts.unread)
-
-
-class Total:
-    """A counter that follows totals of other processes, which begin again at 0 with these."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._last: dict[tuple[str, ...], int] = {}
-
-    def follow(self, total: int, *labels: str) -> None:
-        counter = self._counter.labels(*labels) if labels else self._counter
-        last = self._last.get(labels, 0)
-        counter.inc(total - last if total >= last else total)
-        self._last[labels] = total

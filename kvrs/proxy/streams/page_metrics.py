@@ -1,0 +1,94 @@
+"""Metrics of pages that workers keep for others, and of the kvrs connectors in vLLM."""
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import ConnectorReport, LoadReport
+
+
+class Total:
+    """A counter that follows totals of other processes, which begin again at 0 with these."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._last: dict[tuple[str, ...], int] = {}
+
+    def follow(self, total: int, *labels: str) -> None:
+        counter = self._counter.labels(*labels) if labels else self._counter
+        last = self._last.get(labels, 0)
+        counter.inc(total - last if total >= last else total)
+        self._last[labels] = total
+
+
+class ReplicaMetrics:
+    """Pages that workers keep for other ones; those that keep none have no series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._pages = Gauge(
+            "kvrs_replica_pages",
+            "Pages that the worker keeps for other ones.",
+            ["worker"],
+            registry=registry,
+        )
+        self._dropped = Total(
+            Counter(
+                "kvrs_replica_dropped_pages",
+                "Pages of other workers that the worker gave up for its own streams.",
+                ["worker"],
+                registry=registry,
+            )
+        )
+
+    def remove(self, worker: InstanceId) -> None:
+        self._pages.remove(worker)
+
+    def measure(self, worker: InstanceId, load: LoadReport | None) -> None:
+        if load is None or not load.replica_pages + load.replica_dropped_pages:
+            self.remove(worker)
+            return
+        self._pages.labels(worker).set(load.replica_pages)
+        self._dropped.follow(load.replica_dropped_pages, worker)
+
+
+class ConnectorMetrics:
+    """Reports of the kvrs connectors in vLLM; workers without one have no series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        gauge = partial(Gauge, registry=registry, labelnames=["worker"])
+        counter = partial(Counter, registry=registry, labelnames=["worker"])
+        self._saved = Total(
+            counter("kvrs_connector_pages_saved", "Pages that agents have got from vLLM.")
+        )
+        self._loaded = Total(
+            counter("kvrs_connector_pages_loaded", "Verified pages copied into blocks of vLLM.")
+        )
+        self._damaged = Total(
+            counter("kvrs_connector_pages_damaged", "Pages fetched with a wrong checksum.")
+        )
+        self._lag = gauge(
+            "kvrs_connector_lag_pages",
+            "Full pages of protected streams that agents have not got from vLLM yet.",
+        )
+        self._pinned = gauge(
+            "kvrs_connector_pinned_blocks", "Staged pages of vLLM, and blocks that wait for them."
+        )
+        self._off = gauge(
+            "kvrs_connector_off", "1 while vLLM runs and its connector does nothing, else 0."
+        )
+
+    def remove(self, worker: InstanceId) -> None:
+        for gauge in (self._lag, self._pinned, self._off):
+            gauge.remove(worker)
+
+    def measure(self, worker: InstanceId, report: ConnectorReport | None) -> None:
+        if report is None:  # As of a load.
+            self.remove(worker)
+            return
+        self._saved.follow(report.pages_saved, worker)
+        self._loaded.follow(report.pages_loaded, worker)
+        self._damaged.follow(report.pages_damaged, worker)
+        self._lag.labels(worker).set(report.lag_pages)
+        self._pinned.labels(worker).set(report.pinned_blocks)
+        self._off.labels(worker).set(report.off_reason is not None)
