@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from kvrs.config.settings import Host, Settings, netloc
+from kvrs.protocol.instance import Role
 
 
 class BackupMode(StrEnum):
@@ -95,6 +96,11 @@ class BackupSettings(Settings):
     def at_agents(self) -> bool:
         """Checkpoints go to agents."""
         return self.mode not in (BackupMode.OFF, BackupMode.PEER)
+
+    def replica_share(self, role: Role) -> float:
+        """Share of the pages of an instance of that role that replicas may have."""
+        is_kept = self.mode is BackupMode.PEER and role is not Role.PREFILL
+        return self.peer_share if is_kept else 0.0
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -291,7 +291,7 @@ class EngineInstance(ServedInstance):
             return {}
         kept = self.pages.replicas
         return {
-            "replicas": replicas.changed(),
+            "replicas": replicas.book.changed(),
             "replica_pages": len(kept),
             "replica_dropped_pages": kept.dropped,
         }

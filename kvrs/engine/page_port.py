@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from kvrs.config.backup import BackupMode
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.engine.checkpoints import Checkpointer
@@ -24,9 +23,10 @@ from kvrs.engine.staging import PagePool
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import MEMORY, Role
+from kvrs.protocol.instance import MEMORY
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.replicas import ReplicaBook
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import (
     PAGES_SOCKET,
@@ -143,10 +143,9 @@ class PagePort:
         config = self._place.config
         self._source.source = EnginePages(pages, pool, released, place)
         self._lends = place is not None
-        if config.backup.mode is BackupMode.PEER and self._place.settings.role is not Role.PREFILL:
-            self.replicas = PeerReplicas(
-                pages, pool, config.backup.peer_share, released, time.monotonic
-            )
+        if share := config.backup.replica_share(self._place.settings.role):
+            book = ReplicaBook(pages, share, time.monotonic)
+            self.replicas = PeerReplicas(book, pool, released)
             self.server.keep(self.replicas)
         self.checkpointer = Checkpointer(
             pages,

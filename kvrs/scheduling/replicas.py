@@ -7,8 +7,18 @@ the own cache, and no replica any more.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvrs.ids import StreamId
+from kvrs.protocol.page_messages import HeldPages, StoreCode
+from kvrs.protocol.tags import Tag
+
+_MAX_STREAMS = (
+    4096  # Whose tags are known; beyond it the one that was quiet for longest is dropped.
+)
+_REPORTED_S = 2.0  # A change is in all reports of so long: proxies read them a few times a second.
 
 
 class ReplicaPages:
@@ -90,3 +100,113 @@ class ReplicaPages:
         assert listed == self._stream_of, "a replica of two streams, or of none"
         assert self._idle == sum(sum(pages.values()) for pages in self._pages.values())
         assert len(self) <= self.most, "more replicas than are allowed"
+
+
+class ReplicaPool(Protocol):
+    """The pages of an instance; `kvrs.scheduling.pages.PageManager` is one."""
+
+    pages: int
+    replicas: ReplicaPages
+
+    def holds(self, tag: Tag) -> bool: ...
+    def allocate_replica(self, stream: StreamId) -> int | None: ...
+    def register(self, page: int, tag: Tag) -> int: ...
+    def release(self, pages: Sequence[int]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Known:
+    """A stream of another instance: its tags, and how many leading ones were here at the last
+    look.
+    """
+
+    tags: list[Tag] = field(default_factory=list)
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRun:
+    """A range of pages that arrives."""
+
+    stream: StreamId
+    tags: Sequence[Tag]
+    taken: Sequence[int | None]  # Of each tag the page that it comes into; None: it is dropped.
+
+
+class ReplicaBook:
+    """The answers of an instance to those that send it pages, and its reports of them.
+
+    What a page has in it follows from its tag, and senders have the cluster's secret and the same
+    fingerprint, so a late sender brings what is true all the same: no attempt has to be fenced.
+    """
+
+    def __init__(self, pool: ReplicaPool, share: float, clock: Callable[[], float]) -> None:
+        """`share`: of the pool's pages at most so many are replicas."""
+        self._pool, self._clock = pool, clock
+        pool.replicas.most = int(share * pool.pages)
+        self._known: OrderedDict[StreamId, _Known] = OrderedDict()
+        self._changed_s: dict[StreamId, float] = {}
+
+    def offer(self, stream: StreamId, tags: Sequence[Tag]) -> HeldPages:
+        """The stream's pages are to come, as far as they are not here."""
+        if not self._pool.replicas.most:
+            return HeldPages(StoreCode.FULL, 0)
+        self._know(stream, 0, tags)
+        self._known[stream].held = 0  # Looked at anew, whatever has become of its pages.
+        return self.held(stream)
+
+    def begin(self, stream: StreamId, first_page: int, tags: Sequence[Tag]) -> ReplicaRun:
+        """Take pages for these, up to the first for which there is none; nothing behind a gap."""
+        has_gap = first_page > self.held(stream).pages
+        self._know(stream, first_page, tags)
+        taken: list[int | None] = []
+        for tag in tags:
+            page = None
+            if not has_gap and not self._pool.holds(tag):
+                page = self._pool.allocate_replica(stream)
+                has_gap = page is None
+            taken.append(page)
+        return ReplicaRun(stream, tags, taken)
+
+    def arrived(self, run: ReplicaRun, index: int) -> None:
+        """The whole page is in its place, and may be found."""
+        page = run.taken[index]
+        assert page is not None
+        self._pool.register(page, run.tags[index])
+
+    def end(self, run: ReplicaRun) -> HeldPages:
+        """Nothing of it is written any more; what has not arrived is free."""
+        self._pool.release([page for page in run.taken if page is not None])
+        self._changed_s[run.stream] = self._clock()
+        return self.held(run.stream)
+
+    def held(self, stream: StreamId) -> HeldPages:
+        """How many leading pages of the stream are here. Of those that own streams have used since
+        some may be gone: what is missing then is computed.
+        """
+        if (known := self._known.get(stream)) is None:
+            return HeldPages(StoreCode.OK, 0)
+        while known.held < len(known.tags) and self._pool.holds(known.tags[known.held]):
+            known.held += 1
+        return HeldPages(StoreCode.OK, known.held)
+
+    def changed(self) -> Mapping[StreamId, int]:
+        """Leading pages of the streams whose replicas have changed within the last seconds."""
+        now_s, lost = self._clock(), self._pool.replicas.lost
+        for stream in lost:
+            if (known := self._known.get(stream)) is not None:
+                known.held, self._changed_s[stream] = 0, now_s
+        lost.clear()
+        for stream, at_s in [*self._changed_s.items()]:
+            if at_s < now_s - _REPORTED_S:
+                del self._changed_s[stream]
+        return {stream: self.held(stream).pages for stream in self._changed_s}
+
+    def _know(self, stream: StreamId, first_page: int, tags: Sequence[Tag]) -> None:
+        known = self._known.setdefault(stream, _Known())
+        self._known.move_to_end(stream)
+        if first_page <= len(known.tags):
+            known.tags[first_page:] = tags
+            known.held = min(known.held, first_page)
+        while len(self._known) > _MAX_STREAMS:
+            self._known.popitem(last=False)

@@ -10,7 +10,7 @@ from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotReque
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
 from kvrs.sim.process import require
-from kvrs.sim.site import LATENCY_S, OpenedPages, PageRequest, SimHolder, Site
+from kvrs.sim.site import LATENCY_S, OpenedPages, PageRequest, SimKeeper, Site
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
 
 LOOK_S = 0.25  # How late the end of a lease may be noticed.
@@ -24,7 +24,7 @@ class Changes:
     denied: dict[StreamId, None] = field(default_factory=dict)
 
 
-class SimAgent(SimHolder):
+class SimAgent(SimKeeper):
     def __init__(self, name: InstanceId, node: NodeId, site: Site) -> None:
         super().__init__(name, node, site.clock)
         self._site = site
@@ -74,7 +74,6 @@ class SimAgent(SimHolder):
         return run
 
     def commit(self, run: IncomingRange, index: int, content: Tag | None) -> None:
-        """A page has arrived and its checksum is right."""
         if run.slots[index] is None:
             return
         require(content == run.tags[index], f"{self.id} is sent another page than it was promised")

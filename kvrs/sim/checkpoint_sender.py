@@ -1,18 +1,18 @@
-"""Sends newly filled pages to agents as `kvrs/transfer/checkpoint_sender.py` does: the real backlog
-says what goes next.
+"""Sends newly filled pages to agents and peers as `kvrs/transfer/checkpoint_sender.py` does: the
+real backlog says what goes next.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from kvrs.ids import InstanceId
 from kvrs.protocol.page_messages import HeldPages, TrafficClass
 from kvrs.protocol.tags import Tag
-from kvrs.sim.agent import SimAgent
 from kvrs.sim.links import SimTransfer
-from kvrs.sim.site import LATENCY_S, SimPagePool, Site
+from kvrs.sim.site import LATENCY_S, SimKeeper, SimPagePool, Site
 from kvrs.transfer.checkpoint_backlog import RETRY_MOST_S, RETRY_S, CheckpointDelivery
-from kvrs.transfer.store.book import IncomingRange
 
 SHORTEST_S = 0.001  # A round in which nothing could be sent is not begun again at the same moment.
 
@@ -39,7 +39,7 @@ class SimCheckpointSender:
     def look(self) -> None:
         """Begin a round to every agent for which there is something to do."""
         for name, holder in self._site.holders.items():
-            if isinstance(holder, SimAgent) and name not in self._rounds:
+            if isinstance(holder, SimKeeper) and name not in self._rounds:
                 due_in_s = self._engine.backlog.due_in_s(name, self._engine.clock.now_s)
                 if due_in_s is not None:
                     self._numbers += 1
@@ -49,7 +49,7 @@ class SimCheckpointSender:
                         partial(self._round, holder, self._numbers),
                     )
 
-    def _round(self, agent: SimAgent, number: int) -> None:
+    def _round(self, agent: SimKeeper, number: int) -> None:
         """Ask about what has not been asked, then send one batch."""
         engine, backlog, now_s = self._engine, self._engine.backlog, self._engine.clock.now_s
         engine.pages.expire(now_s)
@@ -80,7 +80,7 @@ class SimCheckpointSender:
     def _answered(
         self,
         number: int,
-        agent: SimAgent,
+        agent: SimKeeper,
         answers: list[tuple[tuple[CheckpointDelivery, tuple[Tag, ...]], HeldPages]],
     ) -> None:
         if self._rounds.get(agent.id) != number:
@@ -91,7 +91,7 @@ class SimCheckpointSender:
         self._rounds[agent.id] = self._numbers
         self._send(self._numbers, agent)
 
-    def _send(self, number: int, agent: SimAgent) -> None:
+    def _send(self, number: int, agent: SimKeeper) -> None:
         engine = self._engine
         parcel = self._pin(agent)
         if not parcel:
@@ -120,7 +120,7 @@ class SimCheckpointSender:
             lambda: engine.later(LATENCY_S, lambda: self.stored(agent, parcel, None)),
         )
 
-    def _pin(self, agent: SimAgent) -> _Batch:
+    def _pin(self, agent: SimKeeper) -> _Batch:
         backlog, now_s = self._engine.backlog, self._engine.clock.now_s
         share = max(1, self._staging_pages // max(1, backlog.busy_holders))
         budget = min(share, self._staging_pages - self.pinned_pages)
@@ -136,7 +136,7 @@ class SimCheckpointSender:
                 backlog.missed(delivery)
         return parcel
 
-    def stored(self, agent: SimAgent, parcel: _Batch, answers: list[HeldPages] | None) -> None:
+    def stored(self, agent: SimKeeper, parcel: _Batch, answers: list[HeldPages] | None) -> None:
         """The pages are there, or None: they are not, as far as is known."""
         engine = self._engine
         for _, _, pages in parcel:
@@ -152,7 +152,7 @@ class SimCheckpointSender:
             self._over(agent, number)
         engine.look()
 
-    def _lost(self, number: int, agent: SimAgent) -> None:
+    def _lost(self, number: int, agent: SimKeeper) -> None:
         """It does not answer. A round that is over already is not lost any more."""
         if self._rounds.get(agent.id) != number:
             return
@@ -163,7 +163,7 @@ class SimCheckpointSender:
         self._pauses_s[agent.id] = min(2 * pause_s, RETRY_MOST_S)
         self._engine.later(pause_s, lambda: self._over(agent, pause))
 
-    def _over(self, agent: SimAgent, number: int) -> None:
+    def _over(self, agent: SimKeeper, number: int) -> None:
         if self._rounds.get(agent.id) == number:
             del self._rounds[agent.id]
             self.look()
@@ -185,9 +185,9 @@ class _Store:
     def __init__(
         self,
         checkpoint_sender: SimCheckpointSender,
-        agent: SimAgent,
+        agent: SimKeeper,
         parcel: _Batch,
-        runs: list[IncomingRange],
+        runs: Sequence[Any],
     ) -> None:
         self._checkpoint_sender = checkpoint_sender
         self._agent = agent

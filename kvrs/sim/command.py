@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrs import __version__
-from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, config_digest, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
@@ -108,11 +107,6 @@ def simulate_policies(
     if wrong := [*numbers_out_of_range([("--rate", options.rate)], zero=False)]:
         raise ConfigError(wrong)
     config = load_config(options.config, os.environ)
-    if config.backup.mode is BackupMode.PEER:
-        raise ConfigError(
-            "backup.mode: got 'peer'; allowed with `kvrs simulate`: 'off', 'local', 'remote', "
-            "'both'"
-        )
     faults = _faults(options, config)
     if options.out is not None:
         claim_directory(options.out)

@@ -22,6 +22,7 @@ from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
+from kvrs.scheduling.replicas import ReplicaBook
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
 from kvrs.scheduling.sources import PullSource, alike, next_source
@@ -69,6 +70,8 @@ class SimEngine(SimPagePool, RankedEngine):
         )
         self.backlog = CheckpointBacklog(self._size)
         self.checkpoint_sender = SimCheckpointSender(self, self._site)
+        share = self._site.config.backup.replica_share(self.role)
+        self.replicas = ReplicaBook(self.pages, share, lambda: self.clock.now_s)
         self.runs: dict[Sequence, SimRun] = {}
         self._attempts: dict[StreamId, tuple[int, int]] = {}
         self.contents: dict[int, Tag] = {}  # Of pages that were ever full.
@@ -223,6 +226,7 @@ class SimEngine(SimPagePool, RankedEngine):
             degree=0 if self.ranks is None else self.ranks.degree,
             full_degree=0 if self.ranks is None else self.ranks.count,
             speculation=None if self.drafts is None else self.drafts.report(),
+            replicas=dict(self.replicas.changed()),
         )
 
     def renew(self, streams: Iterable[StreamId]) -> list[StreamId]:
@@ -349,9 +353,6 @@ class SimEngine(SimPagePool, RankedEngine):
             self.look()
 
         return OpenedPages(contents, tail is not None, close)
-
-    def contents_of(self, pages: list[int]) -> list[Tag | None]:
-        return [self.contents.get(page) for page in pages]
 
     def verify_found(self, sequence: Sequence) -> None:
         """Check that pages found by the sequence's tags hold what the tags stand for."""

@@ -2,6 +2,7 @@
 in minutes.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -49,7 +50,21 @@ FIRST_S, TURN_S = 2.0, 3.0  # When the first of them comes, and how long after i
 def scenario(seed: int, *, keep_log: bool = False) -> World:
     """The world of that seed."""
     rng = Random(seed)
-    config = _config(rng, _RANKS[seed % len(_RANKS)])
+    return _drawn(rng, _config(rng, _RANKS[seed % len(_RANKS)]), seed, keep_log=keep_log)
+
+
+def peers(seed: int, *, keep_log: bool = False) -> World:
+    """The same with replicas at peers, where there are some."""
+    rng = Random(seed)
+    config = _config(rng, _RANKS[seed % len(_RANKS)], [each for each in CLUSTERS if len(each) > 1])
+    backup = config.backup.model_copy(
+        update={"mode": BackupMode.PEER, "peer_share": rng.choice([0.1, 0.5, 1.0])}
+    )
+    return _drawn(rng, config.model_copy(update={"backup": backup}), seed, keep_log=keep_log)
+
+
+def _drawn(rng: Random, config: Config, seed: int, *, keep_log: bool) -> World:
+    """Streams and deaths at random."""
     streams = rng.randint(4, 24)
     arrivals = [_arrival(rng, config.cluster.engine.max_model_len) for _ in range(streams)]
     has_agents = config.backup.at_agents
@@ -347,8 +362,10 @@ def _poisson(
     ]
 
 
-def _config(rng: Random, tp: int) -> Config:
-    cluster = rng.choice(CLUSTERS)
+def _config(
+    rng: Random, tp: int, clusters: Sequence[tuple[tuple[str, ...], ...]] = CLUSTERS
+) -> Config:
+    cluster = rng.choice(clusters)
     modes = [BackupMode.OFF, BackupMode.LOCAL]
     if len(cluster) > 1:
         modes += [BackupMode.REMOTE, BackupMode.BOTH]

@@ -3,15 +3,17 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.page_messages import TrafficClass
+from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, TrafficClass
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.replicas import ReplicaBook, ReplicaRun
 from kvrs.sim.links import SimLinks, SimTransfer
 from kvrs.sim.process import Clock, SimProcess, Step, require
 from kvrs.sim.rank_model import RankModel
@@ -80,19 +82,67 @@ class SimHolder(SimProcess):
         """Raises AssertionError when anything is left of the streams, which have all ended."""
 
 
-class SimPagePool(SimHolder):
-    """A holder that computes pages, and sends checkpoints of them."""
+class SimKeeper(SimHolder):
+    """A holder that keeps pages which others send. `begin` says where those of a range go; each is
+    then committed, and the range ended, under what it returned.
+    """
+
+    @abstractmethod
+    def offer(
+        self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
+    ) -> HeldPages: ...
+
+    @abstractmethod
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> Any: ...
+
+    @abstractmethod
+    def commit(self, run: Any, index: int, content: Tag | None) -> None:
+        """A page has arrived and its checksum is right."""
+
+    @abstractmethod
+    def end(self, run: Any) -> HeldPages: ...
+
+
+class SimPagePool(SimKeeper):
+    """A holder that computes pages, sends checkpoints of them, and keeps replicas of others."""
 
     pages: PageManager
     backlog: CheckpointBacklog
+    replicas: ReplicaBook
+    contents: dict[int, Tag]  # Of pages that were ever full.
+
+    # What other instances send.
+
+    def offer(
+        self, claim: CheckpointClaim, reserved_bytes: int, tags: tuple[Tag, ...]
+    ) -> HeldPages:
+        return self.replicas.offer(claim.stream, tags)
+
+    def begin(self, claim: CheckpointClaim, first_page: int, tags: tuple[Tag, ...]) -> ReplicaRun:
+        return self.replicas.begin(claim.stream, first_page, tags)
+
+    def commit(self, run: ReplicaRun, index: int, content: Tag | None) -> None:
+        if (page := run.taken[index]) is not None:
+            require(content == run.tags[index], f"{self.id} is sent another page than was promised")
+            self.received(page, run.tags[index])
+            self.replicas.arrived(run, index)
+
+    def end(self, run: ReplicaRun) -> HeldPages:
+        held = self.replicas.end(run)
+        self.look()
+        return held
+
+    @abstractmethod
+    def received(self, page: int, content: Tag) -> None:
+        """The page has this in it now."""
 
     @abstractmethod
     def look(self) -> None:
         """Begin whatever can be begun: pages may have become free."""
 
-    @abstractmethod
     def contents_of(self, pages: list[int]) -> list[Tag | None]:
         """The true content of each page."""
+        return [self.contents.get(page) for page in pages]
 
 
 class Fetch:

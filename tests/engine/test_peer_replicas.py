@@ -27,6 +27,7 @@ from kvrs.protocol.page_messages import (
 )
 from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.replicas import ReplicaBook
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer, StoredPages
 from kvrs.transfer.pusher import PagePusher
@@ -74,7 +75,7 @@ def identity(name: str, fingerprint: str = "model") -> Identity:
 class Receiver:
     pages: PageManager
     pool: PagePool
-    replicas: PeerReplicas
+    book: ReplicaBook
     pusher: PagePusher
     peer: Peer
     faults: SendingFaults
@@ -105,15 +106,15 @@ async def receiver(
 ) -> AsyncIterator[Receiver]:
     pages = PageManager(PAGES, GEOMETRY.page_size_tokens)
     faults, links = SendingFaults(), SendingLinks(SETTINGS, SendingFaults(), NodeId("d1"))
-    replicas = PeerReplicas(pages, pool, share, lambda: None, lambda: found.now_s)
+    book = ReplicaBook(pages, share, lambda: found.now_s)
     own, source = identity("d1"), EnginePages(pages, pool, lambda: None)
     server = PageServer(lambda: own, source, SECRET, SETTINGS, links)
-    server.keep(replicas)
+    server.keep(PeerReplicas(book, pool, lambda: None))
     client = sender or identity("d0")
     sending = SendingLinks(SETTINGS, faults, client.node)
     pusher = PagePusher(lambda: client, SECRET, SETTINGS, sending)
     peer = Peer(own.instance, own.node, "127.0.0.1", await server.start("127.0.0.1", 0))
-    found = Receiver(pages, pool, replicas, pusher, peer, faults)
+    found = Receiver(pages, pool, book, pusher, peer, faults)
     try:
         yield found
     finally:
@@ -129,9 +130,9 @@ async def test_pages_of_a_peer_are_found_and_reported(pool: Callable[[], PagePoo
         assert await each.send(A, range(2)) == HeldPages(StoreCode.OK, 2)
         assert await each.send(A, range(2, 5)) == HeldPages(StoreCode.OK, 5)
         assert await each.offer(A, 5) == HeldPages(StoreCode.OK, 5)
-        assert each.replicas.changed() == {A: 5}
+        assert each.book.changed() == {A: 5}
         each.now_s = 5.0
-        assert each.replicas.changed() == {}
+        assert each.book.changed() == {}
         await each.assert_has(tags(A, 5))
 
 
@@ -151,10 +152,10 @@ async def test_own_streams_take_the_room_and_the_loss_is_reported() -> None:
         await each.offer(A, 0)
         await each.send(A, range(4))
         each.now_s = 5.0
-        assert each.replicas.changed() == {}
+        assert each.book.changed() == {}
         own = each.pages.allocate(PAGES - 2)
         assert own is not None
-        assert each.replicas.changed() == {A: 2}
+        assert each.book.changed() == {A: 2}
         assert each.pages.replicas.dropped == 2
         await each.assert_has(tags(A, 2))
         each.pages.release(own)
@@ -167,10 +168,10 @@ async def test_beyond_its_share_the_quiet_stream_gives_way() -> None:
         await each.offer(B, 0)
         assert (await each.send(A, range(6))).pages == 6
         assert (await each.send(B, range(2))).pages == 2
-        assert each.replicas.changed() == {A: 4, B: 2}
+        assert each.book.changed() == {A: 4, B: 2}
         # A stream pushes out no page of its own.
         assert (await each.send(B, range(2, 8))).pages == 6
-        assert each.replicas.changed() == {A: 0, B: 6}
+        assert each.book.changed() == {A: 0, B: 6}
 
 
 async def test_what_computes_here_is_never_given_up_for_a_replica() -> None:

@@ -29,7 +29,7 @@ from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
 from kvrs.sim.proxy import SimShell
-from kvrs.sim.scenarios import contended, in_turn, poisoned, scenario, sick
+from kvrs.sim.scenarios import contended, in_turn, peers, poisoned, scenario, sick
 from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
 
@@ -55,6 +55,14 @@ def test_invariants_hold_under_every_death(block: int) -> None:
             broken[seed] = repr(error)
 
     assert not broken
+
+
+def test_invariants_hold_with_replicas_at_peers() -> None:
+    """No page is found that is not there, and streams go on where theirs are."""
+    outcomes = [peers(seed).run() for seed in range(40)]
+
+    recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
+    assert recoveries[Option.REUSE.value] > 5
 
 
 @pytest.mark.parametrize(("make", "seed"), [(scenario, 2764), (contended, 26)])
