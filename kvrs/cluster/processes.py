@@ -26,7 +26,7 @@ class LaunchError(KvrsError):
 
 class Kind(StrEnum):
     INSTANCE = "instance"  # Of the embedded engine.
-    STAGE = "stage host"  # Of an instance with its process on another node.
+    STAGE = "stage host"  # Of an instance with its own process elsewhere.
     AGENT = "agent"
     SERVER = "DistServe server"  # Both instances of its node.
 
@@ -99,16 +99,21 @@ def instances_in(config: Config, process: Process) -> list[InstanceId]:
 
 def has_ranks(config: Config, process: Process) -> bool:
     """The process has those of ranks below it."""
-    ranks = {instance.id: instance.ranks for _, instance in config.cluster.instances()}
-    return process.kind is Kind.STAGE or ranks.get(process.name, 1) > 1
+    return process.kind is Kind.STAGE or any(
+        instance.ranks > 1 and instance.own_stages
+        for _, instance in config.cluster.instances()
+        if instance.id == process.name
+    )
 
 
 def has_spare(config: Config, process: Process) -> bool:
     """The following process is made and loaded before this one ends: where memory outlives it. The
     memory of ranks ends with their instance.
     """
-    is_whole = process.kind is Kind.INSTANCE and not has_ranks(config, process)
-    return is_whole and config.state_plane.enabled
+    if process.kind is not Kind.INSTANCE or not config.state_plane.enabled:
+        return False
+    _, instance = config.cluster.find(process.name)
+    return instance.ranks == 1
 
 
 def with_added(config: Config, nodes: Sequence[Mapping[str, Any]]) -> Config:

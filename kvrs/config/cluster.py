@@ -77,9 +77,10 @@ class InstanceSettings(Settings):
     """The layers [first, end) of each stage, in place of equally many. null: by `pp`."""
     shares: list[Annotated[int, Field(ge=1)]] | None = None
     """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
-    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS - 1)
-    """For each of the last stages, in their order, the process on another node that has its ranks.
-    The stages before are on the instance's own node. Such an instance ends with any of its ranks.
+    stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS)
+    """For each of the last stages, or for all, in their order, the process that has its ranks. The
+    stages before have theirs below the instance's own process. Such an instance ends with any of
+    its ranks.
     """
 
     @model_validator(mode="after")
@@ -92,11 +93,15 @@ class InstanceSettings(Settings):
             raise PydanticCustomError(
                 "shares", f"{len(self.shares)} shares with tp {self.tp}; allowed: one for each rank"
             )
-        if self.stage_hosts and len(self.stage_hosts) >= self.stage_count:
+        if len(self.stage_hosts) > self.stage_count:
             raise PydanticCustomError(
                 "stage_hosts",
                 f"{len(self.stage_hosts)} stage_hosts with {self.stage_count} stages; allowed: at "
-                f"most {self.stage_count - 1}, the first stage is on the instance's own node",
+                f"most {self.stage_count}",
+            )
+        if self.stage_hosts and self.ranks == 1:
+            raise PydanticCustomError(
+                "stage_hosts", "stage_hosts with 1 rank; allowed: none, it is one process"
             )
         if (ranks := self.tp * self.stage_count) > MOST_RANKS:
             raise PydanticCustomError(
@@ -113,9 +118,14 @@ class InstanceSettings(Settings):
         return self.tp * self.stage_count
 
     @property
+    def own_stages(self) -> range:
+        """The stages with their ranks below the instance's own process."""
+        return range(self.stage_count - len(self.stage_hosts))
+
+    @property
     def remote_stages(self) -> dict[int, StageHostSettings]:
-        """The stages on other nodes, by number."""
-        return dict(enumerate(self.stage_hosts, self.stage_count - len(self.stage_hosts)))
+        """The stages in hosts, by number."""
+        return dict(enumerate(self.stage_hosts, self.own_stages.stop))
 
     def stage_host_id(self, stage: int) -> InstanceId:
         """The host of a stage as a process, and as the peer of the instance."""

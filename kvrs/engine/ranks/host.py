@@ -239,9 +239,10 @@ class StageHost:
                 raise TransferError(f"a message out of turn: {type(order).__name__}")
             chunks = chunks_of(order.chunks)
             count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
-            if not chunks or len(payload) != count * self._row_floats * _FLOAT_BYTES:
+            width = self._row_floats if self._stages.stages.start else 0
+            if not chunks or len(payload) != count * width * _FLOAT_BYTES:
                 raise TransferError(f"{len(payload)} bytes of rows for {count} rows")
-            rows = payload.view(torch.float32).view(count, self._row_floats)
+            rows = payload.view(torch.float32).view(count, width) if width else None
             computed = loop.run_in_executor(
                 self._thread, self._stages.execute, chunks, rows, order.limit_s
             )

@@ -1,8 +1,8 @@
-"""An instance of which stages are on different nodes, as one worker.
+"""An instance with stages in hosts, on this node or on others, as one worker.
 
-The instance's own node has the first stages. A batch goes from stage to stage as rows, which are
-the float32 that ranks of one node hand on in memory, so no bit changes; the instance's process
-passes them on. A page is put together from the parts of all nodes.
+The first stages may have their ranks below the instance's own process. A batch goes from stage to
+stage as rows, which are the float32 that ranks of one node hand on in memory, so no bit changes;
+the instance's process passes them on. A page is put together from the parts of all nodes.
 
 Nothing of such an instance is formed again: with any of its ranks, a stage's host or its connection
 the whole instance ends, and its streams go elsewhere.
@@ -82,10 +82,9 @@ class RanksOnNodes(StepHook):
             self.geometry.page_bytes,
         )
         try:
-            remote = instance.remote_stages
-            local = range(len(layout.stages) - len(remote))
-            self.groups.append(LocalStages(directory, settings, layout, local))
-            for stage, host in remote.items():
+            if local := instance.own_stages:
+                self.groups.append(LocalStages(directory, settings, layout, local))
+            for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
                 at = StageAt(peer, own, stage_key(secret), config.transfer.stall_timeout_s)
                 self.groups.append(RemoteStage(at, model, settings, layout, stage))

@@ -116,7 +116,6 @@ class RemoteStage:
             raise
 
     def execute(self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
-        assert rows is not None, "the first stage is never elsewhere"
         count = (
             sum(chunk.logits for chunk in chunks)
             if self._is_last
@@ -228,7 +227,9 @@ class RemoteStage:
         except TransferError as error:
             self._lost(self.ranks, f"is lost with its node {self._at.peer.node}: {error}")
 
-    async def _execute(self, chunks: Sequence[Chunk], rows: Tensor, limit_s: float) -> Tensor:
+    async def _execute(
+        self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float
+    ) -> Tensor:
         if self._error is not None:
             raise self._error
         self._batch += 1

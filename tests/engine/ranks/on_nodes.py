@@ -20,10 +20,15 @@ SECRET = b"a secret of the tests, long enough"
 D0 = InstanceId("d0")
 
 
-def config_of(model: Path, port: int = 0, **engine: Any) -> Config:
-    """d0 with its first stage on n0 and its second on n1, where p0 is."""
-    host = {"node": "n1", "port": port or free_ports(1)[0]}
-    divided = {"id": "d0", "role": "decode", "pp": 2, "stage_hosts": [host]}
+def config_of(model: Path, port: int = 0, hosts: int = 1, tp: int = 1, **engine: Any) -> Config:
+    """d0 with two stages on n0 and n1, where p0 is, of which the last `hosts` are in hosts; the
+    last one at `port`, if that is given.
+    """
+    ports = free_ports(hosts)
+    ports[-1] = port or ports[-1]
+    places = zip(["n0", "n1"][2 - hosts :], ports, strict=True)
+    in_hosts = [{"node": node, "port": own} for node, own in places]
+    divided = {"id": "d0", "role": "decode", "pp": 2, "tp": tp, "stage_hosts": in_hosts}
     nodes = [
         {"id": "n0", "instances": [divided]},
         {"id": "n1", "instances": [{"id": "p0", "role": "prefill"}]},
@@ -45,13 +50,13 @@ def layout_in(config: Config) -> Layout:
 
 
 @contextmanager
-def hosting(config: Config, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """The host of d0's second stage, which listens."""
+def hosting(config: Config, directory: Path, stage: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """The host of a stage of d0, which listens."""
     path = directory / "stage.yaml"
     path.write_text(dump_config(config))
     command = [sys.executable, "-m", "kvrs.engine.ranks.host", "--config", str(path)]
     with subprocess.Popen(
-        [*command, "--instance", D0, "--stage", "1"],
+        [*command, "--instance", D0, "--stage", str(stage)],
         env=os.environ | {ENV_NAME: SECRET.decode(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,

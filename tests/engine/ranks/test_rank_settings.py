@@ -53,13 +53,10 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
         ({"tp": 16, "pp": 8}, "128 ranks, which are tp times the stages; allowed: 64"),
         ({"stages": [[0, 2, 4]]}, "stages.0: got a list"),
         (
-            {"pp": 2, "stage_hosts": [{"node": "n0"}, {"node": "n0"}]},
-            "2 stage_hosts with 2 stages; allowed: at most 1, the first stage is on the instance's",
+            {"pp": 2, "stage_hosts": [{"node": "n0"}] * 3},
+            "3 stage_hosts with 2 stages; allowed: at most 2",
         ),
-        (
-            {"tp": 2, "stage_hosts": [{"node": "n0"}]},
-            "1 stage_hosts with 1 stages; allowed: at most 0",
-        ),
+        ({"stage_hosts": [{"node": "n0"}]}, "stage_hosts with 1 rank; allowed: none, it is one"),
         (
             {"pp": 2, "stage_hosts": [{"node": "n7"}]},
             "instance 'b0' has stage 1 on node 'n7'; allowed: n0",
