@@ -144,7 +144,9 @@ class Hosted:
         )
 
     async def _serve_stage(self, config: Config, secrets: list[bytes]) -> None:
-        """It ends with the process of the instance that it serves."""
+        """It outlives the processes of the instance; told to stop, it ends with the one that it
+        serves.
+        """
         from kvrs.engine.ranks.host import StageHost, find_stage  # Loads torch.
 
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It reads its file at its start only.

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
-from kvrs.cluster.processes import Kind, Process, instances_in
+from kvrs.cluster.processes import Kind, Process, hosts_of, instances_in
 from kvrs.cluster.proxies import ProxyProcess
 from kvrs.config.file import Config
 from kvrs.config.origin import UpCommand
@@ -117,8 +117,9 @@ class _StoppedError(KvrsError):
 
 
 class RollingRestart:
-    """`run` restarts proxies, then instances, then agents. Each has to be up in the state of every
-    proxy before the next one. Those that were removed at the proxies are left as they are.
+    """`run` restarts proxies, then instances with the hosts of their stages, then agents. Each has
+    to be up in the state of every proxy before the next one. Those that were removed at the proxies
+    are left as they are.
     """
 
     def __init__(
@@ -175,6 +176,8 @@ class RollingRestart:
             self._say(f"{process.label} was removed, and is not restarted")
             return
         known = former
+        for host in hosts_of(self._cluster.config, process):
+            self._cluster.end(host)  # It goes on until the instance has ended.
         self._cluster.end(process.name)
 
         def is_new() -> bool:

@@ -79,8 +79,8 @@ class InstanceSettings(Settings):
     """The shares of a stage's ranks in each layer, as [3, 1]. null: equal ones."""
     stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS)
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
-    stages before have theirs below the instance's own process. Such an instance ends with any of
-    its ranks.
+    stages before have theirs below the instance's own process. A host outlives that process, and
+    keeps the stage's weights for the next one. Such an instance ends with any of its ranks.
     """
 
     @model_validator(mode="after")

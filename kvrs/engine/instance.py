@@ -78,9 +78,10 @@ class LoadedModel:
         secret: bytes,
         reading: WeightReading | None = None,
         on_read: Callable[[], None] = lambda: None,
+        epoch: int = 0,
     ) -> Self:
         """In the calling thread. `reading`: of its weights. `on_read` is called where only the way
-        into a GPU is still to come.
+        into a GPU is still to come. `epoch`: of the instance, where it has stages in hosts.
 
         Raises:
             ConfigError: instance, model or engine settings are wrong.
@@ -102,7 +103,7 @@ class LoadedModel:
         if layout is None:
             worker = Worker(directory, engine, anchored, reading)
         elif settings.stage_hosts:
-            worker = RanksOnNodes(config, node.id, settings, layout, secret)
+            worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
             worker = RankGroup(
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
@@ -143,7 +144,7 @@ class EngineInstance(ServedInstance):
         Raises:
             ConfigError: instance, model or engine settings are wrong.
         """
-        loaded = loaded or LoadedModel.load(config, instance_id, secret)
+        loaded = loaded or LoadedModel.load(config, instance_id, secret, epoch=epoch)
         node, settings = config.cluster.find(instance_id)
         engine = config.cluster.engine
         pace = Pace(engine.pace) if engine.pace is not None else None

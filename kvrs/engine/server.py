@@ -58,7 +58,7 @@ async def serve(
     epoch = start * EPOCHS_PER_START
     with announced(config, instance_id, start, secret) as restart:
         loaded = loaded or LoadedModel.load(
-            config, instance_id, secret, restart.reading, restart.loaded
+            config, instance_id, secret, restart.reading, restart.loaded, epoch
         )
         restart.loaded()
         instance = EngineInstance(config, instance_id, epoch, secret, older, loaded)

@@ -8,7 +8,8 @@ network would not pay, two sums in each layer. Stages can be on several nodes. `
 both cases share: the ranks of some stages, in a formation which rows enter and leave as they do
 between stages. `group.py` has all stages on one node, and re-forms them. `nodes.py` puts together
 groups of stages with one contract (`local.py`): those of its own node, and one for each host of a
-stage on another node (`host.py`, which `remote.py` reaches over the messages of `link.py`).
+stage (`host.py`, which `remote.py` reaches over the messages of `link.py`). Hosts outlive the
+process of the instance, and serve the next one (`sessions.py`).
 
 An instance on several nodes does not re-form. It would need:
 

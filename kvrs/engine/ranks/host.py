@@ -1,11 +1,12 @@
-"""The host of a stage: a process that has the ranks of one stage, for an instance with its process
-on another node.
+"""The host of a stage: a process that has the ranks of one stage of an instance.
 
 `python -m kvrs.engine.ranks.host --config FILE --instance ID --stage N` loads the stage and then
-waits for the instance at the port of `stage_hosts`. It serves one process of the instance and ends
-with it, and with any of its ranks; what started it starts it again, so a new process of the
-instance finds a new host. A process that connects while another one is served is a later one: the
-host ends, for one that is new.
+serves the processes of the instance at the port of `stage_hosts`, one after another
+(`sessions.py`): it outlives them, and keeps weights and ranks. It ends with any of its ranks; what
+started it starts it again.
+
+At SIGTERM or Ctrl-C it ends when the process that it serves has ended, and at a second signal at
+once.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from kvrs.config.file import Config, load_config, read_secrets
@@ -29,9 +31,9 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.link import (
     WORDS,
-    Begin,
     ComputeStage,
     EndRank,
+    Ordered,
     PagesDone,
     ReadPages,
     StageChannel,
@@ -39,6 +41,8 @@ from kvrs.engine.ranks.link import (
     StageComputing,
     StageLink,
     StageLost,
+    StageReady,
+    StageRefused,
     ToStage,
     WritePages,
     facts_digest,
@@ -46,6 +50,12 @@ from kvrs.engine.ranks.link import (
     stage_key,
 )
 from kvrs.engine.ranks.local import LocalStages
+from kvrs.engine.ranks.sessions import (
+    BatchLimits,
+    StageRefusedError,
+    StageSession,
+    StageSessions,
+)
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.wire import chunks_of
 from kvrs.engine.worker import geometry_of
@@ -70,7 +80,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 64
 _MOST_STRANGERS = 32  # Connections in their hand-shake; for one more the oldest is closed.
 _FLOAT_BYTES = 4
-_START = 1  # The epoch of a host: it serves one process only.
+_START = 1  # The epoch of a host, by which nothing is distinguished.
 
 
 def find_stage(config: Config, host: InstanceId) -> tuple[InstanceId, int]:
@@ -125,25 +135,32 @@ class StageHost:
         self._row_floats = model.hidden
         rows_bytes = padded_rows(settings.max_batch_tokens) * model.hidden * _FLOAT_BYTES
         self._max_bytes = max(rows_bytes, most_page_payload(self._stages.pool.geometry.page_bytes))
+        self._limits = BatchLimits.of(model, settings)
         self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
-        self._served: int | None = None  # The epoch of the process that is served.
-        self._batches: StageLink | None = None
+        self._sessions = StageSessions(instance_id)
+        self._batches: StageLink | None = None  # Of the session that is open, or was last.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
-    async def serve(self, ready: Callable[[], object], stop: asyncio.Event) -> None:
-        """Until `stop`, or the end of what is served or of a rank. `ready` is called once
-        connections are accepted.
+    async def serve(
+        self,
+        ready: Callable[[], object],
+        stop: asyncio.Event,
+        at_once: asyncio.Event | None = None,
+    ) -> None:
+        """Until `stop` and the end of the session that is open then, or until `at_once` or the end
+        of a rank. `ready` is called once connections are accepted.
 
         Raises:
             ConfigError: the port is in use.
-            KvrsError: a rank has ended, or the process of the instance.
+            KvrsError: a rank has ended.
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[KvrsError] = loop.create_future()
         self._stages.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
         host, port = self._place.bind or self._place.host, self._place.port
-        stopped = asyncio.create_task(stop.wait())
+        stopping = asyncio.create_task(self._stopped(stop))
+        at_once_too = asyncio.create_task((at_once or asyncio.Event()).wait())
         try:
             with page_socket(host) as listener:
                 with naming_port(f"instance {self._instance.id}", "stage_hosts", host, port):
@@ -153,7 +170,7 @@ class StageHost:
                 accepting = asyncio.create_task(self._accept(listener))
                 self._connections.add(accepting)
                 ready()
-                ends: list[asyncio.Future[Any]] = [stopped, accepting, self._end]
+                ends: list[asyncio.Future[Any]] = [stopping, at_once_too, accepting, self._end]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if accepting.done():
                 accepting.result()
@@ -161,12 +178,18 @@ class StageHost:
                 await self._tell(self._end.result())
                 raise self._end.result()
         finally:
-            stopped.cancel()
+            stopping.cancel()
+            at_once_too.cancel()
+            self._stages.end()
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
             self._stages.close()
             self._thread.shutdown()
+
+    async def _stopped(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        await self._sessions.end()
 
     def _finish(self, error: KvrsError) -> None:
         if not self._end.done():
@@ -213,35 +236,37 @@ class StageHost:
         assert task is not None
         if task in self._strangers:
             self._strangers.remove(task)
-        if self._served not in (None, client.epoch):
-            self._finish(KvrsError("another process of the instance has connected"))
-            return
-        self._served = client.epoch
         try:
-            if not isinstance(begin, Begin):
-                raise TransferError(f"a message out of turn: {type(begin).__name__}")
-            if begin.channel is StageChannel.BATCHES:
-                await self._serve_batches(link)
-            else:
-                await self._serve_pages(link)
-        except (TransferError, OSError) as error:
-            self._finish(KvrsError(f"the instance's process is gone: {error}"))
+            async with self._sessions.of(link, client, begin) as session:
+                if begin.channel is StageChannel.BATCHES:
+                    await self._serve_batches(link, session)
+                else:
+                    await self._serve_pages(link, session)
         except RanksLostError as lost:
             self._finish(lost)
+        except (TransferError, OSError) as error:
+            level = logging.WARNING if isinstance(error, StageRefusedError) else logging.INFO
+            log.log(level, "connection of a stage ends", extra={"cause": str(error)})
+            with suppress(TransferError, OSError):
+                await link.send(StageRefused(str(error)))
 
-    async def _serve_batches(self, link: StageLink) -> None:
+    async def _serve_batches(self, link: StageLink, session: StageSession) -> None:
         self._batches = link
-        await link.send(self._stages.ready)
+        await link.send(self._ready(session))
         loop = asyncio.get_running_loop()
         while True:
             order, payload = await link.receive()
             if not isinstance(order, ComputeStage):
-                raise TransferError(f"a message out of turn: {type(order).__name__}")
+                raise StageRefusedError(f"a message out of turn: {type(order).__name__}")
+            session.check(order)
             chunks = chunks_of(order.chunks)
+            self._limits.check(chunks)
             count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
             width = self._row_floats if self._stages.stages.start else 0
-            if not chunks or len(payload) != count * width * _FLOAT_BYTES:
-                raise TransferError(f"{len(payload)} bytes of rows for {count} rows")
+            if len(payload) != count * width * _FLOAT_BYTES:
+                raise StageRefusedError(
+                    f"{len(payload)} bytes of rows; allowed: {count * width * _FLOAT_BYTES}"
+                )
             rows = payload.view(torch.float32).view(count, width) if width else None
             computed = loop.run_in_executor(
                 self._thread, self._stages.execute, chunks, rows, order.limit_s
@@ -250,13 +275,20 @@ class StageHost:
                 while not (await asyncio.wait({computed}, timeout=order.limit_s / WORDS))[0]:
                     await link.send(StageComputing(order.batch))
             finally:
-                computed.cancel()  # The instance may be gone before it is done.
+                # The session is not over before: its pages are written until then.
+                await _ended(computed)
             await link.send(StageComputed(order.batch), computed.result())
 
-    async def _serve_pages(self, link: StageLink) -> None:
+    def _ready(self, session: StageSession) -> StageReady:
+        return msgspec.structs.replace(self._stages.ready, session=session.number, pid=os.getpid())
+
+    async def _serve_pages(self, link: StageLink, session: StageSession) -> None:
         part_bytes = self._stages.pool.geometry.page_bytes
+        await link.send(PagesDone())
         while True:
             order, payload = await link.receive()
+            if isinstance(order, Ordered):
+                session.check(order)
             match order:
                 case ReadPages(pages=pages):
                     self._check_pages(pages)
@@ -264,7 +296,9 @@ class StageHost:
                 case WritePages(pages=pages):
                     self._check_pages(pages)
                     if len(payload) != len(pages) * part_bytes:
-                        raise TransferError(f"{len(payload)} bytes for {len(pages)} pages")
+                        raise StageRefusedError(
+                            f"{len(payload)} bytes of pages; allowed: {len(pages) * part_bytes}"
+                        )
                     await self._stages.write(pages, payload.view(len(pages), part_bytes))
                     await link.send(PagesDone())
                 case EndRank(rank=rank):
@@ -272,24 +306,36 @@ class StageHost:
                         self._stages.kill_rank(rank)
                     await link.send(PagesDone())
                 case _:
-                    raise TransferError(f"a message out of turn: {type(order).__name__}")
+                    raise StageRefusedError(f"a message out of turn: {type(order).__name__}")
 
     def _check_pages(self, pages: list[int]) -> None:
-        most = self._stages.pool.pages
-        if not pages or min(pages) < 0 or max(pages) >= most:
-            raise TransferError(f"pages {pages[:8]}; allowed: 0 to {most - 1}")
+        part_bytes = self._stages.pool.geometry.page_bytes
+        last, most = self._stages.pool.pages - 1, most_page_payload(part_bytes) // part_bytes
+        if not 0 < len(pages) <= most or min(pages) < 0 or max(pages) > last:
+            raise StageRefusedError(
+                f"{len(pages)} pages {pages[:8]}; allowed: 1 to {most} of 0 to {last}"
+            )
+
+
+async def _ended(work: "asyncio.Future[Any]") -> None:
+    """Wait for the end of work in a thread, however often this is cancelled."""
+    while not work.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({work})
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, os.environ)
     log_to_stderr(**config.logs.options)
-    stop = asyncio.Event()
+    stop, at_once = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: (at_once if stop.is_set() else stop).set()
+        )
     secret, *older = read_secrets(config.security, os.environ)
     host = StageHost(config, arguments.instance, arguments.stage, secret, older)
     keep_what_is_there()
-    await host.serve(lambda: print("ready", flush=True), stop)
+    await host.serve(lambda: print("ready", flush=True), stop, at_once)
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
-"""The messages between the process of an instance and the host of a stage on another node.
+"""The messages between the process of an instance and the host of a stage.
 
 Two connections, both with the hand-shake of page ports (`kvrs.transfer.handshake`) under a key of
-their own: one for batches, one for pages. The client begins with `Begin`. A message is a header
+their own: one for batches, one for pages. The client begins each with `Begin`; that for batches
+opens a session (`sessions.py`), which every further message of it names. A message is a header
 (the sizes of message and payload), the message and its mac, then the payload and its mac. Sizes are
 compared with bounds before memory is allocated for them, and a payload's only once the mac of its
 message was checked.
@@ -12,7 +13,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -27,7 +28,7 @@ from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.stream import SocketStream, StalledError
 
-_VERSION = 2
+VERSION = 3
 _HEADER = struct.Struct("<IQ")
 _MOST_MESSAGE_BYTES = 1 << 26
 # Pages are sent in groups of about so many bytes, of one page at least.
@@ -46,10 +47,21 @@ class StageChannel(StrEnum):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The answer is `StageReady` with a new session, for pages `PagesDone`."""
+
+    version: int
     channel: StageChannel
+    session: int = 0  # For pages: the one that is open.
 
 
-class ComputeStage(msgspec.Struct, frozen=True, tag="compute"):
+class Ordered(msgspec.Struct, frozen=True):
+    """An order, which the host obeys if it is of the session of its link."""
+
+    session: int
+    epoch: int
+
+
+class ComputeStage(Ordered, frozen=True, tag="compute"):
     """Compute a batch. Its payload: the rows of the stage before. The answer is `StageComputed`,
     or `StageLost` where ranks come no further for `limit_s`; until then the host sends
     `StageComputing`, `WORDS` times in `limit_s`.
@@ -57,22 +69,22 @@ class ComputeStage(msgspec.Struct, frozen=True, tag="compute"):
 
     batch: int
     chunks: list[WireChunk]
-    limit_s: float
+    limit_s: Annotated[float, msgspec.Meta(gt=0)]
 
 
-class ReadPages(msgspec.Struct, frozen=True, tag="read"):
+class ReadPages(Ordered, frozen=True, tag="read"):
     """Send the stage's part of these pages, as payload of `PagesDone`."""
 
     pages: list[int]
 
 
-class WritePages(msgspec.Struct, frozen=True, tag="write"):
+class WritePages(Ordered, frozen=True, tag="write"):
     """Put the payload into the stage's part of these pages. The answer is `PagesDone`."""
 
     pages: list[int]
 
 
-class EndRank(msgspec.Struct, frozen=True, tag="end"):
+class EndRank(Ordered, frozen=True, tag="end"):
     """Kill a rank, a fault. The answer is `PagesDone`."""
 
     rank: int
@@ -88,6 +100,8 @@ class StageReady(msgspec.Struct, frozen=True, tag="ready"):
     hashes: dict[str, bytes]
     root: bytes | None  # That the node has noted beside the model's files.
     pids: dict[int, int]
+    session: int = 0
+    pid: int = 0  # Of the host.
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
@@ -109,11 +123,19 @@ class StageLost(msgspec.Struct, frozen=True, tag="lost"):
     reason: str
 
 
+class StageRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The host does not serve this connection any more; what the other one did, and what is
+    allowed.
+    """
+
+    reason: str
+
+
 class PagesDone(msgspec.Struct, frozen=True, tag="done"):
     """A payload only after `ReadPages`."""
 
 
-FromStage = StageReady | StageComputing | StageComputed | StageLost | PagesDone
+FromStage = StageReady | StageComputing | StageComputed | StageLost | StageRefused | PagesDone
 
 
 def stage_key(secret: bytes) -> bytes:
@@ -124,7 +146,7 @@ def facts_digest(config: ModelConfig, settings: EngineSettings, layout: Layout) 
     """Equal at both ends exactly when they mean the same by a batch, a row and a page; in place of
     a fingerprint, which only all stages together have.
     """
-    facts = [_VERSION, config, settings.model_dump(mode="json"), layout]
+    facts = [config, settings.model_dump(mode="json"), layout]
     encoded = msgspec.json.encode(facts, order="sorted")
     return hashlib.blake2b(encoded, digest_size=16, person=b"kvrs-stage").hexdigest()
 

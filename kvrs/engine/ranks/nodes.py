@@ -2,14 +2,14 @@
 
 The first stages may have their ranks below the instance's own process. A batch goes from stage to
 stage as rows, which are the float32 that ranks of one node hand on in memory, so no bit changes;
-the instance's process passes them on. A page is put together from the parts of all nodes.
+the instance's process passes them on. A page is put together from the parts of all stages.
 
 Nothing of such an instance is formed again: with any of its ranks, a stage's host or its connection
-the whole instance ends, and its streams go elsewhere.
+the instance's process ends, and its streams go elsewhere. Hosts that are left serve the next
+process, with the weights that they have.
 """
 
 import asyncio
-import secrets
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -51,8 +51,10 @@ class RanksOnNodes(StepHook):
         instance: InstanceSettings,
         layout: Layout,
         secret: bytes,
+        epoch: int,
     ) -> None:
-        """Start the ranks of the own node, and wait until those of the others can compute.
+        """Start the ranks of the first stages, and wait until those in hosts can compute. `epoch`:
+        of the sessions with these, which rises with every start of the instance.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -76,8 +78,7 @@ class RanksOnNodes(StepHook):
         own = Identity(
             instance.id,
             node,
-            # The life of this process, with which the hosts of its stages end.
-            secrets.randbits(63),
+            epoch,
             facts_digest(model, settings, layout),
             self.geometry.page_bytes,
         )
@@ -114,7 +115,8 @@ class RanksOnNodes(StepHook):
                 rows = group.execute(chunks, rows, limit_s)
         except RanksLostError as lost:
             self._lost(lost)
-            raise
+            assert self._end is not None, "it was lost now, or before"
+            raise self._end from None
         assert rows is not None, "an instance has stages"
         return rows
 
@@ -137,7 +139,7 @@ class RanksOnNodes(StepHook):
         return {}
 
     def close(self) -> None:
-        """End the ranks of this node; the hosts of the other stages end with their connections."""
+        """End the ranks of this process, and the sessions with hosts, which stay."""
         with self._ended:
             self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
             self._ended.notify_all()

@@ -1,4 +1,4 @@
-"""A stage of an instance on another node, as the instance's process sees it."""
+"""A stage of an instance in a host, as the instance's process sees it."""
 
 import asyncio
 import threading
@@ -17,6 +17,7 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import of_layers
 from kvrs.engine.ranks.link import (
+    VERSION,
     WORDS,
     Begin,
     ComputeStage,
@@ -30,11 +31,13 @@ from kvrs.engine.ranks.link import (
     StageLink,
     StageLost,
     StageReady,
+    StageRefused,
     ToStage,
     WritePages,
     most_page_payload,
     page_groups,
 )
+from kvrs.engine.ranks.sessions import StageRefusedError
 from kvrs.engine.ranks.wire import batch_of
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import KvrsError, RanksLostError, TransferError
@@ -52,6 +55,7 @@ _ON_THE_WAY_S = 0.25
 _FLOAT_BYTES = 4
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", StageReady, PagesDone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class StageAt:
     """Where a stage is, and what opens it."""
 
     peer: Peer
-    own: Identity
+    own: Identity  # Its epoch is that of the sessions.
     key: bytes
     stall_timeout_s: float
     wait_s: float = HOST_WAIT_S
@@ -101,6 +105,7 @@ class RemoteStage:
         self._answer_bytes = 0
         self._is_heard = False  # Since the last look at it.
         self._links: list[StageLink] = []
+        self._session = 0, 0  # Its number and its epoch, which every order names.
         self._listening: asyncio.Task[None] | None = None
         self._error: RanksLostError | None = None
         self._asking = asyncio.Lock()
@@ -133,7 +138,7 @@ class RemoteStage:
         await asyncio.wrap_future(self._call(self._write(pages, parts)))
 
     def kill_rank(self, rank: int) -> None:
-        self._call(self._ask(EndRank(rank), None, 0))
+        self._call(self._ask(EndRank(*self._session, rank), None, 0))
 
     def end(self) -> None:
         if not self._is_closed:
@@ -165,6 +170,8 @@ class RemoteStage:
                     f"{where}: {error}; allowed: the same secret, model, engine settings and "
                     f"stages at both"
                 ) from None
+            except StageRefusedError as error:
+                raise KvrsError(f"{where}: {error}") from None
             except (OSError, TransferError) as error:
                 if time.monotonic() > until_s:
                     raise KvrsError(f"{where} cannot be used: {error}") from None
@@ -172,20 +179,26 @@ class RemoteStage:
 
     async def _begin(self) -> StageReady:
         max_bytes = self._most_rows * self._width * _FLOAT_BYTES
-        batches = await self._link(StageChannel.BATCHES, max_bytes)
+        links: list[StageLink] = []
         try:
-            ready, _ = await batches.receive(self._at.stall_timeout_s)
-            if not isinstance(ready, StageReady):
-                raise TransferError(f"a message out of turn: {type(ready).__name__}")
-            pages = await self._link(StageChannel.PAGES, most_page_payload(self._part_bytes))
+            ready: StageReady = await self._link(
+                links, Begin(VERSION, StageChannel.BATCHES), max_bytes, StageReady
+            )
+            begin = Begin(VERSION, StageChannel.PAGES, ready.session)
+            await self._link(links, begin, most_page_payload(self._part_bytes), PagesDone)
         except BaseException:
-            batches.stream.close()
+            for link in links:
+                link.stream.close()
             raise
-        self._batches, self._pages = self._links = [batches, pages]
+        self._batches, self._pages = self._links = links
+        self._session = ready.session, self._at.own.epoch
         self._listening = self._loop.create_task(self._listen())
         return ready
 
-    async def _link(self, channel: StageChannel, most_payload_bytes: int) -> StageLink:
+    async def _link(
+        self, links: list[StageLink], begin: Begin, most_payload_bytes: int, kind: type[Answer]
+    ) -> Answer:
+        """Open one more link; its first answer, of that kind."""
         at = self._at
         peer = replace(at.peer, host=await first_address(at.peer.host))
         sock = page_socket(peer.host)
@@ -194,12 +207,19 @@ class RemoteStage:
             async with asyncio.timeout(at.stall_timeout_s):
                 await self._loop.sock_connect(sock, (peer.host, peer.port))
                 await introduce(stream, at.key, at.own, peer)
-            link = StageLink(stream, FromStage, most_payload_bytes)
-            await link.send(Begin(channel))
         except BaseException:
             stream.close()
             raise
-        return link
+        link = StageLink(stream, FromStage, most_payload_bytes)
+        links.append(link)
+        await link.send(begin)
+        # The host answers once the session before has ended.
+        answer, _ = await link.receive(at.stall_timeout_s)
+        if isinstance(answer, StageRefused):
+            raise StageRefusedError(answer.reason)
+        if not isinstance(answer, kind):
+            raise TransferError(f"a message out of turn: {type(answer).__name__}")
+        return answer
 
     async def _listen(self) -> None:
         """Receive messages that come at any time: results, and the end."""
@@ -222,6 +242,9 @@ class RemoteStage:
                     case StageLost(ranks=ranks, reason=reason):
                         self._lost(ranks, reason)
                         return
+                    case StageRefused(reason=reason):
+                        self._lost(self.ranks, f"is refused by its host: {reason}")
+                        return
                     case _:
                         raise TransferError(f"a message out of turn: {type(message).__name__}")
         except TransferError as error:
@@ -236,7 +259,7 @@ class RemoteStage:
         answer: asyncio.Future[Tensor | None] = self._loop.create_future()
         self._answer = answer
         wire = batch_of(0, self._batch, chunks, self._page_size_tokens)
-        message = ComputeStage(self._batch, wire.chunks, limit_s)
+        message = ComputeStage(*self._session, self._batch, wire.chunks, limit_s)
         silent_s = limit_s + _ON_THE_WAY_S
         try:
             async with asyncio.timeout(silent_s):
@@ -268,14 +291,15 @@ class RemoteStage:
         for group in page_groups(pages, self._part_bytes):
             wanted = [pages[place] for place in group]
             size = len(wanted) * self._part_bytes
-            found = await self._ask(ReadPages(wanted), None, size)
+            found = await self._ask(ReadPages(*self._session, wanted), None, size)
             parts[group.start : group.stop] = found.view(len(wanted), -1)
         return parts
 
     async def _write(self, pages: Sequence[int], parts: Tensor) -> None:
         for group in page_groups(pages, self._part_bytes):
             wanted = [pages[place] for place in group]
-            await self._ask(WritePages(wanted), parts[group.start : group.stop].contiguous(), 0)
+            own = parts[group.start : group.stop].contiguous()
+            await self._ask(WritePages(*self._session, wanted), own, 0)
 
     async def _ask(self, message: ToStage, payload: Tensor | None, answer_bytes: int) -> Tensor:
         async with self._asking:
@@ -285,6 +309,8 @@ class RemoteStage:
                 await self._pages.send(message, payload)
                 found: Tensor
                 answer, found = await self._pages.receive(self._at.stall_timeout_s)
+                if isinstance(answer, StageRefused):
+                    raise StageRefusedError(answer.reason)
                 if not isinstance(answer, PagesDone) or len(found) != answer_bytes:
                     raise TransferError(f"{len(found)} bytes of pages; allowed: {answer_bytes}")
             except TransferError as error:

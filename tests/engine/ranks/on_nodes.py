@@ -69,6 +69,6 @@ def hosting(config: Config, directory: Path, stage: int = 1) -> Iterator[subproc
             host.kill()
 
 
-def head_of(config: Config, secret: bytes = SECRET) -> RanksOnNodes:
+def head_of(config: Config, secret: bytes = SECRET, epoch: int = 1) -> RanksOnNodes:
     node, settings = config.cluster.find(D0)
-    return RanksOnNodes(config, node.id, settings, layout_in(config), secret)
+    return RanksOnNodes(config, node.id, settings, layout_in(config), secret, epoch)

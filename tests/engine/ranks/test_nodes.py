@@ -375,20 +375,20 @@ async def test_a_length_that_lies_is_refused_before_memory_is_taken(
 
 async def test_a_message_comes_as_it_was_sent() -> None:
     with ends() as (sender, receiver, _, _):
-        await sender.send(ReadPages([1, 2]), torch.arange(8))
-        await sender.send(ReadPages([3]))
+        await sender.send(ReadPages(1, 1, [1, 2]), torch.arange(8))
+        await sender.send(ReadPages(1, 1, [3]))
         order, payload = await receiver.receive()
         after, nothing = await receiver.receive()
 
-    assert (order, payload.view(torch.int64).tolist()) == (ReadPages([1, 2]), list(range(8)))
-    assert (after, len(nothing)) == (ReadPages([3]), 0)
+    assert (order, payload.view(torch.int64).tolist()) == (ReadPages(1, 1, [1, 2]), list(range(8)))
+    assert (after, len(nothing)) == (ReadPages(1, 1, [3]), 0)
 
 
 @pytest.mark.parametrize("place", [13, -SESSION_MAC_BYTES - 1], ids=["message", "payload"])
 async def test_what_was_changed_on_its_way_is_refused(place: int) -> None:
     """Message and payload each have a mac."""
     with ends() as (sender, _, _, taking), ends() as (_, receiver, giving, _):
-        await sender.send(ReadPages([1, 2]), torch.arange(8))
+        await sender.send(ReadPages(1, 1, [1, 2]), torch.arange(8))
         taken = bytearray(taking.recv(1000))
         taken[place] ^= 1
         giving.sendall(taken)

@@ -1,0 +1,28 @@
+"""A process of an instance that computes batches until it cannot, as `python -m
+tests.engine.ranks.old_head CONFIG EPOCH`; it writes a line for each, and then why it ends.
+"""
+
+import sys
+from pathlib import Path
+
+from kvrs.config.file import load_config
+from kvrs.errors import KvrsError
+from kvrs.scheduling.sequences import Chunk
+from tests.engine.ranks.on_nodes import head_of
+
+
+def main() -> None:
+    head = head_of(load_config(Path(sys.argv[1])), epoch=int(sys.argv[2]))
+    chunk = Chunk(list(range(1, 40)), 0, range(20, 30), logits=1)
+    try:
+        while True:
+            head.execute([chunk])
+            print("computed", flush=True)
+    except KvrsError as error:
+        print(error, flush=True)
+    finally:
+        head.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""Hosts of stages that serve one process of their instance after another: real processes,
+connections over loopback.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvrs.config.file import Config
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.ranks.link import (
+    VERSION,
+    Begin,
+    ComputeStage,
+    EndRank,
+    FromStage,
+    PagesDone,
+    ReadPages,
+    StageChannel,
+    StageComputed,
+    StageLink,
+    StageReady,
+    StageRefused,
+    WritePages,
+    facts_digest,
+    stage_key,
+)
+from kvrs.engine.ranks.nodes import RanksOnNodes
+from kvrs.engine.ranks.wire import WireChunk
+from kvrs.engine.worker import Worker, geometry_of
+from kvrs.errors import KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.handshake import introduce
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import SocketStream, page_socket
+from tests.engine.ranks.on_nodes import D0, SECRET, config_of, head_of, hosting, layout_in, model_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
+
+IDS = [(7 * at * at + 3) % 500 for at in range(60)]
+PATIENCE_S = 60.0
+
+
+def chunks(first_page: int = 20) -> list[Chunk]:
+    """Two batches of one sequence."""
+    pages = range(first_page, first_page + 8)
+    return [Chunk(IDS[:50], 0, pages, logits=3), Chunk(IDS[50:], 50, pages, logits=1)]
+
+
+@contextmanager
+def closing(head: RanksOnNodes) -> Iterator[RanksOnNodes]:
+    try:
+        yield head
+    finally:
+        head.close()
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path) -> Config:
+    return config_of(tiny_model, hosts=2)
+
+
+@pytest.fixture(scope="module")
+def hosts(
+    config: Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[subprocess.Popen[str]]]:
+    directory = tmp_path_factory.mktemp("hosts")
+    with ExitStack() as stack:
+        yield [stack.enter_context(hosting(config, directory, stage)) for stage in (0, 1)]
+
+
+@pytest.fixture
+def epoch() -> int:
+    """Higher than that of any test before."""
+    _epochs.append(_epochs[-1] + 10)
+    return _epochs[-1]
+
+
+_epochs = [0]
+
+
+def test_a_later_process_finds_hosts_as_they_were(
+    config: Config, hosts: list[subprocess.Popen[str]], epoch: int
+) -> None:
+    """With the same ranks, and with the bytes of one process; its sessions are new."""
+    worker = Worker(model_of(config), config.cluster.engine)
+    found: list[tuple[dict[int, int], list[int]]] = []
+    for start in range(3):
+        with closing(head_of(config, epoch=epoch + start)) as head:
+            for chunk in chunks():
+                assert same_bytes(head.execute([chunk]), worker.execute([chunk]))
+            found.append((head.pids, [group.ready.session for group in head.groups]))
+
+    assert found[0][0] == found[1][0] == found[2][0]
+    first = found[0][1]
+    assert [sessions for _, sessions in found] == [
+        [number + start for number in first] for start in range(3)
+    ]
+    assert [host.poll() for host in hosts] == [None, None]
+
+
+def test_a_later_process_takes_the_hosts_from_one_that_is_served(
+    config: Config, hosts: list[subprocess.Popen[str]], epoch: int
+) -> None:
+    """The earlier one ends; it is not served again, and nobody else notices."""
+    worker = Worker(model_of(config), config.cluster.engine)
+    first, last = chunks()
+    with closing(head_of(config, epoch=epoch)) as old:
+        old.execute([first])
+        with closing(head_of(config, epoch=epoch + 1)) as new:
+            with pytest.raises(RanksLostError):
+                old.on_lost()
+            assert same_bytes(new.execute([first]), worker.execute([first]))
+
+            allowed = f"epoch {epoch}; allowed: {epoch + 1} or above"
+            with pytest.raises(KvrsError, match=rf"stage 0 on node 'n0' .*: {allowed}"):
+                head_of(config, epoch=epoch)
+
+            assert same_bytes(new.execute([last]), worker.execute([last]))
+
+
+def test_a_process_that_was_stopped_reaches_nothing_when_it_goes_on(
+    config: Config, hosts: list[subprocess.Popen[str]], epoch: int, tmp_path: Path
+) -> None:
+    """In the middle of batches, of pages that another process uses meanwhile."""
+    worker = Worker(model_of(config), config.cluster.engine)
+    command = [sys.executable, "-m", "tests.engine.ranks.old_head"]
+    path = Path(str(hosts[0].args[4]))  # type: ignore[index]
+    with subprocess.Popen(
+        [*command, str(path), str(epoch)], stdout=subprocess.PIPE, text=True
+    ) as old:
+        assert old.stdout is not None
+        try:
+            assert old.stdout.readline() == "computed\n"
+            os.kill(old.pid, signal.SIGSTOP)
+            with closing(head_of(config, epoch=epoch + 1)) as new:
+                first, last = chunks()
+                assert same_bytes(new.execute([first]), worker.execute([first]))
+                os.kill(old.pid, signal.SIGCONT)
+                *_, reason = old.stdout.read().splitlines()
+                assert same_bytes(new.execute([last]), worker.execute([last]))
+        finally:
+            old.kill()
+
+    assert "is lost with its node" in reason or "is refused by its host" in reason
+
+
+# What comes over a link.
+
+
+async def opened(
+    config: Config, epoch: int, begin: Begin, instance: InstanceId = D0
+) -> tuple[StageLink, Any]:
+    """A link to the second stage, and the answer to its beginning."""
+    model, settings = ModelConfig.from_directory(model_of(config)), config.cluster.engine
+    facts = facts_digest(model, settings, layout_in(config))
+    page_bytes = geometry_of(model, settings).page_bytes
+    own = Identity(instance, NodeId("n0"), epoch, facts, page_bytes)
+    at = config.cluster.nodes[0].instances[0].stage_hosts[1]
+    sock = page_socket(at.host)
+    stream = SocketStream(sock, PATIENCE_S)
+    await asyncio.get_running_loop().sock_connect(sock, (at.host, at.port))
+    peer = Peer(InstanceId("d0-stage-1"), at.node, at.host, at.port)
+    await introduce(stream, stage_key(SECRET), own, peer)
+    link = StageLink(stream, FromStage, 1 << 24)
+    await link.send(begin)
+    answer, _ = await link.receive(PATIENCE_S)
+    return link, answer
+
+
+BATCHES = Begin(VERSION, StageChannel.BATCHES)
+WIRE = WireChunk([1, 2, 3], 0, [5], 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "instance", "reason"),
+    [
+        pytest.param(
+            Begin(VERSION + 1, StageChannel.BATCHES),
+            D0,
+            f"version {VERSION + 1}; allowed: {VERSION}",
+            id="version",
+        ),
+        pytest.param(BATCHES, "d7", "instance 'd7'; allowed: 'd0'", id="instance"),
+        pytest.param(
+            Begin(VERSION, StageChannel.PAGES, 1 << 40),
+            D0,
+            f"session {1 << 40}; allowed: the one that is open, none",
+            id="session",
+        ),
+        pytest.param(ReadPages(1, 1, [1]), D0, "a message out of turn: ReadPages", id="no begin"),
+    ],
+)
+async def test_a_link_that_begins_wrongly_is_refused_by_name(
+    config: Config,
+    hosts: list[subprocess.Popen[str]],
+    epoch: int,
+    begin: Any,
+    instance: str,
+    reason: str,
+) -> None:
+    """The host serves others."""
+    head_of(config, epoch=epoch).close()
+
+    link, answer = await opened(config, epoch, begin, InstanceId(instance))
+    link.stream.close()
+
+    assert answer == StageRefused(reason)
+    with closing(head_of(config, epoch=epoch)) as head:
+        head.execute([chunks()[0]])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"epoch": -1}, "an order of epoch {below}; allowed: {epoch}, the session's"),
+        ({"session": 1}, "an order of session {after}; allowed: {session}, the link's"),
+        ({"chunks": []}, "0 tokens; allowed: 1 to"),
+        ({"chunks": [[[1] * 600, 0, list(range(38)), 1, 0]]}, "600 tokens; allowed: 1 to 256"),
+        ({"chunks": [[[1, 512], 0, [5], 1, 0]]}, "chunk 0: token ids [1, 512]; allowed: 0 to 511"),
+        ({"chunks": [[[1], 0, [64], 1, 0]]}, "chunk 0: pages [64]; allowed: 0 to 63"),
+        ({"chunks": [[[1], 0, [-1], 1, 0]]}, "chunk 0: pages [-1]; allowed: 0 to 63"),
+        ({"chunks": [[[1] * 17, 0, [5], 1, 0]]}, "chunk 0: number of pages [1]; allowed: 2 to 64"),
+        ({"chunks": [[[1], -1, [5], 1, 0]]}, "chunk 0: positions [-1, -1]; allowed: 0 to"),
+        ({"chunks": [[[1], 1 << 40, [5], 1, 0]]}, "chunk 0: positions"),
+        ({"chunks": [[[1], 0, [5], 2, 0]]}, "chunk 0: logits [2]; allowed: 0 to 1"),
+        ({"chunks": [[[1], 0, [5], 1, 64]]}, "chunk 0: base [64]; allowed: 0 to 63"),
+        ({}, "8 bytes of rows; allowed: 8192"),
+        ({"limit_s": 0.0}, "no message of a stage"),
+    ],
+)
+async def test_a_batch_that_is_wrong_is_refused_by_name(
+    config: Config,
+    hosts: list[subprocess.Popen[str]],
+    epoch: int,
+    changed: dict[str, Any],
+    reason: str,
+) -> None:
+    """The host lives on, with its ranks, and so do other sessions."""
+    link, ready = await opened(config, epoch, BATCHES)
+    order = ComputeStage(ready.session, epoch, 1, [WIRE], 60.0)
+    moved = {key: getattr(order, key) + by for key, by in changed.items() if isinstance(by, int)}
+    wrong = msgspec.to_builtins(order) | changed | moved
+    names = {"epoch": epoch, "below": epoch - 1, "session": ready.session}
+    names["after"] = ready.session + 1
+
+    order = msgspec.convert(wrong | {"limit_s": 60.0}, ComputeStage)
+    if "limit_s" in changed:
+        msgspec.structs.force_setattr(order, "limit_s", changed["limit_s"])
+    await link.send(order, torch.zeros(2))
+    answer, _ = await link.receive(PATIENCE_S)
+    link.stream.close()
+
+    assert isinstance(answer, StageRefused)
+    assert reason.format(**names) in answer.reason
+    with closing(head_of(config, epoch=epoch)) as head:
+        assert head.pids[1] == ready.pids[1]
+        head.execute([chunks()[0]])
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        (ReadPages(0, -1, [1]), "an order of epoch {below}; allowed: {epoch}, the session's"),
+        (WritePages(1, 0, [1]), "an order of session {after}; allowed: {session}, the link's"),
+        (EndRank(1, 0, 1), "an order of session {after}; allowed: {session}, the link's"),
+        (ReadPages(0, 0, []), "0 pages []; allowed: 1 to"),
+        (ReadPages(0, 0, [64]), "1 pages [64]; allowed: 1 to 256 of 0 to 63"),
+        (ReadPages(0, 0, [1] * 257), "257 pages [1, 1, 1, 1, 1, 1, 1, 1]; allowed: 1 to 256 of"),
+        (WritePages(0, 0, [1]), "8 bytes of pages; allowed: 16384"),
+        (BATCHES, "a message out of turn: Begin"),
+    ],
+)
+async def test_an_order_for_pages_that_is_wrong_is_refused_by_name(
+    config: Config, hosts: list[subprocess.Popen[str]], epoch: int, order: Any, reason: str
+) -> None:
+    """`order`: session and epoch beside the right ones."""
+    batches, ready = await opened(config, epoch, BATCHES)
+    pages, answer = await opened(config, epoch, Begin(VERSION, StageChannel.PAGES, ready.session))
+    assert answer == PagesDone()
+    if not isinstance(order, Begin):
+        order = msgspec.structs.replace(
+            order, session=ready.session + order.session, epoch=epoch + order.epoch
+        )
+    names = {"epoch": epoch, "below": epoch - 1, "session": ready.session}
+    names["after"] = ready.session + 1
+
+    await pages.send(order, torch.zeros(2))
+    answer, _ = await pages.receive(PATIENCE_S)
+    with pytest.raises(TransferError):  # The links of a session end together.
+        await batches.receive(PATIENCE_S)
+    for link in (batches, pages):
+        link.stream.close()
+
+    assert isinstance(answer, StageRefused)
+    assert reason.format(**names) in answer.reason
+    with closing(head_of(config, epoch=epoch)) as head:
+        assert head.pids[1] == ready.pids[1]
+
+
+async def test_a_new_session_waits_for_the_last_batch_of_the_one_before(
+    config: Config, hosts: list[subprocess.Popen[str]], epoch: int
+) -> None:
+    """Its pages may be written until then."""
+    link, ready = await opened(config, epoch, BATCHES)
+    (rank,) = ready.pids.values()
+    os.kill(rank, signal.SIGSTOP)
+    try:
+        # A rank counts as hanging after 10 s; the host notices the closed link after a quarter.
+        order = ComputeStage(ready.session, epoch, 1, [WIRE], 10.0)
+        await link.send(order, torch.zeros(16 * 128))
+        link.stream.close()
+        beginning = asyncio.create_task(opened(config, epoch + 1, BATCHES))
+        await asyncio.wait({beginning}, timeout=4.0)
+        assert not beginning.done()
+    finally:
+        os.kill(rank, signal.SIGCONT)
+    after, later = await beginning
+
+    assert isinstance(later, StageReady)
+    await after.send(ComputeStage(later.session, epoch + 1, 1, [WIRE], 60.0), torch.zeros(16 * 128))
+    assert isinstance((await after.receive(PATIENCE_S))[0], StageComputed)
+    after.stream.close()
+
+
+def test_a_host_that_is_told_to_end_goes_on_until_its_session_is_over(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It begins no other; a host without a session ends at once."""
+    config = config_of(tiny_model)
+    with hosting(config, tmp_path) as host:
+        with closing(head_of(config)) as head:
+            host.terminate()
+            for chunk in chunks():
+                head.execute([chunk])
+            with pytest.raises(KvrsError, match="a host that ends; allowed: the one that follows"):
+                head_of(config, epoch=2)
+        assert host.wait(PATIENCE_S) == 0
+
+    with hosting(config, tmp_path) as host:
+        host.terminate()
+        assert host.wait(PATIENCE_S) == 0
