@@ -134,7 +134,7 @@ class RanksLostError(KvrsError):
     def __init__(self, ranks: Sequence[int], reason: str, status: int | None = None) -> None:
         numbers = ", ".join(map(str, ranks))
         super().__init__(f"rank {numbers} {reason}")
-        self.ranks = tuple(ranks)
+        self.ranks, self.reason = tuple(ranks), reason
         self.status = status
 
 

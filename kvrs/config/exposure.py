@@ -43,12 +43,6 @@ def notes(config: Config) -> Iterator[str]:
             "note: cluster.backend: vllm instances cannot prove their identity: a process at the "
             "address of a dead one gets prompts and the API key (docs/guide/security.md)"
         )
-    for _, instance in config.cluster.instances():
-        if instance.stage_hosts and config.elastic.enabled:
-            yield (
-                f"note: elastic.enabled: instance {instance.id!r} has stages on other nodes: it "
-                f"does not re-form, and ends with any of its ranks (docs/research/ranks.md)"
-            )
 
 
 def faults_of_proxy(config: Config, environ: Mapping[str, str]) -> Iterator[str]:

@@ -337,7 +337,7 @@ def _faults_of_stage_hosts(config: Config, instance: InstanceSettings) -> Iterat
     if config.elastic.min_ranks > 1:
         yield (
             f"elastic.min_ranks: got {config.elastic.min_ranks}; allowed with instance "
-            f"{instance.id!r}, which has stages on other nodes and does not re-form: 1"
+            f"{instance.id!r}, of which each stage in a host re-forms for itself: 1"
         )
 
 

@@ -22,7 +22,8 @@ def reshaped(
     before: Layout, units: Units, ranks: Sequence[Sequence[int]], *, spread: bool = True
 ) -> Layout:
     """The layout of these ranks, given for each stage: survivors, and perhaps ranks that join.
-    Without `spread` the KV heads that are left over go to one rank each, as tiles do.
+    Without `spread` the KV heads that are left over go to one rank each, as tiles do. A stage with
+    the ranks that it had keeps what each of them has.
 
     Raises:
         LayoutError: a stage has no rank.
@@ -34,9 +35,13 @@ def reshaped(
         stages.append(Stage(stage.first, stage.last, tuple(sorted(group))))
     given: Counter[int] = Counter()  # Bytes that each rank did not have before.
     attention, mlp = [], []
-    for stage in stages:
+    for stage, old in zip(stages, before.stages, strict=True):
         for layer in stage.layers:
             owners = before.attention[layer]
+            if stage == old:
+                attention.append(owners)
+                mlp.append(before.mlp[layer])
+                continue
             attention.append(
                 _heads(owners, stage, units, given)
                 if spread

@@ -146,6 +146,8 @@ class Reforming:
     min_ranks: int = 1
     spread: bool = True  # Whether heads that are left over are spread, where there is room for it.
     in_pieces: bool = True  # Whether ranks read pieces of a unit and exchange them; else units.
+    # The stages whose ranks it is about, where others have the rest of the layout; None: all.
+    stages: range | None = None
     epoch: int = 1
     phase: ReformingPhase = ReformingPhase.SERVING
     waiting: RankWaits = field(init=False)
@@ -198,13 +200,18 @@ class Reforming:
 
     def why_it_stays(self, rank: int) -> str | None:
         """Why a rank cannot leave on purpose now; None: it can."""
-        ranks = self.layout.ranks
+        ranks = self.ranks_of(self.layout)
         if rank not in ranks:
             return f"rank: got {rank}; allowed: {', '.join(map(str, ranks))}"
         if self.phase is not ReformingPhase.SERVING:
             return f"the ranks are {self.phase}; allowed: while they are {ReformingPhase.SERVING}"
         after = self._situation.without({rank})
         return after if isinstance(after, str) else None
+
+    def ranks_of(self, layout: Layout) -> list[int]:
+        """Those of the stages that it is about."""
+        stages = self.stages or range(len(layout.stages))
+        return [rank for stage in stages for rank in layout.stages[stage].ranks]
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -318,7 +325,7 @@ class Reforming:
             return []
         assert self._doing is not None
         after = self._doing.plan.after
-        self.phase, self._unjoined = ReformingPhase.JOINING, set(after.ranks)
+        self.phase, self._unjoined = ReformingPhase.JOINING, set(self.ranks_of(after))
         return [Freeze(self.epoch), FormRanks(self.epoch, after)]
 
     def _probed(self, event: ProbeEnded) -> list[Action]:

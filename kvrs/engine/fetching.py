@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 from kvrs.engine.ranks.cells import WholePages
+from kvrs.engine.ranks.nodes import PartedPool
 from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.ids import InstanceId
 from kvrs.protocol.parts import PagePart, rectangles
@@ -99,5 +100,5 @@ class PageFetcher:
     def _stage(self, pages: list[int], part: PagePart | None) -> StagedPages:
         if part is None:
             return self._pool.stage(pages)
-        assert isinstance(self._pool, WholePages), "only ranks lose cells"
+        assert isinstance(self._pool, WholePages | PartedPool), "only ranks lose cells"
         return self._pool.stage(pages, part.part)

@@ -229,11 +229,6 @@ class EngineInstance(ServedInstance):
         return self.worker if isinstance(self.worker, RankGroup | RanksOnNodes) else None
 
     @property
-    def group(self) -> RankGroup | None:
-        """Ranks that re-form. None: one process, or ranks on several nodes."""
-        return self.worker if isinstance(self.worker, RankGroup) else None
-
-    @property
     def anchored(self) -> AnchoredPool | None:
         """None: its pages end with the process."""
         return self.worker.anchored if isinstance(self.worker, Worker) else None
@@ -246,7 +241,7 @@ class EngineInstance(ServedInstance):
                 self.ranks.layout,
                 self.ranks.pids,
                 nodes,
-                re_forms=self.group is not None and self._place.config.elastic.enabled,
+                re_forms=self._place.config.elastic.enabled,
             )
             return msgspec.structs.replace(info, ranks=ranks, layout=layout)
         if self.anchored is not None:
@@ -307,13 +302,13 @@ class EngineInstance(ServedInstance):
         """Facts about ranks in a load report."""
         if self.ranks is None:
             return {}
-        layout = self.ranks.layout
+        ranks = self.ranks.now
+        layout = ranks.layout
         facts = {"layout_number": layout.number, "full_degree": len(self.ranks.full.ranks)}
-        if self.group is not None:
-            facts["rank_deaths"] = self.group.reformer.deaths
-        if self.group is None or (now := self.group.reforming) is None:
+        facts["rank_deaths"] = ranks.deaths
+        if (now := ranks.reforming) is None:
             return facts | {"degree": len(layout.ranks)}
-        decode, prefill = self.group.reformer.factors(now.after)
+        decode, prefill = self.ranks.factors(now.after)
         page_s = self.prefill.page_s(self.pages.page_size_tokens) * prefill
         report = ReformingReport(
             number=now.number,
@@ -342,8 +337,7 @@ class EngineInstance(ServedInstance):
         loop = asyncio.get_running_loop()
         if self.ranks is not None:
             self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
-        if self.group is not None:
-            self.group.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
+            self.ranks.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
         self.tasks = [
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
@@ -372,10 +366,7 @@ class EngineInstance(ServedInstance):
             return await super().order_rank(order)
         if order.epoch != self.epoch:
             return f"epoch: got {order.epoch}; allowed: {self.epoch}"
-        if self.group is None:
-            return "its stages are on several nodes; allowed: an instance of one node"
-        ordered = self.group.reformer.order(order.rank, leaves=order.leaves)
-        return await asyncio.wrap_future(ordered)
+        return await asyncio.wrap_future(self.ranks.order(order.rank, leaves=order.leaves))
 
     async def close(self) -> None:
         await super().close()

@@ -470,6 +470,26 @@ def test_ranks_that_hang_are_those_that_are_awaited(data: st.DataObject) -> None
     assert own.phase in (ReformingPhase.SERVING, ReformingPhase.GIVEN_UP)
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_ranks_of_other_stages_are_neither_asked_nor_moved(spread: bool) -> None:
+    """Each of several nodes has one stage of the layout: what it has lost is all that changes, also
+    where the heads of other stages are not dealt as they would be dealt now.
+    """
+    stages = staged(2, [range(3), range(4, 7)])
+    before = uneven(UNITS, stages, shares=[2, 1, 1])
+    own = Reforming(UNITS, before, ROOM, COSTS, spread=spread, stages=range(1, 2))
+
+    done = carry_through(own, own.handle(RanksLost(frozenset({5}))))
+
+    began = done[1]
+    assert isinstance(began, CarryOut)
+    assert {move.target for move in began.plan.moves} <= {4, 6}
+    assert own.layout.stages[1].ranks == (4, 6)
+    for rank in range(3):
+        assert own.layout.held(rank) == before.held(rank)
+    assert own.why_it_stays(0) == "rank: got 0; allowed: 4, 6"
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_losses_at_any_moment_end_in_serving_or_giving_up(data: st.DataObject) -> None:

@@ -25,6 +25,7 @@ class Weights:
         """
         self._directory, self._reading = directory, reading
         self._files = _files_by_tensor(directory)
+        self.read_bytes = 0  # Of tensors, since the start.
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -49,6 +50,7 @@ class Weights:
             raise ConfigError(f"{path}: tensor {name}: {error}") from None
         check_tensor(path, name, tensor.shape, shape, tensor.dtype)
         copied = tensor.to(torch.float32, copy=True)
+        self.read_bytes += tensor.nbytes
         if self._reading is not None:
             self._reading.took(tensor.nbytes)
         return copied

@@ -121,12 +121,18 @@ class CellPool:
 
 
 class WholePages:
-    """A `PagePool` of whole pages over that memory: a page is gathered when it is sent, and
-    scattered when it has arrived.
+    """A `PagePool` of whole pages over that memory, or of the part of each that consecutive layers
+    have: a page is gathered when it is sent, and scattered when it has arrived.
     """
 
-    def __init__(self, geometry: KvGeometry, pages: int, memory: Tensor) -> None:
+    def __init__(
+        self, geometry: KvGeometry, pages: int, memory: Tensor, first_layer: int = 0
+    ) -> None:
+        """`geometry`: of these layers, from `first_layer` of the model on; cells are named by the
+        model's layers.
+        """
         self.geometry, self.pages = geometry, pages
+        self.layers = range(first_layer, first_layer + geometry.layers)
         self._cells = geometry.layers * geometry.kv_heads
         self.memory = memory[: memory_bytes(geometry, pages)].view(
             self._cells, pages + _MORE_PAGES, -1
@@ -151,7 +157,8 @@ class WholePages:
             self.memory[self._rows(own)[:, None], torch.tensor(pages, dtype=torch.int64)] = 0
 
     def _rows(self, cells: Iterable[Cell]) -> Tensor:
-        return torch.tensor([layer * self.geometry.kv_heads + head for layer, head in cells])
+        first, heads = self.layers.start, self.geometry.kv_heads
+        return torch.tensor([(layer - first) * heads + head for layer, head in cells])
 
     def mended(self) -> None:
         """No book has pages any more that were there when cells were lost."""

@@ -1,13 +1,14 @@
-"""An instance's ranks as one worker.
+"""The ranks below one process: all of an instance's, as one worker, or those of some stages.
 
-The process of the instance keeps scheduler, pages' book, text and ports, and computes nothing: it
-sends each batch to all ranks and reads the logits. It owns the memory of their KV cells and of
-their units, so both outlive a rank's process, and pages are sent and received without a rank.
+The process keeps no weights and computes nothing: it sends each batch to all ranks and reads the
+logits, or the rows of its last stage. It owns the memory of their KV cells and of their units, so
+both outlive a rank's process, and pages are sent and received without a rank.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -20,11 +21,14 @@ from kvrs.elastic.reforming import Reforming
 from kvrs.elastic.shares import Share
 from kvrs.elastic.ways.base import Costs, Room
 from kvrs.engine.hooks import StepHook
+from kvrs.engine.layers.proofs import sample
+from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.models.digests import Note, root_of
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import probe_page
 from kvrs.engine.ranks.formation import Predict, RankFormation
-from kvrs.engine.ranks.reformed import ReformingNow
+from kvrs.engine.ranks.link import StageFacts, StageUsage
+from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.reformer import Reformer, cells_of
 from kvrs.engine.ranks.seats import END_S
 from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, base_beside, limit_s_of
@@ -32,7 +36,7 @@ from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.instance import LayoutInfo, RankInfo
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.parts import Cell, Part
 from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 
@@ -56,9 +60,11 @@ def describe_ranks(
 
 
 class RankGroup(StageRanks, StepHook):
-    """The face of a `Worker`, over ranks that are all on this node. `execute` may be called by as
-    many threads at a time as there are stages.
+    """The face of a `Worker` where all stages are here, and a `StageGroup` where some are.
+    `execute` may be called by as many threads at a time as there are stages.
     """
+
+    fingerprint: str  # Of the whole model, where all stages are here.
 
     def __init__(
         self,
@@ -67,8 +73,10 @@ class RankGroup(StageRanks, StepHook):
         layout: Layout,
         elastic: ElasticSettings | None = None,
         lookahead_tokens: int = 0,
+        stages: range | None = None,
     ) -> None:
-        """Start the ranks and wait until all can compute. `lookahead_tokens`: of section `policy`.
+        """Start the ranks and wait until all can compute. `lookahead_tokens`: of section `policy`;
+        `stages`: that have their ranks here, None: all.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -76,7 +84,7 @@ class RankGroup(StageRanks, StepHook):
         """
         elastic = elastic or ElasticSettings()
         self._has_bases = elastic.spread_heads
-        stages = range(len(layout.stages))
+        stages = stages or range(len(layout.stages))
         super().__init__(model_directory, settings, layout, stages, spreads=elastic.spread_heads)
         self.full = layout
         self.units, self.geometry = self._config.units_of_ranks, geometry_of(self._config, settings)
@@ -101,11 +109,11 @@ class RankGroup(StageRanks, StepHook):
         self.probed = torch.empty(0)
         try:
             costs = self._start()
-            self.fingerprint = self._fingerprint(model_directory)
+            self.facts = self._facts(model_directory)
         except BaseException:
             self.close()
             raise
-        machine = Reforming(
+        self._machine = machine = Reforming(
             self._config.units_of_ranks,
             layout,
             Room(capacity_bytes=0, cell_bytes=0, pages=0),
@@ -113,6 +121,7 @@ class RankGroup(StageRanks, StepHook):
             min_ranks=elastic.min_ranks,
             spread=elastic.spread_heads,
             in_pieces=False,
+            stages=stages,
         )
         self._reformer = Reformer(self, machine, elastic, lookahead_tokens)
         self._reformer.start()
@@ -133,13 +142,6 @@ class RankGroup(StageRanks, StepHook):
         }
 
     @property
-    def worked_s(self) -> dict[int, float]:
-        """Processor time that each rank has computed in this formation, modulo 71 minutes."""
-        assert self._formation is not None, "the ranks compute"
-        lines = self._formation.memory.lines
-        return {rank: line.worked_us.value / 1e6 for rank, line in lines.items()}
-
-    @property
     def reforming(self) -> ReformingNow | None:
         """None: all ranks of the layout compute."""
         return None if self._reformer is None else self._reformer.now
@@ -149,8 +151,40 @@ class RankGroup(StageRanks, StepHook):
         assert self._reformer is not None, "the ranks compute"
         return self._reformer
 
-    def execute(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute a batch as `Worker.execute` does.
+    @property
+    def now(self) -> RanksNow:
+        deaths, number = self.reformer.deaths, self._machine.epoch
+        return RanksNow(self.layout, self.pids, deaths, number, self.reforming)
+
+    def usage(self) -> dict[int, StageUsage]:
+        """Work and reads of each stage. A rank counts its time modulo 71 minutes, and anew in each
+        formation.
+        """
+        formation, read = self._formation, self.processes.read_bytes
+        lines = {} if formation is None else formation.memory.lines
+        return {
+            stage: StageUsage(
+                sum(lines[rank].worked_us.value / 1e6 for rank in ranks if rank in lines),
+                sum(read[rank] for rank in ranks),
+            )
+            for stage in self.stages
+            if (ranks := self.full.stages[stage].ranks)
+        }
+
+    def factors(self, layout: Layout) -> tuple[float, float]:
+        """Step times of decode and of prefill over those of the full layout."""
+        return self.reformer.factors(layout)
+
+    def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
+        return self.reformer.order(rank, leaves=leaves)
+
+    def execute(
+        self, chunks: Sequence[Chunk], rows: Tensor | None = None, limit_s: float | None = None
+    ) -> Tensor:
+        """Compute a batch as `Worker.execute` does, one at a time where some stages are elsewhere:
+        from the rows `[padded rows, hidden]` of the stage before to those behind the last stage
+        here, or to logits where that is the model's last. `limit_s`: for so long no rank may come
+        further; None: as it is predicted.
 
         Raises:
             RanksLostError: the batch is not computed; KV of its positions may be written in part.
@@ -163,8 +197,8 @@ class RankGroup(StageRanks, StepHook):
                 raise RanksLostError(sorted(self.lost), "has died")
             self._under_way.append(len(chunks))
         try:
-            limit_s = limit_s_of(self.predict, chunks)
-            logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s)
+            limit_s = limit_s or limit_s_of(self.predict, chunks)
+            logits = formation.execute(chunks, self.geometry.page_size_tokens, limit_s, rows)
             # A rank that was killed may have read its cells when these were gone.
             if losses != self.pool.losses:
                 raise RanksLostError(sorted(self.lost), "has lost cells meanwhile")
@@ -194,6 +228,26 @@ class RankGroup(StageRanks, StepHook):
     def on_restart(self) -> None:
         self.pool.mended()
 
+    async def read(self, pages: Sequence[int]) -> Tensor:
+        """The part of these pages that is here, as bytes `[pages, part of a page]`.
+
+        Raises:
+            TransferError: cells of it are lost.
+        """
+        staged = self.pool.stage(pages)
+        await staged.save()
+        return staged.buffer
+
+    async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None = None) -> None:
+        """The other way round; `cells`: those that `parts` has of each page, None: all.
+
+        Raises:
+            TransferError: cells were lost meanwhile.
+        """
+        staged = self.pool.stage(pages, cells)
+        staged.buffer.copy_(parts)
+        await staged.restore(len(pages))
+
     def place(self, sequence: sequences.Sequence, others: Iterable[sequences.Sequence]) -> None:
         if self._has_bases:
             sequence.base = base_beside(self.layout, others)
@@ -219,12 +273,17 @@ class RankGroup(StageRanks, StepHook):
         self._is_closed = True
         if self._reformer is not None:
             self._reformer.stop()
+        self.end()
+        self.end_ranks(0.0 if self.lost else END_S)
+
+    def end(self) -> None:
+        """Let batches end, and whoever waits for the ranks, in RanksLostError."""
         with self._serving:
             self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
+            formation, self._formation = self._formation, None
             self._serving.notify_all()
-        if self._formation is not None:
-            self._formation.end()
-        self.end_ranks(0.0 if self.lost else END_S)
+        if formation is not None:
+            formation.end()
 
     # For the thread that re-forms.
 
@@ -239,11 +298,14 @@ class RankGroup(StageRanks, StepHook):
             formation.end()
 
     def probe(self, formation: RankFormation) -> Tensor:
-        """Logits that are the same in every formation."""
+        """Results that are the same in every formation."""
         count = min(_PROBE_TOKENS, self.geometry.page_size_tokens, self.max_positions)
         ids = [(7 * at + 3) % self.vocab_size for at in range(count)]
         chunk = Chunk(ids, 0, [probe_page(self.settings.pages)], logits=1)
-        return formation.execute([chunk], self.geometry.page_size_tokens, UNPREDICTED_S)
+        rows = None
+        if self.stages.start:
+            rows = sample(padded_rows(count), self._config.hidden, torch.device("cpu"))
+        return formation.execute([chunk], self.geometry.page_size_tokens, UNPREDICTED_S, rows)
 
     def serve(self, formation: RankFormation) -> None:
         with self._serving:
@@ -281,11 +343,15 @@ class RankGroup(StageRanks, StepHook):
             back_s=load_s,
         )
 
-    def _fingerprint(self, directory: Path) -> str:
-        arithmetic = self.processes.arithmetic
+    def _facts(self, directory: Path) -> StageFacts:
+        """Note the root of a whole model beside its files; returns what was loaded."""
+        arithmetic, hashes = self.processes.arithmetic, self.processes.hashes
         assert arithmetic is not None, "all ranks have answered"
         note = Note(directory, Weights(directory).files)
-        root = root_of(self.processes.hashes, self._config.layers)
-        if note.read() != root:
-            note.write(root)
-        return fingerprint_of(arithmetic, root)
+        noted = note.read()
+        if len(self.stages) == len(self.layout.stages):
+            root = root_of(hashes, self._config.layers)
+            if noted != root:
+                note.write(root)
+            self.fingerprint = fingerprint_of(arithmetic, root)
+        return StageFacts(arithmetic, hashes, noted)

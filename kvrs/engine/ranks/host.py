@@ -17,47 +17,26 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
-
 from kvrs.config.file import Config, load_config, read_secrets
-from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import (
-    WORDS,
-    ComputeStage,
-    EndRank,
-    Ordered,
-    PagesDone,
-    ReadPages,
     StageChannel,
-    StageComputed,
-    StageComputing,
     StageLink,
     StageLost,
-    StageReady,
     StageRefused,
     ToStage,
-    WritePages,
     facts_digest,
-    most_page_payload,
     stage_key,
 )
-from kvrs.engine.ranks.local import LocalStages
-from kvrs.engine.ranks.sessions import (
-    BatchLimits,
-    StageRefusedError,
-    StageSession,
-    StageSessions,
-)
+from kvrs.engine.ranks.orders import StageOrders
+from kvrs.engine.ranks.sessions import StageRefusedError, StageSessions
 from kvrs.engine.ranks.settings import layout_of
-from kvrs.engine.ranks.wire import chunks_of
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import (
     ConfigError,
@@ -79,8 +58,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 64
 _MOST_STRANGERS = 32  # Connections in their hand-shake; for one more the oldest is closed.
-_FLOAT_BYTES = 4
-_START = 1  # The epoch of a host, by which nothing is distinguished.
+_EPOCH = 1  # Of every host: by it nothing is distinguished.
 
 
 def find_stage(config: Config, host: InstanceId) -> tuple[InstanceId, int]:
@@ -108,7 +86,7 @@ class StageHost:
             ConfigError: there is no such stage, or directory or settings are wrong.
             KvrsError: there is not enough memory, a rank has ended, or the ranks differ.
         """
-        node, instance = config.cluster.find(instance_id)
+        _, instance = config.cluster.find(instance_id)
         if (place := instance.remote_stages.get(stage)) is None:
             allowed = ", ".join(map(str, instance.remote_stages)) or "none"
             raise ConfigError(
@@ -117,30 +95,32 @@ class StageHost:
         if config.cluster.model is None:
             raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         directory, settings = Path(config.cluster.model), config.cluster.engine
-        model = ModelConfig.from_directory(directory)
+        self._model = model = ModelConfig.from_directory(directory)
         layout = layout_of(instance, model.units, spread=config.elastic.spread_heads)
         assert layout is not None, "an instance with stage_hosts has several ranks"
-        self._place, self._instance, self._node = place, instance, node.id
-        self._name = instance.stage_host_id(stage)
+        self._place, self._instance = place, instance
         self._keys = [stage_key(each) for each in (secret, *older)]
         self._stall_timeout_s = config.transfer.stall_timeout_s
-        self._stages = LocalStages(directory, settings, layout, range(stage, stage + 1))
         self._identity = Identity(
-            self._name,
+            instance.stage_host_id(stage),
             place.node,
-            _START,
+            _EPOCH,
             facts_digest(model, settings, layout),
             geometry_of(model, settings).page_bytes,
         )
-        self._row_floats = model.hidden
-        rows_bytes = padded_rows(settings.max_batch_tokens) * model.hidden * _FLOAT_BYTES
-        self._max_bytes = max(rows_bytes, most_page_payload(self._stages.pool.geometry.page_bytes))
-        self._limits = BatchLimits.of(model, settings)
         self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
         self._sessions = StageSessions(instance_id)
+        self._is_stopping = False
         self._batches: StageLink | None = None  # Of the session that is open, or was last.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        self.group = RankGroup(
+            directory,
+            settings,
+            layout,
+            config.elastic,
+            config.policy.lookahead_tokens,
+            range(stage, stage + 1),
+        )
 
     async def serve(
         self,
@@ -157,7 +137,9 @@ class StageHost:
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[KvrsError] = loop.create_future()
-        self._stages.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
+        self._orders = StageOrders(self.group, self._model)
+        self.group.on_change = lambda: loop.call_soon_threadsafe(self._orders.changed)
+        self.group.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
         host, port = self._place.bind or self._place.host, self._place.port
         stopping = asyncio.create_task(self._stopped(stop))
         at_once_too = asyncio.create_task((at_once or asyncio.Event()).wait())
@@ -180,16 +162,17 @@ class StageHost:
         finally:
             stopping.cancel()
             at_once_too.cancel()
-            self._stages.end()
+            self.group.end()
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            self._stages.close()
-            self._thread.shutdown()
+            self.group.close()
+            self._orders.close()
 
     async def _stopped(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        await self._sessions.end()
+        self._is_stopping = True
+        await self._sessions.over()
 
     def _finish(self, error: KvrsError) -> None:
         if not self._end.done():
@@ -198,13 +181,15 @@ class StageHost:
     async def _tell(self, error: KvrsError) -> None:
         if self._batches is not None and isinstance(error, RanksLostError):
             with suppress(TransferError):
-                reason = str(error).removeprefix(f"rank {', '.join(map(str, error.ranks))} ")
-                await self._batches.send(StageLost(list(error.ranks), reason))
+                await self._batches.send(StageLost(list(error.ranks), error.reason))
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
             sock, _ = await loop.sock_accept(listener)
+            if self._is_stopping:
+                sock.close()  # The host that follows is waited for.
+                continue
             if len(self._strangers) >= _MOST_STRANGERS:
                 self._strangers.pop(0).cancel()
             task = asyncio.create_task(self._serve_one(sock))
@@ -227,7 +212,7 @@ class StageHost:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 key, *older = self._keys
                 _, client = await admit(stream, key, lambda: self._identity, older=older)
-                link = StageLink(stream, ToStage, self._max_bytes)
+                link = StageLink(stream, ToStage, self._orders.most_payload_bytes)
                 begin, _ = await link.receive()
         except (TransferError, TimeoutError, OSError) as error:
             log.warning("connection of a stage refused", extra={"cause": str(error)})
@@ -239,9 +224,10 @@ class StageHost:
         try:
             async with self._sessions.of(link, client, begin) as session:
                 if begin.channel is StageChannel.BATCHES:
-                    await self._serve_batches(link, session)
+                    self._batches = link
+                    await self._orders.batches(link, session)
                 else:
-                    await self._serve_pages(link, session)
+                    await self._orders.pages(link, session)
         except RanksLostError as lost:
             self._finish(lost)
         except (TransferError, OSError) as error:
@@ -249,79 +235,6 @@ class StageHost:
             log.log(level, "connection of a stage ends", extra={"cause": str(error)})
             with suppress(TransferError, OSError):
                 await link.send(StageRefused(str(error)))
-
-    async def _serve_batches(self, link: StageLink, session: StageSession) -> None:
-        self._batches = link
-        await link.send(self._ready(session))
-        loop = asyncio.get_running_loop()
-        while True:
-            order, payload = await link.receive()
-            if not isinstance(order, ComputeStage):
-                raise StageRefusedError(f"a message out of turn: {type(order).__name__}")
-            session.check(order)
-            chunks = chunks_of(order.chunks)
-            self._limits.check(chunks)
-            count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
-            width = self._row_floats if self._stages.stages.start else 0
-            if len(payload) != count * width * _FLOAT_BYTES:
-                raise StageRefusedError(
-                    f"{len(payload)} bytes of rows; allowed: {count * width * _FLOAT_BYTES}"
-                )
-            rows = payload.view(torch.float32).view(count, width) if width else None
-            computed = loop.run_in_executor(
-                self._thread, self._stages.execute, chunks, rows, order.limit_s
-            )
-            try:
-                while not (await asyncio.wait({computed}, timeout=order.limit_s / WORDS))[0]:
-                    await link.send(StageComputing(order.batch))
-            finally:
-                # The session is not over before: its pages are written until then.
-                await _ended(computed)
-            await link.send(StageComputed(order.batch), computed.result())
-
-    def _ready(self, session: StageSession) -> StageReady:
-        return msgspec.structs.replace(self._stages.ready, session=session.number, pid=os.getpid())
-
-    async def _serve_pages(self, link: StageLink, session: StageSession) -> None:
-        part_bytes = self._stages.pool.geometry.page_bytes
-        await link.send(PagesDone())
-        while True:
-            order, payload = await link.receive()
-            if isinstance(order, Ordered):
-                session.check(order)
-            match order:
-                case ReadPages(pages=pages):
-                    self._check_pages(pages)
-                    await link.send(PagesDone(), await self._stages.read(pages))
-                case WritePages(pages=pages):
-                    self._check_pages(pages)
-                    if len(payload) != len(pages) * part_bytes:
-                        raise StageRefusedError(
-                            f"{len(payload)} bytes of pages; allowed: {len(pages) * part_bytes}"
-                        )
-                    await self._stages.write(pages, payload.view(len(pages), part_bytes))
-                    await link.send(PagesDone())
-                case EndRank(rank=rank):
-                    if rank in self._stages.ready.pids:
-                        self._stages.kill_rank(rank)
-                    await link.send(PagesDone())
-                case _:
-                    raise StageRefusedError(f"a message out of turn: {type(order).__name__}")
-
-    def _check_pages(self, pages: list[int]) -> None:
-        part_bytes = self._stages.pool.geometry.page_bytes
-        last, most = self._stages.pool.pages - 1, most_page_payload(part_bytes) // part_bytes
-        if not 0 < len(pages) <= most or min(pages) < 0 or max(pages) > last:
-            raise StageRefusedError(
-                f"{len(pages)} pages {pages[:8]}; allowed: 1 to {most} of 0 to {last}"
-            )
-
-
-async def _ended(work: "asyncio.Future[Any]") -> None:
-    """Wait for the end of work in a thread, however often this is cancelled."""
-    while not work.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({work})
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

@@ -22,8 +22,10 @@ from torch import Tensor
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.wire import WireChunk
 from kvrs.errors import TransferError
+from kvrs.protocol.parts import Cell
 from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.stream import SocketStream, StalledError
@@ -63,8 +65,8 @@ class Ordered(msgspec.Struct, frozen=True):
 
 class ComputeStage(Ordered, frozen=True, tag="compute"):
     """Compute a batch. Its payload: the rows of the stage before. The answer is `StageComputed`,
-    or `StageLost` where ranks come no further for `limit_s`; until then the host sends
-    `StageComputing`, `WORDS` times in `limit_s`.
+    or `StageStopped` where ranks are lost or come no further for `limit_s`; until then the host
+    sends `StageComputing`, `WORDS` times in `limit_s`.
     """
 
     batch: int
@@ -79,29 +81,63 @@ class ReadPages(Ordered, frozen=True, tag="read"):
 
 
 class WritePages(Ordered, frozen=True, tag="write"):
-    """Put the payload into the stage's part of these pages. The answer is `PagesDone`."""
+    """Put the payload into the stage's part of these pages, or into some cells of it: the layers
+    and KV heads [first, end). The answer is `PagesDone`.
+    """
 
     pages: list[int]
+    layers: tuple[int, int] | None = None
+    heads: tuple[int, int] | None = None
 
 
 class EndRank(Ordered, frozen=True, tag="end"):
-    """Kill a rank, a fault. The answer is `PagesDone`."""
+    """Kill a rank and drop its memory, a fault. `bases`: of each page. The answer is
+    `CellsLost`.
+    """
 
     rank: int
+    bases: list[int]
 
 
-ToStage = Begin | ComputeStage | ReadPages | WritePages | EndRank
+class MoveRank(Ordered, frozen=True, tag="move"):
+    """Let a rank leave on purpose, or have it back. The answer is `RankMoved`."""
+
+    rank: int
+    leaves: bool
 
 
-class StageReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Answer to `Begin` for batches: what the stage's ranks have loaded."""
+class Mended(Ordered, frozen=True, tag="mended"):
+    """On the link of batches: no book of the instance has pages any more that were there when cells
+    were lost. There is no answer.
+    """
+
+
+ToStage = Begin | ComputeStage | Mended | ReadPages | WritePages | EndRank | MoveRank
+
+
+class StageFacts(msgspec.Struct, frozen=True):
+    """Facts about the weights of stages, which their ranks have loaded."""
 
     arithmetic: bytes
     hashes: dict[str, bytes]
     root: bytes | None  # That the node has noted beside the model's files.
-    pids: dict[int, int]
-    session: int = 0
-    pid: int = 0  # Of the host.
+
+
+class StageUsage(msgspec.Struct, frozen=True):
+    """Work and reads of a stage's ranks."""
+
+    worked_s: float  # Of processors, while they computed.
+    read_bytes: int  # Of weights, from files, since the start.
+
+
+class StageReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Answer to `Begin` for batches."""
+
+    session: int
+    pid: int  # Of the host.
+    facts: StageFacts
+    now: RanksNow  # Times in it count from this message.
+    usage: StageUsage
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
@@ -114,10 +150,29 @@ class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
     """Payload: rows behind the stage, or logits behind the last one."""
 
     batch: int
+    usage: StageUsage
+
+
+class StageStopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The batch is not computed, since ranks are lost; nor is any other before `StageServes`."""
+
+    batch: int
+    ranks: list[int]
+    reason: str
+
+
+class StageServes(msgspec.Struct, frozen=True, tag="serves"):
+    """The ranks compute again; none of them computes an earlier batch any more."""
+
+
+class StageChanged(msgspec.Struct, frozen=True, tag="changed"):
+    """Something of the ranks is new. It comes at any time."""
+
+    now: RanksNow  # Times in it count from this message.
 
 
 class StageLost(msgspec.Struct, frozen=True, tag="lost"):
-    """The stage has lost ranks and computes no more; in the middle of a batch, or between two."""
+    """The stage has lost ranks and computes no more: the host ends."""
 
     ranks: list[int]
     reason: str
@@ -135,7 +190,36 @@ class PagesDone(msgspec.Struct, frozen=True, tag="done"):
     """A payload only after `ReadPages`."""
 
 
-FromStage = StageReady | StageComputing | StageComputed | StageLost | StageRefused | PagesDone
+class PagesLost(msgspec.Struct, frozen=True, tag="gone"):
+    """In place of `PagesDone`: cells of these pages are lost."""
+
+    reason: str
+
+
+class CellsLost(msgspec.Struct, frozen=True, tag="cells"):
+    """Layer and KV head of each cell that is lost of a page, by its base."""
+
+    cells: dict[int, list[Cell]]
+
+
+class RankMoved(msgspec.Struct, frozen=True, tag="moved"):
+    refused: str | None  # Why; None: it is carried out.
+
+
+FromStage = (
+    StageReady
+    | StageComputing
+    | StageComputed
+    | StageStopped
+    | StageServes
+    | StageChanged
+    | StageLost
+    | StageRefused
+    | PagesDone
+    | PagesLost
+    | CellsLost
+    | RankMoved
+)
 
 
 def stage_key(secret: bytes) -> bytes:

@@ -4,39 +4,113 @@ The first stages may have their ranks below the instance's own process. A batch 
 stage as rows, which are the float32 that ranks of one node hand on in memory, so no bit changes;
 the instance's process passes them on. A page is put together from the parts of all stages.
 
-Nothing of such an instance is formed again: with any of its ranks, a stage's host or its connection
-the instance's process ends, and its streams go elsewhere. Hosts that are left serve the next
-process, with the weights that they have.
+Each group of ranks re-forms where it is: a batch is given up meanwhile, and computed again when all
+groups serve. A batch that is given up has been answered by every stage that it was sent to, so none
+of them writes into its pages any more. With a host, or the connection to it, the instance's process
+ends, and its streams go elsewhere; hosts that are left serve the next process, with the weights
+that they have.
 """
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.file import Config
-from kvrs.elastic.layouts import Layout
+from kvrs.elastic.layouts import Layout, fresh_turns
+from kvrs.elastic.placing import Turns
 from kvrs.engine.hooks import StepHook
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.digests import root_of
+from kvrs.engine.ranks.connection import StageAt
 from kvrs.engine.ranks.formation import Predict
-from kvrs.engine.ranks.link import facts_digest, stage_key
-from kvrs.engine.ranks.local import LocalStages, StageGroup
-from kvrs.engine.ranks.remote import RemoteStage, StageAt
-from kvrs.engine.ranks.stages import base_beside, limit_s_of
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.ranks.link import StageFacts, StageUsage, facts_digest, stage_key
+from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
+from kvrs.engine.ranks.remote import RemoteStage
+from kvrs.engine.ranks.stages import base_beside, limit_s_of, step_factors
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.ids import NodeId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.parts import Cell
+from kvrs.protocol.parts import Cell, Part
 from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Identity, Peer
+
+
+class StageGroup(Protocol):
+    """Consecutive stages: `RankGroup` below this process, `RemoteStage` in a host."""
+
+    stages: range
+    layers: range
+    # Called from another thread: it computes nothing any more; something of its ranks is new.
+    on_end: Callable[[RanksLostError], object] | None
+    on_change: Callable[[], object] | None
+
+    @property
+    def facts(self) -> StageFacts: ...
+    @property
+    def now(self) -> RanksNow: ...
+    def usage(self) -> dict[int, StageUsage]: ...
+
+    def execute(self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
+        """Compute a batch: from the rows `[padded rows, hidden]` of the stage before to those
+        behind the last stage, or to logits where that is the model's last.
+
+        Raises:
+            RanksLostError: it is not computed.
+        """
+        ...
+
+    def on_lost(self) -> None:
+        """Wait until the ranks compute again, and none of them an earlier batch.
+
+        Raises:
+            RanksLostError: they do not any more.
+        """
+        ...
+
+    def on_restart(self) -> None:
+        """No book has pages any more that were there when cells were lost."""
+        ...
+
+    async def read(self, pages: Sequence[int]) -> Tensor:
+        """These layers' part of pages, as bytes `[pages, part of a page]`.
+
+        Raises:
+            TransferError: the stages, or cells of them, are lost.
+        """
+        ...
+
+    async def write(self, pages: Sequence[int], parts: Tensor, cells: Part | None = None) -> None:
+        """`cells`: those that `parts` has of each page, None: all.
+
+        Raises:
+            TransferError: the stages are lost, or cells were meanwhile.
+        """
+        ...
+
+    def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
+        """`RankGroup.lose_device`. Raises TransferError: the stages are lost."""
+        ...
+
+    def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
+        """`Reformer.order`."""
+        ...
+
+    def end(self) -> None:
+        """Let a batch that is computed end in RanksLostError."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class RanksOnNodes(StepHook):
@@ -63,28 +137,27 @@ class RanksOnNodes(StepHook):
         assert config.cluster.model is not None, "the caller has looked"
         directory, settings = Path(config.cluster.model), config.cluster.engine
         model = ModelConfig.from_directory(directory)
-        self.settings, self.layout, self.full = settings, layout, layout
+        self.settings, self.full = settings, layout
         self.units, self.geometry = model.units_of_ranks, geometry_of(model, settings)
         self.vocab_size, self.eos_token_ids = model.vocab, end_tokens_of(model)
         self.max_positions = min(settings.max_model_len, model.max_positions)
         self.gpus: list[str] | None = []
         self._has_bases = config.elastic.spread_heads
         self.predict: Predict | None = None
-        # Called from another thread: the instance cannot go on.
+        # Called from another thread: the instance cannot go on; something of the ranks is new.
         self.on_end: Callable[[RanksLostError], object] | None = None
-        self._ended = threading.Condition()
+        self.on_change: Callable[[], object] | None = None
+        self._ending = threading.Lock()
         self._end: RanksLostError | None = None
         self.groups: list[StageGroup] = []
-        own = Identity(
-            instance.id,
-            node,
-            epoch,
-            facts_digest(model, settings, layout),
-            self.geometry.page_bytes,
-        )
+        digest, page_bytes = facts_digest(model, settings, layout), self.geometry.page_bytes
+        own = Identity(instance.id, node, epoch, digest, page_bytes)
         try:
             if local := instance.own_stages:
-                self.groups.append(LocalStages(directory, settings, layout, local))
+                lookahead, elastic = config.policy.lookahead_tokens, config.elastic
+                self.groups.append(
+                    RankGroup(directory, settings, layout, elastic, lookahead, local)
+                )
             for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
                 at = StageAt(peer, own, stage_key(secret), config.transfer.stall_timeout_s)
@@ -94,87 +167,111 @@ class RanksOnNodes(StepHook):
             self.close()
             raise
         for group in self.groups:
-            group.on_end = self._lost
+            group.on_end, group.on_change = self._lost, self._changed
         self.pool = PartedPool(self.geometry, self.groups)
 
     @property
+    def layout(self) -> Layout:
+        return self.now.layout
+
+    @property
     def pids(self) -> dict[int, int]:
-        return {rank: pid for group in self.groups for rank, pid in group.ready.pids.items()}
+        return self.now.pids
+
+    @property
+    def now(self) -> RanksNow:
+        return together([(group.stages, group.now) for group in self.groups])
+
+    def factors(self, layout: Layout) -> tuple[float, float]:
+        """Step times of decode and of prefill over those of the full layout."""
+        return step_factors(layout, self.full, self.units)
+
+    def usage(self) -> dict[int, StageUsage]:
+        return {stage: used for group in self.groups for stage, used in group.usage().items()}
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute a batch as `Worker.execute` does.
 
         Raises:
-            RanksLostError: the batch is not computed, nor will any other be.
+            RanksLostError: the batch is not computed; no stage computes it any more.
         """
         assert chunks, "a batch has at least one chunk"
         limit_s = limit_s_of(self.predict, chunks)
         rows: Tensor | None = None
-        try:
-            for group in self.groups:
-                rows = group.execute(chunks, rows, limit_s)
-        except RanksLostError as lost:
-            self._lost(lost)
-            assert self._end is not None, "it was lost now, or before"
-            raise self._end from None
+        for group in self.groups:
+            rows = group.execute(chunks, rows, limit_s)
         assert rows is not None, "an instance has stages"
         return rows
 
     def on_lost(self) -> None:
-        """Raises RanksLostError: nothing computes again."""
-        with self._ended:
-            self._ended.wait_for(lambda: self._end is not None)
-        assert self._end is not None, "it has just been set"
-        raise self._end
+        """Sleep until all stages compute again.
+
+        Raises:
+            RanksLostError: they do not any more.
+        """
+        try:
+            for group in self.groups:
+                group.on_lost()
+        except RanksLostError as lost:
+            raise self._end or lost from None
+
+    def on_restart(self) -> None:
+        for group in self.groups:
+            group.on_restart()
 
     def place(self, sequence: sequences.Sequence, others: Iterable[sequences.Sequence]) -> None:
         if self._has_bases:
             sequence.base = base_beside(self.layout, others)
 
     def lose_device(self, rank: int, bases: Sequence[int] = ()) -> dict[int, frozenset[Cell]]:
-        """Kill a rank; its memory goes with the instance. Returns no cells: none are computed
-        again.
-        """
-        next(group for group in self.groups if rank in group.ready.pids).kill_rank(rank)
-        return {}
+        return self._group_of(rank).lose_device(rank, bases)
+
+    def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
+        return self._group_of(rank).order(rank, leaves=leaves)
 
     def close(self) -> None:
         """End the ranks of this process, and the sessions with hosts, which stay."""
-        with self._ended:
-            self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
-            self._ended.notify_all()
+        with self._ending:
+            self._end = self._end or RanksLostError(self.full.ranks, "has ended")
         for group in self.groups:
             group.close()
 
+    def _group_of(self, rank: int) -> StageGroup:
+        stage = self.full.stages.index(self.full.stage_of(rank))
+        return next(group for group in self.groups if stage in group.stages)
+
     def _lost(self, error: RanksLostError) -> None:
-        with self._ended:
+        with self._ending:
             if self._end is not None:
                 return
             self._end = error
-            self._ended.notify_all()
         for group in self.groups:
             group.end()
         if self.on_end is not None:
             self.on_end(error)
 
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
     def _fingerprint(self, model: ModelConfig) -> str:
-        """Fingerprint of the units of all nodes, equal to that of one process.
+        """Fingerprint of the units of all stages, equal to that of one process.
 
         Raises:
             KvrsError: the nodes do not compute alike, or have other weights.
         """
-        first, *others = (group.ready for group in self.groups)
-        for group, ready in zip(self.groups[1:], others, strict=True):
-            if ready.arithmetic != first.arithmetic:
+        first = self.groups[0].facts
+        for group in self.groups:
+            if group.facts.arithmetic != first.arithmetic:
                 raise KvrsError(
                     f"stage {group.stages.start} computes with other results than stage 0; "
                     f"allowed: nodes of one arithmetic"
                 )
-        hashes = {name: leaf for each in (first, *others) for name, leaf in each.hashes.items()}
+        hashes = {name: leaf for each in self.groups for name, leaf in each.facts.hashes.items()}
         root = root_of(hashes, model.layers)
         for group in self.groups:
             # Each node has read its own layers only: what was noted there is of the whole model.
-            if group.ready.root not in (None, root):
+            if group.facts.root not in (None, root):
                 raise KvrsError(
                     f"stage {group.stages.start} has the weights of another model than the other "
                     f"stages; allowed: the same files on all nodes"
@@ -182,44 +279,111 @@ class RanksOnNodes(StepHook):
         return fingerprint_of(first.arithmetic, root)
 
 
+def together(parts: Sequence[tuple[range, RanksNow]]) -> RanksNow:
+    """The ranks of all parts, which re-form until the last one serves. Each part has these
+    consecutive stages; they follow each other.
+    """
+    each = [now for _, now in parts]
+    number = sum(now.number for now in each)
+    reforming: ReformingNow | None = None
+    if under_way := [now.reforming for now in each if now.reforming is not None]:
+        after = [
+            (stages, now.layout if now.reforming is None else now.reforming.after)
+            for stages, now in parts
+        ]
+        reforming = replace(
+            max(under_way, key=lambda now: now.ready_at_s),
+            number=number,
+            after=joined(after),
+            lost=tuple(rank for now in under_way for rank in now.lost),
+            move_bytes=sum(now.move_bytes for now in under_way),
+            lost_cells=sum(now.lost_cells for now in under_way),
+        )
+    return RanksNow(
+        layout=joined([(stages, now.layout) for stages, now in parts]),
+        pids={rank: pid for now in each for rank, pid in now.pids.items()},
+        deaths=sum(now.deaths for now in each),
+        number=number,
+        reforming=reforming,
+    )
+
+
+def joined(parts: Sequence[tuple[range, Layout]]) -> Layout:
+    """The layout of which each part has these consecutive stages; the parts follow each other, and
+    are of one model and of the same layers in each stage.
+    """
+    _, last = parts[-1]
+    by_layer = [(layer, layout) for stages, layout in parts for layer in layout.layers(stages)]
+    joined_stages = tuple(layout.stages[stage] for stages, layout in parts for stage in stages)
+    turns: Turns = ()
+    if any(layout.turns for _, layout in parts):
+        # A part without spread heads has no turns, and any do for it.
+        fresh = fresh_turns(joined_stages)
+        turns = tuple((layout.turns or fresh)[layer] for layer, layout in by_layer)
+    return Layout(
+        number=1 + sum(layout.number - 1 for _, layout in parts),
+        stages=joined_stages,
+        attention=tuple(layout.attention[layer] for layer, layout in by_layer),
+        mlp=tuple(layout.mlp[layer] for layer, layout in by_layer),
+        vocabulary=last.vocabulary,
+        turns=turns,
+    )
+
+
 class PartedPool:
-    """A `PagePool` of whole pages over the parts of several nodes."""
+    """A `PagePool` of whole pages over the parts of several groups."""
 
     def __init__(self, geometry: KvGeometry, groups: Sequence[StageGroup]) -> None:
-        self.geometry = geometry
-        self.parts = []
-        layer_bytes = geometry.page_bytes // geometry.layers
-        for group in groups:
-            layers = group.layers
-            columns = slice(layers.start * layer_bytes, layers.stop * layer_bytes)
-            self.parts.append((group, columns))
+        self.geometry, self.groups = geometry, groups
 
-    def stage(self, pages: Sequence[int]) -> "PartedPages":
-        return PartedPages(self, pages)
+    def stage(self, pages: Sequence[int], part: Part | None = None) -> "PartedPages":
+        """Stage pages as `PagePool.stage` does; with `part` these cells of each page."""
+        return PartedPages(self, pages, part)
 
 
 class PartedPages:
-    """Copies of pages on their way between the nodes of an instance and sockets."""
+    """Copies of pages, or of some of their cells, on their way between the groups of an instance
+    and sockets.
+    """
 
-    def __init__(self, pool: PartedPool, pages: Sequence[int]) -> None:
-        self._pool, self._pages = pool, list(pages)
-        self._buffer = torch.empty(len(pages), pool.geometry.page_bytes, dtype=torch.uint8)
+    def __init__(self, pool: PartedPool, pages: Sequence[int], part: Part | None) -> None:
+        self._pool, self._pages, self._part = pool, list(pages), part
+        size = pool.geometry
+        own = part or Part(range(size.layers), range(size.kv_heads))
+        self._layers = own.layers
+        self._layer_bytes = size.page_bytes // size.page_cells * len(own.heads)
+        page_bytes = self._layer_bytes * len(own.layers)
+        self._buffer = torch.empty(len(pages), page_bytes, dtype=torch.uint8)
         self.views = [page.numpy().data for page in self._buffer]
 
     async def save(self) -> None:
-        async def read(group: StageGroup, columns: slice) -> None:
-            self._buffer[:, columns] = await group.read(self._pages)
+        assert self._part is None, "whole pages are sent"
 
-        await _all([read(*part) for part in self._pool.parts])
+        async def read(group: StageGroup) -> None:
+            self._columns(group.layers, len(self._pages)).copy_(await group.read(self._pages))
+
+        await _all([read(group) for group in self._pool.groups])
 
     async def restore(self, count: int) -> None:
-        async def write(group: StageGroup, columns: slice) -> None:
-            await group.write(self._pages[:count], self._buffer[:count, columns])
+        async def write(group: StageGroup) -> None:
+            layers = range(
+                max(group.layers.start, self._layers.start),
+                min(group.layers.stop, self._layers.stop),
+            )
+            if layers and count:
+                part = None if self._part is None else Part(layers, self._part.heads)
+                await group.write(self._pages[:count], self._columns(layers, count), part)
 
-        await _all([write(*part) for part in self._pool.parts])
+        await _all([write(group) for group in self._pool.groups])
 
     def free(self) -> None:
         """The views stay valid for their holders, as any memory does."""
+
+    def _columns(self, layers: range, count: int) -> Tensor:
+        """The bytes of these layers in the first pages."""
+        first = layers.start - self._layers.start
+        stop = first + len(layers)
+        return self._buffer[:count, first * self._layer_bytes : stop * self._layer_bytes]
 
 
 async def _all(parts: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -81,6 +81,7 @@ class RankProcesses:
         # Bytes of weights, by the epoch of the order: `host`, `peer` and `kept` (left where a lost
         # rank had it) as they are in memory, and what was `read` of files; `damaged` counts units.
         self.moved: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self.read_bytes: Counter[int] = Counter()  # Of weights from files, by rank.
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._spreads = config, cells, spreads
         self._blocks = UnitBlocks(config, Weights(directory))
@@ -126,6 +127,7 @@ class RankProcesses:
                 f"of one arithmetic"
             )
         self._note(seat.rank, answer.leaves.items())
+        self.read_bytes[seat.rank] += answer.read_bytes
         seat.watch()
 
     def fetched(self, seat: RankSeat, answer: Fetched) -> bool:
@@ -151,6 +153,7 @@ class RankProcesses:
         moved = self.moved[answer.epoch]
         moved[how] += coming.size_bytes
         moved["read"] += answer.read_bytes
+        self.read_bytes[seat.rank] += answer.read_bytes
         if answer.was_damaged:
             moved["damaged"] += 1
             log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
@@ -275,7 +278,7 @@ class RankProcesses:
     def settle(self, layout: Layout) -> None:
         """The ranks of the layout have its units; all other memory of theirs is given back."""
         self.drop_coming()
-        held = {rank: layout.held(rank) for rank in layout.ranks}
+        held = {rank: layout.held(rank) for rank in layout.ranks if rank in self.seats}
         for (rank, unit), owner in list(self._lent.items()):
             if unit in held.get(rank, ()):
                 del self._lent[rank, unit]

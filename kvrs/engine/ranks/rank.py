@@ -266,6 +266,7 @@ class _Loaded:
             self.answer = Loaded(
                 arithmetic_of(self._config, self._geometry, device),
                 leaves(self._common, nothing),
+                self._weights.read_bytes,
             )
         if order.layout is not None:
             self._prove_ahead(order.layout, spreads=order.spreads)

@@ -1,8 +1,8 @@
-"""Records of a re-forming that is under way, and of one that has ended."""
+"""Records of ranks as they are, of a re-forming that is under way, and of one that has ended."""
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvrs.elastic.layouts import Layout
@@ -21,6 +21,26 @@ class ReformingNow:
     lost: tuple[int, ...]
     move_bytes: int
     lost_cells: int  # Of a page, at most.
+
+
+@dataclass(frozen=True, slots=True)
+class RanksNow:
+    """The ranks of some stages as they are, within the layout of all."""
+
+    layout: Layout
+    pids: dict[int, int]  # Of those that are not lost.
+    deaths: int  # Of ranks that computed, since the start.
+    number: int  # Of the last re-forming; rises.
+    reforming: ReformingNow | None  # None: all ranks of the layout compute.
+
+    def later(self, by_s: float) -> "RanksNow":
+        """By a clock that shows so much more: on its way between processes, times count from the
+        moment at which it is sent.
+        """
+        now = self.reforming
+        if now is None:
+            return self
+        return replace(self, reforming=replace(now, ready_at_s=now.ready_at_s + by_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,6 @@ class StageSessions:
         self._number = 0
         self._now: StageSession | None = None
         self._opening = asyncio.Lock()
-        self._is_ending = False
 
     @asynccontextmanager
     async def of(
@@ -132,15 +131,11 @@ class StageSessions:
             raise StageRefusedError(f"instance {head.instance!r}; allowed: {self._owner!r}")
         if head.epoch < self._epoch:
             raise StageRefusedError(f"epoch {head.epoch}; allowed: {self._epoch} or above")
-        if self._is_ending:
-            raise StageRefusedError("a host that ends; allowed: the one that follows it")
 
-    async def end(self) -> None:
-        """Take no more, and wait until the one that is open is over."""
-        self._is_ending = True
-        async with self._opening:
-            if self._now is not None:
-                await self._now.over()
+    async def over(self) -> None:
+        """Wait until none is open."""
+        while self._now is not None and not self._now.is_over:
+            await self._now.over()
 
 
 @dataclass(frozen=True, slots=True)

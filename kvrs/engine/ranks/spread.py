@@ -56,8 +56,10 @@ def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> Prefill
 class HasLayout(Protocol):
     """Ranks of which the layout may change."""
 
-    units: Units
-    layout: Layout
+    @property
+    def units(self) -> Units: ...
+    @property
+    def layout(self) -> Layout: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,8 @@ class StageRanks:
         geometry = of_layers(geometry_of(self._config, settings), self.layers)
         self._cells = Region.anonymous("kvrs-cells", memory_bytes(geometry, settings.pages))
         # The part of each page that these layers have.
-        self.pool = WholePages(
-            geometry, settings.pages, torch.frombuffer(self._cells.memory, dtype=torch.uint8)
-        )
+        memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)
+        self.pool = WholePages(geometry, settings.pages, memory, self.layers.start)
         self.processes = RankProcesses(
             model_directory, settings, self._config, self._cells, spreads=spreads
         )

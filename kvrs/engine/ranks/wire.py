@@ -106,6 +106,7 @@ Order = Load | FetchUnits | Attach | Join | Settle | Compute
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     arithmetic: bytes  # Equal for ranks exactly when their results are, of the same weights.
     leaves: dict[str, bytes]  # Hashes of what is no unit.
+    read_bytes: int = 0  # From files.
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,20 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.ids import InstanceId
+from kvrs.scheduling.sequences import Chunk
 from kvrs_testkit.free_ports import free_ports
 
 SECRET = b"a secret of the tests, long enough"
 D0 = InstanceId("d0")
+TOKENS = [(7 * at * at + 3) % 500 for at in range(120)]
+CUTS = [0, 50, 51, 67, 119, 120]
+
+
+def chunks() -> list[Chunk]:
+    return [
+        Chunk(TOKENS[first:last], first, range(20, 30), logits=min(3, last - first))
+        for first, last in pairwise(CUTS)
+    ]
 
 
 def config_of(model: Path, port: int = 0, hosts: int = 1, tp: int = 1, **engine: Any) -> Config:

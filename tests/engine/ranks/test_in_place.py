@@ -407,8 +407,8 @@ async def answers_of(
             tasks = [asyncio.create_task(answer(client, at, fields)) for at in range(8)]
             for fault in faults:
                 await befall(instance, client, fault)
-            if done is not None and instance.group is not None:
-                done += instance.group.reformer.done
+            if done is not None and isinstance(instance.ranks, RankGroup):
+                done += instance.ranks.reformer.done
             if lost is not None:
                 lost.append(len(instance.core.missing_pages))
             if tables is not None:
@@ -424,8 +424,8 @@ async def answers_of(
 
 async def befall(instance: EngineInstance, client: aiohttp.ClientSession, fault: str) -> None:
     """Once it is computing, a rank is lost in that way; returns when the process is gone."""
-    group = instance.group
-    assert group is not None
+    group = instance.ranks
+    assert isinstance(group, RankGroup)
     while instance.core.scheduler.running < 4 or group.reforming or group.lost:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)

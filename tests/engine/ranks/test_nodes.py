@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,6 +22,8 @@ from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.random_model import write_tiny_model
+from kvrs.engine.ranks.connection import StageAt
+from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.link import (
     PagesDone,
@@ -31,22 +33,31 @@ from kvrs.engine.ranks.link import (
     facts_digest,
     stage_key,
 )
-from kvrs.engine.ranks.local import LocalStages, StageGroup
-from kvrs.engine.ranks.remote import RemoteStage, StageAt
+from kvrs.engine.ranks.nodes import StageGroup
+from kvrs.engine.ranks.remote import RemoteStage
 from kvrs.engine.worker import Worker, geometry_of
 from kvrs.errors import DamagedPageError, KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.parts import Part
 from kvrs.protocol.session import SESSION_MAC_BYTES, Session
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream
 from tests.cluster.launches import until
-from tests.engine.ranks.on_nodes import D0, SECRET, config_of, head_of, hosting, layout_in, model_of
+from tests.engine.ranks.on_nodes import (
+    D0,
+    SECRET,
+    TOKENS,
+    chunks,
+    config_of,
+    head_of,
+    hosting,
+    layout_in,
+    model_of,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
 
-TOKENS = [(7 * at * at + 3) % 500 for at in range(120)]
-CUTS = [0, 50, 51, 67, 119, 120]
 LIMIT_S = 60.0
 
 
@@ -54,11 +65,9 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def chunks() -> list[Chunk]:
-    return [
-        Chunk(TOKENS[first:last], first, range(20, 30), logits=min(3, last - first))
-        for first, last in pairwise(CUTS)
-    ]
+def group_of(config: Config, stages: range) -> RankGroup:
+    settings = config.cluster.engine
+    return RankGroup(model_of(config), settings, layout_in(config), stages=stages)
 
 
 def connected(config: Config) -> RemoteStage:
@@ -84,9 +93,9 @@ def connected(config: Config) -> RemoteStage:
 
 
 @pytest.fixture(scope="module")
-def first_stage(tiny_model: Path) -> Iterator[LocalStages]:
+def first_stage(tiny_model: Path) -> Iterator[RankGroup]:
     config = config_of(tiny_model)
-    group = LocalStages(tiny_model, config.cluster.engine, layout_in(config), range(1))
+    group = group_of(config, range(1))
     yield group
     group.close()
 
@@ -99,7 +108,7 @@ def second_stage(
     with ExitStack() as stack:
         group: StageGroup
         if request.param == "local":
-            group = LocalStages(tiny_model, config.cluster.engine, layout_in(config), range(1, 2))
+            group = group_of(config, range(1, 2))
         else:
             stack.enter_context(hosting(config, tmp_path_factory.mktemp("host")))
             group = connected(config)
@@ -112,7 +121,7 @@ def through(first: StageGroup, second: StageGroup, chunk: Chunk) -> Tensor:
 
 
 async def test_a_stage_has_the_bytes_of_one_process(
-    tiny_model: Path, first_stage: LocalStages, second_stage: StageGroup
+    tiny_model: Path, first_stage: RankGroup, second_stage: StageGroup
 ) -> None:
     """Logits from the rows of the stage before; its part of a page is one run of the whole one,
     and comes back where it was put.
@@ -134,26 +143,76 @@ async def test_a_stage_has_the_bytes_of_one_process(
     assert same_bytes(await second_stage.read([3, 1]), part[[2, 0]])
 
 
-def test_a_killed_rank_ends_a_stage_for_good(
-    first_stage: LocalStages, second_stage: StageGroup
+def test_a_killed_rank_comes_back_in_its_stage(
+    first_stage: RankGroup, second_stage: StageGroup
 ) -> None:
-    """It is told once, at once and without a batch."""
+    """With the cells that it had, which are not its own. It is told as it is lost and as it is
+    back; the batch that was computed is not.
+    """
+    news: list[tuple[bool, int]] = []
     ended: list[RanksLostError] = []
-    told = threading.Event()
+    second_stage.on_change = lambda: news.append(
+        (second_stage.now.reforming is not None, second_stage.now.deaths)
+    )
+    second_stage.on_end = ended.append
+    first, second, *_ = chunks()
+    through(first_stage, second_stage, first)
+    expected = through(first_stage, second_stage, second)
+    before = second_stage.now.pids[1]
 
-    def on_end(lost: RanksLostError) -> None:
-        ended.append(lost)
-        told.set()
+    os.kill(before, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        computed = threads.submit(through, first_stage, second_stage, second)
+        os.kill(before, signal.SIGKILL)
+        with pytest.raises(RanksLostError):
+            computed.result()
+    second_stage.on_lost()
+    found = through(first_stage, second_stage, second)
+    until(lambda: second_stage.now.pids[1] != before and second_stage.now.reforming is None)
 
-    second_stage.on_end = on_end
-    rows = first_stage.execute([chunks()[0]], None, LIMIT_S)
+    assert same_bytes(found, expected)
+    assert news[0] == (True, 1)
+    assert news[-1] == (False, 1)
+    assert not ended
 
-    second_stage.kill_rank(1)
-    told.wait()
 
-    with pytest.raises(RanksLostError):
-        second_stage.execute([chunks()[0]], rows, LIMIT_S)
-    assert [(lost.ranks, str(lost)) for lost in ended] == [((1,), "rank 1 has died")]
+async def test_lost_cells_of_a_stage_are_named_until_its_books_are_mended(
+    first_stage: RankGroup, second_stage: StageGroup
+) -> None:
+    """Nothing is computed with them, nor sent; other cells are where they were."""
+    chunk = chunks()[0]
+    expected = through(first_stage, second_stage, chunk)
+    whole = await second_stage.read([20])
+
+    cells = second_stage.lose_device(1)
+    with pytest.raises(TransferError, match="cells of these pages are lost"):
+        await second_stage.read([20])
+    while True:
+        with pytest.raises(RanksLostError):
+            through(first_stage, second_stage, chunk)
+        second_stage.on_lost()
+        if second_stage.now.reforming is None and 1 in second_stage.now.pids:
+            break
+    second_stage.on_restart()
+    assert same_bytes(through(first_stage, second_stage, chunk), expected)
+
+    assert cells == {0: frozenset(product(second_stage.layers, range(2)))}
+    assert same_bytes(await second_stage.read([20]), whole)
+
+
+async def test_some_cells_of_a_stage_are_written(second_stage: StageGroup) -> None:
+    """One layer and one head, named as the model names them; the others stay."""
+    await second_stage.write([5], torch.zeros_like(await second_stage.read([5])))
+    layer = second_stage.layers[1]
+    size = (await second_stage.read([5])).shape[1] // len(second_stage.layers) // 2
+
+    await second_stage.write(
+        [5], torch.full((1, size), 7, dtype=torch.uint8), Part(range(layer, layer + 1), range(1, 2))
+    )
+
+    found = (await second_stage.read([5])).view(len(second_stage.layers), 2, size)
+    assert found.amax(-1).tolist() == [[0, 0], [0, 7]]
+    assert found[1, 1].tolist() == [7] * size
 
 
 # The instance.
@@ -186,7 +245,10 @@ async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
             there = Chunk(last.token_ids, last.first_position, range(40, 50), logits=1)
             assert same_bytes(head.execute([there]), worker.execute([last]))
 
+            ended = threading.Event()
+            head.on_end = lambda _: ended.set()
             host.kill()
+            ended.wait()
             with pytest.raises(RanksLostError, match="rank 1 is lost with its node n1"):
                 head.on_lost()
             with pytest.raises(TransferError):
@@ -223,7 +285,8 @@ def test_stages_on_nodes_compute_different_batches_at_a_time(
     with hosting(config, tmp_path) as host:
         head = head_of(config)
         own = head.groups[0]
-        assert isinstance(own, LocalStages)
+        assert isinstance(own, RankGroup)
+        assert own._formation is not None
         line, before = own._formation.memory.lines[0], own._formation._batch
         try:
             with ThreadPoolExecutor(2) as threads:
@@ -267,7 +330,7 @@ def test_a_host_that_hangs_is_lost_at_the_limit_of_a_batch(
 def slow_host(config: Config, pause_s: float) -> Iterator[None]:
     """A host of this process with ranks that begin each batch late, but are not stuck."""
     host = StageHost(config, D0, 1, SECRET)
-    execute, listening = host._stages.execute, threading.Event()
+    execute, listening = host.group.execute, threading.Event()
 
     def late(batch: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
         time.sleep(pause_s)
@@ -281,7 +344,7 @@ def slow_host(config: Config, pause_s: float) -> Iterator[None]:
         await stop.wait()
 
     end: list[Callable[[], object]] = []
-    with patch.object(host._stages, "execute", late):
+    with patch.object(host.group, "execute", late):
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
         try:
@@ -293,7 +356,7 @@ def slow_host(config: Config, pause_s: float) -> Iterator[None]:
 
 
 def test_a_host_with_ranks_that_are_only_slow_is_waited_for(
-    first_stage: LocalStages, tiny_model: Path
+    first_stage: RankGroup, tiny_model: Path
 ) -> None:
     """It says that they compute, several times before their time is over. It is heard, too, where
     the instance itself stands still for longer than that.

@@ -1,0 +1,74 @@
+"""The ranks of an instance whose groups of stages re-form each for itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvrs.elastic import on_demand
+from kvrs.elastic.layouts import Layout, hybrid, staged, uneven, validate
+from kvrs.elastic.units import Units
+from kvrs.elastic.ways.base import Way
+from kvrs.engine.ranks.nodes import joined, together
+from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
+
+pytestmark = pytest.mark.engine
+
+UNITS = Units(4, (128,) * 4, (64,) * 8, (64,) * 4, 32)
+STAGES = staged(4, [range(2), range(2, 5), range(5, 7)])
+PARTS = [range(1), range(1, 3)]
+
+
+def without(layout: Layout, *ranks: int) -> Layout:
+    return on_demand.reshaped(layout, UNITS, on_demand.survivors(layout, ranks))
+
+
+def test_a_joined_layout_has_each_stage_as_its_part_has_it() -> None:
+    """It is a layout of the model; its number rises with each change of a part."""
+    full = uneven(UNITS, STAGES)
+    first, rest = without(full, 1), without(without(full, 4), 6)
+
+    found = joined([(PARTS[0], first), (PARTS[1], rest)])
+
+    validate(found, UNITS)
+    assert found.ranks == (0, 2, 3, 5)
+    assert all(found.held(rank) == first.held(rank) for rank in (0,))
+    assert all(found.held(rank) == rest.held(rank) for rank in (2, 3, 5))
+    assert joined([(part, full) for part in PARTS]) == full
+    assert [full.number, found.number] == [1, 4]
+
+
+def test_a_joined_layout_has_turns_where_a_part_has_spread_heads() -> None:
+    """For any base that a sequence may have; the rank of a cell is that by its own part."""
+    full = uneven(UNITS, STAGES)
+    spread = hybrid(UNITS, STAGES)
+
+    found = joined([(PARTS[0], full), (PARTS[1], spread)])
+
+    assert found.bases > 0
+    for base in range(8):
+        for rank in spread.ranks[2:]:
+            assert found.cells(rank, base) == spread.cells(rank, base)
+        cells = [cell for rank in found.ranks for cell in found.cells(rank, base)]
+        assert len(cells) == len(set(cells)) == 4 * 4
+
+
+def test_an_instance_re_forms_until_its_last_part_serves() -> None:
+    """With what all parts lose and move; a number that rises with each re-forming."""
+    full = uneven(UNITS, STAGES)
+    calm = RanksNow(full, {0: 100, 1: 101}, 1, 3, None)
+    first = ReformingNow(4, Way.RESHARD, 10.0, without(full, 3), (3,), 64, 8)
+    busy = RanksNow(full, {2: 102, 4: 104}, 2, 4, first)
+    last = replace(first, ready_at_s=12.0, after=without(full, 1), lost=(1,))
+
+    one = together([(PARTS[0], calm), (PARTS[1], busy)])
+    both = together([(PARTS[0], replace(calm, number=4, reforming=last)), (PARTS[1], busy)])
+
+    assert together([(PARTS[0], calm), (PARTS[1], calm)]).reforming is None
+    assert one.reforming is not None
+    assert both.reforming is not None
+    assert (one.number, one.deaths, one.pids) == (7, 3, {0: 100, 1: 101, 2: 102, 4: 104})
+    assert one.reforming.after.ranks == (0, 1, 2, 4, 5, 6)
+    assert (both.reforming.number, both.reforming.ready_at_s) == (8, 12.0)
+    assert both.reforming.after.ranks == (0, 2, 4, 5, 6)
+    assert (both.reforming.lost, both.reforming.move_bytes) == ((1, 3), 128)
+    assert busy.later(-3.0).reforming == replace(first, ready_at_s=7.0)
