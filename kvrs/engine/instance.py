@@ -43,6 +43,7 @@ from kvrs.protocol.instance import (
     ReformingReport,
 )
 from kvrs.protocol.speculation import ReloadNotice, SpeculationReport
+from kvrs.protocol.stages import StageInfo
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -304,8 +305,11 @@ class EngineInstance(ServedInstance):
             return {}
         ranks = self.ranks.now
         layout = ranks.layout
-        facts = {"layout_number": layout.number, "full_degree": len(self.ranks.full.ranks)}
-        facts["rank_deaths"] = ranks.deaths
+        facts: dict[str, Any] = {
+            "layout_number": layout.number,
+            "full_degree": len(self.ranks.full.ranks),
+        }
+        facts |= {"rank_deaths": ranks.deaths, "stages": self._stages()}
         if (now := ranks.reforming) is None:
             return facts | {"degree": len(layout.ranks)}
         decode, prefill = self.ranks.factors(now.after)
@@ -325,6 +329,22 @@ class EngineInstance(ServedInstance):
             held_page_s=self._fetch_s(now.lost_cells) or page_s,
         )
         return facts | {"degree": report.degree, "reforming": report}
+
+    def _stages(self) -> list[StageInfo]:
+        assert self.ranks is not None, "the caller has looked"
+        nodes = self.settings.stage_nodes(self._place.node.id)
+        return [
+            StageInfo(
+                stage=stage,
+                node=nodes[stage],
+                host_pid=use.host_pid,
+                session=use.session,
+                epoch=self._place.epoch,
+                worked_s=use.worked_s,
+                read_bytes=use.read_bytes,
+            )
+            for stage, use in sorted(self.ranks.use().items())
+        ]
 
     def _fetch_s(self, cells: int) -> float:
         """Seconds to fetch so many cells of a page that an agent holds; 0: not known."""

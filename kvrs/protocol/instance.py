@@ -13,6 +13,7 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
+from kvrs.protocol.stages import StageInfo
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -275,6 +276,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
     full_degree: Natural = 0  # Ranks that it was configured with.
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
+    stages: list[StageInfo] = []  # None where one process computes everything.
     batches_in_flight: Natural | None = None  # That it computes now; None: it does not tell.
     # Leading full pages of other instances' streams that it keeps as replicas, where their number
     # has changed within the last seconds; how many pages all have, and how many were given up.

@@ -140,7 +140,7 @@ class StageConnection:
             raise
         self._batches, self._pages = self._links = links
         self._session = ready.session, self._at.own.epoch
-        self.usage = ready.usage
+        self.use = ready.use
         self._learn(ready.now)
         self._listening = asyncio.get_running_loop().create_task(self._listen())
         return ready
@@ -185,7 +185,7 @@ class StageConnection:
                             raise TransferError(
                                 f"a result of {len(payload)} bytes; allowed: {self._answer_bytes}"
                             )
-                        self.usage = message.usage
+                        self.use = message.use
                         self._expected(message).set_result(payload)
                     case StageStopped(ranks=ranks, reason=reason):
                         answer = self._expected(message)

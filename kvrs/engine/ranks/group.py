@@ -5,6 +5,7 @@ logits, or the rows of its last stage. It owns the memory of their KV cells and 
 both outlive a rank's process, and pages are sent and received without a rank.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from kvrs.engine.models.digests import Note, root_of
 from kvrs.engine.models.weights import Weights
 from kvrs.engine.ranks.cells import probe_page
 from kvrs.engine.ranks.formation import Predict, RankFormation
-from kvrs.engine.ranks.link import StageFacts, StageUsage
+from kvrs.engine.ranks.link import StageFacts, StageUse
 from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.reformer import Reformer, cells_of
 from kvrs.engine.ranks.seats import END_S
@@ -156,14 +157,14 @@ class RankGroup(StageRanks, StepHook):
         deaths, number = self.reformer.deaths, self._machine.epoch
         return RanksNow(self.layout, self.pids, deaths, number, self.reforming)
 
-    def usage(self) -> dict[int, StageUsage]:
-        """Work and reads of each stage. A rank counts its time modulo 71 minutes, and anew in each
-        formation.
-        """
+    def use(self, session: int | None = None) -> dict[int, StageUse]:
+        """Work and reads of each stage, in a session of a host or without one."""
         formation, read = self._formation, self.processes.read_bytes
         lines = {} if formation is None else formation.memory.lines
         return {
-            stage: StageUsage(
+            stage: StageUse(
+                os.getpid(),
+                session,
                 sum(lines[rank].worked_us.value / 1e6 for rank in ranks if rank in lines),
                 sum(read[rank] for rank in ranks),
             )

@@ -123,21 +123,22 @@ class StageFacts(msgspec.Struct, frozen=True):
     root: bytes | None  # That the node has noted beside the model's files.
 
 
-class StageUsage(msgspec.Struct, frozen=True):
-    """Work and reads of a stage's ranks."""
+class StageUse(msgspec.Struct, frozen=True):
+    """Work and reads of a stage's ranks, as `kvrs.protocol.stages.StageInfo` has them."""
 
-    worked_s: float  # Of processors, while they computed.
-    read_bytes: int  # Of weights, from files, since the start.
+    host_pid: int
+    session: int | None
+    worked_s: float
+    read_bytes: int
 
 
 class StageReady(msgspec.Struct, frozen=True, tag="ready"):
     """Answer to `Begin` for batches."""
 
     session: int
-    pid: int  # Of the host.
     facts: StageFacts
     now: RanksNow  # Times in it count from this message.
-    usage: StageUsage
+    use: StageUse
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
@@ -150,7 +151,7 @@ class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
     """Payload: rows behind the stage, or logits behind the last one."""
 
     batch: int
-    usage: StageUsage
+    use: StageUse
 
 
 class StageStopped(msgspec.Struct, frozen=True, tag="stopped"):

@@ -32,7 +32,7 @@ from kvrs.engine.models.digests import root_of
 from kvrs.engine.ranks.connection import StageAt
 from kvrs.engine.ranks.formation import Predict
 from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.link import StageFacts, StageUsage, facts_digest, stage_key
+from kvrs.engine.ranks.link import StageFacts, StageUse, facts_digest, stage_key
 from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.remote import RemoteStage
 from kvrs.engine.ranks.stages import base_beside, limit_s_of, step_factors
@@ -59,7 +59,7 @@ class StageGroup(Protocol):
     def facts(self) -> StageFacts: ...
     @property
     def now(self) -> RanksNow: ...
-    def usage(self) -> dict[int, StageUsage]: ...
+    def use(self) -> dict[int, StageUse]: ...
 
     def execute(self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
         """Compute a batch: from the rows `[padded rows, hidden]` of the stage before to those
@@ -186,8 +186,8 @@ class RanksOnNodes(StepHook):
         """Step times of decode and of prefill over those of the full layout."""
         return step_factors(layout, self.full, self.units)
 
-    def usage(self) -> dict[int, StageUsage]:
-        return {stage: used for group in self.groups for stage, used in group.usage().items()}
+    def use(self) -> dict[int, StageUse]:
+        return {stage: used for group in self.groups for stage, used in group.use().items()}
 
     def execute(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute a batch as `Worker.execute` does.

@@ -7,7 +7,6 @@ another session, while a rank that lives may still write into them.
 """
 
 import asyncio
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -75,9 +74,8 @@ class StageOrders:
     async def batches(self, link: StageLink, session: StageSession) -> None:
         """Raises TransferError, RanksLostError: the link, or the ranks, are lost."""
         group = self._group
-        usage = group.usage()[self._stage]
-        ready = StageReady(session.number, os.getpid(), group.facts, self._now(), usage)
-        await link.send(ready)
+        use = group.use(session.number)[self._stage]
+        await link.send(StageReady(session.number, group.facts, self._now(), use))
         telling = asyncio.create_task(self._tell_changes(link))
         try:
             while True:
@@ -85,7 +83,7 @@ class StageOrders:
                 _check(session, order)
                 match order:
                     case ComputeStage():
-                        await self._compute(link, order, payload)
+                        await self._compute(link, session, order, payload)
                     case Mended():
                         group.on_restart()
                     case _:
@@ -122,7 +120,9 @@ class StageOrders:
 
     # Batches.
 
-    async def _compute(self, link: StageLink, order: ComputeStage, payload: Tensor) -> None:
+    async def _compute(
+        self, link: StageLink, session: StageSession, order: ComputeStage, payload: Tensor
+    ) -> None:
         chunks = chunks_of(order.chunks)
         self._limits.check(chunks)
         count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
@@ -142,8 +142,8 @@ class StageOrders:
             # The session is not over before.
             await self._barred(computed)
         if lost is None:
-            usage = group.usage()[self._stage]
-            await link.send(StageComputed(order.batch, usage), computed.result())
+            use = group.use(session.number)[self._stage]
+            await link.send(StageComputed(order.batch, use), computed.result())
         elif isinstance(lost, RanksLostError):
             await link.send(StageServes())
         else:

@@ -15,7 +15,7 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import of_layers
 from kvrs.engine.ranks.connection import StageAt, StageConnection
-from kvrs.engine.ranks.link import StageFacts, StageUsage
+from kvrs.engine.ranks.link import StageFacts, StageUse
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import RanksLostError
@@ -85,8 +85,8 @@ class RemoteStage:
         """The ranks, as the host has told it last."""
         return self._connection.now
 
-    def usage(self) -> dict[int, StageUsage]:
-        return {self.stages.start: self._connection.usage}
+    def use(self) -> dict[int, StageUse]:
+        return {self.stages.start: self._connection.use}
 
     def execute(self, chunks: Sequence[Chunk], rows: Tensor | None, limit_s: float) -> Tensor:
         count = (

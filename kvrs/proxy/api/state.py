@@ -99,6 +99,7 @@ def _instance(
         "pid": None if known.info is None else known.info.pid,
         "worker_pids": [] if known.info is None else known.info.worker_pids,
         "ranks": [] if known.info is None else msgspec.to_builtins(known.info.ranks),
+        "stages": [] if known.load is None else msgspec.to_builtins(known.load.stages),
         "layout": None if known.info is None else msgspec.to_builtins(known.info.layout),
         "health": known.health,
         **_ranks(known, now_s),

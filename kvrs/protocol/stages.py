@@ -1,0 +1,22 @@
+"""Stages of an instance, as load reports have them."""
+
+from typing import Annotated
+
+import msgspec
+
+from kvrs.ids import NodeId
+
+_Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StageInfo(msgspec.Struct, frozen=True):
+    """A stage of an instance, and the process that has its ranks."""
+
+    stage: _Natural
+    node: NodeId
+    host_pid: int  # That process: a host, or the instance's own.
+    session: _Natural | None  # Its number at the host; None: it is the instance's own process.
+    epoch: _Natural  # Under which the session was opened.
+    worked_s: _Seconds  # Processor time of its ranks' batches, of each modulo 71 minutes.
+    read_bytes: _Natural  # Of weights, from files, since the start of that process.
