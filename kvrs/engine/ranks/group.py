@@ -75,9 +75,12 @@ class RankGroup(StageRanks, StepHook):
         elastic: ElasticSettings | None = None,
         lookahead_tokens: int = 0,
         stages: range | None = None,
+        *,
+        yields: bool = False,
     ) -> None:
         """Start the ranks and wait until all can compute. `lookahead_tokens`: of section `policy`;
-        `stages`: that have their ranks here, None: all.
+        `stages`: that have their ranks here, None: all; `yields`: the start yields to whatever else
+        runs on the machine.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -86,7 +89,8 @@ class RankGroup(StageRanks, StepHook):
         elastic = elastic or ElasticSettings()
         self._has_bases = elastic.spread_heads
         stages = stages or range(len(layout.stages))
-        super().__init__(model_directory, settings, layout, stages, spreads=elastic.spread_heads)
+        spreads = elastic.spread_heads
+        super().__init__(model_directory, settings, layout, stages, spreads=spreads, yields=yields)
         self.full = layout
         self.units, self.geometry = self._config.units_of_ranks, geometry_of(self._config, settings)
         self.vocab_size, self.eos_token_ids = self._config.vocab, end_tokens_of(self._config)

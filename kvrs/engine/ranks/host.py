@@ -120,6 +120,7 @@ class StageHost:
             config.elastic,
             config.policy.lookahead_tokens,
             range(stage, stage + 1),
+            yields=True,  # Other instances of the node compute meanwhile.
         )
 
     async def serve(

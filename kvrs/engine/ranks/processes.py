@@ -73,7 +73,9 @@ class RankProcesses:
         cells: Region,
         *,
         spreads: bool,
+        yields: bool = False,
     ) -> None:
+        """`yields`: first starts and fetches yield to whatever else runs on the machine."""
         self.seats: dict[int, RankSeat] = {}
         self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
         self.hashes: dict[str, bytes] = {}
@@ -84,6 +86,7 @@ class RankProcesses:
         self.read_bytes: Counter[int] = Counter()  # Of weights from files, by rank.
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._spreads = config, cells, spreads
+        self._yields = yields
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
         # Ranks that copy a unit from a rank that is to read it, by epoch, rank and unit.
@@ -91,6 +94,10 @@ class RankProcesses:
         # Units that a rank computes with where a lost one had them, which has them until the next
         # layout serves: of a rank and a unit, that other rank.
         self._lent: dict[tuple[int, Unit], int] = {}
+
+    def begun(self) -> None:
+        """The ranks compute: what is started or fetched from now on is waited for."""
+        self._yields = False
 
     def start(
         self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
@@ -113,6 +120,7 @@ class RankProcesses:
             is_last=stage == len(layout.stages) - 1,
             layout=layout if proves_ahead else None,
             spreads=self._spreads,
+            yields=self._yields,
         )
         _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
         return seat
@@ -239,7 +247,7 @@ class RankProcesses:
             self._coming[seat.pid, epoch, move.unit] = coming
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
-        return FetchUnits(epoch, wire, known), descriptors
+        return FetchUnits(epoch, wire, known, self._yields), descriptors
 
     def _source(
         self, move: Move, sources: dict[int, int], descriptors: list[int]
@@ -262,7 +270,8 @@ class RankProcesses:
             waiting = self.seats[target]
             at = self._coming[waiting.pid, answer.epoch, answer.unit].at
             move = UnitMove(answer.unit, 0, at.offset, 1, theirs.offset)
-            order = FetchUnits(answer.epoch, [move], {unit_name(answer.unit): answer.hash})
+            known = {unit_name(answer.unit): answer.hash}
+            order = FetchUnits(answer.epoch, [move], known, self._yields)
             _order(waiting, order, [at.memory.descriptor, theirs.memory.descriptor])
 
     def drop_coming(self, of_epoch: int | None = None) -> None:

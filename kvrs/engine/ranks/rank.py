@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn, assert_never
@@ -65,6 +66,7 @@ from kvrs.engine.ranks.wire import (
     send,
     settings_of,
 )
+from kvrs.engine.ranks.yielding import yielding
 from kvrs.engine.worker import arithmetic_of, check_attention, geometry_of
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.scheduling.sequences import Chunk
@@ -171,7 +173,13 @@ class _Rank:
     def _obey(self, order: Order) -> None:
         match order:
             case Load():
-                self._loaded = _Loaded(order, *map(map_file, self._descriptors()))
+                lives, cells = map(map_file, self._descriptors())
+                # Of this thread, which outlives one that loads.
+                life = Life(lives, 0)
+                life.begin()
+                torch.set_num_threads(1)
+                load = partial(_Loaded, order, life, cells)
+                self._loaded = yielding(load) if order.yields else load()
                 self._answer(self._loaded.answer)
             case FetchUnits():
                 assert self._loaded is not None, "what is no unit is loaded first"
@@ -202,9 +210,16 @@ class _Rank:
 
     def _fetch(self, loaded: "_Loaded", order: FetchUnits, memories: list[Tensor]) -> None:
         """On a thread of its own, while batches are computed."""
-        try:
+
+        def fetch() -> None:
             for answer in loaded.fetch(order, memories):
                 self._answer(answer)
+
+        try:
+            if order.yields:
+                yielding(fetch)
+            else:
+                fetch()
         except ConfigError as error:
             self._refuse(error.faults)
             os._exit(1)
@@ -237,13 +252,11 @@ class _Rank:
 class _Loaded:
     """The state of a rank: the parts that all ranks of its layers have, its units, all cells."""
 
-    def __init__(self, order: Load, lives: mmap.mmap, cells: mmap.mmap) -> None:
+    def __init__(self, order: Load, life: Life, cells: mmap.mmap) -> None:
         """Raises ConfigError, KvrsError: as `Worker`."""
-        self._life = Life(lives, 0)
-        self._life.begin()
+        self._life = life  # Mapped as long as this is there.
         settings, directory = settings_of(order), Path(order.model)
         device = torch.device(settings.device)
-        torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
         keep_freed_memory()
         self._config = ModelConfig.from_directory(directory)

@@ -63,9 +63,11 @@ class StageRanks:
         stages: range,
         *,
         spreads: bool = False,
+        yields: bool = False,
     ) -> None:
         """`stages`: those of the layout that are on this node; `spreads`: heads that are left over
-        are spread, also after a loss.
+        are spread, also after a loss; `yields`: the start yields to whatever else runs on the
+        machine.
 
         Raises:
             ConfigError: directory or settings are wrong.
@@ -86,7 +88,7 @@ class StageRanks:
         memory = torch.frombuffer(self._cells.memory, dtype=torch.uint8)
         self.pool = WholePages(geometry, settings.pages, memory, self.layers.start)
         self.processes = RankProcesses(
-            model_directory, settings, self._config, self._cells, spreads=spreads
+            model_directory, settings, self._config, self._cells, spreads=spreads, yields=yields
         )
 
     def start_ranks(self) -> tuple[RankFormation, StartTimes]:
@@ -110,6 +112,7 @@ class StageRanks:
         fetched_s = time.monotonic()
         formation = self.form(1, layout)
         self._collect([*processes.seats])
+        processes.begun()
         return formation, StartTimes(began_s, loaded_s, fetched_s)
 
     def form(self, epoch: int, layout: Layout) -> RankFormation:

@@ -33,6 +33,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     # In which it will compute: what it and those that losses make of it need is proven first.
     layout: Layout | None
     spreads: bool = False  # Whether heads that are left over are spread after a loss.
+    yields: bool = False  # To whatever else runs on the machine.
 
 
 class UnitPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +63,7 @@ class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
     epoch: int
     moves: list[UnitMove]
     hashes: dict[str, bytes]  # Of those with known weights, by name.
+    yields: bool = False  # As `Load`.
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

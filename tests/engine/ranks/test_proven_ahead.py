@@ -111,8 +111,7 @@ def loaded_rank(
     cells = memory_bytes(geometry_of(config, SETTINGS), SETTINGS.pages)
     lives = mmap.mmap(-1, Life.BYTES)
     _LIVES.append(lives)
-    Life(lives, 0).prepare()
-    return _Loaded(order, lives, mmap.mmap(-1, cells))
+    return _Loaded(order, Life(lives, 0), mmap.mmap(-1, cells))
 
 
 def blocks_of(loaded: _Loaded) -> Callable[[Unit], UnitBlock]:

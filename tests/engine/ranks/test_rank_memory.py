@@ -159,7 +159,7 @@ def test_a_unit_that_comes_late_disturbs_no_rank_that_settles(
     )
 
     def join() -> None:
-        loaded = _Loaded(order, lives, cells)
+        loaded = _Loaded(order, Life(lives, 0), cells)
         memory = torch.zeros(size, dtype=torch.uint8)
         loaded.fetching = 1
         loaded.attach(Attach([UnitPlace(unit, at) for unit, at in places.items()]), memory)
