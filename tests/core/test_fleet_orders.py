@@ -160,3 +160,16 @@ def test_a_node_that_has_lost_its_instances_goes() -> None:
     orders.take([orders.new(D1, None, 1.0)])
 
     assert names(orders) == {"n0": ["p0", "d0"]}
+
+
+def test_a_node_with_stages_of_other_instances_stays() -> None:
+    """It goes with the last instance that has a stage there, had it instances itself or not."""
+    divided = node("n0", "p0", "d0")
+    divided["instances"][1]["stage_hosts"] = [{"node": "n1"}, {"node": "n2"}]
+    orders = FleetOrders("a", [divided, node("n1"), node("n2", "d1")])
+
+    orders.take([FleetOrder(D1, 1, "b", None)])
+    assert names(orders) == {"n0": ["p0", "d0"], "n1": [], "n2": []}
+
+    orders.take([FleetOrder(D0, 2, "b", None)])
+    assert names(orders) == {"n0": ["p0"]}

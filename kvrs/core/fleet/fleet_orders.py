@@ -103,7 +103,8 @@ class FleetOrders:
         """`cluster.nodes` as they are to be, of other ones than the file's, with one more order, or
         with others than now set aside.
 
-        The agent of a node is that of the first order that brings it; nodes without instances go.
+        The agent of a node is that of the first order that brings it; nodes without instances go,
+        unless they have stages of those of others.
         """
         aside = self.aside if aside is None else aside
         orders = {
@@ -119,7 +120,13 @@ class FleetOrders:
                 _take_out(laid, name)
                 if order.node is not None:
                     _put_in(laid, order.node)
-        return [node for node in laid if node["instances"]]
+        used = {
+            host["node"]
+            for node in laid
+            for each in node["instances"]
+            for host in each.get("stage_hosts", ())
+        }
+        return [node for node in laid if node["instances"] or node["id"] in used]
 
 
 def _rank(order: FleetOrder) -> tuple[int, str]:
