@@ -80,7 +80,7 @@ class InstanceSettings(Settings):
     stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS)
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
     stages before have theirs below the instance's own process. A host outlives that process, and
-    keeps the stage's weights for the next one; that process ends with any host.
+    keeps the stage's weights for the next one; a lost host is waited for (elastic.enabled).
     """
 
     @model_validator(mode="after")

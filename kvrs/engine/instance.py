@@ -23,6 +23,7 @@ from kvrs.engine.models.reading import WeightReading, reading_of
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
+from kvrs.engine.ranks.remote import RemoteStage
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
@@ -358,6 +359,10 @@ class EngineInstance(ServedInstance):
         if self.ranks is not None:
             self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
             self.ranks.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
+            if isinstance(self.ranks, RanksOnNodes) and self._place.config.elastic.enabled:
+                self.ranks.wait_for_hosts(
+                    lambda *lost: loop.call_soon_threadsafe(self._lose_stage, *lost)
+                )
         self.tasks = [
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
@@ -380,6 +385,11 @@ class EngineInstance(ServedInstance):
             raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
         if cells := self.ranks.lose_device(rank, self.pages.bases):
             self.core.lose_cells(cells)
+
+    def _lose_stage(self, stage: RemoteStage, loss: int) -> None:
+        """The host of a stage is lost, with all cells."""
+        self.core.lose_cells(dict.fromkeys({0, *self.pages.bases}, stage.cells))
+        stage.noted(loss)
 
     async def order_rank(self, order: RankRequest) -> str | None:
         if self.ranks is None:

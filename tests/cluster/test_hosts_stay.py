@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.upkeep import RollingRestart
 from kvrs.config.file import parse_config
 from kvrs.faults.language import parse_faults
-from tests.cluster.test_ranks_up import LONG, carry_out, complete, row_of
+from kvrs.ids import InstanceId
+from tests.cluster.test_ranks_up import LONG, carry_out, complete, order, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -36,8 +38,9 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
                 },
             ],
         },
-        {"id": "n1", "instances": [{"id": "d1", "role": "decode"}]},
+        {"id": "n1"},
         {"id": "n2"},
+        {"id": "n3", "instances": [{"id": "d1", "role": "decode"}]},
     ]
     document = {
         "cluster": {
@@ -139,18 +142,20 @@ async def test_a_killed_process_of_an_instance_leaves_its_stages_as_they_are(
 
 
 async def test_a_killed_host_leaves_the_others_as_they_are(cluster: Cluster) -> None:
-    """The instance's process ends with it, and its streams go elsewhere, exact; the other hosts
-    keep processes and weights.
+    """The instance's process and the other hosts are as they were; streams leave, or wait for the
+    next host, and are exact.
     """
     expected = expected_of(cluster)
     before = await until_up(cluster)
     first, victim, last = hosts_of(before)
 
     got = await streams_while(cluster, lambda row: os.kill(victim, signal.SIGKILL))
-    after = await until_up(cluster, lambda row: hosts_of(row)[1] != victim)
+    after = await until_up(
+        cluster, lambda row: hosts_of(row)[1] != victim and row["state"] == "full"
+    )
 
     assert got == expected
-    assert after["pid"] != before["pid"]
+    assert after["pid"] == before["pid"]
     assert [hosts_of(after)[at] for at in (0, 2)] == [first, last]
     assert [after["ranks"][at]["pid"] for at in (0, 2)] == [
         before["ranks"][at]["pid"] for at in (0, 2)
@@ -200,3 +205,27 @@ async def test_a_rolling_restart_renews_hosts_with_their_instance(cluster: Clust
 
     assert got == expected
     assert not {*hosts_of(before)} & {*hosts_of(after)}
+
+
+async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(cluster: Cluster) -> None:
+    """They go on in their attempts, after the cells of that stage were computed again."""
+    order(cluster, "DELETE", "instances/d1")
+    async with asyncio.timeout(120):
+        while InstanceId("d1") in rows_of(cluster.state()):
+            await asyncio.sleep(0.05)
+    expected = expected_of(cluster)
+    before = await until_up(cluster, lambda row: row["state"] == "full")
+    already = len(cluster.state()["recoveries"])
+
+    got = await streams_while(cluster, lambda row: os.kill(hosts_of(row)[0], signal.SIGKILL))
+    recovered = cluster.state()["recoveries"][already:]
+    after = await until_up(cluster, lambda row: row["state"] == "full")
+
+    assert got == expected
+    assert {(row["from"], row["to"], row["option"]) for row in recovered} == {
+        ("d0", "d0", "in_place")
+    }
+    assert {row["outcome"] for row in recovered} == {"resumed"}
+    assert after["pid"] == before["pid"]
+    assert hosts_of(after)[1:] == hosts_of(before)[1:]
+    assert hosts_of(after)[0] != hosts_of(before)[0]

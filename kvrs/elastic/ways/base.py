@@ -18,6 +18,7 @@ class Way(StrEnum):
     RESHARD = "reshard"
     REPLACE = "replace"
     RESIZE = "resize"
+    WAIT = "wait"  # For the host of a stage that is lost with all its ranks.
 
     @property
     def pauses(self) -> bool:

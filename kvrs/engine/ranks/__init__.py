@@ -12,8 +12,8 @@ the messages of `link.py`). Hosts outlive the process of the instance, and serve
 (`sessions.py`).
 
 Each group plans with the layout of the whole model, in which the stages of others never change. A
-lost host is a lost stage, of which nothing is left on the others: it would need another instance's
-stage in its place.
+lost host is a lost stage, of which nothing is left on the others: the instance waits for the next
+host (`remote.py`).
 
 Rows go from one stage to the next by way of the process of the instance, which is one hop more than
 needed where two stages that follow each other are both elsewhere.

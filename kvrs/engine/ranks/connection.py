@@ -95,6 +95,7 @@ class StageConnection:
         self._listening: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         self.error: RanksLostError | None = None  # It computes nothing any more.
+        self.is_refused = False  # By the host, for good.
         # The ranks that were lost in a batch, until the others compute again.
         self.stopped: RanksLostError | None = None
         # Called when that, the error or `now` has changed.
@@ -202,6 +203,7 @@ class StageConnection:
                         self._lost(ranks, reason)
                         return
                     case StageRefused(reason=reason):
+                        self.is_refused = True
                         self._lost(self._ranks, f"is refused by its host: {reason}")
                         return
                     case _:
@@ -314,6 +316,7 @@ class StageConnection:
                     case PagesLost(reason=reason):
                         pass
                     case StageRefused(reason=reason):
+                        self.is_refused = True
                         raise StageRefusedError(reason)
                     case PagesDone() | CellsLost() | RankMoved() if len(found) == answer_bytes:
                         return answer, found

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -113,6 +114,7 @@ class StageHost:
         self._sessions = StageSessions(instance_id)
         self._is_stopping = False
         self._batches: StageLink | None = None  # Of the session that is open, or was last.
+        began_s = time.monotonic()
         self.group = RankGroup(
             directory,
             settings,
@@ -122,6 +124,7 @@ class StageHost:
             range(stage, stage + 1),
             yields=True,  # Other instances of the node compute meanwhile.
         )
+        self._load_s = time.monotonic() - began_s
 
     async def serve(
         self,
@@ -138,7 +141,7 @@ class StageHost:
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[KvrsError] = loop.create_future()
-        self._orders = StageOrders(self.group, self._model)
+        self._orders = StageOrders(self.group, self._model, self._load_s)
         self.group.on_change = lambda: loop.call_soon_threadsafe(self._orders.changed)
         self.group.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
         host, port = self._place.bind or self._place.host, self._place.port

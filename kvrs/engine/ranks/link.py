@@ -139,6 +139,7 @@ class StageReady(msgspec.Struct, frozen=True, tag="ready"):
     facts: StageFacts
     now: RanksNow  # Times in it count from this message.
     use: StageUse
+    load_s: float  # How long the start of the ranks took.
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):

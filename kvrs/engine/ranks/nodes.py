@@ -6,9 +6,10 @@ the instance's process passes them on. A page is put together from the parts of 
 
 Each group of ranks re-forms where it is: a batch is given up meanwhile, and computed again when all
 groups serve. A batch that is given up has been answered by every stage that it was sent to, so none
-of them writes into its pages any more. With a host, or the connection to it, the instance's process
-ends, and its streams go elsewhere; hosts that are left serve the next process, with the weights
-that they have.
+of them writes into its pages any more. A host that is lost, or the connection to it, is waited for:
+all cells of its stage are lost, and are computed or fetched again by the same attempts, unless
+their streams leave. If none comes, the instance's process ends; hosts that are left serve the next
+one, with the weights that they have.
 """
 
 import asyncio
@@ -182,6 +183,12 @@ class RanksOnNodes(StepHook):
     def now(self) -> RanksNow:
         return together([(group.stages, group.now) for group in self.groups])
 
+    def wait_for_hosts(self, on_cells: Callable[[RemoteStage, int], object]) -> None:
+        """Wait for hosts that are lost from now on, as `RemoteStage` says."""
+        for group in self.groups:
+            if isinstance(group, RemoteStage):
+                group.on_cells = on_cells
+
     def factors(self, layout: Layout) -> tuple[float, float]:
         """Step times of decode and of prefill over those of the full layout."""
         return step_factors(layout, self.full, self.units)
@@ -198,8 +205,11 @@ class RanksOnNodes(StepHook):
         assert chunks, "a batch has at least one chunk"
         limit_s = limit_s_of(self.predict, chunks)
         rows: Tensor | None = None
-        for group in self.groups:
-            rows = group.execute(chunks, rows, limit_s)
+        try:
+            for group in self.groups:
+                rows = group.execute(chunks, rows, limit_s)
+        except RanksLostError as lost:
+            raise self._end or lost from None
         assert rows is not None, "an instance has stages"
         return rows
 

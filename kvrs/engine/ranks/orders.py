@@ -51,8 +51,11 @@ _FLOAT_BYTES = 4
 
 
 class StageOrders:
-    def __init__(self, group: RankGroup, config: ModelConfig) -> None:
-        """`group`: the ranks of one stage. Needs a running event loop."""
+    def __init__(self, group: RankGroup, config: ModelConfig, load_s: float) -> None:
+        """`group`: the ranks of one stage, of which the start took `load_s`. Needs a running event
+        loop.
+        """
+        self._load_s = load_s
         self._group, (self._stage,) = group, group.stages
         self._limits = BatchLimits.of(config, group.settings)
         self._geometry = group.pool.geometry
@@ -75,7 +78,8 @@ class StageOrders:
         """Raises TransferError, RanksLostError: the link, or the ranks, are lost."""
         group = self._group
         use = group.use(session.number)[self._stage]
-        await link.send(StageReady(session.number, group.facts, self._now(), use))
+        ready = StageReady(session.number, group.facts, self._now(), use, self._load_s)
+        await link.send(ready)
         telling = asyncio.create_task(self._tell_changes(link))
         try:
             while True:

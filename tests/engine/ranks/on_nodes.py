@@ -61,6 +61,14 @@ def layout_in(config: Config) -> Layout:
 
 
 @contextmanager
+def closing(head: RanksOnNodes) -> Iterator[RanksOnNodes]:
+    try:
+        yield head
+    finally:
+        head.close()
+
+
+@contextmanager
 def hosting(config: Config, directory: Path, stage: int = 1) -> Iterator[subprocess.Popen[str]]:
     """The host of a stage of d0, which listens."""
     path = directory / "stage.yaml"
