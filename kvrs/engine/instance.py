@@ -32,7 +32,7 @@ from kvrs.engine.speculation.drafts import ReloadNotices, draft_source
 from kvrs.engine.speculation.paired import PairedDrafts
 from kvrs.engine.warm_up import measure_prefill, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
-from kvrs.errors import ConfigError, RequestError
+from kvrs.errors import ConfigError, RequestError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol import frames
@@ -383,7 +383,11 @@ class EngineInstance(ServedInstance):
         if rank not in self.ranks.pids:
             allowed = ", ".join(map(str, self.ranks.pids))
             raise RequestError(f"rank: got {rank}; allowed: {allowed}", param="rank")
-        if cells := self.ranks.lose_device(rank, self.pages.bases):
+        try:
+            cells = self.ranks.lose_device(rank, self.pages.bases)
+        except TransferError as error:
+            raise RequestError(f"rank: got {rank}; {error}", param="rank", status=409) from None
+        if cells:
             self.core.lose_cells(cells)
 
     def _lose_stage(self, stage: RemoteStage, loss: int) -> None:
@@ -396,7 +400,10 @@ class EngineInstance(ServedInstance):
             return await super().order_rank(order)
         if order.epoch != self.epoch:
             return f"epoch: got {order.epoch}; allowed: {self.epoch}"
-        return await asyncio.wrap_future(self.ranks.order(order.rank, leaves=order.leaves))
+        try:
+            return await asyncio.wrap_future(self.ranks.order(order.rank, leaves=order.leaves))
+        except TransferError as error:
+            return str(error)
 
     async def close(self) -> None:
         await super().close()

@@ -237,6 +237,11 @@ class RanksOnNodes(StepHook):
         return self._group_of(rank).lose_device(rank, bases)
 
     def order(self, rank: int, *, leaves: bool) -> "Future[str | None]":
+        if rank not in self.full.ranks:
+            refused: Future[str | None] = Future()
+            allowed = ", ".join(map(str, self.full.ranks))
+            refused.set_result(f"rank: got {rank}; allowed: {allowed}")
+            return refused
         return self._group_of(rank).order(rank, leaves=leaves)
 
     def close(self) -> None:

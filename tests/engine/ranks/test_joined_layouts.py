@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import Layout, hybrid, staged, uneven, validate
@@ -35,6 +37,32 @@ def test_a_joined_layout_has_each_stage_as_its_part_has_it() -> None:
     assert all(found.held(rank) == rest.held(rank) for rank in (2, 3, 5))
     assert joined([(part, full) for part in PARTS]) == full
     assert [full.number, found.number] == [1, 4]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6]), max_size=6, unique=True), st.booleans())
+def test_any_losses_of_parts_join_to_a_layout_of_the_living(lost: list[int], spread: bool) -> None:
+    """Each part plans its own losses; together every unit has an owner."""
+    full = (hybrid if spread else uneven)(UNITS, STAGES)
+    own = dict.fromkeys(PARTS, full)
+    changes = 0
+    for rank in lost:
+        part = next(part for part in PARTS if rank in ranks_in(full, part))
+        if len(own[part].stage_of(rank).ranks) > 1:  # A stage without ranks does not re-form.
+            own[part] = without(own[part], rank)
+            changes += 1
+
+    found = joined([(part, own[part]) for part in PARTS])
+
+    validate(found, UNITS)
+    assert found.number == 1 + changes
+    for part in PARTS:
+        for rank in ranks_in(own[part], part):
+            assert found.held(rank) == own[part].held(rank)
+
+
+def ranks_in(layout: Layout, part: range) -> list[int]:
+    return [rank for stage in part for rank in layout.stages[stage].ranks]
 
 
 def test_a_joined_layout_has_turns_where_a_part_has_spread_heads() -> None:

@@ -49,6 +49,7 @@ from tests.engine.ranks.on_nodes import (
     SECRET,
     TOKENS,
     chunks,
+    closing,
     config_of,
     head_of,
     hosting,
@@ -216,6 +217,23 @@ async def test_some_cells_of_a_stage_are_written(second_stage: StageGroup) -> No
 
 
 # The instance.
+
+
+def test_a_rank_in_a_host_leaves_by_order_and_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+    """The others have its part of the stage meanwhile, as where all ranks are below one process."""
+    config = config_of(tiny_model, tp=2)
+    worker = Worker(tiny_model, config.cluster.engine)
+    with hosting(config, tmp_path), closing(head_of(config)) as head:
+        assert head.order(3, leaves=True).result() is None
+        until(lambda: head.layout.ranks == (0, 1, 2))
+        first, second, *_ = chunks()
+        assert same_bytes(head.execute([first]), worker.execute([first]))
+        assert head.order(2, leaves=True).result() == "no rank is left for layers [2, 4)"
+        assert head.order(7, leaves=True).result() == "rank: got 7; allowed: 0, 1, 2, 3"
+
+        assert head.order(3, leaves=False).result() is None
+        until(lambda: head.layout.ranks == (0, 1, 2, 3))
+        assert same_bytes(head.execute([second]), worker.execute([second]))
 
 
 async def test_an_instance_on_two_nodes_has_the_bytes_of_one_process(
