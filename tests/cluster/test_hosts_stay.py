@@ -208,7 +208,9 @@ async def test_a_rolling_restart_renews_hosts_with_their_instance(cluster: Clust
 
 
 async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(cluster: Cluster) -> None:
-    """They go on in their attempts, after the cells of that stage were computed again."""
+    """They go on in their attempts, after the cells of that stage were computed again; where the
+    host takes longer than predicted, some may begin another one.
+    """
     order(cluster, "DELETE", "instances/d1")
     async with asyncio.timeout(120):
         while InstanceId("d1") in rows_of(cluster.state()):
@@ -222,10 +224,9 @@ async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(cluster:
     after = await until_up(cluster, lambda row: row["state"] == "full")
 
     assert got == expected
-    assert {(row["from"], row["to"], row["option"]) for row in recovered} == {
-        ("d0", "d0", "in_place")
-    }
-    assert {row["outcome"] for row in recovered} == {"resumed"}
+    first = [row for row in recovered if row["attempt"] == 1]
+    assert {(row["from"], row["to"], row["option"]) for row in first} == {("d0", "d0", "in_place")}
+    assert "resumed" in {row["outcome"] for row in first}
     assert after["pid"] == before["pid"]
     assert hosts_of(after)[1:] == hosts_of(before)[1:]
     assert hosts_of(after)[0] != hosts_of(before)[0]
