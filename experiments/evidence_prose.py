@@ -29,10 +29,10 @@ def differences() -> str:
 
 _NOT_BUILT = (
     "AnchorTP, experts: no model with experts (MoE), nothing of them is rebalanced after a loss.",
-    "KevlarFlow, all of it: pipelines over several nodes, one of which serves with a node of "
-    "another one after a loss; processes that load first and are connected later; KV that each "
-    "node sends to the same stage of another pipeline. Checkpoints at agents are LUMEN's and "
-    "RaidServe's.",
+    "KevlarFlow, its tables and its substitution: no pipeline serves with a node of another one "
+    "after a loss. Its nodes stay when others end, and an instance sends its pages to another one, "
+    "but not each node to the same stage of another pipeline. Checkpoints at agents are LUMEN's "
+    "and RaidServe's.",
     "All of them: no figure is of a GPU.",
 )
 
