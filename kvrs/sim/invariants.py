@@ -79,12 +79,30 @@ class _Known:
 
     up: dict[InstanceId, int] = field(default_factory=dict)  # With the epoch.
     kept: dict[tuple[InstanceId, StreamId], int] = field(default_factory=dict)  # Pages.
+    # Of these what instances keep without a lease, as they report.
+    replicas: set[tuple[InstanceId, StreamId]] = field(default_factory=set)
     reforming: set[InstanceId] = field(default_factory=set)
+
+    def keep(self, name: InstanceId, stream: StreamId, pages: int) -> None:
+        """Under a lease, or at an agent."""
+        self.kept[name, stream] = pages
+        self.replicas.discard((name, stream))
+
+    def reported(self, name: InstanceId, stream: StreamId, pages: int) -> None:
+        """A report of replicas counts where there is no lease."""
+        if (key := (name, stream)) in self.kept and key not in self.replicas:
+            return
+        self.kept.pop(key, None)
+        self.replicas.discard(key)
+        if pages:
+            self.kept[key] = pages
+            self.replicas.add(key)
 
     def lose(self, name: InstanceId) -> None:
         self.up.pop(name, None)
         self.reforming.discard(name)
         self.kept = {key: pages for key, pages in self.kept.items() if key[0] != name}
+        self.replicas &= self.kept.keys()
 
 
 class Invariants:
@@ -145,8 +163,8 @@ class Invariants:
                 known.up[info.id] = info.epoch
                 left = self._taken_over.pop(info.id, None)
                 if left is not None and left.epoch == info.epoch:
-                    kept = {(info.id, stream): pages for stream, pages in left.pages.items()}
-                    known.kept |= kept
+                    for stream, pages in left.pages.items():
+                        known.keep(info.id, stream, pages)
             case ev.LoadReported(instance=name, report=report):
                 if report.epoch != known.up.get(name):
                     return
@@ -173,7 +191,7 @@ class Invariants:
             case ev.StreamAdopted(stream=stream, kept=kept):
                 for each in kept:
                     if known.up.get(each.holder) == each.epoch:
-                        known.kept[each.holder, stream] = each.pages
+                        known.keep(each.holder, stream, each.pages)
             case _:
                 pass  # Changes nothing that these books hold.
 
@@ -189,8 +207,11 @@ class Invariants:
                     known.lose(name)
             case ev.CheckpointsReported(holder=name, epoch=epoch, pages=pages):
                 if epoch == known.up.get(name):
-                    held = {(name, stream): count for stream, count in pages.items() if count}
-                    known.kept |= held
+                    for stream, count in pages.items():
+                        if not name.startswith("agent-"):
+                            known.reported(name, stream, count)
+                        elif count:
+                            known.keep(name, stream, count)
             case _:
                 pass  # Changes nothing that these books hold.
 
@@ -223,7 +244,7 @@ class Invariants:
         prefill = writer.plan.prefill or writer.plan.decode
         if prefill in self._known.up:
             pages = event.history_tokens // self._page_size
-            self._known.kept[prefill, event.stream] = pages
+            self._known.keep(prefill, event.stream, pages)
         if writer.plan.decode not in self._known.up:
             writer.stop()  # There is nothing to hand it off to.
 
@@ -235,7 +256,7 @@ class Invariants:
                 pages = (history_tokens - 1) // self._page_size
                 # Prefill computes the last token of a prompt, too.
                 pages = max(pages, self._known.kept.get((name, stream), 0))
-                self._known.kept[name, stream] = pages
+                self._known.keep(name, stream, pages)
 
     def _stop_at(self, name: InstanceId) -> None:
         for writer in self._writers.values():

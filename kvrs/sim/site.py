@@ -129,7 +129,7 @@ class SimPagePool(SimKeeper):
 
     def end(self, run: ReplicaRun) -> HeldPages:
         held = self.replicas.end(run)
-        self.look()
+        self.later(0.0, self.look)
         return held
 
     @abstractmethod

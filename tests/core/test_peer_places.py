@@ -120,7 +120,7 @@ def test_pages_that_were_given_up_are_not_counted_on(event: ev.CheckpointsReport
     assert only(harness.actions[before:], act.Recovered).option is not Option.REUSE
 
 
-def test_what_an_instance_computes_itself_is_more_than_it_reports() -> None:
+def test_the_instance_that_computes_a_stream_protects_nothing_of_it() -> None:
     harness = cluster("d1", "d2", busy=("d2",))
     harness.decoding("A", 400)
     harness.handle(replicas(D1, 3))

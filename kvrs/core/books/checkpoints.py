@@ -177,7 +177,11 @@ def protection(stream: Stream) -> dict[str, Any]:
     stored = {
         holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
     }
-    replicas = {name: held.pages for name, held in stream.holders.items() if held.is_replica}
+    replicas = {
+        name: held.pages
+        for name, held in stream.holders.items()
+        if held.is_replica and held.member is not stream.attempt.decodes_on
+    }
     return {
         "pages": stored | replicas,
         "unprotected": stream.unprotected,

@@ -64,13 +64,13 @@ class KvLocations:
                 self._checkpoints.reported(stream, agent, pages)
 
     def _replicated(self, event: ev.CheckpointsReported) -> None:
-        """An instance reports replicas. Of streams that it keeps or computes it has more."""
+        """An instance reports replicas. Of streams that it keeps under a lease it has more."""
         member = self._view.members.get(event.holder)
         if member is None or event.epoch != member.info.epoch:
             return
         for stream_id, pages in event.pages.items():
             stream = self._streams.get(stream_id)
-            if stream is None or member in (stream.attempt.runs_on, stream.attempt.decodes_on):
+            if stream is None:
                 continue
             held = stream.holders.get(member.id)
             if held is not None and not held.is_replica:
