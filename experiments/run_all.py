@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from experiments import evidence
@@ -34,6 +33,7 @@ EXPERIMENTS = ROOT / "experiments"
 _LEAST_LIMIT_S = 300.0
 _TELL_S = 60.0
 _END_S = 60.0
+_ENDING = {signal.SIGINT, signal.SIGTERM}
 _REST_S = 10.0
 
 
@@ -214,6 +214,8 @@ def run(experiment: Experiment, log: Path) -> str:
     limit_s = max(_LEAST_LIMIT_S, 180 * experiment.minutes)
     begun_s = told_s = time.monotonic()
     with log.open("wb") as output:
+        # A signal that came before `process` is known would leave it running.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         process = subprocess.Popen(
             experiment.words(),
             cwd=ROOT,
@@ -222,10 +224,10 @@ def run(experiment: Experiment, log: Path) -> str:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # A shell that started this in the background has it ignored.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_as_in_front,
         )
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
             while process.poll() is None:
                 time.sleep(0.2)
                 now_s = time.monotonic()
@@ -247,6 +249,12 @@ def run(experiment: Experiment, log: Path) -> str:
         if process.returncode == 0
         else (f"exit status {process.returncode} after {took}")
     )
+
+
+def _as_in_front() -> None:
+    """Let this process end by signals, which a shell that started it in the background ignores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
