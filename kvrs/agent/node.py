@@ -74,8 +74,9 @@ class NodeAgent:
             ) from None
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         self.page_server = PageServer(
-            self.identity, self.store, secret, config.transfer, links, self.store, older
+            self.identity, self.store, secret, config.transfer, links, older
         )
+        self.page_server.keep(self.store)
         # The monotonic clock makes later agents grant higher tokens, whatever the wall clock does.
         # It restarts with the machine, but so do the targets, which are processes of it.
         self.slots = SlotTable(config.policy.slots_max, first_token=time.monotonic_ns())

@@ -356,15 +356,15 @@ class Control(Generic[S]):
 
     def _replicated(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
         """The instance keeps other pages than before that peers have sent it of open streams."""
-        pages = {
-            stream: count
-            for stream, count in report.replicas.items()
-            if (state := self.policy.streams.get(stream)) is not None
-            and (held := state.holders.get(known.id), count) != (None, 0)
-            and (held is None or (held.is_replica and held.pages != count))
-        }
+        pages = {}
+        for stream, count in report.replicas.items():
+            if (state := self.policy.streams.get(stream)) is None:
+                continue
+            held = state.holders.get(known.id)
+            is_leased = held is not None and not held.is_replica
+            if not is_leased and count != (0 if held is None else held.pages):
+                pages[stream] = count
         if pages:
-            self.checkpoints.replicated(known.id, pages)
             self.tell(ev.CheckpointsReported(known.id, report.epoch, 0, 0, pages), now_s)
 
     def link_measured(
@@ -389,7 +389,6 @@ class Control(Generic[S]):
         self.instances.lose(known, cause)
         self.self_tests.lost(known.id)
         self.leases.forget(known.id)
-        self.checkpoints.peer_lost(known.id)
         produced = {}
         for live in self._running_on(known.id):
             self._shell.end_attempt(live)

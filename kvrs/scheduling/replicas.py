@@ -27,7 +27,7 @@ class ReplicaPages:
     def __init__(self, most: int = 0) -> None:
         self.most = most
         self.dropped = 0  # Given up since the start.
-        # Streams that have lost pages; whoever reports them takes them out.
+        # Streams that have lost pages since the last report.
         self.lost: dict[StreamId, None] = {}
         self._stream_of: dict[int, StreamId] = {}
         # Of each stream its pages as they came, also those that still arrive: True has no pin.

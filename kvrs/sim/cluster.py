@@ -10,6 +10,7 @@ import msgspec
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import PeerSettings
+from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
@@ -263,7 +264,9 @@ def _complete(config: Config, proxies: int) -> Config:
 
 def holders_of(live: SimStream) -> list[InstanceId]:
     """Instances and agents that may hold pages of the stream."""
-    return [*live.prefilled_at, *(agent for agent, copy in live.copies.items() if copy.pages)]
+    copies = [agent for agent, copy in live.copies.items() if copy.pages]
+    replicas = [] if live.state is None else replicas_of(live.state)
+    return [*live.prefilled_at, *copies, *replicas]
 
 
 def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:

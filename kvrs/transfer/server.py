@@ -51,7 +51,6 @@ class PageServer:
         secret: bytes,
         settings: TransferSettings,
         links: SendingLinks,
-        sink: PageSink | None = None,
         older: Sequence[bytes] = (),
     ) -> None:
         """`older`: the cluster's other secrets, which a client may prove as well."""
@@ -60,7 +59,7 @@ class PageServer:
         self._key, self._older_keys = page_key(secret), [page_key(each) for each in older]
         self._settings = settings
         self._links = links
-        self._sink = sink  # None: nothing can be stored here.
+        self._sink: PageSink | None = None  # None: nothing can be stored here.
         self._places: Places | None = None  # None: nothing can be mapped.
         # By what accepts on each.
         self._listeners: dict[asyncio.Task[None], socket.socket] = {}

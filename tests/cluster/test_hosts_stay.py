@@ -12,10 +12,9 @@ import pytest
 from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.upkeep import RollingRestart
-from kvrs.config.file import parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
-from tests.cluster.test_ranks_up import LONG, carry_out, complete, order, row_of
+from tests.cluster.test_ranks_up import LONG, carry_out, complete, order, row_of, running
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -25,7 +24,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def cluster(tiny_llama: str) -> Iterator[Cluster]:
-    nodes = [
+    nodes: list[Row] = [
         {
             "id": "n0",
             "instances": [
@@ -42,17 +41,8 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         {"id": "n2"},
         {"id": "n3", "instances": [{"id": "d1", "role": "decode"}]},
     ]
-    document = {
-        "cluster": {
-            "model": tiny_llama,
-            "nodes": nodes,
-            "engine": {"pages": 512},
-            "allow_faults": True,
-        },
-        "proxy": {"port": 0, "admin_port": 0},
-    }
-    with Cluster(parse_config(document), lambda line: None) as running:
-        yield running
+    with running(tiny_llama, nodes) as cluster:
+        yield cluster
 
 
 async def until_up(cluster: Cluster, holds: Callable[[Row], bool] = lambda row: True) -> Row:

@@ -6,6 +6,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,6 +33,18 @@ LONG = 400  # Of streams that are not to end before a fault hits them.
 STREAMS = 4
 
 
+@contextmanager
+def running(model: str, nodes: list[dict[str, Any]]) -> Iterator[Cluster]:
+    """A cluster of these nodes that takes orders to fail."""
+    engine = {"pages": 512}
+    document = {
+        "cluster": {"model": model, "nodes": nodes, "engine": engine, "allow_faults": True},
+        "proxy": {"port": 0, "admin_port": 0},
+    }
+    with Cluster(parse_config(document), lambda line: None) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="module")
 def cluster(tiny_llama: str) -> Iterator[Cluster]:
     """Prefill by one process; decode by two ranks, and by two stages."""
@@ -45,17 +58,8 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
             ],
         }
     ]
-    document = {
-        "cluster": {
-            "model": tiny_llama,
-            "nodes": nodes,
-            "engine": {"pages": 512},
-            "allow_faults": True,
-        },
-        "proxy": {"port": 0, "admin_port": 0},
-    }
-    with Cluster(parse_config(document), lambda line: None) as running:
-        yield running
+    with running(tiny_llama, nodes) as cluster:
+        yield cluster
 
 
 def complete(cluster: Cluster, seed: int | None = None, tokens: int = TOKENS) -> list[int]:

@@ -105,6 +105,15 @@ def test_the_next_replica_is_begun_where_most_of_it_is() -> None:
     assert (again.plan.decode, places(again)) == (D2, [D3])
 
 
+def assert_recovered_without_d2(harness: PolicyHarness, to: str) -> None:
+    """d1 is lost, and its stream goes where there is room, with nothing of d2."""
+    harness.handle(load(to))
+    before = len(harness.actions)
+    harness.lose("d1", A=30)
+    assert D2 not in sources(only(harness.actions[before:], act.Start))
+    assert only(harness.actions[before:], act.Recovered).option is not Option.REUSE
+
+
 @pytest.mark.parametrize("event", [replicas(D2, 0), replicas(D2, 9, epoch=7)])
 def test_pages_that_were_given_up_are_not_counted_on(event: ev.CheckpointsReported) -> None:
     harness = cluster("d1", "d2", busy=("d2",))
@@ -113,11 +122,7 @@ def test_pages_that_were_given_up_are_not_counted_on(event: ev.CheckpointsReport
         harness.handle(replicas(D2, 20))
     harness.handle(event)
     assert harness.policy.snapshot()["checkpoints"][A]["pages"] == {}
-    harness.handle(load("d2"))
-    before = len(harness.actions)
-    harness.lose("d1", A=30)
-    assert D2 not in sources(only(harness.actions[before:], act.Start))
-    assert only(harness.actions[before:], act.Recovered).option is not Option.REUSE
+    assert_recovered_without_d2(harness, "d2")
 
 
 def test_the_instance_that_computes_a_stream_protects_nothing_of_it() -> None:
@@ -133,11 +138,7 @@ def test_replicas_end_with_their_instance() -> None:
     harness.handle(replicas(D2, 20))
     harness.lose("d2")
     assert harness.policy.snapshot()["checkpoints"][A]["pages"] == {}
-    harness.handle(load("d3"))
-    before = len(harness.actions)
-    harness.lose("d1", A=30)
-    assert D2 not in sources(only(harness.actions[before:], act.Start))
-    assert only(harness.actions[before:], act.Recovered).option is not Option.REUSE
+    assert_recovered_without_d2(harness, "d3")
 
 
 def test_room_is_asked_for_all_that_the_stream_may_come_to() -> None:

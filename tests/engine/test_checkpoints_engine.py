@@ -80,7 +80,8 @@ async def agent(
 
         settings = TransferSettings()
         links = SendingLinks(settings, SendingFaults(), AGENTS_NODE)
-        server = PageServer(identity, store, SECRET, settings, links, store)
+        server = PageServer(identity, store, SECRET, settings, links)
+        server.keep(store)
         port = await server.start("127.0.0.1", port)
         server.lend(listen_in(place.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         try:

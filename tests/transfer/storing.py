@@ -178,8 +178,8 @@ async def agent_store(
         SECRET,
         agent_settings,
         SendingLinks(agent_settings, SendingFaults(), N1),
-        sink,
     )
+    server.keep(sink)
     links = SendingLinks(settings, SendingFaults(), engine.node)
     pusher = PagePusher(lambda: engine, secret, settings, links)
     puller = PagePuller(lambda: engine, secret, settings, time.monotonic)

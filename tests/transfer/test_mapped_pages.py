@@ -131,7 +131,8 @@ async def node(
                 AGENT, N0, store.epoch, store.fingerprint, store.page_bytes, store.page_cells
             )
 
-        server = PageServer(identity, store, SECRET, settings, links, store)
+        server = PageServer(identity, store, SECRET, settings, links)
+        server.keep(store)
         port = await server.start("127.0.0.1", 0)
         server.lend(listen_in(directory.path, PAGES_SOCKET, socket.SOCK_STREAM), store.places)
         puller = PagePuller(lambda: engine, secret, SETTINGS, time.monotonic)

@@ -1,5 +1,5 @@
-"""Checkpoints of the open streams at agents, reservations held and released, and at peers, without
-any; and what became of them.
+"""Checkpoints of the open streams at agents: reservations held and released, and what became of
+them. Peers keep replicas without any, which the policy's records have.
 
 A reservation is made at the agent by the first engine that sends pages; from then on the proxy
 renews it, until the stream has ended, or runs and needs that agent no more. Until then nothing is
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
+from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.books.leases import Leases
 from kvrs.core.fleet.known import Agents, Instances, KnownAgent
 from kvrs.core.live import Copy, LiveStream
@@ -38,7 +39,7 @@ class CheckpointHolds:
         self.agents = agents
         # Reserved room is scarce, so it is given back as soon as anything is sent to agents.
         self.leases = Leases(config.transfer.lease_s, release_s=config.proxy.load_interval_s)
-        self._mode, self._at_agents = config.backup.mode, config.backup.at_agents
+        self._mode = config.backup.mode
         self._instances = instances
         self._streams = streams
         self._tell = tell
@@ -47,10 +48,9 @@ class CheckpointHolds:
 
     def planned(self, live: LiveStream, plan: act.Plan) -> None:
         """Hold the reservations at the agents that the plan names."""
-        for place in plan.places:
+        for place in plan.places if self._mode is not BackupMode.PEER else ():
             live.copies.setdefault(place.holder, Copy()).lost = None
-            if self._at_agents:
-                self.leases.hold(place.holder, live.id)
+            self.leases.hold(place.holder, live.id)
 
     def resumed(self, live: LiveStream, now_s: float) -> None:
         """The plan has worked: release the agents that it does not name."""
@@ -59,10 +59,7 @@ class CheckpointHolds:
         for agent in [name for name in live.copies if name not in places]:
             # Without a page seen there may be no reservation, and its release would shut out every
             # later attempt that has a place there again. If there is one, it runs out by itself.
-            copy = live.copies.pop(agent)
-            if not self._at_agents:
-                continue  # What a peer still has of it may be used.
-            let_go = self.leases.release if copy.pages else self.leases.drop
+            let_go = self.leases.release if live.copies.pop(agent).pages else self.leases.drop
             let_go(agent, live.id)
             self._tell(ev.RetentionLost(agent, (live.id,)), now_s)
 
@@ -74,8 +71,6 @@ class CheckpointHolds:
             self.leases.hold(kept.holder, live.id)
 
     def ended(self, live: LiveStream) -> None:
-        if not self._at_agents:
-            return
         let_go = self.leases.drop if live.journal.resumable else self.leases.release
         for agent in live.copies:
             let_go(agent, live.id)
@@ -122,25 +117,14 @@ class CheckpointHolds:
                 copy.pages, copy.lost = 0, copy.lost or _DOWN
         self._tell(ev.HolderLost(known.id, known.info.epoch, cause), now_s)
 
-    # Peers.
-
-    def replicated(self, peer: InstanceId, pages: Mapping[StreamId, int]) -> None:
-        """It keeps so many leading pages of these, without a lease."""
-        for stream, count in pages.items():
-            if (copy := self._copy(stream, peer)) is not None:
-                copy.pages, copy.lost = count, None if count else _GONE
-
-    def peer_lost(self, peer: InstanceId) -> None:
-        if self._at_agents:
-            return
-        for live in self._streams.values():
-            if (copy := live.copies.get(peer)) is not None:
-                copy.pages, copy.lost = 0, _DOWN
-
     # For the state and metrics.
 
     def protected(self, live: LiveStream) -> dict[InstanceId, int]:
-        """Leading full pages of the stream that each agent keeps."""
+        """Leading full pages of the stream that each agent or peer keeps."""
+        if self._mode is BackupMode.PEER:
+            chosen = () if live.plan is None else live.plan.places
+            up = [place.holder for place in chosen if self._instances.is_up(place.holder)]
+            return dict.fromkeys(up, 0) | ({} if live.state is None else replicas_of(live.state))
         return {agent: copy.pages for agent, copy in live.copies.items() if copy.lost is None}
 
     def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:

@@ -177,14 +177,18 @@ def protection(stream: Stream) -> dict[str, Any]:
     stored = {
         holder: kept.pages for holder, kept in stream.checkpoints.items() if kept.booked_bytes
     }
-    replicas = {
+    return {
+        "pages": stored | replicas_of(stream),
+        "unprotected": stream.unprotected,
+    }
+
+
+def replicas_of(stream: Stream) -> dict[InstanceId, int]:
+    """The pages by peer; what the instance that decodes the stream has protects nothing."""
+    return {
         name: held.pages
         for name, held in stream.holders.items()
         if held.is_replica and held.member is not stream.attempt.decodes_on
-    }
-    return {
-        "pages": stored | replicas,
-        "unprotected": stream.unprotected,
     }
 
 

@@ -144,7 +144,7 @@ class Line:
         self.awaits = Word(memory, first + 12)
         self.until = Word(memory, first + 16)
         # Microseconds that its thread has computed.
-        self.worked_us = Word(memory, first + 20)
+        self.worked_ms = Word(memory, first + 20)
 
 
 class FormationMemory:

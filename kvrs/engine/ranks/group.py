@@ -169,7 +169,7 @@ class RankGroup(StageRanks, StepHook):
             stage: StageUse(
                 os.getpid(),
                 session,
-                sum(lines[rank].worked_us.value / 1e6 for rank in ranks if rank in lines),
+                sum(lines[rank].worked_ms.value / 1e3 for rank in ranks if rank in lines),
                 sum(read[rank] for rank in ranks),
             )
             for stage in self.stages
@@ -282,7 +282,7 @@ class RankGroup(StageRanks, StepHook):
         self.end_ranks(0.0 if self.lost else END_S)
 
     def end(self) -> None:
-        """Let batches end, and whoever waits for the ranks, in RanksLostError."""
+        """Let batches, and calls that wait for the ranks, end in RanksLostError."""
         with self._serving:
             self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
             formation, self._formation = self._formation, None

@@ -117,7 +117,7 @@ class ShareWorker:
             self._exchange.send(hidden, batch)
         elif decoder.head.weights and step.logits:
             self._write_logits(decoder.logits(hidden, step), batch)
-        self._line.worked_us.note(int(time.thread_time() * 1e6))
+        self._line.worked_ms.note(int(time.thread_time() * 1e3))
         self._line.done.set(batch)
 
     def _write_logits(self, columns: Tensor, batch: int) -> None:

@@ -51,6 +51,7 @@ from kvrs.transfer.stream import SocketStream, page_socket
 from tests.engine.ranks.on_nodes import (
     D0,
     SECRET,
+    TOKENS,
     closing,
     config_of,
     head_of,
@@ -61,14 +62,16 @@ from tests.engine.ranks.on_nodes import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
 
-IDS = [(7 * at * at + 3) % 500 for at in range(60)]
 PATIENCE_S = 60.0
 
 
 def chunks(first_page: int = 20) -> list[Chunk]:
     """Two batches of one sequence."""
     pages = range(first_page, first_page + 8)
-    return [Chunk(IDS[:50], 0, pages, logits=3), Chunk(IDS[50:], 50, pages, logits=1)]
+    return [
+        Chunk(TOKENS[:50], 0, pages, logits=3),
+        Chunk(TOKENS[50:60], 50, pages, logits=1),
+    ]
 
 
 def remote(group: StageGroup) -> RemoteStage:
