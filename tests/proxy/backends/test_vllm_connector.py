@@ -8,7 +8,6 @@ from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_model import expected_ids
 from kvrs_testkit.vllm_cluster import LONG, TOKENS, Builder, Servers, Vllms
 from tests.proxy.backends.connectors import (
-    capabilities,
     connector_of,
     cut_in_mid_stream,
     equip,
@@ -66,7 +65,7 @@ async def test_prefill_and_decode_save_to_the_agent_of_the_plan(vllms: Builder) 
 async def test_a_connector_that_is_not_reached_leaves_a_plain_vllm(vllms: Builder) -> None:
     """Its reason stands in the state; the server takes streams, without parameters of kvrs."""
     system = await vllms(equip, backup=BACKUP)
-    assert await capabilities(system, "d0") == OF_BOTH
+    await until_capable(system, "d0", OF_BOTH)
 
     await connector_of(system, "d0").kill()
     await until_capable(system, "d0", OF_VLLM)
@@ -101,8 +100,12 @@ async def test_a_connector_with_another_geometry_is_not_used(vllms: Builder) -> 
 
     system = await vllms(prepare, backup=BACKUP)
 
-    assert await capabilities(system, "d0") == OF_VLLM
-    assert "dtype_bytes=4" in (await row_of(system, "d0"))["connector"]["off_reason"]
+    async def is_refused() -> bool:
+        connector = (await row_of(system, "d0"))["connector"]
+        return connector is not None and "dtype_bytes=4" in (connector["off_reason"] or "")
+
+    await system.until(is_refused)
+    await until_capable(system, "d0", OF_VLLM)
 
 
 async def test_a_server_without_a_connector_is_used_beside_others(vllms: Builder) -> None:
@@ -141,7 +144,7 @@ async def test_a_connector_that_first_answers_late_fences_as_well(vllms: Builder
         servers["d0"].kvrs = Late("d0", servers["d0"].node)
 
     system = await vllms(prepare, backup=BACKUP, proxy={"token_gap_s": 1.0})
-    assert await capabilities(system, "d0") == OF_VLLM
+    await until_capable(system, "d0", OF_VLLM)
     before = (await row_of(system, "d0"))["epoch"]
 
     await ScriptedConnector.start(connector_of(system, "d0"))
