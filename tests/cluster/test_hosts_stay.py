@@ -45,6 +45,13 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[list[int]]:
+    """Tokens of the streams, one after the other and before any fault."""
+    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
+    return [by_seed[seed] for seed in SEEDS]
+
+
 async def until_up(cluster: Cluster, holds: Callable[[Row], bool] = lambda row: True) -> Row:
     """The row of d0, which may be down before."""
     async with asyncio.timeout(120):
@@ -61,11 +68,6 @@ async def streams_while(cluster: Cluster, fault: Callable[[Row], object]) -> lis
         answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
         fault(await until_up(cluster, lambda row: row["load"]["running"] > 0))
         return list(answers)
-
-
-def expected_of(cluster: Cluster) -> list[list[int]]:
-    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
-    return [by_seed[seed] for seed in SEEDS]
 
 
 def hosts_of(row: Row) -> list[int]:
@@ -104,12 +106,11 @@ async def test_stages_show_the_processes_that_have_them(cluster: Cluster) -> Non
 
 
 async def test_a_killed_process_of_an_instance_leaves_its_stages_as_they_are(
-    cluster: Cluster,
+    cluster: Cluster, expected: list[list[int]]
 ) -> None:
     """No stage reads a byte of weights again; the streams are exact, at another instance first and
     then at the next process of this one.
     """
-    expected = expected_of(cluster)
     before = await until_up(cluster)
     ranks = [rank["pid"] for rank in before["ranks"]]
     read = [opened_files(pid) for pid in ranks]
@@ -131,11 +132,12 @@ async def test_a_killed_process_of_an_instance_leaves_its_stages_as_they_are(
     )
 
 
-async def test_a_killed_host_leaves_the_others_as_they_are(cluster: Cluster) -> None:
+async def test_a_killed_host_leaves_the_others_as_they_are(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
     """The instance's process and the other hosts are as they were; streams leave, or wait for the
     next host, and are exact.
     """
-    expected = expected_of(cluster)
     before = await until_up(cluster)
     first, victim, last = hosts_of(before)
 
@@ -154,9 +156,10 @@ async def test_a_killed_host_leaves_the_others_as_they_are(cluster: Cluster) -> 
     assert await streams_while(cluster, lambda row: None) == expected
 
 
-async def test_streams_go_on_when_a_rank_in_a_host_loses_its_memory(cluster: Cluster) -> None:
+async def test_streams_go_on_when_a_rank_in_a_host_loses_its_memory(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
     """The cells of that stage are computed again, in a stream that stays as in one that leaves."""
-    expected = expected_of(cluster)
     before = await until_up(cluster)
     (fault,) = parse_faults(
         [
@@ -181,9 +184,10 @@ async def test_streams_go_on_when_a_rank_in_a_host_loses_its_memory(cluster: Clu
     assert await streams_while(cluster, lambda row: None) == expected
 
 
-async def test_a_rolling_restart_renews_hosts_with_their_instance(cluster: Cluster) -> None:
+async def test_a_rolling_restart_renews_hosts_with_their_instance(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
     """Without a failed stream: a host ends when the instance has drained."""
-    expected = expected_of(cluster)
     before = await until_up(cluster)
     with ThreadPoolExecutor(len(SEEDS)) as clients:
         restart = RollingRestart(cluster, lambda line: None, lambda: True)
@@ -197,7 +201,9 @@ async def test_a_rolling_restart_renews_hosts_with_their_instance(cluster: Clust
     assert not {*hosts_of(before)} & {*hosts_of(after)}
 
 
-async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(cluster: Cluster) -> None:
+async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
     """They go on in their attempts, after the cells of that stage were computed again; where the
     host takes longer than predicted, some may begin another one.
     """
@@ -205,7 +211,6 @@ async def test_streams_wait_for_a_lost_host_where_there_is_nowhere_else(cluster:
     async with asyncio.timeout(120):
         while InstanceId("d1") in rows_of(cluster.state()):
             await asyncio.sleep(0.05)
-    expected = expected_of(cluster)
     before = await until_up(cluster, lambda row: row["state"] == "full")
     already = len(cluster.state()["recoveries"])
 
