@@ -43,6 +43,12 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> dict[int | None, list[int]]:
+    """Tokens of long streams by their seed, one after the other and before they lose a stage."""
+    return {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
+
+
 async def test_instances_of_another_node_wait_for_other_hosts(cluster: Cluster) -> None:
     """All processes of a node end at once, with the hosts of stages of instances of another, which
     go on with those that follow.
@@ -108,11 +114,12 @@ async def test_the_tokens_are_those_of_one_process(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.parametrize("victim", ["rank", "host"])
-async def test_streams_of_a_lost_stage_are_exact(cluster: Cluster, victim: str) -> None:
+async def test_streams_of_a_lost_stage_are_exact(
+    cluster: Cluster, expected: dict[int | None, list[int]], victim: str
+) -> None:
     """Greedy and seeded. A rank comes back in its host, and a stage with the next host; the
     instance's process stays, and so do its own ranks. Streams may leave meanwhile.
     """
-    expected = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     before = await until(cluster, "d0", lambda row: True)
     lost = before["ranks"][1]["pid"]
     host = parent_of(lost)

@@ -25,7 +25,7 @@ TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(tiny_llama: str) -> Iterator[Cluster]:
     """Two instances, of which the second has two ranks."""
     nodes = [
         {"id": "n0", "instances": [{"id": "d0", "role": "both"}]},
@@ -33,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
     ]
     document = {
         "backup": {"mode": "peer"},
-        "cluster": {"nodes": nodes, "engine": {"pages": PAGES}},
+        "cluster": {"model": tiny_llama, "nodes": nodes, "engine": {"pages": PAGES}},
         "proxy": {"port": 0, "admin_port": 0},
     }
     with Cluster(parse_config(document), lambda line: None) as running:

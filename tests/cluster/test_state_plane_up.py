@@ -72,6 +72,12 @@ class Stream:
         return self.ids
 
 
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[int]:
+    """The ids of a stream that nothing happens to."""
+    return Stream(cluster).read()
+
+
 def pid_of(cluster: Cluster) -> int:
     return int(rows_of(cluster.state())[InstanceId("e0")]["pid"])
 
@@ -117,11 +123,10 @@ def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = Fa
         return reading.result(WAIT_S)
 
 
-def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster) -> None:
+def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster, expected: list[int]) -> None:
     """Its stream goes on exactly, from the pages that it left. A killed spare, and a killed
     nursery, are made again.
     """
-    expected = Stream(cluster).read()
     first = pid_of(cluster)
     nursery = nursery_of(cluster)
     spare = spare_of(cluster)
@@ -144,9 +149,8 @@ def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster) -> None:
     assert nursery_of(cluster) != nursery
 
 
-async def test_a_lost_device_takes_its_pages_along(cluster: Cluster) -> None:
+async def test_a_lost_device_takes_its_pages_along(cluster: Cluster, expected: list[int]) -> None:
     """The stream goes on exactly, but nothing of it is there to be used again."""
-    expected = Stream(cluster).read()
     before, known = pid_of(cluster), len(cluster.state()["recoveries"])
     (fault,) = parse_faults(
         [{"when": {"inflight_at_least": 1}, "what": "lose_device", "whom": {"id": "e0"}}]
@@ -167,9 +171,9 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster) -> None:
     assert recovery["option"] != "reuse"
 
 
-def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster) -> None:
+def test_a_drained_process_is_followed_by_a_spare(cluster: Cluster, expected: list[int]) -> None:
     """In a rolling restart the stream ends at the old process or goes on at the new one."""
-    expected, before = Stream(cluster).read(), pid_of(cluster)
+    before = pid_of(cluster)
 
     assert go_on(cluster, end=True) == expected
     until(lambda: not cluster.down() and pid_of(cluster) != before)
