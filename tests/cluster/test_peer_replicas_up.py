@@ -14,11 +14,10 @@ from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.load.open_loop import replay
 from kvrs.traces.records import ReplayRequest, StreamRecord
-from tests.cluster.launches import until
+from tests.cluster.launches import END_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
-WAIT_S = 60.0
 # Of 16 tokens. Streams of one instance have room, and those of two have not.
 PAGES = 200
 TOKENS = 400
@@ -54,7 +53,7 @@ def requests(count: int, first: int = 0, tokens: int = TOKENS) -> list[ReplayReq
 
 async def killed_under_way(cluster: Cluster, asked: list[ReplayRequest], victim: str) -> Any:
     """The streams, of which those of the victim lose it once the other has pages of each."""
-    load = asyncio.create_task(replay(cluster.url, asked, timeout_s=WAIT_S))
+    load = asyncio.create_task(replay(cluster.url, asked, timeout_s=END_S))
 
     def covered() -> bool:
         streams = [each for each in cluster.state()["streams"] if each["output_tokens"] > 60]
@@ -62,7 +61,7 @@ async def killed_under_way(cluster: Cluster, asked: list[ReplayRequest], victim:
             any(each["protected"].values()) for each in streams
         )
 
-    await asyncio.to_thread(until, covered, WAIT_S)
+    await asyncio.to_thread(until, covered, END_S)
     hit = {each["id"] for each in cluster.state()["streams"] if each["decode"] == victim}
     os.kill(row(cluster, victim)["pid"], signal.SIGKILL)
     return hit, await load
@@ -81,15 +80,15 @@ def test_streams_go_on_exactly_with_the_pages_of_the_peer(cluster: Cluster, vict
     recoveries = [each for each in cluster.state()["recoveries"] if each["stream"] in hit]
     options = {each["option"] for each in recoveries}
     assert {"reuse"} <= options <= {"reuse", "recompute"}
-    until(lambda: row(cluster, victim)["health"] == "up", WAIT_S)
-    assert ids_of(records) == ids_of(asyncio.run(replay(cluster.url, asked, timeout_s=WAIT_S)))
+    until(lambda: row(cluster, victim)["health"] == "up", END_S)
+    assert ids_of(records) == ids_of(asyncio.run(replay(cluster.url, asked, timeout_s=END_S)))
 
 
 def test_replicas_give_way_to_streams_of_the_instance_itself(cluster: Cluster) -> None:
     """Twenty streams take more pages than an instance has beside so many replicas."""
     asked = requests(20, first=100)
-    records = asyncio.run(replay(cluster.url, asked, timeout_s=WAIT_S))
+    records = asyncio.run(replay(cluster.url, asked, timeout_s=END_S))
     dropped = [row(cluster, name)["load"]["replica_dropped_pages"] for name in ("d0", "d1")]
     assert any(dropped)
-    alone = [asyncio.run(replay(cluster.url, [one], timeout_s=WAIT_S))[0] for one in asked[:3]]
+    alone = [asyncio.run(replay(cluster.url, [one], timeout_s=END_S))[0] for one in asked[:3]]
     assert ids_of(records[:3]) == ids_of(alone)

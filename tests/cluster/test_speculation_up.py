@@ -13,11 +13,10 @@ from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
-from tests.cluster.launches import until
+from tests.cluster.launches import END_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
-WAIT_S = 60.0
 LOAD_S = 8.0  # Of the generated model, whose draft is loaded before.
 
 
@@ -52,7 +51,7 @@ def ids(cluster: Cluster, tokens: int) -> list[int]:
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+    with urllib.request.urlopen(request, timeout=END_S) as answer:
         found: list[int] = json.load(answer)["choices"][0]["token_ids"]
     return found
 
@@ -66,7 +65,7 @@ def test_self_tests_are_made_with_drafts(cluster: Cluster) -> None:
         found = row(cluster, "d0")["self_test"]
         return found if found is not None and found["done"] else None
 
-    found = until(tested, WAIT_S)
+    found = until(tested, END_S)
 
     assert found["drafts"] == {"steps": 4, "proposed": 14, "accepted": 8}
     assert (found["continues"], found["differs_from"]) == ("exact seeded", [])
@@ -82,7 +81,7 @@ def test_a_killed_instance_helps_while_it_loads_and_then_serves(cluster: Cluster
         found = row(cluster, "d0")
         return found if (found.get("state"), found.get("paired_with")) == ("assist", "d1") else None
 
-    helper = until(assisting, WAIT_S)
+    helper = until(assisting, END_S)
     assert 0 < helper["ready_in_s"] <= LOAD_S
     assert helper["skipped"] == ""
 
@@ -90,12 +89,12 @@ def test_a_killed_instance_helps_while_it_loads_and_then_serves(cluster: Cluster
         found = assisting()
         return found if found and found["ready_in_s"] < helper["ready_in_s"] - 1.0 else None
 
-    until(further, WAIT_S)  # Its own model is read meanwhile.
+    until(further, END_S)  # Its own model is read meanwhile.
     assert row(cluster, "d1")["paired_with"] == "d0"
     assert ids(cluster, 300) == calm
-    until(lambda: row(cluster, "d1")["speculation"]["accepted"] > accepted, WAIT_S)
+    until(lambda: row(cluster, "d1")["speculation"]["accepted"] > accepted, END_S)
 
-    until(lambda: row(cluster, "d0").get("state") == "full", WAIT_S)
-    until(lambda: row(cluster, "d1")["paired_with"] is None, WAIT_S)
+    until(lambda: row(cluster, "d0").get("state") == "full", END_S)
+    until(lambda: row(cluster, "d1")["paired_with"] is None, END_S)
     assert row(cluster, "d0")["speculation"]["skipped"] == ""
     assert ids(cluster, 300) == calm

@@ -22,11 +22,10 @@ from kvrs.faults.language import FaultSchedule, parse_faults
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Injection
-from tests.cluster.launches import until
+from tests.cluster.launches import END_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
-WAIT_S = 60.0
 PROMPT = [(7 * at * at + 3) % 500 + 2 for at in range(50)]
 
 
@@ -64,7 +63,7 @@ class Stream:
         )
 
     def read(self) -> list[int]:
-        with urllib.request.urlopen(self._request, timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(self._request, timeout=END_S) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
                     (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
@@ -120,7 +119,7 @@ def go_on(cluster: Cluster, *signals: tuple[int, signal.Signals], end: bool = Fa
             os.kill(pid, number)
         if end:
             cluster.end(InstanceId("e0"))
-        return reading.result(WAIT_S)
+        return reading.result(END_S)
 
 
 def test_a_killed_process_is_followed_by_a_spare(cluster: Cluster, expected: list[int]) -> None:
@@ -163,7 +162,7 @@ async def test_a_lost_device_takes_its_pages_along(cluster: Cluster, expected: l
             await check_faults([fault], port)
             schedule = FaultSchedule([fault], 0, Random)
             await inject_faults(Injection(port, schedule, time.monotonic(), lambda: 0, []))
-        got = await asyncio.to_thread(reading.result, WAIT_S)
+        got = await asyncio.to_thread(reading.result, END_S)
 
     assert got == expected
     assert pid_of(cluster) != before
