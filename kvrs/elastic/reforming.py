@@ -162,7 +162,7 @@ class Reforming:
     _streams: tuple[StreamAtRisk, ...] = ()
 
     def __post_init__(self) -> None:
-        self.waiting = RankWaits(self.costs.restart_s)
+        self.waiting = RankWaits(self.costs.back_s)
 
     def handle(self, event: Event) -> list[Action]:
         """Apply one event; return the actions that it calls for, in order."""
@@ -228,12 +228,13 @@ class Reforming:
             and move.unit not in self._awaited.get(move.source, ())
         )
 
-    def note_start(self, took_s: float) -> None:
-        """Predict the next process by this one. At the start of the instance all ranks start at
-        once, and prove what they may need after losses.
+    def note_start(self, took_s: float, ahead_s: float = 0.0) -> None:
+        """Predict the next process by this one, which spent `ahead_s` of its start on what it may
+        need after losses: one that the others wait for does not do that.
         """
+        alone_s = took_s - ahead_s
         self.costs = replace(
-            self.costs, restart_s=took_s, replace_s=took_s, back_s=AGAIN_S + took_s
+            self.costs, restart_s=alone_s, replace_s=alone_s, back_s=AGAIN_S + took_s
         )
 
     def note_join(self, took_s: float) -> None:

@@ -49,7 +49,7 @@ class Due:
 
 @dataclass(slots=True)
 class RankWaits:
-    restart_s: InitVar[float]  # Of a process, as measured at the start of the instance.
+    start_s: InitVar[float]  # Of a process beside others, as measured at the start of the instance.
     missing: dict[int, MissingRank] = field(default_factory=dict)
     _starts: Counter[int] = field(default_factory=Counter)  # In this re-forming.
     _silent_most_s: float | None = None  # None: no re-forming is under way.
@@ -57,8 +57,8 @@ class RankWaits:
     _looks: int = 0
     _load_most_s: float = field(init=False)
 
-    def __post_init__(self, restart_s: float) -> None:
-        self._load_most_s = HUNG_S + BESIDE_FACTOR * restart_s
+    def __post_init__(self, start_s: float) -> None:
+        self._load_most_s = HUNG_S + BESIDE_FACTOR * start_s
 
     # A re-forming.
 

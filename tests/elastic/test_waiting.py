@@ -13,7 +13,7 @@ def next_of(waiting: RankWaits) -> float:
 
 def test_a_process_that_was_stopped_itself_blames_no_rank() -> None:
     """It reads what ranks have reported meanwhile before it looks again."""
-    waiting, now_s = RankWaits(restart_s=1.0), 0.0
+    waiting, now_s = RankWaits(start_s=1.0), 0.0
     waiting.begin(ready_s=0.0, now_s=now_s)
 
     now_s += 1000.0
@@ -31,7 +31,7 @@ def test_a_process_that_was_stopped_itself_blames_no_rank() -> None:
 
 def test_ranks_may_be_silent_as_much_longer_as_the_whole_takes() -> None:
     """A prediction of minutes is one of few answers."""
-    waiting, now_s = RankWaits(restart_s=1.0), 0.0
+    waiting, now_s = RankWaits(start_s=1.0), 0.0
     waiting.begin(ready_s=100.0, now_s=now_s)
 
     while not waiting.due(now_s).is_silent:
@@ -42,7 +42,7 @@ def test_ranks_may_be_silent_as_much_longer_as_the_whole_takes() -> None:
 
 def test_a_rank_that_is_needed_is_started_three_times_in_a_re_forming() -> None:
     """Each is counted alone, and the next re-forming counts anew."""
-    waiting = RankWaits(restart_s=1.0)
+    waiting = RankWaits(start_s=1.0)
     waiting.begin(1.0, now_s=0.0)
     assert all(waiting.may_start(3) for _ in range(MAX_STARTS))
     waiting.begin(1.0, now_s=5.0)  # Anew after a further loss: it is the same one.
@@ -56,7 +56,7 @@ def test_a_rank_that_is_needed_is_started_three_times_in_a_re_forming() -> None:
 
 def test_a_missing_rank_is_started_after_a_while_and_later_each_time() -> None:
     """Each of its deaths stops the others for a moment; at most a minute lies between them."""
-    waiting = RankWaits(restart_s=1.0)
+    waiting = RankWaits(start_s=1.0)
     waiting.miss(3, now_s=10.0)
     waiting.miss(2, now_s=10.0, at_once=True)
     assert waiting.due(10.0) == Due(start=(2,))
@@ -76,7 +76,7 @@ def test_a_missing_rank_is_started_after_a_while_and_later_each_time() -> None:
 
 def test_a_process_beside_the_others_hangs_if_it_loads_for_too_long() -> None:
     """The others do not wait for it; one that has loaded waits for its turn as long as it takes."""
-    waiting = RankWaits(restart_s=2.0)
+    waiting = RankWaits(start_s=2.0)
     for rank in (2, 3):
         waiting.miss(rank, now_s=0.0, at_once=True)
         waiting.started(rank, 0.0)
@@ -90,7 +90,7 @@ def test_a_process_beside_the_others_hangs_if_it_loads_for_too_long() -> None:
 
 def test_nothing_else_is_due_while_the_ranks_re_form() -> None:
     """A rank that is due meanwhile is started when the others serve."""
-    waiting = RankWaits(restart_s=1.0)
+    waiting = RankWaits(start_s=1.0)
     waiting.miss(3, now_s=0.0)
     waiting.begin(1.0, now_s=0.0)
 

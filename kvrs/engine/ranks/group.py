@@ -335,7 +335,7 @@ class RankGroup(StageRanks, StepHook):
         formation, times = self.start_ranks()
         self.probed = self.probe(formation)
         self._formation = formation
-        layout, load_s = self.layout, times.loaded_s - times.began_s
+        layout = self.layout
         most = max(layout.weight_bytes(rank, self._config.units_of_ranks) for rank in layout.ranks)
         rate = most / max(times.fetched_s - times.loaded_s, 1e-3)
         return Costs(
@@ -343,9 +343,9 @@ class RankGroup(StageRanks, StepHook):
             rates=LinkRates(rate, 2 * rate),
             kept_is_readable=True,
             join_s=time.monotonic() - times.fetched_s,
-            restart_s=load_s,
-            replace_s=load_s,
-            back_s=load_s,
+            restart_s=times.alone_s,
+            replace_s=times.alone_s,
+            back_s=times.whole_s,
         )
 
     def _facts(self, directory: Path) -> StageFacts:

@@ -210,7 +210,7 @@ class Reformer:
                 case Loaded():
                     self._processes.loaded(seat, answer)
                     took_s = time.monotonic() - seat.began_s
-                    self._machine.note_start(took_s)
+                    self._machine.note_start(took_s, answer.ahead_s)
                     if self._spares.has(seat):
                         self._waiting.missing[seat.rank].is_loaded = True
                     if self._begun is not None:

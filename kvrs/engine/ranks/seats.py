@@ -83,7 +83,6 @@ class RankSeat:
         self.is_loaded = False
         self._is_ending = self._was_killed = False  # By itself or from outside; because it hung.
         self.has_died = False  # It computes nothing any more; its memory is perhaps still freed.
-        self.began_s = time.monotonic()
         self._sending = threading.Lock()
         self.lives = Region.anonymous("kvrs-life", Life.BYTES)
         with ExitStack() as undo:
@@ -98,6 +97,8 @@ class RankSeat:
             with theirs:
                 self.process = nursery.fork(theirs, rank_name(rank))
             undo.pop_all()
+        # A nursery that had to begin for it is there for the next one.
+        self.began_s = time.monotonic()
         self._threads = [self._run(self._read)]
 
     @property

@@ -45,9 +45,13 @@ _SILENT_FACTOR = 8.0
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """Moments of a start: when it began, when ranks were loaded and when they had their units."""
+    """How long each part of the slowest process of a rank took to start: `alone_s` without what it
+    may need after losses, `whole_s` with that; and the moments at which all were loaded and had
+    their units.
+    """
 
-    began_s: float
+    alone_s: float
+    whole_s: float
     loaded_s: float
     fetched_s: float
 
@@ -80,6 +84,7 @@ class StageRanks:
             )
         self.settings, self.layout, self.stages = settings, layout, stages
         self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.
+        self._alone_s = self._whole_s = 0.0  # As `StartTimes`.
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
         geometry = of_layers(geometry_of(self._config, settings), self.layers)
@@ -97,8 +102,8 @@ class StageRanks:
         Raises:
             ConfigError, KvrsError: a rank cannot be used, has ended, or hangs.
         """
-        began_s, processes, layout = time.monotonic(), self.processes, self.layout
-        self._began_s = self._heard_s = began_s
+        processes, layout = self.processes, self.layout
+        self._began_s = self._heard_s = time.monotonic()
         for stage in self.stages:
             for rank in layout.stages[stage].ranks:
                 processes.seats[rank] = processes.start(rank, layout, stage)
@@ -113,7 +118,7 @@ class StageRanks:
         formation = self.form(1, layout)
         self._collect([*processes.seats])
         processes.begun()
-        return formation, StartTimes(began_s, loaded_s, fetched_s)
+        return formation, StartTimes(self._alone_s, self._whole_s, loaded_s, fetched_s)
 
     def form(self, epoch: int, layout: Layout) -> RankFormation:
         """A formation that is not computed in yet."""
@@ -145,6 +150,9 @@ class StageRanks:
                     raise ConfigError(faults)
                 case Loaded() as loaded:
                     self.processes.loaded(told.seat, loaded)
+                    took_s = self._heard_s - told.seat.began_s
+                    self._alone_s = max(self._alone_s, took_s - loaded.ahead_s)
+                    self._whole_s = max(self._whole_s, took_s)
                 case Fetched() as fetched:
                     self.processes.fetched(told.seat, fetched)
                 case Joined():

@@ -109,6 +109,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     arithmetic: bytes  # Equal for ranks exactly when their results are, of the same weights.
     leaves: dict[str, bytes]  # Hashes of what is no unit.
     read_bytes: int = 0  # From files.
+    ahead_s: float = 0.0  # Of the start, for what it may need after losses.
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):

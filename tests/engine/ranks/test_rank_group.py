@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ import torch
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import ElasticSettings, EngineSettings
 from kvrs.config.file import parse_config
+from kvrs.elastic import waiting
 from kvrs.elastic.ways.base import Way
 from kvrs.engine import instance as instances
 from kvrs.engine.instance import LoadedModel
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.nursery import AdoptedChild, Nursery
+from kvrs.engine.ranks import processes as started
 from kvrs.engine.ranks import stages
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.group import RankGroup
@@ -206,6 +209,29 @@ async def test_a_page_is_gathered_and_scattered_as_one_process_has_it(
     again = pair.pool.stage(pages)
     await again.save()
     assert list(map(bytes, again.views)) == list(map(bytes, theirs.views))
+
+
+def test_a_restart_is_predicted_without_what_the_start_did_once(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank of a process waits for a nursery to begin, and all ranks prove what they may
+    need after losses: the next one, for which the others wait, does neither.
+    """
+    nursery = Nursery(["kvrs.engine.ranks.rank"])
+    begun_s: list[float] = []
+    fork = nursery.fork
+
+    def late(*arguments: Any) -> AdoptedChild:
+        child = fork(*arguments)
+        begun_s.append(time.monotonic())
+        return child
+
+    monkeypatch.setattr(nursery, "fork", late)
+    monkeypatch.setattr(started, "RANKS", nursery)
+    with closing(nursery), closing(group_of(tiny_model, tp=2)) as group:
+        seats, costs = group.processes.seats, group._machine.costs
+        assert [seats[rank].began_s >= done for rank, done in enumerate(begun_s)] == [True, True]
+        assert 0 < costs.restart_s < costs.back_s - waiting.AGAIN_S
 
 
 def test_an_instance_looks_as_far_ahead_as_the_policy(

@@ -14,6 +14,7 @@ from kvrs.elastic.layouts import Layout, even
 from kvrs.elastic.reforming import ReformingPhase
 from kvrs.elastic.ways.base import Way
 from kvrs.engine.ranks.seats import Answered
+from kvrs.engine.ranks.wire import Loaded
 from kvrs.errors import KvrsError
 from tests.engine.ranks.scripted_ranks import UNITS, ScriptedGroup, ScriptedSeat, scripted
 
@@ -227,6 +228,26 @@ def test_a_restart_is_predicted_by_the_start_before_it() -> None:
         assert first.predicted_s > 9.0
         assert second.predicted_s < 1.0
         assert group.machine.costs.back_s < 9.0
+
+
+def test_a_restart_is_predicted_without_what_the_start_before_did_ahead() -> None:
+    """A rank that the others wait for proves nothing for later losses; one that starts beside them
+    does.
+    """
+    with scripted(min_ranks=4) as group:
+
+        def takes_long(seat: ScriptedSeat) -> bool:
+            seat.began_s -= 100.0
+            loaded: Any = Answered(seat, Loaded(b"", {}, ahead_s=100.0))  # type: ignore[arg-type]
+            group.processes.tell([loaded])
+            return False
+
+        group.processes.hooks["load"] = takes_long
+        group.lose(3)
+        group.until(lambda: len(group.done) == 1)
+
+        assert group.machine.costs.restart_s < 9.0
+        assert group.machine.costs.back_s > 100.0
 
 
 def test_what_a_restart_takes_after_the_start_is_learned_without_the_start() -> None:
