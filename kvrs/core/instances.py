@@ -91,7 +91,8 @@ class InstanceEvents:
             member.others_reported = others
         if (reforming := member.reforming) is not None:
             reforming.queue_s = report.queue_delay_s
-            member.reported_queue_s = max(report.queue_delay_s, reforming.ready_s - now_s)
+            # Nothing of the queue is computed before.
+            member.reported_queue_s += max(0.0, reforming.ready_s - now_s)
         self._place_freed(self._incidents.alive(member.id, report.epoch, now_s), now_s)
 
     def _drain(self, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:

@@ -65,7 +65,7 @@ class Staying:
         queue_s = home.reported_queue_s if before is None else before.queue_s
         home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
         self._view.update()
-        home.reported_queue_s = max(queue_s, report.ready_in_s)
+        home.reported_queue_s = queue_s + report.ready_in_s
         home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
         for stream_id, pages in report.missing_pages.items():
             if pages:

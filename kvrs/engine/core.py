@@ -77,7 +77,7 @@ class EngineCore(RunCore):
         self.pages = pages
         self.prefill = prefill
         self._lease_s = lease_s
-        self._admission_wait = AdmissionWaitEstimator()
+        self.admission_wait = AdmissionWaitEstimator()
         self._fetcher = fetcher
         self._wake = asyncio.Event()
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
@@ -138,11 +138,11 @@ class EngineCore(RunCore):
     def queue_delay_s(self) -> float:
         """Predicted time until a request that arrives now starts its prefill: the longer of the
         time to compute what is queued and, if the engine is full, the wait for admission, since
-        both pass at the same time.
+        both pass at the same time. Neither passes while ranks re-form, so it counts from then on.
         """
         return max(
             self.scheduler.queued_s(self.prefill),
-            self._admission_wait.expected_s(self._clock(), self.scheduler.waiting),
+            self.admission_wait.expected_s(self._clock(), self.scheduler.waiting),
         )
 
     async def run(self) -> None:
@@ -155,7 +155,7 @@ class EngineCore(RunCore):
                 self.pages.expire(self._clock())
                 for pull in self.scheduler.admit():
                     self._start_pull(pull)
-                self._admission_wait.observe(
+                self.admission_wait.observe(
                     self._clock(), self.scheduler.departures, self.scheduler.full
                 )
                 if self._lost_batches and not self._in_flight:

@@ -358,7 +358,7 @@ class EngineInstance(ServedInstance):
         loop = asyncio.get_running_loop()
         if self.ranks is not None:
             self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
-            self.ranks.on_change = lambda: loop.call_soon_threadsafe(self.news.tell)
+            self.ranks.on_change = lambda: loop.call_soon_threadsafe(self._ranks_changed)
             if isinstance(self.ranks, RanksOnNodes) and self._place.config.elastic.enabled:
                 self.ranks.wait_for_hosts(
                     lambda *lost: loop.call_soon_threadsafe(self._lose_stage, *lost)
@@ -367,6 +367,13 @@ class EngineInstance(ServedInstance):
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
         ]
+
+    def _ranks_changed(self) -> None:
+        assert self.ranks is not None, "it was told by them"
+        now, wait = self.ranks.now.reforming, self.core.admission_wait
+        note = wait.go_on if now is None or not now.way.pauses else wait.pause
+        note(time.monotonic())
+        self.news.tell()
 
     def lose_device(self, rank: int | None) -> None:
         if self.ranks is None:

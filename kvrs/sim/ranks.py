@@ -39,6 +39,7 @@ from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
+from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
@@ -58,6 +59,7 @@ class RankedEngine(SimProcess):
 
     scheduler: BatchScheduler
     pages: PageManager
+    places: AdmissionWaitEstimator
     backlog: CheckpointBacklog
     meter: LinkMeter
     runs: dict[Sequence, SimRun]
@@ -313,6 +315,7 @@ class SimRanks:
 
     def _announce(self, after: Layout, way: Way, ready_s: float, move_bytes: int) -> None:
         self.number += 1
+        self._engine.places.pause(self._site.clock.now_s)
         self._ready_s = self._site.clock.now_s + ready_s
         self.report = ReformingReport(
             self.number,
@@ -333,6 +336,7 @@ class SimRanks:
         stage = layout.stages[0]
         self._layout, self.report, self._missing, self._held = layout, None, {}, {}
         self.late_factor = 1.0
+        self._engine.places.go_on(self._site.clock.now_s)
         self._engine.look()
         self._changed()
         for rank in sorted(self._left.intersection(stage.ranks)):

@@ -60,6 +60,37 @@ def test_newer_intervals_weigh_more() -> None:
     assert 1.0 < estimator.expected_s(112.0, waiting=0) < 10.0
 
 
+def test_a_pause_is_no_part_of_an_interval() -> None:
+    """Every half second one departs. In a pause of four seconds none can, and the eight that wait
+    do not wait for it eight times.
+    """
+    estimator = AdmissionWaitEstimator()
+    for departures in range(5):
+        estimator.observe(0.5 * departures, departures, full=True)
+
+    estimator.pause(2.25)
+    estimator.pause(3.0)  # Another rank is lost.
+
+    assert estimator.expected_s(6.25, waiting=8) == pytest.approx(4.5)
+    estimator.go_on(6.25)
+    estimator.go_on(6.25)
+    assert estimator.expected_s(6.25, waiting=8) == pytest.approx(4.5)
+    estimator.observe(6.5, 5, full=True)
+    assert estimator.expected_s(6.5, waiting=8) == pytest.approx(4.5)
+
+
+def test_an_engine_that_fills_up_in_a_pause_is_full_from_its_end_on() -> None:
+    """The open interval begins there."""
+    estimator = AdmissionWaitEstimator()
+    estimator.pause(1.0)
+    estimator.observe(3.0, 0, full=True)
+    assert estimator.expected_s(9.0, waiting=8) == 0.0
+
+    estimator.go_on(9.0)
+
+    assert estimator.expected_s(10.0, waiting=1) == pytest.approx(2.0)
+
+
 def test_an_interval_that_lasts_is_as_long_as_it_is_already() -> None:
     """Also the first one ever, of which no end was seen."""
     estimator = AdmissionWaitEstimator()

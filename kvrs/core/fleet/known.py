@@ -251,7 +251,7 @@ class Instances:
         if load is None:
             return 0.0
         ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
-        return max(load.queue_delay_s, ready_in_s)
+        return load.queue_delay_s + ready_in_s
 
     def queued(self, instance: InstanceId) -> int:
         """Streams that wait there until others have ended."""

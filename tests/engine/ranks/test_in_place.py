@@ -36,6 +36,7 @@ from kvrs.errors import RanksLostError
 from kvrs.ids import InstanceId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.speculation import SpeculationReport
+from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.sequences import Chunk
 from kvrs_testkit.ports import instance_client
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
@@ -286,16 +287,22 @@ def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
         group.close()
 
 
-async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
+async def test_streams_go_on_in_their_attempts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy and drawn ones, through a rank that leaves by order, a SIGKILL and a lost device, have
     the tokens of one process; load reports say at once that the ranks re-form, and when they
-    compute again. Of what the leaving rank has nothing is read from the host.
+    compute again, and so does the engine, of each pause. Of what the leaving rank has nothing is
+    read from the host.
     """
     alone = await answers_of(tiny_model, {}, [])
     reports: list[dict[str, Any]] = []
     left: list[Reformed] = []
     tables: list[PrefillTable] = []
-
+    told: list[bool] = []
+    waits = AdmissionWaitEstimator
+    monkeypatch.setattr(waits, "pause", lambda *_: told.append(True))
+    monkeypatch.setattr(waits, "go_on", lambda *_: told.append(False))
     faults = ["leave", "kill", "lose_device"]
     through = await answers_of(tiny_model, {"tp": 3}, faults, reports, left, tables=tables)
 
@@ -315,6 +322,8 @@ async def test_streams_go_on_in_their_attempts(tiny_model: Path) -> None:
     assert reports[0]["degree"] == reports[0]["full_degree"] == 3
     assert min(each["degree"] for each in reports) == 1
     assert {each["rank_deaths"] for each in reports} == {0, 1, 2}
+    assert not told[0]
+    assert [was for was, now in pairwise(told) if was != now].count(True) >= 2
 
 
 async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(
