@@ -567,6 +567,23 @@ def test_a_re_forming_that_ended_while_another_proxy_fenced_the_instance_is_over
     assert harness.policy.members[InstanceId("b0")].reforming is None
 
 
+def test_the_wait_falls_with_what_is_left_of_the_pause() -> None:
+    """A new request is refused for 31 s of it, and not for 29: nothing but time lies between."""
+    harness = PolicyHarness("b0")
+    member = harness.policy.members[InstanceId("b0")]
+    harness.handle(reforming("b0", 31.0, queue_s=1.0), at_s=1.0)
+    refused = only(harness.handle(ev.StreamArrived(S, 10), at_s=1.0), act.GiveUp)
+    later = reforming("b0", 28.0, queue_s=1.0)
+
+    is_told = changes_decision(member, later.report, 4.0, has_peers=False, waiting=False)
+    harness.handle(later, at_s=4.0)
+
+    assert refused.reason is act.Reason.OVERLOADED
+    assert is_told
+    assert member.queue_s == pytest.approx(29.0)
+    assert only(harness.handle(ev.StreamArrived(StreamId("t"), 10), at_s=4.0), act.Start)
+
+
 def test_load_reports_meanwhile_do_not_hide_the_wait() -> None:
     """An instance that computes nothing has an empty queue."""
     harness = PolicyHarness("b0")

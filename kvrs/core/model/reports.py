@@ -57,6 +57,8 @@ def changes_decision(
     told = member.told
     if told is None or waiting or changes_ranks(member, report, now_s):
         return True
+    if member.reforming is not None:  # What is left of its pause is less than before.
+        return True
     if report.draining and (member.running or not told.draining):
         return True
     if has_peers and told.queued + told.running != report.queued + report.running:
