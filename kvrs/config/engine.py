@@ -34,7 +34,8 @@ class EngineSettings(BatchSettings):
     """
     disk_bytes_per_s: float | None = Field(default=None, gt=0)
     """Rate at which weights are read, also those of a draft model, which come first; with `pace`,
-    of the profile's model. null: as fast as the disk gives them. Instances of one process.
+    of the profile's model. null: as fast as the disk gives them. Instances of one process, or with
+    `stage_hosts` for all stages.
     """
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the weights of the generated model."""

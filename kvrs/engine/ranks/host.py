@@ -23,8 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvrs.config.engine import EngineSettings
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.models.reading import reading_of
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import (
     StageChannel,
@@ -50,6 +52,7 @@ from kvrs.garbage import collect_nothing_yet, keep_what_is_there
 from kvrs.http import naming_port
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to_stderr
+from kvrs.scheduling.pace import Pace
 from kvrs.transfer.handshake import admit
 from kvrs.transfer.peers import Identity
 from kvrs.transfer.server import HANDSHAKE_TIMEOUT_S
@@ -124,6 +127,10 @@ class StageHost:
             range(stage, stage + 1),
             yields=True,  # Other instances of the node compute meanwhile.
         )
+        ranks, units = layout.stages[stage].ranks, model.units_of_ranks
+        own_bytes = sum(units.bytes_of(unit) for rank in ranks for unit in layout.held(rank))
+        paced_s = _load_s(directory, settings) * own_bytes / units.total_bytes
+        time.sleep(max(0.0, began_s + paced_s - time.monotonic()))
         self._load_s = time.monotonic() - began_s
 
     async def serve(
@@ -239,6 +246,13 @@ class StageHost:
             log.log(level, "connection of a stage ends", extra={"cause": str(error)})
             with suppress(TransferError, OSError):
                 await link.send(StageRefused(str(error)))
+
+
+def _load_s(directory: Path, engine: EngineSettings) -> float:
+    """The least that a whole model takes, by the rate of the disk or the pace."""
+    if engine.disk_bytes_per_s is not None:
+        return reading_of(directory, engine.disk_bytes_per_s, engine.pace).expected_s
+    return 0.0 if engine.pace is None else Pace(engine.pace).load_s
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

@@ -7,18 +7,30 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvrs.elastic.ways.base import Way
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.random_model import write_tiny_model
+from kvrs.engine.ranks import host as hosts
+from kvrs.engine.ranks.host import StageHost
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.remote import RemoteStage
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError, TransferError
+from kvrs.profiles import catalog
 from tests.cluster.launches import until
-from tests.engine.ranks.on_nodes import chunks, closing, config_of, head_of, hosting
+from tests.engine.ranks.on_nodes import (
+    D0,
+    SECRET,
+    chunks,
+    closing,
+    config_of,
+    head_of,
+    hosting,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
 
@@ -161,3 +173,28 @@ def test_a_host_that_does_not_go_on_ends_the_instance(
         reason = "other weights" if other == "weights" else "epoch 1; allowed: 2 or above"
         with pytest.raises(RanksLostError, match=reason):
             head.on_lost()
+
+
+@pytest.mark.parametrize("pace", [None, "llama-3.1-70b-a100-vllm-tp4"])
+def test_a_host_reads_its_part_of_the_weights_at_the_rate_of_the_disk(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, pace: str | None
+) -> None:
+    """With a pace, its part of that model's; a stage that is lost is predicted to take as long."""
+    weights = sum(path.stat().st_size for path in tiny_model.glob("*.safetensors"))
+    total = weights if pace is None else catalog.load(pace).weight_bytes
+    config = config_of(tiny_model, hosts=2, disk_bytes_per_s=total / 40.0, pace=pace)
+    now_s = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+
+    loads_s = []
+    for stage in (0, 1):
+        host = StageHost(config, D0, stage, SECRET)
+        host.group.close()
+        loads_s.append(host._load_s)
+
+    assert sum(loads_s) == pytest.approx(40.0)
+    assert min(loads_s) > 10.0
