@@ -1,0 +1,233 @@
+"""The experiments with pipelines judge what they have seen by all their bars."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from experiments.pipelines import capacity, series
+from experiments.pipelines.two import (
+    KINDS,
+    config_of,
+    deaths_of,
+    has_all,
+    is_whole,
+    longest_gap_s,
+    parts_of,
+    requests_of,
+    serves,
+)
+from kvrs.traces.records import ErrorKind, StreamRecord
+
+Row = dict[str, Any]
+
+
+def row(pids: tuple[int, ...] = (1, 2, 3), **changes: Any) -> Row:
+    stages = [
+        {"stage": at, "host_pid": pid, "read_bytes": 100, "donor": None}
+        for at, pid in enumerate(pids)
+    ]
+    ranks = [{"rank": at, "stage": at} for at in range(len(pids))]
+    of_row = {"health": "up", "state": "full", "pid": 9, "stages": stages, "ranks": ranks}
+    return of_row | changes
+
+
+def record(*times_s: float, index: int = 0, stream: str = "s", ends: bool = True) -> StreamRecord:
+    found = StreamRecord(index, 0.0, 8, 100, stream=stream, token_times_s=list(times_s))
+    if ends:
+        found.finish_reason = "length"
+    else:
+        found.fail(ErrorKind.RESET, "broke off")
+    return found
+
+
+def death(**changes: Any) -> Row:
+    found: Row = {"kind": "host", "serves_s": 0.1, "whole_s": 4.0, "changed": []}
+    return found | {"attempts_changed": 0, "streams": 2, "stayed": 1, "left": 1} | changes
+
+
+def figures(**changes: Any) -> Row:
+    found: Row = dict.fromkeys(series.WRONG, 0)
+    found |= {"streams": 10, "kills_left": 0, "deaths": [death()], "causes": {}}
+    return found | changes
+
+
+def test_every_stage_has_a_node_of_its_own() -> None:
+    """And all pipelines are divided alike."""
+    config = config_of(3, group=False)
+
+    instances = [one for _, one in config.cluster.instances()]
+    nodes = [one.stage_nodes(node.id) for node, one in config.cluster.instances()]
+    assert [one.own_stages for one in instances] == [range(0), range(0)]
+    assert len({node for of in nodes for node in of}) == 6
+
+
+def test_a_series_has_every_kind_of_death_before_one_comes_again() -> None:
+    """The same ones for a seed; two hosts of a death are two."""
+    found = deaths_of(8, 3, seed=1)
+
+    assert Counter(each.kind for each in found[: len(KINDS)]) == Counter(KINDS)
+    assert all(each.stage != each.other for each in found)
+    assert found == deaths_of(8, 3, seed=1)
+    assert found != deaths_of(8, 3, seed=2)
+
+
+def test_every_second_stream_is_sampled() -> None:
+    """With a seed of its own, so that its tokens are the same in both runs."""
+    found = requests_of(20, 5.0, (100, 400), seed=3)
+
+    assert [each.temperature > 0 for each in found] == [False, True] * 10
+    assert len({each.seed for each in found if each.seed is not None}) == 10
+    assert found == requests_of(20, 5.0, (100, 400), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_serving", "all_its_own"),
+    [
+        ({}, True, True),
+        ({"state": "reforming"}, False, False),
+        ({"state": None, "health": "down"}, False, False),
+        ({"ranks": [{"rank": 0, "stage": 0}]}, False, False),
+        ({"stages": []}, False, False),
+    ],
+    ids=["whole", "re-forms", "down", "without a rank", "without stages"],
+)
+def test_an_instance_serves_where_it_computes_all_stages(
+    changes: Row, is_serving: bool, all_its_own: bool
+) -> None:
+    assert serves(row(**changes), 3) is is_serving
+    assert is_whole(row(**changes), 3) is all_its_own
+
+
+def test_a_borrowed_stage_serves_and_is_not_whole() -> None:
+    """Its host is another instance's: its process is none of the borrower's."""
+    borrowed = row()
+    borrowed["stages"][1]["donor"] = "d1"
+
+    assert serves(borrowed, 3)
+    assert has_all(borrowed, 3)
+    assert not is_whole(borrowed, 3)
+    assert parts_of({"d0": borrowed}).keys() == {"d0-stage-0", "d0-stage-2"}
+
+
+def test_survivors_that_are_other_processes_or_read_again_are_named() -> None:
+    """Those that were killed are not."""
+    before = {"d0": row((1, 2, 3)), "d1": row((4, 5, 6))}
+    after = {"d0": row((1, 12, 3)), "d1": row((4, 5, 16))}
+    after["d0"]["stages"][0]["read_bytes"] = 200
+
+    assert series.changed(before, before, [("d0", 1)]) == []
+    assert series.changed(before, after, [("d0", 1)]) == ["d0-stage-0", "d1-stage-2"]
+    assert series.changed(before, after, [("d0", 1), ("d1", 2), ("d0", None)]) == ["d0-stage-0"]
+
+
+def test_streams_stay_or_leave_by_their_first_recovery() -> None:
+    """A stream that stayed has the attempt that it had; others of the proxy do not count."""
+
+    def recovered(stream: str, option: str, to: str, attempt: int = 1, **more: str) -> Row:
+        found = {"stream": stream, "option": option, "to": to, "attempt": attempt}
+        return found | {"outcome": "resumed"} | more
+
+    rows = [
+        recovered("a", "in_place", "d0"),
+        recovered("b", "substitute", "d0", attempt=2),
+        recovered("c", "recompute", "d1", attempt=2),
+        recovered("e", "in_place", "d0", outcome="failed"),
+        recovered("e", "recompute", "d1", attempt=2),
+        recovered("x", "recompute", "d0"),
+    ]
+    found = series.kept({"a": 1, "b": 1, "c": 1, "d": 1, "e": 1}, rows, "d0")
+
+    assert (found["stayed"], found["left"]) == (["a", "b"], ["c", "e"])
+    assert found["attempts_changed"] == 1
+    assert found["options"] == {"in_place": 2, "substitute": 1, "recompute": 1}
+
+
+def test_a_gap_counts_where_it_overlaps_the_loss() -> None:
+    """Also one that had begun before it, or ends behind it; those of other times do not count."""
+    times_s = [0.0, 5.0, 6.0, 6.5, 9.0, 30.0]
+
+    assert longest_gap_s(times_s, 5.5, 7.0) == 2.5
+    assert longest_gap_s(times_s, 5.5, 6.2) == 1.0
+    assert longest_gap_s(times_s, 31.0, 32.0) == 0
+
+
+def test_gaps_are_those_of_streams_that_stayed_left_and_were_elsewhere() -> None:
+    """From the death until the victim is whole."""
+    lost = {"killed_s": 1.0, "whole_s": 2.0, "streams": {"a": 1, "b": 1}}
+    records = [
+        record(0.0, 1.5, 1.6, stream="a"),
+        record(0.9, 1.2, 9.0, stream="b"),
+        record(0.9, 1.1, stream="c"),
+        record(0.1, 0.9, stream="d"),
+    ]
+
+    found = series.with_gaps(death(**lost, stayed=["a"], left=["b"]), records)
+
+    gaps = [found[f"gap_{what}_s"] for what in ("stayed", "left", "others")]
+    assert gaps == pytest.approx([1.5, 7.8, 0.2])
+    assert (found["streams"], found["stayed"], found["left"]) == (2, 1, 1)
+
+
+def test_failed_streams_have_their_causes_beside_them() -> None:
+    """Requests that were refused are told from streams that broke off."""
+    records = [record(), record(1.0, ends=False), record(2.0, ends=False), record(ends=False)]
+
+    assert series.causes_of(records) == {
+        "after tokens: reset: broke off": 2,
+        "without a token: reset: broke off": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"tokens_lost": 2}, ["2 tokens lost"]),
+        ({"kills_left": 3}, ["3 deaths never came"]),
+        ({"deaths": [death(whole_s=None)]}, ["host: never whole"]),
+        ({"deaths": [death(attempts_changed=1)]}, ["1 streams stayed in another attempt"]),
+        ({"deaths": [death(changed=["d0-stage-0"])]}, ["host: d0-stage-0 changed"]),
+    ],
+    ids=["nothing", "lost", "left", "whole", "attempts", "changed"],
+)
+def test_a_series_is_judged_by_all_its_bars(changes: Row, said: list[str]) -> None:
+    assert series.missed(figures(**changes)) == said
+    last = series.as_text(figures(**changes), "wait").splitlines()[-1]
+    assert last == (f"MISSED: {said[-1]}" if said else "PASSED")
+
+
+def test_goodput_is_of_streams_that_complete() -> None:
+    """Before a death, and from it until the host would be there again."""
+    records = [
+        record(3.0, 4.0, 9.9, 10.0, 12.0, 29.0, 31.0),
+        record(5.0, 11.0, index=1, ends=False),
+    ]
+
+    found = capacity.goodput_of(records, 10.0, 30.0, 40.0)
+
+    assert found["failed"] == 1
+    assert found["before_per_s"] == 3 / 8
+    assert found["meanwhile_per_s"] == 3 / 20
+    assert sum(found["tokens_per_s"]) * capacity.BIN_S == 7
+
+
+def test_capacity_is_judged_at_every_rate() -> None:
+    """A way alone has no ratio."""
+
+    def of(rate: float, way: str, serves_s: float | None) -> Row:
+        found = {"rate": rate, "way": way, "serves_s": serves_s, "whole_s": 20.0, "failed": 0}
+        return found | {"before_per_s": 10.0, "meanwhile_per_s": 9.0}
+
+    rows = [of(2, "substitute", 0.1), of(2, "wait", 20.0)]
+    rows += [of(4, "substitute", 2.0), of(4, "wait", 20.0)]
+
+    assert capacity.ratios(rows) == {2: pytest.approx(200.0), 4: pytest.approx(10.0)}
+    assert capacity.missed(rows) == ["4 requests/s: 10.0 times as soon; bar 20"]
+    assert capacity.missed(rows[:2]) == []
+    assert capacity.missed(rows[1:2]) == []
+    never = [of(2, "wait", None) | {"whole_s": None, "failed": 1}]
+    assert capacity.missed(never) == [
+        "2 requests/s, wait: 1 streams failed",
+        "2 requests/s, wait: never whole",
+    ]
