@@ -118,7 +118,7 @@ class StageInstance(ServedInstance):
             return self.core.queue.delay_s
         now_s, stage = time.monotonic(), self.stage
         self._admission_wait.observe(now_s, self.core.ended_runs, full=stage.full)
-        return self._admission_wait.expected_s(now_s, stage.queued)
+        return self._admission_wait.expected_s(now_s, stage.queued, stage.running)
 
     async def start(self) -> None:
         """Serve pages; the HTTP side and the engine are the caller's."""

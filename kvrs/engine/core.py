@@ -142,7 +142,9 @@ class EngineCore(RunCore):
         """
         return max(
             self.scheduler.queued_s(self.prefill),
-            self.admission_wait.expected_s(self._clock(), self.scheduler.waiting),
+            self.admission_wait.expected_s(
+                self._clock(), self.scheduler.waiting, self.scheduler.running
+            ),
         )
 
     async def run(self) -> None:

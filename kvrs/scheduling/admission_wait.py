@@ -1,8 +1,11 @@
 """Prediction of the wait of a new sequence until it is admitted, from the departures of others.
 
 With w sequences waiting and a mean interval i between departures of a full engine, the wait is
-(w + 1) * i: each departure admits one, in order. i is an exponentially weighted moving average. It
-counts time in which the engine computes: in a pause none departs, and all wait for its end alike.
+(w + 1) * i: each departure admits one, in order. i is an exponentially weighted moving average;
+before the first departure it is what r running sequences have taken at least, divided by r. Where
+the next departure is overdue, that interval alone is longer: streams that began together end
+together, and all that wait are then admitted soon after each other. Intervals count time in which
+the engine computes: in a pause none departs, and all wait for its end alike.
 """
 
 _WEIGHT = 0.2  # Of the latest interval: about the last ten count.
@@ -45,15 +48,16 @@ class AdmissionWaitEstimator:
         elif count or self._since_s is None:
             self._since_s = now_s
 
-    def expected_s(self, now_s: float, waiting: int) -> float:
-        """Predicted wait of a sequence that arrives now, behind `waiting` others; in a pause, from
-        its end on.
+    def expected_s(self, now_s: float, waiting: int, running: int) -> float:
+        """Predicted wait of a sequence that arrives now, behind `waiting` others, while `running`
+        have places; in a pause, from its end on.
         """
         if self._since_s is None:
             return 0.0
-        # The open interval is at least as long as it is already; before the first departure it is
-        # the only estimate.
-        return (waiting + 1) * max(self._interval_s or 0.0, self._open_s(now_s))
+        open_s, each_s = self._open_s(now_s), self._interval_s
+        if each_s is None:
+            each_s = open_s / max(1, running)
+        return max(each_s, open_s) + waiting * each_s
 
     def _open_s(self, now_s: float) -> float:
         """Length of the interval that no departure has ended yet."""

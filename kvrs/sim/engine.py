@@ -210,7 +210,7 @@ class SimEngine(SimPagePool, RankedEngine):
     def load(self) -> LoadReport:
         scheduler, now_s = self.scheduler, self.clock.now_s
         compute_s = scheduler.queued_s(self._site.queued_prefill)
-        admission_s = self.places.expected_s(now_s, scheduler.waiting)
+        admission_s = self.places.expected_s(now_s, scheduler.waiting, scheduler.running)
         links = self.meter.measurements(now_s)
         return LoadReport(
             self.epoch,

@@ -342,7 +342,7 @@ async def test_an_unknown_source_is_refused(tiny_model: Path) -> None:
 
 async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -> None:
     """Two that run fill an engine; the next one waits as long as a departure has taken
-    already, once for each.
+    already, and those behind it for as many places as there are.
     """
     async with peer_engines([tiny_model], max_running=2) as [engine]:
         core, now_s = engine.instance.core, [100.0]
@@ -358,7 +358,7 @@ async def test_the_queue_delay_tells_of_the_wait_for_a_place(tiny_model: Path) -
         steps = -(-4 * len(PROMPT) // engine.instance.worker.settings.max_batch_tokens)
         assert compute_s == pytest.approx(steps * overhead_s + 4 * (each_s - overhead_s))
         assert compute_s > 0
-        assert core.queue_delay_s() == pytest.approx(max(compute_s, 3 * 7.0))
+        assert core.queue_delay_s() == pytest.approx(max(compute_s, 7.0 + 2 * 7.0 / 2))
         engine.may_compute.set()
         for run in runs:
             await engine.rest_of(run)
