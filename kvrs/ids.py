@@ -1,7 +1,16 @@
-"""Types of the names of nodes, instances and streams. They are opaque: no id is ever parsed."""
+"""Types of the names of nodes, instances and streams, and the ring in which their order lays them.
+They are opaque: no id is ever parsed.
+"""
 
-from typing import NewType
+from typing import NewType, TypeVar
 
 NodeId = NewType("NodeId", str)
 InstanceId = NewType("InstanceId", str)
 StreamId = NewType("StreamId", str)
+
+_Place = TypeVar("_Place", NodeId, InstanceId, tuple[NodeId, InstanceId])
+
+
+def along_ring(own: _Place, other: _Place) -> tuple[bool, _Place]:
+    """Sorts others by their distance from the own place along the ring."""
+    return other < own, other

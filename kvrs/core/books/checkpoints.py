@@ -8,11 +8,11 @@ it is forgotten here, as the driver releases its reservation.
 from typing import Any
 
 from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.core.books.placement import PlacementCandidate, along_ring, place
+from kvrs.core.books.placement import PlacementCandidate, place
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Agent, ClusterView, Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId, NodeId, along_ring
 
 
 class Checkpoints:

@@ -11,10 +11,10 @@ same one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 from kvrs.config.backup import Placement
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId, NodeId, along_ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,6 @@ def place(
             return roomy[_mixed(draw) % len(roomy)] if roomy else None
         case _:
             assert_never(how)
-
-
-_Place = TypeVar("_Place", NodeId, tuple[NodeId, InstanceId])
-
-
-def along_ring(own: _Place, other: _Place) -> tuple[bool, _Place]:
-    """Sorts others by their distance from the own place along the ring."""
-    return other < own, other
 
 
 def load_s(candidate: PlacementCandidate, need_bytes: int, alpha: float) -> float:
