@@ -13,7 +13,7 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
-from kvrs.protocol.stages import StageInfo
+from kvrs.protocol.stages import StageInfo, StageLent
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -83,6 +83,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     units: Natural  # That it computes, of all layers and kinds.
     heads: list[int]  # KV heads of which it has cells, in any layer of its stage.
     gpus: list[str] = []  # The boards it computes on, by NVML's uuid; none on processors.
+    borrowed_from: InstanceId | None = None  # Whose host it is in; None: its own, or in no host.
 
 
 class LayoutInfo(msgspec.Struct, frozen=True):
@@ -277,6 +278,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     full_degree: Natural = 0  # Ranks that it was configured with.
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
     stages: list[StageInfo] = []  # None where one process computes everything.
+    lends: list[StageLent] = []
     batches_in_flight: Natural | None = None  # That it computes now; None: it does not tell.
     # Leading full pages of other instances' streams that it keeps as replicas, where their number
     # has changed within the last seconds; how many pages all have, and how many were given up.

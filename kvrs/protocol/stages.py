@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvrs.ids import NodeId
+from kvrs.ids import InstanceId, NodeId
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -20,3 +20,13 @@ class StageInfo(msgspec.Struct, frozen=True):
     epoch: _Natural  # Under which the session was opened.
     worked_s: _Seconds  # Processor time of its ranks' batches, of each modulo 71 minutes.
     read_bytes: _Natural  # Of weights, from files, since the start of that process.
+    donor: InstanceId | None = None  # Whose host has the stage now; None: its own.
+    pages: _Natural | None = None  # That the instance may use, where it borrows; None: all.
+
+
+class StageLent(msgspec.Struct, frozen=True):
+    """Pages of a stage of the instance that another one of its group uses."""
+
+    to: InstanceId
+    stage: _Natural
+    pages: _Natural

@@ -19,6 +19,7 @@ class Way(StrEnum):
     REPLACE = "replace"
     RESIZE = "resize"
     WAIT = "wait"  # For the host of a stage that is lost with all its ranks.
+    SUBSTITUTE = "substitute"  # The host of another pipeline's stage takes over a lost stage.
 
     @property
     def pauses(self) -> bool:
