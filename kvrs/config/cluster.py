@@ -11,7 +11,7 @@ from kvrs.config.backup import AgentSettings
 from kvrs.config.engine import EngineSettings
 from kvrs.config.settings import NAME, Host, Settings, netloc
 from kvrs.errors import ConfigError
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId, NodeId, along_ring
 from kvrs.protocol.instance import Role
 
 
@@ -81,6 +81,11 @@ class InstanceSettings(Settings):
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
     stages before have theirs below the instance's own process. A host outlives that process, and
     keeps the stage's weights for the next one; a lost host is waited for (elastic.enabled).
+    """
+    group: str | None = Field(default=None, min_length=1, max_length=64, pattern=NAME)
+    """Instances of one group lend each other the hosts of their stages: a lost host's stage is also
+    computed by that of another instance, until there is a new one. They have `stage_hosts` for all
+    stages, and are divided equally. null: it lends and borrows nothing.
     """
 
     @model_validator(mode="after")
@@ -255,3 +260,14 @@ class ClusterSettings(Settings):
                 return node, instance
         allowed = ", ".join(instance.id for _, instance in self.instances())
         raise ConfigError(f"instance {instance_id!r} is not in cluster.nodes; allowed: {allowed}")
+
+    def donors(self, instance_id: InstanceId) -> list[tuple[NodeSettings, InstanceSettings]]:
+        """The others of an instance's group along the ring of ids, from its own on; none without a
+        group. Raises as `find` does.
+        """
+        _, own = self.find(instance_id)
+        if own.group is None:
+            return []
+        members = [each for each in self.instances() if each[1].group == own.group]
+        others = [each for each in members if each[1].id != own.id]
+        return sorted(others, key=lambda each: along_ring(own.id, each[1].id))

@@ -64,3 +64,9 @@ class ElasticSettings(Settings):
     """With fewer ranks an instance does not serve: it starts the lost ones again, or ends. At most
     the ranks of the smallest instance of several ranks.
     """
+    lend_pages: float = Field(default=0.5, gt=0, le=1)
+    """The largest part of its KV pages that an instance of a group lends, at each of its stages."""
+    least_gain: float = Field(default=0.1, ge=0, le=1)
+    """The least gain for which a stage is lent: min(1, (1 - busy share of the donor's stage) / busy
+    share of the lost one).
+    """

@@ -18,6 +18,7 @@ from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
 from kvrs.config.divided import faults_of_workers
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
+from kvrs.config.groups import faults_of_groups
 from kvrs.config.logs import LogSettings
 from kvrs.config.overrides import override
 from kvrs.config.peers import faults_of_peers
@@ -263,6 +264,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
             assert_never(config.cluster.backend)
     yield from _faults_of_connectors(config)
     yield from _faults_of_ranks(config)
+    yield from faults_of_groups(config.cluster, re_forms=config.elastic.enabled)
     yield from _faults_of_roles(config)
     yield from _faults_of_services(config)
     yield from _faults_of_profiles(config)
