@@ -30,7 +30,6 @@ from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.estimates import Option
 from kvrs.core.model.reports import changes_decision, changes_ranks
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -214,7 +213,7 @@ class Control(Generic[S]):
                 if (given_up := self.streams.get(action.stream)) is not None:
                     self.end(given_up, action, now_s)
             case act.Settled():
-                if action.option is Option.IN_PLACE and action.stream in self.streams:
+                if action.option.stays and action.stream in self.streams:
                     self.streams[action.stream].stays_until_s = -inf
                 self._shell.note(action)
             case act.Recovered() | act.Ejected() | act.Readmitted():

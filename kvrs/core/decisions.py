@@ -125,8 +125,9 @@ class Decisions:
             estimates = self._rule.weigh(self._books, stream, away, now_s)
         if elsewhere is not None:
             estimates = list(elsewhere.estimates)
-        if (self._rule.stays or not estimates) and Option.IN_PLACE not in stream.recovery.removed:
-            estimates.append(estimate_stay(self._books, stream, home))
+        stay = estimate_stay(self._books, stream, home)
+        if (self._rule.stays or not estimates) and stay.option not in stream.recovery.removed:
+            estimates.append(stay)
         if not estimates:
             return None
         chosen = self._rule.decide(
@@ -155,7 +156,7 @@ class Decisions:
         the attempt was no recovery.
         """
         attempt, decision = stream.attempt, stream.attempt.decision
-        if decision is None or not (stream.recovers or decision.chosen.option is Option.IN_PLACE):
+        if decision is None or not (stream.recovers or decision.chosen.option.stays):
             return None
         chosen, real_s = decision.chosen, now_s - attempt.started_s
         # A replay is not there to be fast.
@@ -185,7 +186,7 @@ class Decisions:
     def deadline_missed(self, decision: Decision, lasts_s: float, now_s: float) -> None:
         """Learn from a re-forming that is not over when it should be: it takes at least so long."""
         chosen = decision.chosen
-        if self._rule.learns and chosen.option is Option.IN_PLACE:
+        if self._rule.learns and chosen.option.stays:
             self.corrections.observe(chosen.option, chosen.raw_s, lasts_s, now_s)
 
     def _eligible(

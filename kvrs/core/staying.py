@@ -17,7 +17,6 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member
-from kvrs.core.model.estimates import Option
 from kvrs.core.model.reports import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream
 from kvrs.core.options.base import usable_pages
@@ -75,7 +74,10 @@ class Staying:
             stream.note_tokens(event.produced_tokens.get(stream.id, 0))
         if before is not None and before.report.number == report.number:
             now.ahead_s = before.ahead_s
-            is_same = before.report.missing_pages == report.missing_pages
+            is_same = (before.report.missing_pages, before.option) == (
+                report.missing_pages,
+                now.option,
+            )
             if is_same and ready_s <= before.ready_s + _STEP_S:
                 return
             running = [stream for stream in running if stream.attempt.stay_deadline is not None]
@@ -110,8 +112,8 @@ class Staying:
         deadline = attempt.stay_deadline
         assert deadline is not None, stream
         assert home is not None, stream
-        if Option.IN_PLACE not in stream.recovery.removed:
-            stream.recovery.remove(Option.IN_PLACE)
+        if attempt.option not in stream.recovery.removed:
+            stream.recovery.remove(attempt.option)
             if attempt.decision is not None:
                 self._decisions.deadline_missed(attempt.decision, now_s - deadline.since_s, now_s)
         must_end_s = deadline.latest_s + self._settings.recovery.wait_s
@@ -143,7 +145,7 @@ class Staying:
             decision = self._decisions.stay_or_leave(stream, home, target, limit, others, now_s)
             if decision is None:
                 continue  # It was to leave, and cannot yet: its alarm goes on.
-            if decision.chosen.option is Option.IN_PLACE:
+            if decision.chosen.option.stays:
                 self._stay(stream, reforming, decision, cause, now_s)
                 continue
             self._leave(stream, home, cause, now_s)
@@ -192,13 +194,17 @@ class Staying:
         now_s: float,
     ) -> None:
         """The stream keeps its attempt. What was decided first is what is learned from: a changed
-        prediction of the same re-forming only moves the alarm.
+        prediction of the same re-forming, by the same option, only moves the alarm.
         """
         attempt, chosen, deadline = stream.attempt, decision.chosen, stream.attempt.stay_deadline
         reforming.ahead_s += chosen.transfer_s + chosen.compute_s
         wait_s = chosen.next_token_s
         until_s = now_s + wait_s + min(max(wait_s / 2, _SHORTEST_GRACE_S), _LONGEST_GRACE_S)
-        if deadline is not None and deadline.number == reforming.report.number:
+        if (
+            deadline is not None
+            and deadline.number == reforming.report.number
+            and chosen.option is attempt.option
+        ):
             until_s = max(deadline.until_s, min(until_s, deadline.latest_s))
             if is_past(until_s, now_s):
                 return  # This proxy was stopped: its alarm is due.

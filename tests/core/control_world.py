@@ -45,6 +45,7 @@ from tests.core.policy_harness import GEOMETRY, ROLES, load
 PAGE = GEOMETRY.page_size_tokens
 PREFILL = MeasuredPrefill("test", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
 MAX_TOKENS = 100_000  # Streams end before it.
+WAYS = ("reshard", "substitute")
 
 
 class Engines(StrEnum):
@@ -397,7 +398,8 @@ class World:
         streams = [live.id for live in self.control.streams.values() if live.instance == name]
         missing = {stream: self.random.randrange(9) for stream in [*streams, StreamId("ended")]}
         factor = self.random.choice([1.0, 1.5])
-        report = ReformingReport(number, "reshard", 0.0, 2, [1], 0, missing, 0.01, factor, factor)
+        way = self.random.choice(WAYS)
+        report = ReformingReport(number, way, 0.0, 2, [1], 0, missing, 0.01, factor, factor)
         self._reforming[name] = report, self.now_s + ready_in_s
         self._load(name)
         whom = name, self.epochs[name] // 1000, number
@@ -407,13 +409,14 @@ class World:
             self.soon((self.random.choice(["re_form", "kill"]), name))
 
     def _predict(self, whom: object) -> None:
-        """It finds that it will take longer."""
+        """It finds that it will take longer, perhaps in another way."""
         assert isinstance(whom, tuple)
         name, process, number = whom
         if self.epochs[name] // 1000 == process and name in self._reforming:
             report, ready_s = self._reforming[name]
             if report.number == number:
-                self._reforming[name] = report, ready_s + self.random.choice([0.1, 2.0])
+                changed = msgspec.structs.replace(report, way=self.random.choice(WAYS))
+                self._reforming[name] = changed, ready_s + self.random.choice([0.1, 2.0])
                 self._load(name)
 
     def _re_formed(self, whom: object) -> None:

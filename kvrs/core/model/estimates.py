@@ -11,6 +11,7 @@ from kvrs.ids import InstanceId
 class Option(StrEnum):
     START = "start"  # Not a recovery: a new stream, or one that had no KV and no token yet.
     IN_PLACE = "in_place"  # The same attempt goes on at its instance, which re-forms.
+    SUBSTITUTE = "substitute"  # So, and another instance's host computes the stage that was lost.
     MIGRATE = "migrate"  # From an instance that retains the KV, or has it in its prefix cache.
     RESTORE = "restore"  # From a checkpoint in an agent's host memory.
     REUSE = "reuse"  # The target has it.
@@ -18,6 +19,11 @@ class Option(StrEnum):
     RECOMPUTE = "recompute"
     REPLAY = "replay"  # The request begins again, and its known output is generated once more.
     ABORT = "abort"
+
+    @property
+    def stays(self) -> bool:
+        """The attempt is not ended: its instance re-forms, and goes on with it."""
+        return self in (Option.IN_PLACE, Option.SUBSTITUTE)
 
 
 class Estimate(msgspec.Struct, frozen=True, gc=False):

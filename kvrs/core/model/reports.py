@@ -6,6 +6,7 @@ Reports come several times a second, and most of them change no decision.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 
@@ -30,6 +31,12 @@ class PredictedReforming:
     token_s: float  # Mean time between two tokens of a stream there, before it; 0: not known.
     queue_s: float  # Its queue, as it reports it beside.
     ahead_s: float = 0.0  # What restoring the streams takes that stay, as far as they are decided.
+
+    @property
+    def option(self) -> Option:
+        """The option of the streams that stay: ways of different costs are learned apart."""
+        is_substitution = self.report.way == Option.SUBSTITUTE.value
+        return Option.SUBSTITUTE if is_substitution else Option.IN_PLACE
 
     @property
     def step_s(self) -> float:
@@ -76,7 +83,7 @@ def changes_ranks(member: "Member", report: LoadReport, now_s: float) -> bool:
     if now is not None:
         return (
             before is None
-            or before.report.number != now.number
+            or (before.report.number, before.report.way) != (now.number, now.way)
             or abs(now_s + now.ready_in_s - before.ready_s) > _READY_STEP_S
             or before.report.missing_pages != now.missing_pages
         )

@@ -13,11 +13,13 @@ from kvrs.core.options.replay import REPLAY
 from kvrs.core.options.restore import RESTORE
 from kvrs.core.options.reuse import REUSE
 from kvrs.core.options.split import SPLIT
+from kvrs.core.options.substitute import SUBSTITUTE
 
 # In the order in which they are weighed: split stands on the fetches before it.
 ALL = (REUSE, MIGRATE, RESTORE, SPLIT, RECOMPUTE, REPLAY)
 # Weighed for streams of an instance that re-forms, at that instance alone (`core/staying.py`).
-BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, IN_PLACE)}
+STAYING = (IN_PLACE, SUBSTITUTE)
+BY_NAME: Mapping[Option, RecoveryOption] = {each.option: each for each in (*ALL, *STAYING)}
 
 
 def takes_slot(estimate: Estimate) -> bool:

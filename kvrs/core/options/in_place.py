@@ -13,8 +13,6 @@ from kvrs.core.model.reports import PredictedReforming
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_s
 
-_IN_PLACE = Option.IN_PLACE
-
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
     """Estimate a stream with its attempt at the target, if that re-forms."""
@@ -32,9 +30,9 @@ def estimate_stay(books: Books, stream: Stream, home: Member) -> Estimate:
     raw_s = queue_s + transfer_s + compute_s
     later_s = lookahead_s(books.settings, stream, home)
     return Estimate(
-        _IN_PLACE,
+        reforming.option,
         home.id,
-        raw_s * books.factors.get(_IN_PLACE, 1.0) + later_s,
+        raw_s * books.factors.get(reforming.option, 1.0) + later_s,
         queue_s,
         transfer_s,
         compute_s,
@@ -51,7 +49,7 @@ def rest_s(stream: Stream, reforming: PredictedReforming, now_s: float) -> float
         return 0.0
     chosen, deadline = attempt.decision.chosen, attempt.stay_deadline
     left_s = max(0.0, chosen.next_token_s - (now_s - attempt.started_s))
-    if chosen.option is not _IN_PLACE:
+    if not chosen.option.stays:
         return left_s
     if deadline is not None and deadline.number == reforming.report.number:
         return chosen.compute_s  # The same re-forming, which says anew what else it takes.
@@ -78,4 +76,4 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     yield Term("rest", estimate.compute_s, "what the attempt had still to do")
 
 
-IN_PLACE = RecoveryOption(_IN_PLACE, estimate, plan, terms, fetches=False)
+IN_PLACE = RecoveryOption(Option.IN_PLACE, estimate, plan, terms, fetches=False)

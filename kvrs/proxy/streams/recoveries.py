@@ -144,7 +144,7 @@ class RecoveryLog:
         if recovery is None or recovery.attempt != attempt:
             return
         # A token from before a re-forming, which settles nothing.
-        if recovery.option is Option.IN_PLACE and recovery.raw_s is None:
+        if recovery.option.stays and recovery.raw_s is None:
             return
         now_s = self._clock()
         recovery.real_s = now_s - recovery.decided_s

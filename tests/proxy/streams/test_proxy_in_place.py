@@ -18,8 +18,10 @@ from tests.proxy.streams.test_proxy_deaths import all_exact, held_open, release
 pytestmark = pytest.mark.network
 
 
-def report(ready_in_s: float, number: int = 1, degree: int = 1) -> ReformingReport:
-    return ReformingReport(number, "reshard", ready_in_s, degree, [1], 1 << 20)
+def report(
+    ready_in_s: float, number: int = 1, degree: int = 1, way: str = "reshard"
+) -> ReformingReport:
+    return ReformingReport(number, way, ready_in_s, degree, [1], 1 << 20)
 
 
 async def row_of(system: ProxyCluster, name: str) -> dict[str, object]:
@@ -221,12 +223,15 @@ async def all_at(system: ProxyCluster, name: str) -> bool:
     return {row["decode"] for row in (await system.state())["streams"]} == {name}
 
 
-async def stays_somewhere(system: ProxyCluster, count: int = 1) -> bool:
-    return sum(each["option"] == "in_place" for each in await recoveries(system)) >= count
+async def stays_somewhere(system: ProxyCluster, count: int = 1, option: str = "in_place") -> bool:
+    return sum(each["option"] == option for each in await recoveries(system)) >= count
 
 
-async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterBuilder) -> None:
-    """The recovery ends with the first token after the re-forming."""
+@pytest.mark.parametrize(("way", "option"), [("wait", "in_place"), ("substitute", "substitute")])
+async def test_a_token_that_was_on_its_way_ends_no_recovery(
+    build: ProxyClusterBuilder, way: str, option: str
+) -> None:
+    """The recovery ends with the first token after the re-forming, and is counted by its option."""
     system = await build()
     d0 = system.instances["d0"]
     d0.full_degree = d0.degree = 2
@@ -235,8 +240,8 @@ async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterB
     asked = await held_open(system, at=5)
     driver = system.proxy.parts.driver
 
-    d0.reforming = report(30.0)
-    await system.until(lambda: stays_somewhere(system))
+    d0.reforming = report(30.0, way=way)
+    await system.until(lambda: stays_somewhere(system, option=option))
     (stream,) = driver.streams
     live = driver.control.streams[StreamId(stream)]
     assert live.plan is not None
@@ -249,3 +254,5 @@ async def test_a_token_that_was_on_its_way_ends_no_recovery(build: ProxyClusterB
     assert await all_exact(asked)
     assert early == "running"
     assert (await recoveries(system))[0]["outcome"] == "resumed"
+    settled = {"option": option, "outcome": "resumed"}
+    assert await system.count("kvrs_recoveries_total", **settled) == 1
