@@ -110,6 +110,7 @@ async def open_proxy_cluster(
     prepare: Callable[[dict[str, Scripted]], None] = lambda _: None,
     read: Callable[[], Config] | None = None,
     cluster_drain_s: float = 30.0,
+    decodes: Mapping[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[ProxyCluster]:
     """Nodes n0, n1, ... with p0 and d0, p1 and d1, ..., or with instances of the roles that `nodes`
@@ -118,7 +119,8 @@ async def open_proxy_cluster(
 
     Agents that section `backup` or `gossip_ports` calls for are scripted, unless `agent_ports` has
     the ports of real ones by node. The test itself starts gossip at `gossip_ports`. `engine` makes
-    instances other than `Scripted` ones of name, node and role.
+    instances other than `Scripted` ones of name, node and role. `decodes`: more keys of the
+    configuration of each decode instance.
     """
     async with AsyncExitStack() as stack:
         script = Script()
@@ -164,6 +166,7 @@ async def open_proxy_cluster(
                         "id": f"{letter}{n}",
                         "role": role.value,
                         "port": instances[f"{letter}{n}"].port,
+                        **(decodes or {} if role is Role.DECODE else {}),
                     }
                     for letter, role in its_roles
                 ],

@@ -51,6 +51,7 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs.protocol.speculation import SpeculationReport
+from kvrs.protocol.stages import StageInfo, StageLent
 from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_model import (
     Arithmetic,
@@ -159,6 +160,8 @@ class Scripted(ScriptedServer):
     full_degree: int = 0
     rank_deaths: int = 0
     ranks: list[RankInfo] = field(default_factory=list)
+    stages: list[StageInfo] = field(default_factory=list)
+    lends: list[StageLent] = field(default_factory=list)
     rank_orders: list[RankRequest] = field(default_factory=list)
     aborted: int = 0
     watches: int = 0
@@ -255,6 +258,8 @@ class Scripted(ScriptedServer):
             degree=self.degree,
             full_degree=self.full_degree,
             rank_deaths=self.rank_deaths,
+            stages=self.stages,
+            lends=self.lends,
         )
 
     async def _leases(self, request: web.Request) -> web.Response:

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, str]] = {
         f"kvrs_worker_degree{{{WORKER}}}": "4x10 3x12 4x8",
         f"kvrs_worker_full_degree{{{WORKER}}}": "4x30",
     },
+    "KvrsStageBorrowed": {f"kvrs_borrowed_stages{{{WORKER}}}": "0x10 1x12 0x8"},
     "KvrsAgentDown": {'kvrs_agent_up{agent="agent-n0"}': "1x10 0x12 1x8"},
     "KvrsRoleDown": {
         f"kvrs_worker_up{{{WORKER}}}": "1x10 0x5 1x15",

@@ -137,6 +137,14 @@ ROWS: dict[str, list[Panel]] = {
                 (f"kvrs_worker_full_degree{_OF}", "{{worker}}, all"),
             ),
         ),
+        Panel(
+            "Stages that are borrowed, and pages lent",
+            "short",
+            (
+                (f"kvrs_borrowed_stages{_OF}", "stages of {{worker}}"),
+                (f"kvrs_lent_pages{_OF}", "pages of {{worker}}"),
+            ),
+        ),
         Panel("Free KV pages", "short", ((f"kvrs_worker_free_pages{_OF}", "{{worker}}"),)),
         Panel("KV moved by kind", "Bps", _rate("kvrs_worker_kv_bytes_total", "kind")),
         Panel("Drafts by outcome", "short", _rate("kvrs_draft_tokens_total", "outcome")),

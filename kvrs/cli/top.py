@@ -133,6 +133,9 @@ def screen(overview: Mapping[str, Any], url: str, rows: int) -> Group:
     if len(shown) < len(instances):
         parts.append(Text(f"... and {len(instances) - len(shown)} more", style="dim"))
     room = max(0, rows - 8 - len(shown))
+    lines = [line for row in instances for line in _lending(row)][:room]
+    parts += lines
+    room -= len(lines)
     causes = [row for row in instances if row["health"] != "up" and row.get("reason")]
     parts += [_line(f"{row['id']}: {row['reason']}") for row in causes[:room]]
     room = max(0, room - len(causes))
@@ -155,6 +158,21 @@ def _head(overview: Mapping[str, Any], url: str) -> Text:
         f"{streams['open']} streams{f' ({stages})' if stages else ''}, "
         f"{restorable} could be restored\n"
     )
+
+
+def _lending(row: Mapping[str, Any]) -> Iterator[Text]:
+    """The stages of an instance of which any is borrowed, and what it lends."""
+    stages = row["stages"]
+    if any(each["donor"] for each in stages):
+        places = (f"{each['stage']} at {each['node']}{_donor(each)}" for each in stages)
+        yield _line(f"{row['id']}: stages {', '.join(places)}")
+    for each in row["lends"]:
+        what = f"{each['pages']} pages of stage {each['stage']} to {each['to']}"
+        yield _line(f"{row['id']}: lends {what}")
+
+
+def _donor(stage: Mapping[str, Any]) -> str:
+    return f" (borrowed from {stage['donor']})" if stage["donor"] else ""
 
 
 def _recovery(row: Mapping[str, Any]) -> Text:

@@ -21,9 +21,11 @@ class Topology:
         self._control = control
         self.leaving: dict[InstanceId, float] = {}  # Until when retained KV is waited for.
 
-    def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
+    def add(
+        self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
+    ) -> KnownInstance:
         assert instance not in self.leaving
-        return self._control.instances.add(instance, node, role)
+        return self._control.instances.add(instance, node, role, group)
 
     def remove(self, instance: InstanceId, drain_s: float, now_s: float) -> bool:
         """Begin to; it is removed when `gone` returns it. True: it is already, since it was never

@@ -16,8 +16,8 @@ def pipeline(name: str, **keys: Any) -> dict[str, Any]:
 
 
 def document(*pipelines: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    nodes = [{"id": f"n{each['id'][1:]}", "instances": [each]} for each in pipelines]
-    nodes[0]["instances"].append({"id": "p0", "role": "prefill"})
+    prefill = {"id": "p", "instances": [{"id": "p0", "role": "prefill"}]}
+    nodes = [{"id": f"n{each['id'][1:]}", "instances": [each]} for each in pipelines] + [prefill]
     return {"cluster": {"nodes": nodes}} | sections
 
 

@@ -74,7 +74,7 @@ def test_a_substitution_costs_what_the_report_says() -> None:
 def test_each_option_that_stays_has_a_factor_of_its_own(
     event: Any, observed: Option, other: Option
 ) -> None:
-    """What the one took says nothing of the other: neither factor nor prediction of it moves."""
+    """The time that one took says nothing of the other: its factor and its prediction stay."""
     harness = two_pairs("s")
     other_event = waiting if event is substituting else substituting
     for number in (1, 2, 3):

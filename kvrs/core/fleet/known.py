@@ -51,6 +51,7 @@ class KnownInstance:
     id: InstanceId
     node: NodeId
     role: Role
+    group: str | None = None  # Instances of one group lend each other the hosts of their stages.
     health: Health = Health.STARTING
     reason: str | None = None
     info: InstanceInfo | None = None
@@ -126,7 +127,7 @@ class Replays(Enum):
 class Instances:
     def __init__(self, config: Config) -> None:
         self.known = {
-            instance.id: KnownInstance(instance.id, node.id, instance.role)
+            instance.id: KnownInstance(instance.id, node.id, instance.role, instance.group)
             for node, instance in config.cluster.instances()
         }
         # Decode instances compute all prompts; no prefill instance is missing.
@@ -141,9 +142,11 @@ class Instances:
         self._replays: Replays | None = None  # As `_plain`.
         self.names = NameBook(lambda: (known.info for known in self.known.values()))
 
-    def add(self, instance: InstanceId, node: NodeId, role: Role) -> KnownInstance:
+    def add(
+        self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
+    ) -> KnownInstance:
         self.decodes_only &= role is Role.DECODE
-        known = self.known[instance] = KnownInstance(instance, node, role)
+        known = self.known[instance] = KnownInstance(instance, node, role, group)
         return known
 
     def remove(self, known: KnownInstance) -> None:

@@ -10,6 +10,7 @@ RECOVERIES = 50  # The newest ones.
 LINKS = 200
 _OF_LOAD = ("queued", "running", "free_pages", "queue_delay_s")
 _OF_INSTANCE = ("id", "role", "node", "health", "epoch", "reason", "paired_with")
+_OF_STAGE = ("stage", "node", "donor")
 _OF_AGENT = ("id", "node", "health", "checkpoints", "held_bytes", "capacity_bytes", "reason")
 _OF_RECOVERY = (
     "at_s",
@@ -68,6 +69,8 @@ def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> d
         "ranks": len(row["ranks"]),
         # Of an instance that computes without some of them, or not at all until it has re-formed.
         "short": row.get("state") if row.get("state") in ("degraded", "reforming") else None,
+        "stages": [_kept(each, _OF_STAGE) for each in row.get("stages", ())],
+        "lends": row.get("lends", []),
         "degree": row.get("degree"),
         "full_degree": row.get("full_degree"),
         # Of an instance that is being started again; None: of no other.

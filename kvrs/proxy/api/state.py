@@ -70,6 +70,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
         metrics.connectors.measure(known.id, None if known.load is None else known.load.connector)
         metrics.replicas.measure(known.id, known.load)
+        metrics.lending.measure(known)
         if known.load is not None:
             metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
             metrics.damaged.follow(known.load.damaged_pages, known.id)
@@ -98,8 +99,10 @@ def _instance(
         "url": driver.backends[known.id].url,
         "pid": None if known.info is None else known.info.pid,
         "worker_pids": [] if known.info is None else known.info.worker_pids,
+        "group": known.group,
         "ranks": [] if known.info is None else msgspec.to_builtins(known.info.ranks),
         "stages": [] if known.load is None else msgspec.to_builtins(known.load.stages),
+        "lends": [] if known.load is None else msgspec.to_builtins(known.load.lends),
         "layout": None if known.info is None else msgspec.to_builtins(known.info.layout),
         "health": known.health,
         **_ranks(known, now_s),

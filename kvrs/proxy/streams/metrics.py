@@ -33,7 +33,12 @@ from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.fleet.supervision import TaskKind
-from kvrs.proxy.streams.page_metrics import ConnectorMetrics, ReplicaMetrics, Total
+from kvrs.proxy.streams.page_metrics import (
+    ConnectorMetrics,
+    LendingMetrics,
+    ReplicaMetrics,
+    Total,
+)
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
 from kvrs.proxy.streams.stream_metrics import (
     SECONDS,
@@ -121,6 +126,7 @@ class Metrics:
             ["worker"],
         )
         self.replicas = ReplicaMetrics(self.registry)
+        self.lending = LendingMetrics(self.registry)
         self.agents = AgentMetrics(self.registry, agents)
         self.connectors = ConnectorMetrics(self.registry)
         self.slots = counter(
@@ -161,6 +167,7 @@ class Metrics:
         self.loads.remove(worker)
         self.connectors.remove(worker)
         self.replicas.remove(worker)
+        self.lending.remove(worker)
 
     def slot_asked(self, outcome: str) -> None:
         self.slots.labels(outcome).inc()

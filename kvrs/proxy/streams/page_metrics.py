@@ -1,9 +1,10 @@
-"""Metrics of pages that workers keep for others, and of the kvrs connectors in vLLM."""
+"""Metrics of pages that workers keep for others or lend, and of the kvrs connectors in vLLM."""
 
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from kvrs.core.fleet.known import KnownInstance
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ConnectorReport, LoadReport
 
@@ -50,6 +51,30 @@ class ReplicaMetrics:
             return
         self._pages.labels(worker).set(load.replica_pages)
         self._dropped.follow(load.replica_dropped_pages, worker)
+
+
+class LendingMetrics:
+    """Stages that workers borrow and pages that they lend; those without a group have no series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        gauge = partial(Gauge, registry=registry, labelnames=["worker"])
+        self._lent = gauge("kvrs_lent_pages", "Pages of its stages that the worker lends others.")
+        self._borrowed = gauge(
+            "kvrs_borrowed_stages", "Stages of the worker that the host of another one computes."
+        )
+
+    def remove(self, worker: InstanceId) -> None:
+        for gauge in (self._lent, self._borrowed):
+            gauge.remove(worker)
+
+    def measure(self, known: KnownInstance) -> None:
+        load = known.load
+        if load is None or known.group is None:
+            self.remove(known.id)
+            return
+        self._lent.labels(known.id).set(sum(each.pages for each in load.lends))
+        borrowed = sum(each.donor is not None for each in load.stages)
+        self._borrowed.labels(known.id).set(borrowed)
 
 
 class ConnectorMetrics:

@@ -194,7 +194,7 @@ class Fleet:
             config, links.engines, links.secret, node, instance
         )
         self._metrics.add_workers({instance.id: instance.role})
-        self._watch(self._topology.add(instance.id, node.id, instance.role))
+        self._watch(self._topology.add(instance.id, node.id, instance.role, instance.group))
 
     def _move(self, config: Config, node: NodeSettings, instance: InstanceSettings) -> None:
         """It is down, and comes back at another address."""
