@@ -2,7 +2,11 @@
 
 _EXAMPLES = {
     "demo": ["kvrs demo --policy rom --requests 100"],
-    "up": ["kvrs up --nodes 3", "kvrs up --config kvrs.yaml --proxies 2"],
+    "up": [
+        "kvrs up --nodes 3",
+        "kvrs up --config kvrs.yaml --proxies 2",
+        "kvrs up --pipelines 2 --pp 2",
+    ],
     "proxy": ["KVRS_SECRET=... kvrs proxy --config vllm.yaml"],
     "agent": ["KVRS_SECRET=... kvrs agent --config kvrs.yaml --node n0"],
     "replay": [

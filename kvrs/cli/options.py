@@ -27,6 +27,10 @@ ELASTIC = "The loss of ranks"
 DRAFT = "Drafts while a model loads again"
 
 
+# Of a cluster without a file.
+MOST_NODES = 64
+
+
 class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
@@ -85,7 +89,15 @@ Draft = Annotated[
 ]
 Nodes = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Logical nodes, one prefill and one decode each"),
+    typer.Option(min=1, max=MOST_NODES, help="Logical nodes, one prefill and one decode each"),
+]
+Pipelines = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        max=MOST_NODES // 2,
+        help="Or instances of --pp stages that lend each other these, with a node for each stage",
+    ),
 ]
 Port = Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the OpenAI API [8000]")]
 AdminPort = Annotated[

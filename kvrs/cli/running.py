@@ -15,7 +15,7 @@ import typer
 import kvrs.cli.options as opt
 from kvrs.cli.common import faults_in, say
 from kvrs.config.backup import BackupMode
-from kvrs.config.cluster import Backend, demo_nodes
+from kvrs.config.cluster import Backend, NodeSettings, demo_nodes, pipeline_nodes
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import (
     Config,
@@ -69,6 +69,7 @@ def up(
     model: opt.Model = None,
     draft: opt.Draft = None,
     nodes: opt.Nodes = None,
+    pipelines: opt.Pipelines = None,
     port: opt.Port = None,
     admin_port: opt.AdminPort = None,
     backend: Annotated[
@@ -100,6 +101,7 @@ def up(
         model,
         draft,
         nodes,
+        pipelines,
         of_proxy,
         backend,
         distserve_home,
@@ -145,16 +147,14 @@ def _up_config(
     model: Path | None,
     draft: Path | None,
     nodes: int | None,
+    pipelines: int | None,
     of_proxy: Mapping[str, int | None],
     backend: Backend | None,
     distserve_home: Path | None,
     of_instances: Mapping[str, int | None],
 ) -> Config:
     """The settings of file and preset, or of the demo, overridden by the command line."""
-    if config is not None and nodes is not None:
-        raise ConfigError(
-            f"--nodes: got {nodes} beside --config; allowed: one of them (the file names its nodes)"
-        )
+    asked_nodes = _asked_nodes(config, nodes, pipelines, of_instances)
     # Checkpoints slow DistServe down (docs/evidence.md).
     is_plain = preset is None and config is None and backend in (None, Backend.EMBEDDED)
     if is_plain:
@@ -167,8 +167,8 @@ def _up_config(
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
         document["gossip"]["enabled"] = True
-    if nodes is not None:
-        document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in demo_nodes(nodes)]
+    if asked_nodes is not None:
+        document["cluster"]["nodes"] = [node.model_dump(mode="json") for node in asked_nodes]
         if is_plain and nodes == 1:  # There is no other node for checkpoints.
             document["backup"]["mode"] = BackupMode.LOCAL.value
     if model is not None:
@@ -188,6 +188,37 @@ def _up_config(
     asked = parse_config(document)
     _check_exposure(asked, source)
     return asked
+
+
+def _asked_nodes(
+    config: Path | None,
+    nodes: int | None,
+    pipelines: int | None,
+    of_instances: Mapping[str, int | None],
+) -> list[NodeSettings] | None:
+    """The nodes that the command line asks for; None: those of the file, or of the demo. Raises
+    ConfigError.
+    """
+    given = {"--config": config, "--nodes": nodes, "--pipelines": pipelines}
+    of_nodes = [option for option, value in given.items() if value is not None]
+    if len(of_nodes) > 1:
+        first, last = of_nodes[0], of_nodes[-1]
+        raise ConfigError(
+            f"{last}: got {given[last]} beside {first}; allowed: one of them (each names the nodes)"
+        )
+    if pipelines is None:
+        return None if nodes is None else demo_nodes(nodes)
+    stages, tp = of_instances["pp"] or 1, of_instances["tp"] or 1
+    if stages < 2:
+        raise ConfigError(
+            f"--pipelines: got {pipelines} with --pp {stages}; allowed: with --pp 2 or more"
+        )
+    if pipelines * stages > opt.MOST_NODES:
+        raise ConfigError(
+            f"--pipelines: got {pipelines} with --pp {stages}, which are {pipelines * stages} "
+            f"nodes; allowed: at most {opt.MOST_NODES}"
+        )
+    return pipeline_nodes(pipelines, stages, tp)
 
 
 def _with_draft(source: Source, draft: Path) -> Source:

@@ -213,6 +213,26 @@ def demo_nodes(count: int) -> list[NodeSettings]:
     ]
 
 
+def pipeline_nodes(count: int, stages: int, tp: int = 1) -> list[NodeSettings]:
+    """`count` instances d0, d1, ... of one group, each of so many stages, and a node for each stage
+    of each: n0, n1, ..., those of d0 first. An instance's own process is on the node of its first
+    stage.
+    """
+    nodes = [NodeSettings(id=NodeId(f"n{at}")) for at in range(count * stages)]
+    for at in range(count):
+        own = range(at * stages, (at + 1) * stages)
+        instance = InstanceSettings(
+            id=InstanceId(f"d{at}"),
+            role=Role.BOTH,
+            tp=tp,
+            pp=stages,
+            stage_hosts=[StageHostSettings(node=nodes[each].id) for each in own],
+            group="pipelines",
+        )
+        nodes[own[0]] = nodes[own[0]].model_copy(update={"instances": [instance]})
+    return nodes
+
+
 class ClusterSettings(Settings):
     backend: Backend = Field(default=Backend.EMBEDDED, strict=False)
     """The engine of the instances: embedded, distserve (docs/guide/distserve.md) or vllm

@@ -21,7 +21,7 @@ def configured(
     ports = {"port": None, "admin_port": None, "workers": None}
     degrees = {"tp": None, "pp": None}
     return _up_config(
-        None, file, SystemPreset.LUMEN, 1, None, draft, None, ports, backend, None, degrees
+        None, file, SystemPreset.LUMEN, 1, None, draft, None, None, ports, backend, None, degrees
     )
 
 
