@@ -22,17 +22,9 @@ from urllib.parse import urlsplit
 from kvrs.config.file import Config
 from kvrs.engine.ranks.settings import rank_name
 from kvrs.errors import ConfigError, KvrsError
-from kvrs.faults.language import (
-    DueFault,
-    Fault,
-    InstanceView,
-    Phase,
-    VictimRole,
-    What,
-    Whom,
-    phase_of,
-)
+from kvrs.faults.language import Fault, Phase, VictimRole, What, Whom, phase_of
 from kvrs.faults.orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
+from kvrs.faults.schedule import DueFault, InstanceView
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.load.admin import AdminError, AdminPort
 from kvrs.load.passes import Injection

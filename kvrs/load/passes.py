@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvrs.faults.language import Fault, FaultSchedule
+from kvrs.faults.language import Fault
+from kvrs.faults.schedule import FaultSchedule
 from kvrs.load.admin import AdminPort
 from kvrs.load.open_loop import Dialect, Progress, encode, replay
 from kvrs.traces.records import ReplayRequest, StreamRecord

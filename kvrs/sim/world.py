@@ -11,15 +11,8 @@ from typing import assert_never
 from kvrs.config.file import Config
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.model import actions as act
-from kvrs.faults.language import (
-    DueFault,
-    FaultSchedule,
-    InstanceView,
-    Phase,
-    VictimRole,
-    What,
-    phase_of,
-)
+from kvrs.faults.language import Phase, VictimRole, What, phase_of
+from kvrs.faults.schedule import DueFault, FaultSchedule, InstanceView
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.sim.cluster import MOVED, Outcome, SimCluster, holders_of
 from kvrs.sim.disturbances import Disturbances

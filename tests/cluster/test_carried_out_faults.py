@@ -27,7 +27,8 @@ from kvrs.cluster.fault_injection import (
 )
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
-from kvrs.faults.language import FaultSchedule, Phase, VictimRole, parse_faults
+from kvrs.faults.language import Phase, VictimRole, parse_faults
+from kvrs.faults.schedule import FaultSchedule
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
 from kvrs.load.passes import Injection

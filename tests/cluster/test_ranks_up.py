@@ -19,7 +19,8 @@ from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
 from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.worker import Worker
-from kvrs.faults.language import Fault, FaultSchedule, parse_faults
+from kvrs.faults.language import Fault, parse_faults
+from kvrs.faults.schedule import FaultSchedule
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Injection

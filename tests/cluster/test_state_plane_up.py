@@ -18,7 +18,8 @@ from kvrs.cluster.fault_injection import check_faults, inject_faults, rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.supervised import MachineSupervisor
 from kvrs.config.file import parse_config
-from kvrs.faults.language import FaultSchedule, parse_faults
+from kvrs.faults.language import parse_faults
+from kvrs.faults.schedule import FaultSchedule
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Injection

@@ -16,7 +16,8 @@ import pytest
 from kvrs.cluster.fault_injection import views
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.faults.language import DueFault, FaultSchedule, What
+from kvrs.faults.language import What
+from kvrs.faults.schedule import DueFault, FaultSchedule
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.openai.chunks import error_body
 from kvrs_testkit.memory_loop import MemoryLoop
