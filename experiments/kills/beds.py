@@ -17,8 +17,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvrs.cluster.fault_injection import closing_process, open_process
 from kvrs.cluster.launcher import Cluster
+from kvrs.cluster.victims import closing_process, open_process
 from kvrs.config.file import parse_config
 from kvrs.demo import PACE
 from kvrs.load.admin import AdminPort

@@ -1,27 +1,27 @@
 """Fault injection: signals to processes of this machine, and requests to instances and agents for
 faults that only they can carry out.
-
-A process is signalled by a handle (pidfd), after a check that it listens on its own port: a process
-id alone may belong to another process, or to another machine, by now.
 """
 
 import asyncio
 import contextlib
 import itertools
 import math
-import os
 import signal
-import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
-from urllib.parse import urlsplit
 
+from kvrs.cluster.victims import (
+    FaultError,
+    closing_process,
+    named,
+    open_processes,
+    open_rank,
+    pids_of,
+)
 from kvrs.config.file import Config
-from kvrs.engine.ranks.settings import rank_name
-from kvrs.errors import ConfigError, KvrsError
+from kvrs.errors import ConfigError
 from kvrs.faults.language import Fault, Phase, VictimRole, What, Whom, phase_of
 from kvrs.faults.orders import DeviceFault, FaultRequest, LinkFault, NoFault, PageFault
 from kvrs.faults.schedule import DueFault, InstanceView
@@ -36,11 +36,6 @@ SLOW_PERIOD_S = 0.05
 NOTICE_S = 0.5
 
 _ASKED_OF_INSTANCES = (What.LINK_RATE, What.LINK_CUT, What.CORRUPT_PAGE, What.LOSE_DEVICE)
-_LISTENING = "0A"
-
-
-class FaultError(KvrsError):
-    """A fault cannot be carried out; the message names victim and reason."""
 
 
 async def check_faults(faults: list[Fault], port: AdminPort) -> None:
@@ -53,7 +48,7 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
     """
     rows = rows_of(await port.state())
     members = {
-        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]), ranks=tuple(_pids_of(row)))
+        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]), ranks=tuple(pids_of(row)))
         for name, row in rows.items()
     }
     mistakes = unknown_victims(faults, members)
@@ -102,10 +97,6 @@ def _unknown_ranks(
         yield f"fault [{number}]: no rank {whom.rank} of {whom.id or whom.role}; allowed: {allowed}"
 
 
-def _pids_of(row: Mapping[str, Any]) -> dict[int, int]:
-    return {one["rank"]: one["pid"] for one in row.get("ranks") or ()}
-
-
 def members_of(config: Config) -> dict[InstanceId, InstanceView]:
     """The instances and agents of a cluster of this configuration."""
     members = {
@@ -140,7 +131,7 @@ async def _refusals(rows: Iterable[dict[str, Any]], port: AdminPort) -> list[str
                 if "HTTP 404" in str(error)
                 else ""
             )
-            refusals.append(f"{_named(row)} takes no faults{hint}: {error}")
+            refusals.append(f"{named(row)} takes no faults{hint}: {error}")
     return refusals
 
 
@@ -199,7 +190,7 @@ def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
             role = VictimRole(row["role"])
             inflight = row["checkpoints"] or 0 if role is VictimRole.AGENT else works[name]
             seen[name] = InstanceView(
-                role, NodeId(row["node"]), inflight, counts[name], tuple(_pids_of(row))
+                role, NodeId(row["node"]), inflight, counts[name], tuple(pids_of(row))
             )
     return seen
 
@@ -263,7 +254,7 @@ class _Injector:
         await asyncio.sleep(NOTICE_S)
         now = rows_of(await self._injection.port.state())[InstanceId(row["id"])]
         is_same = (now["health"], now["pid"]) == ("up", row["pid"])
-        return not is_same or (rank is not None and _pids_of(now).get(rank) != _pids_of(row)[rank])
+        return not is_same or (rank is not None and pids_of(now).get(rank) != pids_of(row)[rank])
 
     async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> list[InstanceId]:
         """Returns those that have died of another fault meanwhile, or of which the rank has."""
@@ -346,140 +337,3 @@ def _send(process: int, number: signal.Signals) -> None:
     # The process may have died of another cause.
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, number)
-
-
-@contextlib.contextmanager
-def closing_process(process: int) -> Iterator[int]:
-    try:
-        yield process
-    finally:
-        os.close(process)
-
-
-def _open(pid: int, what: str, is_right: Callable[[], bool], otherwise: str) -> int:
-    """A handle on a process that is the right one. Raises FaultError."""
-    try:
-        process = os.pidfd_open(pid)
-    except (OSError, TypeError, ValueError) as error:
-        raise FaultError(f"{what}: process {pid}: {error}") from None
-    if not is_right():
-        os.close(process)
-        raise FaultError(f"{what}: process {pid} {otherwise}")
-    return process
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def _name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().rstrip()
-    return ""
-
-
-def open_process(row: Mapping[str, Any]) -> int:
-    """A handle on the process of an instance or agent of the state, on this machine.
-
-    Raises:
-        FaultError: it runs elsewhere, may not be signalled, or is not the process of the state.
-    """
-    address = urlsplit(row["url"])
-    what = f"{_named(row)} at {row['url']}"
-    if not _is_of_this_machine(address.hostname or ""):
-        raise FaultError(
-            f"{what}: it runs on another machine; allowed: faults on processes of this one"
-        )
-    return _open(
-        row["pid"],
-        what,
-        lambda: _listens(row["pid"], address.port or 0),
-        "of this machine does not listen there, so it is another one",
-    )
-
-
-def open_processes(
-    row: Mapping[str, Any], *, workers: int | None = None, server_too: bool = False
-) -> list[int]:
-    """Handles on the processes whose death ends an instance: its worker processes, or `workers` of
-    them, or its own process.
-
-    Raises:
-        FaultError: as `open_process`.
-    """
-    pids = row.get("worker_pids") or []
-    if workers is not None and workers > len(pids):
-        raise FaultError(
-            f"{_named(row)} has {len(pids)} worker processes; allowed: at most as many to be hit"
-        )
-    with contextlib.ExitStack() as opened:
-        # The server lists its workers: it must be on this machine and the one of the state.
-        server = open_process(row)
-        handles = [server] if server_too or not pids else []
-        opened.callback(os.close, server)
-        for pid in pids[:workers]:
-            handles.append(_open_worker(row, pid))
-            opened.callback(os.close, handles[-1])
-        opened.pop_all()
-    if server not in handles:
-        os.close(server)
-    return handles
-
-
-def open_rank(row: Mapping[str, Any], rank: int) -> int:
-    """A handle on the process of one rank of an instance of the state, on this machine.
-
-    Raises:
-        FaultError: as `open_process`, or the instance has no such rank any more.
-    """
-    pids = _pids_of(row)
-    os.close(open_process(row))
-    if (pid := pids.get(rank)) is None:
-        raise FaultError(f"{_named(row)} has no rank {rank}; allowed: {sorted(pids)}")
-    what = f"rank {rank} of {_named(row)}"
-    return _open(pid, what, lambda: _name_of(pid) == rank_name(rank), "is another one")
-
-
-def _open_worker(row: Mapping[str, Any], pid: int) -> int:
-    # The form of names of Ray's workers.
-    what = f"a worker process of {_named(row)}"
-    otherwise = "is no worker of Ray, so it is another one"
-    return _open(pid, what, lambda: _command(pid).startswith(b"ray::"), otherwise)
-
-
-def _named(row: Mapping[str, Any]) -> str:
-    return str(row["id"]) if row.get("role") == VictimRole.AGENT else f"instance {row['id']}"
-
-
-def _is_of_this_machine(host: str) -> bool:
-    # Only an address of this machine can be bound.
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family):
-            return True
-    except OSError:
-        return False
-
-
-def _listens(pid: int, port: int) -> bool:
-    """The process holds a socket that listens on the port."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            rows = [
-                line.split()
-                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-            ]
-            inodes |= {
-                row[9]
-                for row in rows
-                if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
-            }
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if os.readlink(link).removeprefix("socket:[").rstrip("]") in inodes:
-                    return True
-    return False

@@ -20,12 +20,7 @@ from typing import Any, Self
 import msgspec
 
 from kvrs.cluster.exits import tell_exit
-from kvrs.cluster.fault_injection import (
-    closing_process,
-    members_of,
-    open_processes,
-    rows_of,
-)
+from kvrs.cluster.fault_injection import members_of, rows_of
 from kvrs.cluster.loopback_ray import LoopbackRay
 from kvrs.cluster.placing import faults_of_ray, faults_without_ray
 from kvrs.cluster.ports import resolve_all, several_proxies
@@ -42,6 +37,7 @@ from kvrs.cluster.remote import RemoteSupervisor
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.cluster.signals import EndingSignals
 from kvrs.cluster.supervised import START_TIMEOUT, MachineSupervisor, StartWait, wait_ready
+from kvrs.cluster.victims import closing_process, open_processes
 from kvrs.config.cluster import Backend
 from kvrs.config.file import (
     ENV_NAME,

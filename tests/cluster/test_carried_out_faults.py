@@ -17,14 +17,13 @@ from aiohttp import web
 
 from kvrs.cluster.fault_injection import (
     WATCH_INTERVAL_S,
-    FaultError,
     check_faults,
     inject_faults,
     members_of,
-    open_process,
     unknown_victims,
     views,
 )
+from kvrs.cluster.victims import FaultError, open_process
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
 from kvrs.faults.language import Phase, VictimRole, parse_faults

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvrs.cluster.fault_injection import closing_process, open_processes, rows_of
+from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.processes import HOME_ENV
+from kvrs.cluster.victims import closing_process, open_processes
 from tests.cluster.launches import Launch
 
 pytestmark = [

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvrs.cluster import supervised
-from kvrs.cluster.fault_injection import FaultError, open_processes
 from kvrs.cluster.processes import HOME_ENV, LaunchError, check_home, gpus_of, processes_of
 from kvrs.cluster.supervised import ProcessStatus, wait_ready
+from kvrs.cluster.victims import FaultError, open_processes
 from kvrs.config.cluster import demo_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
