@@ -15,9 +15,11 @@ from typing import Any, assert_never
 from kvrs.cluster.victims import (
     FaultError,
     closing_process,
+    hosts_of,
     named,
     open_processes,
     open_rank,
+    open_stage,
     pids_of,
 )
 from kvrs.config.file import Config
@@ -48,7 +50,12 @@ async def check_faults(faults: list[Fault], port: AdminPort) -> None:
     """
     rows = rows_of(await port.state())
     members = {
-        name: InstanceView(VictimRole(row["role"]), NodeId(row["node"]), ranks=tuple(pids_of(row)))
+        name: InstanceView(
+            VictimRole(row["role"]),
+            NodeId(row["node"]),
+            ranks=tuple(pids_of(row)),
+            stages=tuple(hosts_of(row)),
+        )
         for name, row in rows.items()
     }
     mistakes = unknown_victims(faults, members)
@@ -81,20 +88,28 @@ def unknown_victims(
                 f"{', '.join(sorted(allowed))}"
                 for name in unknown
             ]
-        if whom.rank is not None:
-            mistakes += _unknown_ranks(number, whom, members)
+        mistakes += _unknown_parts(number, whom, members)
     return mistakes
 
 
-def _unknown_ranks(
+def _unknown_parts(
     number: int, whom: Whom, members: Mapping[InstanceId, InstanceView]
 ) -> Iterator[str]:
-    """A line, if no instance that may be hit has that rank."""
-    named = [view for name, view in members.items() if whom.id in (None, name)]
-    ranks = {rank for view in named for rank in view.ranks}
-    if whom.rank not in ranks and not (whom.rank == "random" and ranks) and named:
-        allowed = ", ".join(map(str, sorted(ranks))) or "none, each instance is one process"
-        yield f"fault [{number}]: no rank {whom.rank} of {whom.id or whom.role}; allowed: {allowed}"
+    """A line, if no instance that may be hit has that rank or stage."""
+    views = [view for name, view in members.items() if whom.id in (None, name)]
+    for what, part, present, nowhere in (
+        ("rank", whom.rank, [view.ranks for view in views], "each instance is one process"),
+        ("stage", whom.stage, [view.stages for view in views], "none is in a host"),
+    ):
+        found = {each for parts in present for each in parts}
+        if part is None or not views or part in found or (part == "random" and found):
+            continue
+        allowed = ", ".join(map(str, sorted(found))) or f"none, {nowhere}"
+        where = " in a host" if what == "stage" else ""
+        yield (
+            f"fault [{number}]: no {what} {part} of {whom.id or whom.role}{where}; allowed: "
+            f"{allowed}"
+        )
 
 
 def members_of(config: Config) -> dict[InstanceId, InstanceView]:
@@ -104,6 +119,7 @@ def members_of(config: Config) -> dict[InstanceId, InstanceView]:
             VictimRole(instance.role.value),
             node.id,
             ranks=tuple(range(instance.ranks)) if instance.ranks > 1 else (),
+            stages=tuple(instance.remote_stages),
         )
         for node, instance in config.cluster.instances()
     }
@@ -190,7 +206,12 @@ def views(state: Mapping[str, Any]) -> dict[InstanceId, InstanceView]:
             role = VictimRole(row["role"])
             inflight = row["checkpoints"] or 0 if role is VictimRole.AGENT else works[name]
             seen[name] = InstanceView(
-                role, NodeId(row["node"]), inflight, counts[name], tuple(pids_of(row))
+                role,
+                NodeId(row["node"]),
+                inflight,
+                counts[name],
+                tuple(pids_of(row)),
+                tuple(hosts_of(row)),
             )
     return seen
 
@@ -221,6 +242,7 @@ class _Injector:
         keys = ("for_s", "factor", "bytes_per_s", "pages")
         note |= {key: value for key in keys if (value := getattr(due.fault, key)) is not None}
         note |= {"ranks": due.ranks} if due.ranks else {}
+        note |= {"stages": due.stages} if due.stages else {}
         gone: list[InstanceId] = []
         if due.fault.what in _ASKED_OF_INSTANCES:
             gone = await self._ask(due, rows)
@@ -238,23 +260,32 @@ class _Injector:
 
     async def _open(self, row: Mapping[str, Any], due: DueFault) -> list[int]:
         """Handles on the victims' processes; none if they have died of another fault meanwhile."""
-        fault, rank = due.fault, due.ranks.get(InstanceId(row["id"]))
+        fault, name = due.fault, InstanceId(row["id"])
+        rank, stage = due.ranks.get(name), due.stages.get(name)
         whole_node = fault.whom.node is not None and fault.whom.role is None
         try:
             if rank is not None:
                 return [open_rank(row, rank)]
+            if stage is not None:
+                return [open_stage(row, stage)]
             return open_processes(row, workers=fault.workers, server_too=whole_node)
         except FaultError:
-            if not await self._has_died(row, rank):
+            if not await self._has_died(row, rank, stage):
                 raise
             return []
 
-    async def _has_died(self, row: Mapping[str, Any], rank: int | None) -> bool:
-        """Since this row the instance has died, or that rank, without which it goes on."""
+    async def _has_died(
+        self, row: Mapping[str, Any], rank: int | None, stage: int | None = None
+    ) -> bool:
+        """Since this row the instance has died, or that rank or host, without which it goes on."""
         await asyncio.sleep(NOTICE_S)
         now = rows_of(await self._injection.port.state())[InstanceId(row["id"])]
-        is_same = (now["health"], now["pid"]) == ("up", row["pid"])
-        return not is_same or (rank is not None and pids_of(now).get(rank) != pids_of(row)[rank])
+        if (now["health"], now["pid"]) != ("up", row["pid"]):
+            return True
+        if stage is not None:
+            # While a host is waited for, the state still has the one before.
+            return hosts_of(now).get(stage) != hosts_of(row)[stage] or now["state"] == "reforming"
+        return rank is not None and pids_of(now).get(rank) != pids_of(row)[rank]
 
     async def _ask(self, due: DueFault, rows: Mapping[InstanceId, Any]) -> list[InstanceId]:
         """Returns those that have died of another fault meanwhile, or of which the rank has."""

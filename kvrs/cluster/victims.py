@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvrs.config.cluster import stage_host_id
 from kvrs.engine.ranks.settings import rank_name
 from kvrs.errors import KvrsError
 from kvrs.faults.language import VictimRole
+from kvrs.ids import InstanceId
 
 _LISTENING = "0A"
+_NAME_CHARACTERS = 15  # That the kernel keeps of the name of a process.
 
 
 class FaultError(KvrsError):
@@ -106,6 +109,30 @@ def open_processes(
     if server not in handles:
         os.close(server)
     return handles
+
+
+def hosts_of(row: Mapping[str, Any]) -> dict[int, tuple[InstanceId, int]]:
+    """The host of each stage that is in one: its name, and its process."""
+    return {
+        one["stage"]: (stage_host_id(one.get("donor") or row["id"], one["stage"]), one["host_pid"])
+        for one in row.get("stages") or ()
+        if one["session"] is not None
+    }
+
+
+def open_stage(row: Mapping[str, Any], stage: int) -> int:
+    """A handle on the host that has a stage of an instance of the state, on this machine.
+
+    Raises:
+        FaultError: as `open_process`, or no host has that stage.
+    """
+    hosts = hosts_of(row)
+    os.close(open_process(row))
+    if (found := hosts.get(stage)) is None:
+        raise FaultError(f"{named(row)} has no stage {stage} in a host; allowed: {sorted(hosts)}")
+    name, pid = found
+    what = f"stage {stage} of {named(row)}: {name}"
+    return _open(pid, what, lambda: _name_of(pid) == name[:_NAME_CHARACTERS], "is another one")
 
 
 def open_rank(row: Mapping[str, Any], rank: int) -> int:

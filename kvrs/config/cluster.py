@@ -45,6 +45,11 @@ class StageHostSettings(Settings):
     """Where its port listens. null: at `host`."""
 
 
+def stage_host_id(instance: str, stage: int) -> InstanceId:
+    """The name of a host's process, by the instance that it is configured for."""
+    return InstanceId(f"{instance}-stage-{stage}")
+
+
 class InstanceSettings(Settings):
     id: InstanceId = Field(min_length=1, max_length=64, pattern=NAME)
     """Its name, unique in the cluster: letters, digits and `._-`."""
@@ -134,7 +139,7 @@ class InstanceSettings(Settings):
 
     def stage_host_id(self, stage: int) -> InstanceId:
         """The host of a stage as a process, and as the peer of the instance."""
-        return InstanceId(f"{self.id}-stage-{stage}")
+        return stage_host_id(self.id, stage)
 
     def stage_nodes(self, own: NodeId) -> list[NodeId]:
         """The node of each stage, of an instance of node `own`."""

@@ -17,6 +17,9 @@
     - when: {at_s: 25}
       what: lose_device                       # a rank's process, and the memory of its KV
       whom: {id: d0, rank: 1}
+    - when: {at_s: 30}
+      what: kill                              # the host of a stage, with its ranks
+      whom: {id: d0, stage: 1}
 
 A cluster or the simulator carries them out; both read the same list. `schedule.py` says which are
 due. See `docs/guide/faults.md`.
@@ -149,6 +152,8 @@ class Whom(Settings):
     seed: int | None = Field(default=None, ge=0)  # Of a random pick; without it the run's.
     # Only this rank of the instance is hit: its number, or a random one.
     rank: Annotated[int, Field(ge=0, lt=1 << 16)] | Literal["random"] | None = None
+    # Only the host that has this stage of the instance: also where that is another instance's.
+    stage: Annotated[int, Field(ge=0, lt=1 << 16)] | Literal["random"] | None = None
 
     @model_validator(mode="after")
     def _names_one_way(self) -> "Whom":
@@ -165,10 +170,17 @@ class Whom(Settings):
             raise ValueError(
                 "seed is that of a random pick; allowed: only together with pick: random"
             )
-        if self.rank is not None and self.id is None and self.role is None:
-            raise ValueError("rank is one of an instance's; allowed: only together with id or role")
-        if self.rank is not None and self.role is VictimRole.AGENT:
-            raise ValueError("rank is one of an instance's; allowed: no agent")
+        for part in ("rank", "stage"):
+            if getattr(self, part) is None:
+                continue
+            if self.id is None and self.role is None:
+                raise ValueError(
+                    f"{part} is one of an instance's; allowed: only together with id or role"
+                )
+            if self.role is VictimRole.AGENT:
+                raise ValueError(f"{part} is one of an instance's; allowed: no agent")
+        if self.rank is not None and self.stage is not None:
+            raise ValueError("names a rank and a stage; allowed: one of them")
         if self.link is not None and self.link[0] == self.link[1]:
             raise ValueError(f"link: got {self.link[0]!r} twice; allowed: two different nodes")
         return self
@@ -179,6 +191,8 @@ class Whom(Settings):
         if self.link is not None:
             return "-".join(self.link)
         named = f"all {self.role}" if self.pick is Pick.ALL else self.id or self.role or self.node
+        if self.stage is not None:
+            return f"{named} stage {self.stage}"
         return f"{named} rank {self.rank}" if self.rank is not None else str(named)
 
 
@@ -194,6 +208,7 @@ _PARAMETERS = {
 _OPTIONAL = {What.KILL: {"workers"}}
 OF_A_LINK = (What.LINK_RATE, What.LINK_CUT)
 _OF_RANKS = (What.KILL, What.LOSE_DEVICE, What.STOP, What.SLOW)
+_OF_STAGES = (What.KILL, What.STOP, What.SLOW)
 
 
 class Fault(Settings):
@@ -224,11 +239,13 @@ class Fault(Settings):
                 else "instances, not a link"
             )
             raise ValueError(f"{self.what} hits {hits}")
-        if self.whom.rank is not None and (self.what not in _OF_RANKS or self.workers is not None):
-            raise ValueError(
-                f"{self.what} hits an instance, not a rank; allowed with rank: "
-                f"{', '.join(_OF_RANKS)}, without workers"
-            )
+        for part, allowed in (("rank", _OF_RANKS), ("stage", _OF_STAGES)):
+            is_hit = getattr(self.whom, part) is not None
+            if is_hit and (self.what not in allowed or self.workers is not None):
+                raise ValueError(
+                    f"{self.what} hits an instance, not a {part}; allowed with {part}: "
+                    f"{', '.join(allowed)}, without workers"
+                )
         if self.what is What.LOSE_DEVICE and (
             self.whom.role is VictimRole.AGENT or (self.whom.id is None and self.whom.role is None)
         ):

@@ -19,6 +19,7 @@ class InstanceView:
     # All that count on it: on its work, or on its pages.
     streams: Mapping[StreamId, Phase] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()  # None where it is one process.
+    stages: tuple[int, ...] = ()  # In hosts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class DueFault:
     inflight: int  # Streams that were in flight at the victim when it became due.
     streams: Mapping[StreamId, Phase]  # That counted on it then.
     ranks: Mapping[InstanceId, int] = field(default_factory=dict)  # Of each that is hit in part.
+    stages: Mapping[InstanceId, int] = field(default_factory=dict)  # As `ranks`.
 
 
 Choice = TypeVar("Choice")
@@ -96,19 +98,23 @@ class FaultSchedule:
                 one_of_many = fault.whom.role is not None and fault.whom.pick is not Pick.ALL
                 label = instances[0] if one_of_many else fault.whom.label
                 load = (_inflight(instances, up), _streams(instances, up))
-                ranks = self._ranks(fault.whom, instances, up)
-                due.append(DueFault(fault, instances, label, *load, ranks))
+                ranks = self._parts(fault.whom.rank, {name: up[name].ranks for name in instances})
+                stages = self._parts(
+                    fault.whom.stage, {name: up[name].stages for name in instances}
+                )
+                due.append(DueFault(fault, instances, label, *load, ranks, stages))
                 self._pending.remove(fault)
         return due
 
-    def _ranks(
-        self, whom: Whom, instances: Sequence[InstanceId], up: Mapping[InstanceId, InstanceView]
+    def _parts(
+        self, part: int | str | None, present: Mapping[InstanceId, tuple[int, ...]]
     ) -> dict[InstanceId, int]:
-        if whom.rank is None:
+        """The rank or stage of each instance that a fault hits; of none: the whole instance."""
+        if part is None:
             return {}
-        if whom.rank != "random":
-            return dict.fromkeys(instances, whom.rank)
-        return {name: self._rng.choice(up[name].ranks) for name in instances}
+        if isinstance(part, int):
+            return dict.fromkeys(present, part)
+        return {name: self._rng.choice(parts) for name, parts in present.items()}
 
     def _choose(
         self,
@@ -147,10 +153,9 @@ def _candidates(
 
 
 def _is_meant(whom: Whom, instance: InstanceId, view: InstanceView) -> bool:
-    if whom.rank is not None and (
-        not view.ranks if whom.rank == "random" else whom.rank not in view.ranks
-    ):
-        return False
+    for part, present in ((whom.rank, view.ranks), (whom.stage, view.stages)):
+        if part is not None and (not present if part == "random" else part not in present):
+            return False
     if whom.id is not None:
         return whom.id == instance
     does_both = view.role is VictimRole.BOTH and whom.role is not VictimRole.AGENT

@@ -204,6 +204,12 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
         for name, known in _named(fault, names, nodes)
         if not known
     ]
+    wrong += [
+        f"{options.fault}: [{index}].whom.stage: got {fault.whom.stage!r}; allowed: none, the "
+        f"simulator has no hosts of stages"
+        for index, fault in enumerate(faults)
+        if fault.whom.stage is not None
+    ]
     if wrong:
         raise ConfigError(wrong)
     return faults

@@ -341,6 +341,101 @@ async def test_a_rank_that_died_of_another_fault_meanwhile_is_no_error(
     assert [note["gone"] for note in done.carried_out] == [["d0"]]
 
 
+NAMED = (
+    "import sys,time; open('/proc/self/comm','w').write(sys.argv[1]); print(flush=True); "
+    "time.sleep(600)"
+)
+
+
+@contextmanager
+def host(name: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with the name of a stage's host."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", NAMED, name], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def in_host(stage: int, pid: int, donor: str | None = None) -> dict[str, Any]:
+    return {"stage": stage, "host_pid": pid, "session": 1, "donor": donor}
+
+
+@pytest.mark.parametrize(("donor", "name"), [(None, "d0-stage-1"), ("d1", "d1-stage-1")])
+async def test_a_stage_is_hit_at_the_host_that_has_it(
+    victim: Victim, donor: str | None, name: str
+) -> None:
+    """Its own, or that of the donor; never another process, and not the instance's own."""
+    url = f"http://127.0.0.1:{victim.port}"
+    faults = [fault("kill", whom={"id": "d0", "stage": 1})]
+    with host(name) as right, host("d0-stage-0") as other:
+        divided = row("d0", "n0", url, victim.pid)
+        stages = [in_host(0, other.pid), in_host(1, right.pid, donor)]
+        async with admin(lambda: state_of(divided | {"stages": stages})) as port:
+            await check_faults(parse_faults(faults), port)
+            done = injection(port, faults)
+            await inject_faults(done)
+        status = right.wait(60)
+        wrong = [in_host(1, other.pid, donor)]
+        async with admin(lambda: state_of(divided | {"stages": wrong, "state": "full"})) as port:
+            with pytest.raises(FaultError, match=f"stage 1 of instance d0: {name}: .*another one"):
+                await inject_faults(injection(port, faults))
+
+        assert status == -9
+        assert (other.poll(), victim.process.poll()) == (None, None)
+    assert [note["stages"] for note in done.carried_out] == [{"d0": 1}]
+
+
+@pytest.mark.parametrize(
+    ("later", "is_gone"),
+    [({"state": "reforming"}, True), ({"stages": [in_host(1, 1)]}, True), ({}, False)],
+)
+async def test_a_host_that_died_of_another_fault_meanwhile_is_no_error(
+    victim: Victim, later: dict[str, Any], is_gone: bool
+) -> None:
+    """It is waited for, or another one has the stage. One that is said to be there is an error."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    first = row("d0", "n0", f"http://127.0.0.1:{victim.port}", victim.pid)
+    first |= {"stages": [in_host(1, dead.pid)], "state": "full"}
+    rows = [first | later, first]
+    async with admin(lambda: state_of(rows.pop())) as port:
+        done = injection(port, [fault("kill", whom={"id": "d0", "stage": 1})])
+        if is_gone:
+            await inject_faults(done)
+        else:
+            with pytest.raises(FaultError):
+                await inject_faults(done)
+
+    assert [note["gone"] for note in done.carried_out] == [["d0"]] * is_gone
+
+
+async def test_a_stage_that_is_in_no_host_is_refused_before_any_load() -> None:
+    """A stage in the instance's own process is hit with the instance."""
+    own = in_host(0, 1) | {"session": None}
+    rows = [row("d0", "n0", "", 1) | {"stages": [own, in_host(1, 2)]}, row("d1", "n0", "", 2)]
+    async with admin(lambda: state_of(*rows)) as port:
+        faults = [
+            fault("kill", whom={"id": "d0", "stage": 0}),
+            fault("kill", whom={"id": "d1", "stage": "random"}),
+            fault("kill", whom={"id": "d0", "stage": "random"}),
+        ]
+
+        with pytest.raises(ConfigError) as caught:
+            await check_faults(parse_faults(faults), port)
+
+    assert caught.value.faults == [
+        "fault [0]: no stage 0 of d0 in a host; allowed: 1",
+        "fault [1]: no stage random of d1 in a host; allowed: none, none is in a host",
+    ]
+
+
 async def test_an_agent_is_asked_like_an_instance() -> None:
     """It sends pages, too: those of restores."""
     asked: list[Any] = []

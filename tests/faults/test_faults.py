@@ -241,6 +241,20 @@ def test_two_faults_of_one_moment_have_two_victims() -> None:
             {"what": "corrupt_page", "pages": 1, "whom": {"id": "d0", "rank": 1}},
             "allowed with rank: kill, lose_device, stop, slow, without workers",
         ),
+        ({"what": "kill", "whom": {"node": "n0", "stage": 1}}, "stage is one of an instance's"),
+        ({"what": "kill", "whom": {"role": "agent", "stage": 1}}, "allowed: no agent"),
+        (
+            {"what": "kill", "whom": {"id": "d0", "stage": 1, "rank": 1}},
+            "names a rank and a stage; allowed: one of them",
+        ),
+        (
+            {"what": "lose_device", "whom": {"id": "d0", "stage": 1}},
+            "allowed with stage: kill, stop, slow, without workers",
+        ),
+        (
+            {"what": "kill", "workers": 1, "whom": {"id": "d0", "stage": 1}},
+            "allowed with stage: kill, stop, slow, without workers",
+        ),
         (
             {"what": "stop", "whom": {"id": "d0"}},
             "stop got the parameters: none; allowed: exactly for_s",
@@ -471,3 +485,22 @@ def test_a_rank_is_hit_where_there_is_one() -> None:
     ((name, rank),) = again[0].ranks.items()
     assert (name, rank in (0, 2), len(again)) == ("d1", True, 1)
     assert [fault.label for fault in schedule.pending] == ["kill d1 rank 1 (at_s 0.0)"]
+
+
+def test_a_stage_is_hit_where_it_is_in_a_host() -> None:
+    """By its number, or drawn; a fault waits while no host has the stage."""
+    divided = InstanceView(VictimRole.DECODE, N0, ranks=(0, 1, 2), stages=(1, 2))
+    faults = [
+        kill({"at_s": 0}, {"role": "decode", "stage": 2}),
+        kill({"at_s": 0}, {"id": "d1", "stage": "random"}),
+        kill({"at_s": 0}, {"id": "d1", "stage": 0}),
+    ]
+    schedule = first(faults)
+
+    due = schedule.due(0, 0, {D0: InstanceView(VictimRole.DECODE, N0), InstanceId("d1"): divided})
+    again = schedule.due(0, 0, {InstanceId("d1"): divided})
+
+    assert [(one.stages, one.ranks) for one in due] == [({"d1": 2}, {})]
+    ((name, stage),) = again[0].stages.items()
+    assert (name, stage in (1, 2), len(again)) == ("d1", True, 1)
+    assert [fault.label for fault in schedule.pending] == ["kill d1 stage 0 (at_s 0.0)"]

@@ -104,6 +104,14 @@ def test_unknown_names_are_refused(config: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_hosts_of_stages_are_refused(config: Path, tmp_path: Path) -> None:
+    """The simulator has none, so that the fault would never come due."""
+    file = faults(tmp_path, "- {when: {at_s: 1}, what: kill, whom: {id: d0, stage: 1}}")
+
+    with pytest.raises(ConfigError, match=r"\[0\]\.whom\.stage: got 1; allowed: none, the simul"):
+        run_simulation(SimulateOptions(config=config, fault=file))
+
+
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     """One line, before anything runs."""
