@@ -112,11 +112,16 @@ class EngineCore(RunCore):
         """These cells of all pages are gone, by the base of a page: every run begins again, in the
         same attempt.
         """
-        size = self.pages.page_size_tokens
+        # Those that lack cells of an earlier loss still lack as many pages as then.
+        size, before = self.pages.page_size_tokens, self.missing_pages
         self.missing_pages = {
-            sequence.stream: pages_for(sequence.computed_tokens, size)
+            sequence.stream: missing
             for sequence in self._runs
-            if sequence.computed_tokens
+            if (
+                missing := max(
+                    pages_for(sequence.computed_tokens, size), before.get(sequence.stream, 0)
+                )
+            )
         }
         self.held_pages = {
             run.sequence.stream: min(held, self.missing_pages.get(run.sequence.stream, 0))

@@ -23,13 +23,14 @@ from kvrs.engine.models.reading import WeightReading, reading_of
 from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.remote import RemoteStage
+from kvrs.engine.ranks.returning import StageLoan
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.served import ServedInstance, ServedModel
 from kvrs.engine.speculation.drafts import ReloadNotices, draft_source
 from kvrs.engine.speculation.paired import PairedDrafts
+from kvrs.engine.stage_loans import StageLoans
 from kvrs.engine.warm_up import measure_prefill, prefill_table
 from kvrs.engine.worker import ModelWorker, Worker
 from kvrs.errors import ConfigError, RequestError, TransferError
@@ -200,7 +201,10 @@ class EngineInstance(ServedInstance):
         )
         # One in each stage of a pipeline.
         depth = 1 if self.ranks is None else len(self.ranks.full.stages)
-        hooks: list[StepHook] = [self.checkpointer]
+        self._loans: StageLoans | None = None
+        if isinstance(self.ranks, RanksOnNodes) and config.elastic.enabled:
+            self._loans = StageLoans(self.ranks, config.elastic, pages)
+        hooks: list[StepHook] = [self.checkpointer, *([self._loans] if self._loans else [])]
         hooks += [hook for hook in (self.ranks, kept) if hook is not None]
         if pace is not None:
             hooks.append(PaceHook(pace))
@@ -238,13 +242,15 @@ class EngineInstance(ServedInstance):
     def info(self) -> InstanceInfo:
         info = self._describe(self.prefill, CAPABILITIES, self.worker.gpus)
         if self.ranks is not None:
-            nodes = self.settings.stage_nodes(info.node)
             ranks, layout = describe_ranks(
                 self.ranks.layout,
                 self.ranks.pids,
-                nodes,
+                self.settings.stage_nodes(info.node),
+                self._borrowed,
                 re_forms=self._place.config.elastic.enabled,
             )
+            number = layout.number + self._changes_of_loans
+            layout = msgspec.structs.replace(layout, number=number)
             return msgspec.structs.replace(info, ranks=ranks, layout=layout)
         if self.anchored is not None:
             return msgspec.structs.replace(info, kept=self.anchored.kept_now(self.pages))
@@ -258,6 +264,10 @@ class EngineInstance(ServedInstance):
         if not isinstance(self.drafts, PairedDrafts):
             return await super().draft_helper(request)
         return await self.drafts.serve(request)
+
+    @property
+    def _changes_of_loans(self) -> int:
+        return 0 if self._loans is None else self._loans.changes
 
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler
@@ -307,10 +317,11 @@ class EngineInstance(ServedInstance):
         ranks = self.ranks.now
         layout = ranks.layout
         facts: dict[str, Any] = {
-            "layout_number": layout.number,
+            "layout_number": layout.number + self._changes_of_loans,
             "full_degree": len(self.ranks.full.ranks),
         }
         facts |= {"rank_deaths": ranks.deaths, "stages": self._stages()}
+        facts["lends"] = [] if self._loans is None else self._loans.lends
         if (now := ranks.reforming) is None:
             return facts | {"degree": len(layout.ranks)}
         decode, prefill = self.ranks.factors(now.after)
@@ -333,19 +344,25 @@ class EngineInstance(ServedInstance):
 
     def _stages(self) -> list[StageInfo]:
         assert self.ranks is not None, "the caller has looked"
-        nodes = self.settings.stage_nodes(self._place.node.id)
+        nodes, loans = self.settings.stage_nodes(self._place.node.id), self._borrowed
         return [
             StageInfo(
                 stage=stage,
-                node=nodes[stage],
+                node=nodes[stage] if (loan := loans.get(stage)) is None else loan.node,
                 host_pid=use.host_pid,
                 session=use.session,
                 epoch=self._place.epoch,
                 worked_s=use.worked_s,
                 read_bytes=use.read_bytes,
+                donor=None if loan is None else loan.lender,
+                pages=None if loan is None else len(loan.pages),
             )
             for stage, use in sorted(self.ranks.use().items())
         ]
+
+    @property
+    def _borrowed(self) -> dict[int, StageLoan]:
+        return self.ranks.loans if isinstance(self.ranks, RanksOnNodes) else {}
 
     def _fetch_s(self, cells: int) -> float:
         """Seconds to fetch so many cells of a page that an agent holds; 0: not known."""
@@ -359,10 +376,8 @@ class EngineInstance(ServedInstance):
         if self.ranks is not None:
             self.ranks.on_end = lambda lost: loop.call_soon_threadsafe(self.core.fail, lost)
             self.ranks.on_change = lambda: loop.call_soon_threadsafe(self._ranks_changed)
-            if isinstance(self.ranks, RanksOnNodes) and self._place.config.elastic.enabled:
-                self.ranks.wait_for_hosts(
-                    lambda *lost: loop.call_soon_threadsafe(self._lose_stage, *lost)
-                )
+            if self._loans is not None:
+                self._loans.start(self.core, lambda: self.draining, self.news.tell)
         self.tasks = [
             loop.create_task(work)
             for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
@@ -397,11 +412,6 @@ class EngineInstance(ServedInstance):
         if cells:
             self.core.lose_cells(cells)
 
-    def _lose_stage(self, stage: RemoteStage, loss: int) -> None:
-        """The host of a stage is lost, with all cells."""
-        self.core.lose_cells(dict.fromkeys({0, *self.pages.bases}, stage.cells))
-        stage.noted(loss)
-
     async def order_rank(self, order: RankRequest) -> str | None:
         if self.ranks is None:
             return await super().order_rank(order)
@@ -426,7 +436,10 @@ class EngineInstance(ServedInstance):
 
     def drained(self, *, watched: bool) -> bool:
         """Nothing runs here, and no proxy that watches this instance needs its pages."""
-        return not self.core.runs and (not watched or self.pages.unused)
+        if self.core.runs:
+            return False
+        held, pages = 0 if self._loans is None else self._loans.held_pages, self.pages
+        return not watched or (pages.free_pages + held == pages.pages and not pages.leased_pages)
 
 
 def describe_model(config: Config, directory: Path, worker: ModelWorker) -> ServedModel:

@@ -147,9 +147,9 @@ class PageManager:
         return self.pages - self._hard_pinned
 
     @property
-    def unused(self) -> bool:
-        """No page is hard-pinned or leased."""
-        return not self._hard_pinned and not self._leases
+    def leased_pages(self) -> int:
+        """How many of those nothing but a lease keeps."""
+        return self.free_pages - len(self._free) - len(self.replicas) - len(self._cached)
 
     def holds(self, tag: Tag) -> bool:
         """A page is found under that tag."""

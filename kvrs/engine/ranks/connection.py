@@ -20,12 +20,17 @@ from kvrs.engine.ranks.link import (
     ComputeStage,
     EndRank,
     FromStage,
+    LendPages,
+    LoanAsked,
+    LoanOver,
+    LoanWanted,
     Mended,
     MoveRank,
     PagesDone,
     PagesLost,
     RankMoved,
     ReadPages,
+    RefuseLoan,
     StageChanged,
     StageChannel,
     StageComputed,
@@ -45,6 +50,7 @@ from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.sessions import StageRefusedError
 from kvrs.engine.ranks.wire import batch_of
 from kvrs.errors import KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId
 from kvrs.names import first_address
 from kvrs.protocol.parts import Cell, Part
 from kvrs.scheduling.sequences import Chunk
@@ -69,7 +75,8 @@ class StageAt:
     own: Identity  # Its epoch is that of the sessions.
     key: bytes
     stall_timeout_s: float
-    wait_s: float = HOST_WAIT_S
+    # The instance that has the host, where it is another one.
+    lender: InstanceId | None = None
 
     @property
     def lost(self) -> str:
@@ -94,6 +101,7 @@ class StageConnection:
         self._session = 0, 0  # Its number and its epoch, which every order names.
         self._listening: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
+        self._refusing: set[asyncio.Task[None]] = set()
         self.error: RanksLostError | None = None  # It computes nothing any more.
         self.is_refused = False  # By the host, for good.
         # The ranks that were lost in a batch, until the others compute again.
@@ -102,19 +110,22 @@ class StageConnection:
         self.on_stopped: Callable[[], object] = lambda: None
         self.on_error: Callable[[RanksLostError], object] = lambda lost: None
         self.on_change: Callable[[], object] = lambda: None
+        # Called when another instance would use the stage, and when it does no more.
+        self.on_asked: Callable[[LoanAsked], object] = self._lend_nothing
+        self.on_over: Callable[[int], object] = lambda loan: None
 
-    async def open(self) -> StageReady:
+    async def open(self, wait_s: float = HOST_WAIT_S, loan: LoanWanted | None = None) -> StageReady:
         """Begin a session, once the host is there and has loaded the stage.
 
         Raises:
             KvrsError: it refuses, or does not answer.
         """
-        until_s = time.monotonic() + self._at.wait_s
+        until_s = time.monotonic() + wait_s
         peer = self._at.peer
         where = f"stage {self._stage} on node {peer.node!r} ({peer.host}:{peer.port})"
         while True:
             try:
-                return await self._begin()
+                return await self._begin(loan)
             except PeerRefusedError as error:
                 raise KvrsError(
                     f"{where}: {error}; allowed: the same secret, model, engine settings and "
@@ -127,12 +138,11 @@ class StageConnection:
                     raise KvrsError(f"{where} cannot be used: {error}") from None
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _begin(self) -> StageReady:
+    async def _begin(self, loan: LoanWanted | None) -> StageReady:
         links: list[StageLink] = []
         try:
-            ready: StageReady = await self._link(
-                links, Begin(VERSION, StageChannel.BATCHES), self._most_bytes, StageReady
-            )
+            begin = Begin(VERSION, StageChannel.BATCHES, loan=loan)
+            ready: StageReady = await self._link(links, begin, self._most_bytes, StageReady)
             begin = Begin(VERSION, StageChannel.PAGES, ready.session)
             await self._link(links, begin, most_page_payload(self._part_bytes), PagesDone)
         except BaseException:
@@ -199,6 +209,10 @@ class StageConnection:
                     case StageChanged(now=now):
                         self._learn(now)
                         self.on_change()
+                    case LoanAsked():
+                        self.on_asked(message)
+                    case LoanOver(loan=loan):
+                        self.on_over(loan)
                     case StageLost(ranks=ranks, reason=reason):
                         self._lost(ranks, reason)
                         return
@@ -302,6 +316,25 @@ class StageConnection:
         answer, _ = await self._ask(MoveRank(*self._session, rank, leaves), None)
         assert isinstance(answer, RankMoved), "it was asked for"
         return answer.refused
+
+    async def lend(self, loan: int, pages: Sequence[int]) -> None:
+        """Raises TransferError: it is lost, or nobody waits for the loan any more."""
+        await self._ask(LendPages(*self._session, loan, list(pages)), None)
+
+    async def refuse(self, loan: int, reason: str) -> None:
+        """Raises TransferError, as `lend`."""
+        await self._ask(RefuseLoan(*self._session, loan, reason), None)
+
+    def _lend_nothing(self, asked: LoanAsked) -> None:
+        refusing = self.refuse(asked.loan, "its instance does not serve yet")
+        task = asyncio.get_running_loop().create_task(refusing)
+        self._refusing.add(task)
+        task.add_done_callback(self._refused)
+
+    def _refused(self, task: "asyncio.Task[None]") -> None:
+        self._refusing.discard(task)
+        if not task.cancelled():
+            task.exception()  # The connection is lost, which others find as well.
 
     async def _ask(
         self, order: ToStage, payload: Tensor | None, answer_bytes: int = 0

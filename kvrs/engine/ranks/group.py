@@ -31,6 +31,7 @@ from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.link import StageFacts, StageUse
 from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.reformer import Reformer, cells_of
+from kvrs.engine.ranks.returning import StageLoan
 from kvrs.engine.ranks.seats import END_S
 from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, base_beside, limit_s_of
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
@@ -45,9 +46,14 @@ _PROBE_TOKENS = 8
 
 
 def describe_ranks(
-    layout: Layout, pids: Mapping[int, int], nodes: Sequence[NodeId], *, re_forms: bool
+    layout: Layout,
+    pids: Mapping[int, int],
+    nodes: Sequence[NodeId],
+    loans: Mapping[int, StageLoan] = {},
+    *,
+    re_forms: bool,
 ) -> tuple[list[RankInfo], LayoutInfo]:
-    """The ranks as others see them. `nodes`: of each stage."""
+    """The ranks as others see them. `nodes`: of each stage that is not lent by others."""
     stages = [(stage.first, stage.last) for stage in layout.stages]
     ranks = []
     for rank in layout.ranks:
@@ -56,7 +62,20 @@ def describe_ranks(
         share = Share.of(layout, rank)
         stage = layout.stages.index(layout.stage_of(rank))
         heads = sorted({head for own in (*share.heads, *share.spread) for head in own})
-        ranks.append(RankInfo(rank, stage, pids[rank], nodes[stage], share.units, heads))
+        node, loan = nodes[stage], loans.get(stage)
+        if loan is not None:
+            node = loan.node
+        ranks.append(
+            RankInfo(
+                rank,
+                stage,
+                pids[rank],
+                node,
+                share.units,
+                heads,
+                borrowed_from=None if loan is None else loan.lender,
+            )
+        )
     return ranks, LayoutInfo(layout.number, stages, re_forms)
 
 

@@ -114,9 +114,9 @@ class StageHost:
         )
         self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
-        self._sessions = StageSessions(instance_id)
+        borrowers = [each.id for _, each in config.cluster.donors(instance_id)]
+        self._sessions = StageSessions(instance_id, borrowers)
         self._is_stopping = False
-        self._batches: StageLink | None = None  # Of the session that is open, or was last.
         began_s = time.monotonic()
         self.group = RankGroup(
             directory,
@@ -148,7 +148,7 @@ class StageHost:
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[KvrsError] = loop.create_future()
-        self._orders = StageOrders(self.group, self._model, self._load_s)
+        self._orders = StageOrders(self.group, self._sessions, self._model, self._load_s)
         self.group.on_change = lambda: loop.call_soon_threadsafe(self._orders.changed)
         self.group.on_end = lambda lost: loop.call_soon_threadsafe(self._finish, lost)
         host, port = self._place.bind or self._place.host, self._place.port
@@ -190,9 +190,8 @@ class StageHost:
             self._end.set_result(error)
 
     async def _tell(self, error: KvrsError) -> None:
-        if self._batches is not None and isinstance(error, RanksLostError):
-            with suppress(TransferError):
-                await self._batches.send(StageLost(list(error.ranks), error.reason))
+        if isinstance(error, RanksLostError):
+            await self._sessions.tell_all(StageLost(list(error.ranks), error.reason))
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -235,7 +234,6 @@ class StageHost:
         try:
             async with self._sessions.of(link, client, begin) as session:
                 if begin.channel is StageChannel.BATCHES:
-                    self._batches = link
                     await self._orders.batches(link, session)
                 else:
                     await self._orders.pages(link, session)

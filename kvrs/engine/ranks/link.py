@@ -25,12 +25,13 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.wire import WireChunk
 from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.transfer.stream import SocketStream, StalledError
 
-VERSION = 3
+VERSION = 4
 _HEADER = struct.Struct("<IQ")
 _MOST_MESSAGE_BYTES = 1 << 26
 # Pages are sent in groups of about so many bytes, of one page at least.
@@ -48,12 +49,21 @@ class StageChannel(StrEnum):
     PAGES = "pages"
 
 
+class LoanWanted(msgspec.Struct, frozen=True):
+    """Pages of the stage that an instance would use, whose own host is lost."""
+
+    pages: int  # At most.
+    least_pages: int  # Fewer are of no use.
+    busy: float  # Share of the time in which its own host computed.
+
+
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """The answer is `StageReady` with a new session, for pages `PagesDone`."""
 
     version: int
     channel: StageChannel
     session: int = 0  # For pages: the one that is open.
+    loan: LoanWanted | None = None  # For batches, of an instance that has not this stage.
 
 
 class Ordered(msgspec.Struct, frozen=True):
@@ -112,7 +122,31 @@ class Mended(Ordered, frozen=True, tag="mended"):
     """
 
 
-ToStage = Begin | ComputeStage | Mended | ReadPages | WritePages | EndRank | MoveRank
+class LendPages(Ordered, frozen=True, tag="lend"):
+    """Answer to `LoanAsked`. The host says `PagesDone`, or `PagesLost` where it waits no more."""
+
+    loan: int
+    pages: list[int]
+
+
+class RefuseLoan(Ordered, frozen=True, tag="refuse"):
+    """Answer to `LoanAsked`, in place of `LendPages`."""
+
+    loan: int
+    reason: str
+
+
+ToStage = (
+    Begin
+    | ComputeStage
+    | Mended
+    | ReadPages
+    | WritePages
+    | EndRank
+    | MoveRank
+    | LendPages
+    | RefuseLoan
+)
 
 
 class StageFacts(msgspec.Struct, frozen=True):
@@ -140,6 +174,7 @@ class StageReady(msgspec.Struct, frozen=True, tag="ready"):
     now: RanksNow  # Times in it count from this message.
     use: StageUse
     load_s: float  # How long the start of the ranks took.
+    pages: list[int] | None = None  # Those that are lent; None: all that are not.
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
@@ -171,6 +206,22 @@ class StageChanged(msgspec.Struct, frozen=True, tag="changed"):
     """Something of the ranks is new. It comes at any time."""
 
     now: RanksNow  # Times in it count from this message.
+
+
+class LoanAsked(msgspec.Struct, frozen=True, tag="asked"):
+    """To the instance that has the stage: another one would use it. It comes at any time; until the
+    answer that one waits.
+    """
+
+    loan: int
+    borrower: InstanceId
+    wanted: LoanWanted
+
+
+class LoanOver(msgspec.Struct, frozen=True, tag="over"):
+    """The borrower is gone, and nothing writes into its pages any more. It comes at any time."""
+
+    loan: int
 
 
 class StageLost(msgspec.Struct, frozen=True, tag="lost"):
@@ -215,6 +266,8 @@ FromStage = (
     | StageStopped
     | StageServes
     | StageChanged
+    | LoanAsked
+    | LoanOver
     | StageLost
     | StageRefused
     | PagesDone

@@ -6,10 +6,11 @@ the instance's process passes them on. A page is put together from the parts of 
 
 Each group of ranks re-forms where it is: a batch is given up meanwhile, and computed again when all
 groups serve. A batch that is given up has been answered by every stage that it was sent to, so none
-of them writes into its pages any more. A host that is lost, or the connection to it, is waited for:
-all cells of its stage are lost, and are computed or fetched again by the same attempts, unless
-their streams leave. If none comes, the instance's process ends; hosts that are left serve the next
-one, with the weights that they have.
+of them writes into its pages any more. Where a host is lost, or the connection to it, another
+instance of the group lends the host that it has of this stage, and until then it is waited for: all
+cells of the stage are lost, and are computed or fetched again by the same attempts, unless their
+streams leave. If none comes, the instance's process ends; hosts that are left serve the next one,
+with the weights that they have.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import StageFacts, StageUse, facts_digest, stage_key
 from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.remote import RemoteStage
+from kvrs.engine.ranks.returning import StageLoan
 from kvrs.engine.ranks.stages import base_beside, limit_s_of, step_factors
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
 from kvrs.errors import KvrsError, RanksLostError
@@ -162,7 +164,13 @@ class RanksOnNodes(StepHook):
             for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
                 at = StageAt(peer, own, stage_key(secret), config.transfer.stall_timeout_s)
-                self.groups.append(RemoteStage(at, model, settings, layout, stage))
+                donors = []
+                for _, other in config.cluster.donors(instance.id):
+                    there = other.remote_stages[stage]
+                    name = other.stage_host_id(stage)
+                    peer = Peer(name, there.node, there.host, there.port)
+                    donors.append(replace(at, peer=peer, lender=other.id))
+                self.groups.append(RemoteStage(at, model, settings, layout, stage, donors))
             self.fingerprint = self._fingerprint(model)
         except BaseException:
             self.close()
@@ -183,11 +191,16 @@ class RanksOnNodes(StepHook):
     def now(self) -> RanksNow:
         return together([(group.stages, group.now) for group in self.groups])
 
-    def wait_for_hosts(self, on_cells: Callable[[RemoteStage, int], object]) -> None:
-        """Wait for hosts that are lost from now on, as `RemoteStage` says."""
-        for group in self.groups:
-            if isinstance(group, RemoteStage):
-                group.on_cells = on_cells
+    @property
+    def remote(self) -> list[RemoteStage]:
+        """The stages in hosts."""
+        return [group for group in self.groups if isinstance(group, RemoteStage)]
+
+    @property
+    def loans(self) -> dict[int, StageLoan]:
+        """Loans of other instances, by stage."""
+        found = {group.stages.start: group.loan for group in self.remote}
+        return {stage: loan for stage, loan in found.items() if loan is not None}
 
     def factors(self, layout: Layout) -> tuple[float, float]:
         """Step times of decode and of prefill over those of the full layout."""

@@ -24,6 +24,7 @@ from kvrs.engine.ranks.link import (
     CellsLost,
     ComputeStage,
     EndRank,
+    LendPages,
     Mended,
     MoveRank,
     Ordered,
@@ -31,6 +32,7 @@ from kvrs.engine.ranks.link import (
     PagesLost,
     RankMoved,
     ReadPages,
+    RefuseLoan,
     StageChanged,
     StageComputed,
     StageComputing,
@@ -42,7 +44,12 @@ from kvrs.engine.ranks.link import (
     most_page_payload,
 )
 from kvrs.engine.ranks.reformed import RanksNow
-from kvrs.engine.ranks.sessions import BatchLimits, StageRefusedError, StageSession
+from kvrs.engine.ranks.sessions import (
+    BatchLimits,
+    StageRefusedError,
+    StageSession,
+    StageSessions,
+)
 from kvrs.engine.ranks.wire import chunks_of
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.protocol.parts import Part
@@ -51,11 +58,13 @@ _FLOAT_BYTES = 4
 
 
 class StageOrders:
-    def __init__(self, group: RankGroup, config: ModelConfig, load_s: float) -> None:
+    def __init__(
+        self, group: RankGroup, sessions: StageSessions, config: ModelConfig, load_s: float
+    ) -> None:
         """`group`: the ranks of one stage, of which the start took `load_s`. Needs a running event
         loop.
         """
-        self._load_s = load_s
+        self._load_s, self._sessions = load_s, sessions
         self._group, (self._stage,) = group, group.stages
         self._limits = BatchLimits.of(config, group.settings)
         self._geometry = group.pool.geometry
@@ -64,11 +73,12 @@ class StageOrders:
         rows_bytes = padded_rows(group.settings.max_batch_tokens) * config.hidden * _FLOAT_BYTES
         self.most_payload_bytes = max(rows_bytes, most_page_payload(self._geometry.page_bytes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
-        self._has_changed = asyncio.Event()  # Since it was told.
+        self._changes: set[asyncio.Event] = set()  # Since it was told, of each session.
 
     def changed(self) -> None:
         """Something of the ranks is new."""
-        self._has_changed.set()
+        for change in self._changes:
+            change.set()
 
     def close(self) -> None:
         """The group has been closed."""
@@ -78,7 +88,8 @@ class StageOrders:
         """Raises TransferError, RanksLostError: the link, or the ranks, are lost."""
         group = self._group
         use = group.use(session.number)[self._stage]
-        ready = StageReady(session.number, group.facts, self._now(), use, self._load_s)
+        pages = None if session.pages is None else sorted(session.pages)
+        ready = StageReady(session.number, group.facts, self._now(), use, self._load_s, pages)
         await link.send(ready)
         telling = asyncio.create_task(self._tell_changes(link))
         try:
@@ -89,7 +100,9 @@ class StageOrders:
                     case ComputeStage():
                         await self._compute(link, session, order, payload)
                     case Mended():
-                        group.on_restart()
+                        # A loan begins after any loss that its borrower could know of.
+                        if session.pages is None:
+                            group.on_restart()
                     case _:
                         raise StageRefusedError(f"a message out of turn: {type(order).__name__}")
         finally:
@@ -103,7 +116,14 @@ class StageOrders:
             _check(session, order)
             match order:
                 case ReadPages() | WritePages():
+                    session.check_pages(order.pages)
                     await self._move(link, order, payload)
+                case _ if session.pages is not None:
+                    raise StageRefusedError(
+                        f"{type(order).__name__} of a borrower; allowed: batches and pages"
+                    )
+                case LendPages() | RefuseLoan():
+                    await link.send(self._answered(order))
                 case EndRank():
                     await link.send(CellsLost(await self._end_rank(order)))
                 case MoveRank():
@@ -116,11 +136,16 @@ class StageOrders:
         return self._group.now.later(-time.monotonic())
 
     async def _tell_changes(self, link: StageLink) -> None:
-        with suppress(TransferError):  # Which the other task of the link finds as well.
-            while True:
-                await self._has_changed.wait()
-                self._has_changed.clear()
-                await link.send(StageChanged(self._now()))
+        change = asyncio.Event()
+        self._changes.add(change)
+        try:
+            with suppress(TransferError):  # Which the other task of the link finds as well.
+                while True:
+                    await change.wait()
+                    change.clear()
+                    await link.send(StageChanged(self._now()))
+        finally:
+            self._changes.remove(change)
 
     # Batches.
 
@@ -129,6 +154,7 @@ class StageOrders:
     ) -> None:
         chunks = chunks_of(order.chunks)
         self._limits.check(chunks)
+        session.check_pages([page for chunk in chunks for page in chunk.pages])
         count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
         if len(payload) != count * self._width * _FLOAT_BYTES:
             raise StageRefusedError(
@@ -219,8 +245,21 @@ class StageOrders:
             )
         if order.rank not in self._group.pids:
             return {}
+        # A borrower's pages lose these cells as well: it begins again, as with another host.
+        await self._sessions.end_loan()
         lost = await asyncio.to_thread(self._group.lose_device, order.rank, bases)
         return {base: sorted(cells) for base, cells in lost.items()}
+
+    def _answered(self, order: LendPages | RefuseLoan) -> PagesDone | PagesLost:
+        if isinstance(order, LendPages):
+            pages, last = order.pages, self._group.settings.pages - 1
+            if not pages or len({*pages}) < len(pages) or min(pages) < 0 or max(pages) > last:
+                raise StageRefusedError(
+                    f"a loan of {len(pages)} pages {pages[:8]}; allowed: each of 0 to {last} once"
+                )
+        if self._sessions.answered(order):
+            return PagesDone()
+        return PagesLost(f"nobody waits for loan {order.loan} any more")
 
 
 def _check(session: StageSession, order: object) -> None:

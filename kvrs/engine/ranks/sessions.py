@@ -1,4 +1,4 @@
-"""Sessions of a stage's host: which process of the instance it serves, and which orders it obeys.
+"""Sessions of a stage's host: which processes it serves, and which orders it obeys.
 
     none --Begin--> open --its link of batches closes--> none, once its last order has ended
     open --Begin in an epoch that is not lower--> the same, then --> open
@@ -7,25 +7,43 @@ A host outlives the processes that use it. Each has a session, under the epoch o
 order names both. A process in a lower epoch is refused, and so is an order of another session: one
 that was stopped, or cut off, and goes on later reaches nothing. Pages that an order of a session
 writes are not used in the next one before that order has ended.
+
+The instance that has the stage, its owner, has one session. While that is open another one of the
+group may have one beside it, a loan: over pages of the owner's, which it gives and does not use
+meanwhile. Every session of the owner begins without a loan; those of its batches and of the
+borrower's are computed as they come, and neither has more than one at a time.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
 from kvrs.config.cluster import MOST_RANKS
 from kvrs.config.engine import EngineSettings
 from kvrs.engine.model_config import ModelConfig
-from kvrs.engine.ranks.link import VERSION, Begin, Ordered, StageChannel, StageLink
+from kvrs.engine.ranks.link import (
+    VERSION,
+    Begin,
+    FromStage,
+    LendPages,
+    LoanAsked,
+    LoanOver,
+    Ordered,
+    RefuseLoan,
+    StageChannel,
+    StageLink,
+)
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import Identity
 
 log = logging.getLogger(__name__)
+
+_ASKED_S = 5.0  # For an owner to say whether it lends.
 
 
 class StageRefusedError(TransferError):
@@ -35,9 +53,11 @@ class StageRefusedError(TransferError):
 class StageSession:
     """The use of a host by one process. Its links end together."""
 
-    def __init__(self, number: int, head: Identity) -> None:
-        self.number, self.head = number, head
-        self._links: list[StageLink] = []
+    def __init__(self, number: int, head: Identity, pages: frozenset[int] | None = None) -> None:
+        """`pages`: those of a loan; None: it is the owner's."""
+        self.number, self.head, self.pages = number, head, pages
+        self.lent: frozenset[int] = frozenset()  # By the owner, in this session.
+        self._links: list[StageLink] = []  # That of batches first.
         self._over = asyncio.Event()
 
     def check(self, order: Ordered) -> None:
@@ -50,6 +70,16 @@ class StageSession:
             raise StageRefusedError(
                 f"an order of session {order.session}; allowed: {self.number}, the link's"
             )
+
+    def check_pages(self, pages: Collection[int]) -> None:
+        """Raises StageRefusedError: some are not this session's."""
+        if self.pages is None:
+            others = self.lent.intersection(pages)
+        else:
+            others = frozenset(pages) - self.pages
+        if others:
+            allowed = "those that are not lent" if self.pages is None else "those that are lent"
+            raise StageRefusedError(f"pages {sorted(others)[:8]}; allowed: {allowed}")
 
     @property
     def is_over(self) -> bool:
@@ -68,23 +98,39 @@ class StageSession:
             if not self._links:
                 self._over.set()
 
+    async def tell(self, message: FromStage) -> None:
+        """Send it on the link of batches, if there is one; its loss is found by others as well."""
+        if self._links:
+            with suppress(TransferError):
+                await self._links[0].send(message)
+
     def shut(self) -> None:
         for link in self._links:
             link.stream.shut()
+
+    async def end(self) -> None:
+        """Let it end, and wait until it has."""
+        self.shut()
+        await self._over.wait()
 
     async def over(self) -> None:
         await self._over.wait()
 
 
 class StageSessions:
-    """One session at a time, of the instance that has the stage."""
+    """One session of the instance that has the stage, and one of a borrower."""
 
-    def __init__(self, owner: InstanceId) -> None:
-        self._owner = owner
-        self._epoch = 0  # The highest one so far.
+    def __init__(self, owner: InstanceId, borrowers: Collection[InstanceId] = ()) -> None:
+        """`borrowers`: instances that may ask for a loan."""
+        self._owner, self._borrowers = owner, frozenset(borrowers)
+        self._epochs: dict[InstanceId, int] = {}  # The highest one so far of each.
         self._number = 0
-        self._now: StageSession | None = None
-        self._opening = asyncio.Lock()
+        self._own: StageSession | None = None
+        self._loan: StageSession | None = None
+        self._opening, self._lending = asyncio.Lock(), asyncio.Lock()
+        # A loan of which the owner has not answered yet: its number, and its pages or why not.
+        self._asked: tuple[int, asyncio.Future[list[int] | str]] | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def of(
@@ -100,42 +146,123 @@ class StageSessions:
         with session.using(link):
             yield session
 
+    def answered(self, order: LendPages | RefuseLoan) -> bool:
+        """Take the owner's answer about a loan; False: nobody waits for it any more."""
+        number, answer = self._asked or (None, None)
+        if answer is None or answer.done() or order.loan != number:
+            return False
+        answer.set_result(order.pages if isinstance(order, LendPages) else order.reason)
+        return True
+
+    async def tell_all(self, message: FromStage) -> None:
+        for session in (self._own, self._loan):
+            if session is not None:
+                await session.tell(message)
+
+    async def over(self) -> None:
+        """Wait until the owner has none, and end one of a borrower."""
+        while self._own is not None and not self._own.is_over:
+            await self._own.over()
+        await self.end_loan()
+
+    async def end_loan(self) -> None:
+        """Let the session of a borrower end, if there is one."""
+        if self._loan is not None and not self._loan.is_over:
+            await self._loan.end()
+
     async def _begin(self, head: Identity, begin: object) -> StageSession:
         if not isinstance(begin, Begin):
             raise StageRefusedError(f"a message out of turn: {type(begin).__name__}")
         self._check(head, begin)
+        is_owner = head.instance == self._owner
         if begin.channel is StageChannel.PAGES:
-            now = self._now
-            if now is None or now.is_over or begin.session != now.number:
+            now = self._own if is_owner else self._loan
+            is_open = now is not None and not now.is_over and now.head == head
+            if now is None or not is_open or begin.session != now.number:
                 raise StageRefusedError(
                     f"session {begin.session}; allowed: the one that is open, "
-                    f"{'none' if now is None or now.is_over else now.number}"
+                    f"{now.number if now is not None and is_open else 'none'}"
                 )
             return now
+        if not is_owner:
+            return await self._lend(head, begin)
         async with self._opening:
             # It may have waited beside one of a higher epoch.
             self._check(head, begin)
-            self._epoch = head.epoch
-            if self._now is not None:
-                self._now.shut()
-                await self._now.over()
-            self._number += 1
-            self._now = StageSession(self._number, head)
-            log.info("session begins", extra={"session": self._number, "epoch": self._epoch})
-            return self._now
+            self._epochs[head.instance] = head.epoch
+            if self._own is not None:
+                await self._own.end()
+            await self.end_loan()
+            self._own = StageSession(self._next(), head)
+            return self._own
 
     def _check(self, head: Identity, begin: Begin) -> None:
         if begin.version != VERSION:
             raise StageRefusedError(f"version {begin.version}; allowed: {VERSION}")
-        if head.instance != self._owner:
-            raise StageRefusedError(f"instance {head.instance!r}; allowed: {self._owner!r}")
-        if head.epoch < self._epoch:
-            raise StageRefusedError(f"epoch {head.epoch}; allowed: {self._epoch} or above")
+        if head.instance != self._owner and head.instance not in self._borrowers:
+            allowed = ", ".join(map(repr, (self._owner, *sorted(self._borrowers))))
+            raise StageRefusedError(f"instance {head.instance!r}; allowed: {allowed}")
+        least = self._epochs.get(head.instance, 0)
+        if head.epoch < least:
+            raise StageRefusedError(f"epoch {head.epoch}; allowed: {least} or above")
 
-    async def over(self) -> None:
-        """Wait until none is open."""
-        while self._now is not None and not self._now.is_over:
-            await self._now.over()
+    def _next(self) -> int:
+        self._number += 1
+        log.info("session begins", extra={"session": self._number})
+        return self._number
+
+    # Loans.
+
+    async def _lend(self, head: Identity, begin: Begin) -> StageSession:
+        if begin.loan is None:
+            raise StageRefusedError(
+                f"instance {head.instance!r} asks for no loan; allowed: one of pages of "
+                f"{self._owner!r}, whose stage it is"
+            )
+        async with self._lending:
+            self._check(head, begin)
+            self._epochs[head.instance] = head.epoch
+            if (before := self._loan) is not None and not before.is_over:
+                if before.head.instance != head.instance:
+                    raise StageRefusedError(
+                        f"a loan to {head.instance!r}; allowed: one at a time, "
+                        f"{before.head.instance!r} has it"
+                    )
+                await self.end_loan()
+            if (owner := self._own) is None or owner.is_over:
+                raise StageRefusedError(
+                    f"a loan without a session of {self._owner!r}; allowed: while it has one"
+                )
+            number = self._next()
+            pages = frozenset(await self._ask(owner, LoanAsked(number, head.instance, begin.loan)))
+            if self._own is not owner or owner.is_over:
+                raise StageRefusedError(f"{self._owner!r} has ended meanwhile")
+            self._loan = loan = StageSession(number, head, pages)
+            owner.lent = pages
+            self._ending = asyncio.create_task(self._take_back(loan, owner))
+            return loan
+
+    async def _ask(self, owner: StageSession, question: LoanAsked) -> list[int]:
+        """Raises StageRefusedError: the owner does not lend."""
+        answer: asyncio.Future[list[int] | str] = asyncio.get_running_loop().create_future()
+        self._asked = question.loan, answer
+        try:
+            async with asyncio.timeout(_ASKED_S):
+                await owner.tell(question)
+                found = await answer
+        except TimeoutError:
+            raise StageRefusedError(f"{self._owner!r} has not answered") from None
+        finally:
+            self._asked = None
+        if isinstance(found, str):
+            raise StageRefusedError(found)
+        return found
+
+    async def _take_back(self, loan: StageSession, owner: StageSession) -> None:
+        await loan.over()
+        if owner.lent is loan.pages:
+            owner.lent = frozenset()
+        await owner.tell(LoanOver(loan.number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from tests.engine.ranks.on_nodes import head_of
 def main() -> None:
     head = head_of(load_config(Path(sys.argv[1])), epoch=int(sys.argv[2]))
     chunk = Chunk(list(range(1, 40)), 0, range(20, 30), logits=1)
-    head.wait_for_hosts(lambda *lost: None)
+    for stage in head.remote:
+        stage.on_cells = lambda loss: None
     try:
         while True:
             try:

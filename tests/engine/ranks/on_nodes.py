@@ -1,5 +1,6 @@
 """An instance of which stages are on two nodes: hosts of stages as processes, on loopback."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,10 +13,15 @@ from typing import Any
 from kvrs.config.file import ENV_NAME, Config, dump_config, parse_config
 from kvrs.elastic.layouts import Layout
 from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.ranks.link import Begin, FromStage, StageLink, facts_digest, stage_key
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.settings import layout_of
-from kvrs.ids import InstanceId
+from kvrs.engine.worker import geometry_of
+from kvrs.ids import InstanceId, NodeId
 from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.handshake import introduce
+from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.stream import SocketStream, page_socket
 from kvrs_testkit.free_ports import free_ports
 
 SECRET = b"a secret of the tests, long enough"
@@ -69,13 +75,15 @@ def closing(head: RanksOnNodes) -> Iterator[RanksOnNodes]:
 
 
 @contextmanager
-def hosting(config: Config, directory: Path, stage: int = 1) -> Iterator[subprocess.Popen[str]]:
-    """The host of a stage of d0, which listens."""
+def hosting(
+    config: Config, directory: Path, stage: int = 1, of: InstanceId = D0
+) -> Iterator[subprocess.Popen[str]]:
+    """The host of a stage of an instance, which listens."""
     path = directory / "stage.yaml"
     path.write_text(dump_config(config))
     command = [sys.executable, "-m", "kvrs.engine.ranks.host", "--config", str(path)]
     with subprocess.Popen(
-        [*command, "--instance", D0, "--stage", str(stage)],
+        [*command, "--instance", of, "--stage", str(stage)],
         env=os.environ | {ENV_NAME: SECRET.decode(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -88,6 +96,37 @@ def hosting(config: Config, directory: Path, stage: int = 1) -> Iterator[subproc
             host.kill()
 
 
-def head_of(config: Config, secret: bytes = SECRET, epoch: int = 1) -> RanksOnNodes:
-    node, settings = config.cluster.find(D0)
+def head_of(
+    config: Config, secret: bytes = SECRET, epoch: int = 1, of: InstanceId = D0
+) -> RanksOnNodes:
+    node, settings = config.cluster.find(of)
     return RanksOnNodes(config, node.id, settings, layout_in(config), secret, epoch)
+
+
+PATIENCE_S = 60.0
+
+
+async def opened(
+    config: Config, epoch: int, begin: Begin, instance: InstanceId = D0, of: InstanceId = D0
+) -> tuple[StageLink, Any]:
+    """A link of an instance to the second stage of another one, or of its own, and the answer to
+    its beginning.
+    """
+    model, settings = ModelConfig.from_directory(model_of(config)), config.cluster.engine
+    facts = facts_digest(model, settings, layout_in(config))
+    page_bytes = geometry_of(model, settings).page_bytes
+    own = Identity(instance, NodeId("n0"), epoch, facts, page_bytes)
+    at = config.cluster.find(of)[1].stage_hosts[-1]
+    sock = page_socket(at.host)
+    stream = SocketStream(sock, PATIENCE_S)
+    peer = Peer(InstanceId(f"{of}-stage-1"), at.node, at.host, at.port)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, (at.host, at.port))
+        await introduce(stream, stage_key(SECRET), own, peer)
+        link = StageLink(stream, FromStage, 1 << 24)
+        await link.send(begin)
+        answer, _ = await link.receive(PATIENCE_S)
+    except BaseException:
+        stream.close()
+        raise
+    return link, answer

@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,8 +43,12 @@ class Books:
         self.head = head
         self.lost: list[tuple[RemoteStage, int]] = []
         self.ended = threading.Event()
-        head.wait_for_hosts(lambda *lost: self.lost.append(lost))
+        for stage in head.remote:
+            stage.on_cells = partial(self._lose, stage)
         head.on_end = lambda lost: self.ended.set()
+
+    def _lose(self, stage: RemoteStage, loss: int) -> None:
+        self.lost.append((stage, loss))
 
     def mend(self) -> None:
         for stage, loss in self.lost:

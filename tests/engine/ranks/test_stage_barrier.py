@@ -114,4 +114,4 @@ def connection_of(head: RanksOnNodes) -> StageConnection:
     """That of the last stage."""
     stage = head.groups[-1]
     assert isinstance(stage, RemoteStage)
-    return stage._connection
+    return stage._hosted.connection

@@ -19,45 +19,36 @@ import torch
 
 from kvrs.config.file import Config
 from kvrs.engine.layers.proofs import same_bytes
-from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.link import (
     VERSION,
     Begin,
     ComputeStage,
     EndRank,
-    FromStage,
     Mended,
     PagesDone,
     ReadPages,
     StageChannel,
     StageComputed,
-    StageLink,
     StageReady,
     StageRefused,
     WritePages,
-    facts_digest,
-    stage_key,
 )
 from kvrs.engine.ranks.nodes import StageGroup
 from kvrs.engine.ranks.remote import RemoteStage
 from kvrs.engine.ranks.wire import WireChunk
-from kvrs.engine.worker import Worker, geometry_of
+from kvrs.engine.worker import Worker
 from kvrs.errors import KvrsError, RanksLostError, TransferError
-from kvrs.ids import InstanceId, NodeId
+from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Chunk
-from kvrs.transfer.handshake import introduce
-from kvrs.transfer.peers import Identity, Peer
-from kvrs.transfer.stream import SocketStream, page_socket
 from tests.engine.ranks.on_nodes import (
     D0,
-    SECRET,
     TOKENS,
     closing,
     config_of,
     head_of,
     hosting,
-    layout_in,
     model_of,
+    opened,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
@@ -113,7 +104,9 @@ def test_a_later_process_finds_hosts_as_they_were(
         with closing(head_of(config, epoch=epoch + start)) as head:
             for chunk in chunks():
                 assert same_bytes(head.execute([chunk]), worker.execute([chunk]))
-            found.append((head.pids, [remote(group).ready.session for group in head.groups]))
+            found.append(
+                (head.pids, [remote(group)._hosted.ready.session for group in head.groups])
+            )
 
     assert found[0][0] == found[1][0] == found[2][0]
     first = found[0][1]
@@ -175,30 +168,6 @@ def test_a_process_that_was_stopped_reaches_nothing_when_it_goes_on(
 
 
 # What comes over a link.
-
-
-async def opened(
-    config: Config, epoch: int, begin: Begin, instance: InstanceId = D0
-) -> tuple[StageLink, Any]:
-    """A link to the second stage, and the answer to its beginning."""
-    model, settings = ModelConfig.from_directory(model_of(config)), config.cluster.engine
-    facts = facts_digest(model, settings, layout_in(config))
-    page_bytes = geometry_of(model, settings).page_bytes
-    own = Identity(instance, NodeId("n0"), epoch, facts, page_bytes)
-    at = config.cluster.nodes[0].instances[0].stage_hosts[-1]
-    sock = page_socket(at.host)
-    stream = SocketStream(sock, PATIENCE_S)
-    peer = Peer(InstanceId("d0-stage-1"), at.node, at.host, at.port)
-    try:
-        await asyncio.get_running_loop().sock_connect(sock, (at.host, at.port))
-        await introduce(stream, stage_key(SECRET), own, peer)
-        link = StageLink(stream, FromStage, 1 << 24)
-        await link.send(begin)
-        answer, _ = await link.receive(PATIENCE_S)
-    except BaseException:
-        stream.close()
-        raise
-    return link, answer
 
 
 BATCHES = Begin(VERSION, StageChannel.BATCHES)

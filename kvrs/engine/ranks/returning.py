@@ -1,0 +1,289 @@
+"""The way of a stage that has lost its host: to one of another instance, and back to its own.
+
+    lost --a donor lends--> borrowed --its own host is there--> copying --> at home
+    lost --its own host is there--> at home
+    borrowed, copying --the donor is lost, or takes it back--> lost
+
+What was written into the pages of a loan is copied while the donor goes on computing; batches stop
+only for what they have written meanwhile.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvrs.engine.ranks.connection import HOST_WAIT_S, StageAt, StageConnection
+from kvrs.engine.ranks.link import LoanWanted, StageReady
+from kvrs.errors import KvrsError, TransferError
+from kvrs.ids import InstanceId, NodeId
+from kvrs.scheduling.sequences import Chunk
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0  # Between two rounds of questions to donors.
+# Batches stop while so many pages are copied, or what was written while others were.
+_FEW_PAGES = 8
+_MOST_ROUNDS = 4
+_JOIN_S = 0.1  # Until a donor's stage computes, as long as none has.
+
+
+class Gate:
+    """Users come in while it is open; who closes it is alone behind it."""
+
+    def __init__(self) -> None:
+        self._open, self._unused = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._unused.set()
+        self._users = 0
+
+    @asynccontextmanager
+    async def using(self) -> AsyncIterator[None]:
+        await self._open.wait()
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        self._open.clear()
+        try:
+            await self._unused.wait()
+            yield
+        finally:
+            self._open.set()
+
+
+@dataclass(slots=True, eq=False)
+class StageLoan:
+    """Pages of a stage that another instance lends."""
+
+    lender: InstanceId
+    node: NodeId  # Of its host.
+    pages: Sequence[int]  # By the lender's numbers.
+    page_size_tokens: int
+    # By our numbers; None: it is not known yet which of our pages stay in use.
+    table: dict[int, int] | None = None
+    # Ours that were written since they were copied last.
+    touched: set[int] = field(default_factory=set)
+
+    def take(self, kept: Sequence[int]) -> None:
+        """These of our pages, at most as many as are lent, stay in use."""
+        assert len(kept) <= len(self.pages), "a page without memory"
+        self.table = dict(zip(kept, self.pages, strict=False))
+
+    def theirs(self, pages: Iterable[int], *, writes: bool = False) -> list[int]:
+        """Raises TransferError: some are not in use."""
+        table, own = self.table or {}, list(pages)
+        if not table.keys() >= {*own}:
+            raise TransferError("cells of these pages were lost meanwhile")
+        if writes:
+            self.touched.update(own)
+        return [table[page] for page in own]
+
+    def translated(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """With the lender's pages, of a batch that is about to be computed."""
+        table, size, found = self.table or {}, self.page_size_tokens, []
+        for chunk in chunks:
+            first, end = chunk.first_position, chunk.first_position + len(chunk.token_ids)
+            self.touched.update(chunk.pages[first // size : -(-end // size)])
+            found.append(replace(chunk, pages=[table[page] for page in chunk.pages]))
+        return found
+
+
+class LostStage(Protocol):
+    """`kvrs.engine.ranks.hosted.HostedStage`."""
+
+    gate: Gate
+    ready: StageReady
+    is_lost: asyncio.Event
+    connection: StageConnection
+
+    def wanted(self) -> LoanWanted: ...
+    def waits(self) -> None:
+        """Nobody lends: the own host is waited for."""
+        ...
+
+    def borrow(self, connection: StageConnection, loan: StageLoan) -> None: ...
+    def come_home(self, connection: StageConnection, ready: StageReady) -> None: ...
+
+
+class StageReturn:
+    def __init__(
+        self,
+        stage: LostStage,
+        connect: Callable[[StageAt], StageConnection],
+        own: StageAt,
+        donors: Sequence[StageAt],
+        page_size_tokens: int,
+    ) -> None:
+        self._stage, self._connect, self._own, self._donors = stage, connect, own, donors
+        self._page_size_tokens = page_size_tokens
+        self.join_s = _JOIN_S  # Of the last loan.
+
+    @property
+    def borrows(self) -> bool:
+        """A donor's host would be there before the own one has loaded."""
+        return bool(self._donors) and self.join_s < self._stage.ready.load_s
+
+    async def run(self) -> None:
+        """Until the stage is at home.
+
+        Raises:
+            KvrsError: no host serves it.
+        """
+        await self._stage.connection.close()
+        home = self._to_home()
+        try:
+            while True:
+                found = await self._find(home)
+                if found is None:
+                    self._stage.come_home(*home.result())
+                    return
+                connection, loan = found
+                self._stage.borrow(connection, loan)
+                lost = asyncio.create_task(self._stage.is_lost.wait())
+                await asyncio.wait({home, lost}, return_when=asyncio.FIRST_COMPLETED)
+                is_home = not lost.done() and await self._hand_back(
+                    connection, loan, *home.result()
+                )
+                lost.cancel()
+                await connection.close()
+                if is_home:
+                    return
+                if home.done() and home.result()[0].error is not None:
+                    await home.result()[0].close()
+                    home = self._to_home()
+        finally:
+            await self._drop(home)
+
+    def _to_home(self) -> "asyncio.Task[tuple[StageConnection, StageReady]]":
+        return asyncio.create_task(self._go_home())
+
+    async def _go_home(self) -> tuple[StageConnection, StageReady]:
+        """A session with the own host, whenever that is there.
+
+        Raises:
+            KvrsError: it refuses, or has other weights.
+        """
+        connection = self._connect(self._own)
+        try:
+            ready = await connection.open(float("inf"))
+            if not self._has_same(ready):
+                raise KvrsError("the host has other weights than the one before")
+        except BaseException:
+            await connection.close()
+            raise
+        return connection, ready
+
+    def _has_same(self, ready: StageReady) -> bool:
+        loaded, known = ready.facts, self._stage.ready.facts
+        return (loaded.arithmetic, loaded.hashes) == (known.arithmetic, known.hashes)
+
+    async def _find(
+        self, home: "asyncio.Task[tuple[StageConnection, StageReady]]"
+    ) -> tuple[StageConnection, StageLoan] | None:
+        """A loan, or None: the own host is there first.
+
+        Raises:
+            KvrsError: it refuses, or there is no host for too long.
+        """
+        until_s = time.monotonic() + HOST_WAIT_S
+        while not home.done():
+            for donor in self._donors if self.borrows else ():
+                if (found := await self._ask(donor)) is not None:
+                    if not home.done():
+                        return found
+                    await found[0].close()
+            if home.done():
+                break
+            self._stage.waits()
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                where = (
+                    f"node {self._own.peer.node!r} ({self._own.peer.host}:{self._own.peer.port})"
+                )
+                raise KvrsError(f"no host of the stage on {where} for {HOST_WAIT_S:.0f} s")
+            await asyncio.wait({home}, timeout=min(left_s, _AGAIN_S) if self.borrows else left_s)
+        home.result()
+        return None
+
+    async def _is_back(self, home: "asyncio.Task[tuple[StageConnection, StageReady]]") -> bool:
+        """Wait for the own host, unless the loan is lost before."""
+        lost = asyncio.create_task(self._stage.is_lost.wait())
+        try:
+            await asyncio.wait({home, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return not lost.done()
+        finally:
+            lost.cancel()
+
+    async def _ask(self, donor: StageAt) -> tuple[StageConnection, StageLoan] | None:
+        connection, began_s = self._connect(donor), time.monotonic()
+        assert donor.lender is not None, "a donor is another instance"
+        extra = {"donor": donor.lender}
+        try:
+            ready = await connection.open(0.0, self._stage.wanted())
+            if not self._has_same(ready) or ready.pages is None:
+                raise KvrsError("it has other weights")
+        except KvrsError as error:
+            log.info("a donor does not lend", extra=extra | {"cause": str(error)})
+            await connection.close()
+            return None
+        except BaseException:
+            await connection.close()
+            raise
+        self.join_s = time.monotonic() - began_s
+        log.info("a donor lends", extra=extra | {"pages": len(ready.pages)})
+        loan = StageLoan(donor.lender, donor.peer.node, ready.pages, self._page_size_tokens)
+        return connection, loan
+
+    async def _hand_back(
+        self,
+        connection: StageConnection,
+        loan: StageLoan,
+        home: StageConnection,
+        ready: StageReady,
+    ) -> bool:
+        """Copy what was written, and go on at the own host; False: one of both was lost."""
+        try:
+            for _ in range(_MOST_ROUNDS):
+                if len(loan.touched) <= _FEW_PAGES:
+                    break
+                await self._copy(connection, loan, home)
+            async with self._stage.gate.closed():
+                await self._copy(connection, loan, home)
+                if connection.error is not None or home.error is not None:
+                    return False
+                self._stage.come_home(home, ready)
+                return True
+        except TransferError as error:
+            log.warning("a stage is not handed back", extra={"cause": str(error)})
+            return False
+
+    async def _copy(
+        self, connection: StageConnection, loan: StageLoan, home: StageConnection
+    ) -> None:
+        pages, loan.touched = sorted(loan.touched), set()
+        try:
+            if pages:
+                parts = await connection.read(loan.theirs(pages))
+                await home.write(pages, parts, None)
+        except BaseException:
+            loan.touched.update(pages)
+            raise
+
+    async def _drop(self, home: "asyncio.Task[tuple[StageConnection, StageReady]]") -> None:
+        """Close a session with the own host that is not used."""
+        home.cancel()
+        with suppress(asyncio.CancelledError, KvrsError):
+            connection, _ = await home
+            if self._stage.connection is not connection:
+                await connection.close()

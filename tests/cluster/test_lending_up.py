@@ -1,0 +1,114 @@
+"""A cluster of two pipelines of one group, which lend each other the hosts of their stages."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvrs.cluster.launcher import Cluster
+from tests.cluster.test_ranks_up import LONG, complete, row_of, running
+
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+
+Row = dict[str, Any]
+SEEDS = [None, 7] * 4
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_llama: str) -> Iterator[Cluster]:
+    nodes: list[Row] = [{"id": "n0", "instances": [{"id": "p0", "role": "prefill"}]}]
+    for name in ("d0", "d1"):
+        hosts = [{"node": f"{name}-n{stage}"} for stage in range(3)]
+        divided = {"id": name, "role": "decode", "pp": 3, "group": "g", "stage_hosts": hosts}
+        nodes.append({"id": f"{name}-n0", "instances": [divided]})
+        nodes += [{"id": f"{name}-n{stage}"} for stage in (1, 2)]
+    with running(tiny_llama, nodes) as cluster:
+        yield cluster
+
+
+async def until(cluster: Cluster, name: str, holds: Callable[[Row], bool]) -> Row:
+    """The row of an instance for which that holds."""
+    async with asyncio.timeout(120):
+        while True:
+            row = row_of(cluster, name)
+            if row["health"] == "up" and len(row["stages"]) == 3 and holds(row):
+                return row
+            await asyncio.sleep(0.02)
+
+
+def at_home(row: Row) -> bool:
+    return row["state"] == "full" and all(stage["donor"] is None for stage in row["stages"])
+
+
+def has_pages(free_pages: int, row: Row) -> bool:
+    return bool(row["load"]["free_pages"] >= free_pages)
+
+
+def survivors(row: Row, lost: int) -> list[tuple[int, int]]:
+    """The processes of the other stages, and what they have read."""
+    return [
+        (stage["host_pid"], stage["read_bytes"])
+        for stage in row["stages"]
+        if stage["stage"] != lost
+    ]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+async def test_a_lost_host_is_replaced_by_that_of_the_other_pipeline(
+    cluster: Cluster, lost: int
+) -> None:
+    """Streams of both are exact, those that stay in the same attempt; all is as before in the end,
+    without a survivor that reads anything again.
+    """
+    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
+    before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
+
+    with ThreadPoolExecutor(len(SEEDS)) as clients:
+        answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
+        await until(cluster, "d0", lambda row: row["load"]["running"] > 0)
+        os.kill(before["d0"]["stages"][lost]["host_pid"], signal.SIGKILL)
+        borrowed = await until(cluster, "d0", lambda row: row["stages"][lost]["donor"] == "d1")
+        lender = row_of(cluster, "d1")
+        got = list(answers)
+    after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
+
+    assert got == [by_seed[seed] for seed in SEEDS]
+    stage = borrowed["stages"][lost]
+    assert stage["host_pid"] == before["d1"]["stages"][lost]["host_pid"]
+    assert borrowed["ranks"][lost]["borrowed_from"] == "d1"
+    assert borrowed["ranks"][lost]["pid"] == before["d1"]["ranks"][lost]["pid"]
+    assert lender["lends"] == [{"to": "d0", "stage": lost, "pages": stage["pages"]}]
+    assert after["d0"]["stages"][lost]["host_pid"] != before["d0"]["stages"][lost]["host_pid"]
+    assert survivors(after["d0"], lost) == survivors(before["d0"], lost)
+    assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
+    for name in ("d0", "d1"):
+        assert after[name]["pid"] == before[name]["pid"]
+        assert after[name]["lends"] == []
+        await until(cluster, name, partial(has_pages, before[name]["load"]["free_pages"]))
+    for row in cluster.state()["recoveries"]:
+        if row["option"] == "substitute":
+            assert (row["from"], row["to"]) == ("d0", "d0")
+
+
+async def test_a_lender_whose_process_is_killed_has_its_stage_back(cluster: Cluster) -> None:
+    """While another instance uses it, whose own host starts meanwhile."""
+    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
+    before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
+
+    with ThreadPoolExecutor(len(SEEDS)) as clients:
+        answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
+        await until(cluster, "d0", lambda row: row["load"]["running"] > 0)
+        os.kill(before["d0"]["stages"][1]["host_pid"], signal.SIGKILL)
+        await until(cluster, "d0", lambda row: row["stages"][1]["donor"] == "d1")
+        os.kill(before["d1"]["pid"], signal.SIGKILL)
+        got = list(answers)
+    after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
+
+    assert got == [by_seed[seed] for seed in SEEDS]
+    assert after["d0"]["pid"] == before["d0"]["pid"]
+    assert survivors(after["d1"], 3) == survivors(before["d1"], 3)

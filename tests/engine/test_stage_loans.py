@@ -1,0 +1,306 @@
+"""Books of an instance that lends pages of its stages, or borrows a stage of others."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import pytest
+
+from kvrs.config.engine import ElasticSettings
+from kvrs.engine.core import EngineCore
+from kvrs.engine.ranks.link import LoanAsked, LoanWanted
+from kvrs.engine.ranks.nodes import RanksOnNodes
+from kvrs.engine.ranks.returning import StageLoan
+from kvrs.engine.stage_loans import StageLoans
+from kvrs.errors import TransferError
+from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.parts import Cell
+from kvrs.protocol.stages import StageLent
+from kvrs.protocol.tags import page_tags, root_tag
+from kvrs.scheduling.pages import PageManager
+
+D1 = InstanceId("d1")
+PAGES = 32
+WANTED = LoanWanted(PAGES, 4, 0.5)
+
+
+@dataclass
+class ScriptedStage:
+    stages: range = range(1, 2)
+    cells: frozenset[Cell] = frozenset({(1, 0)})
+    losses: int = 0
+    loan: StageLoan | None = None
+    told: list[tuple[int, Sequence[int] | str]] = field(default_factory=list)
+    noted_losses: list[int] = field(default_factory=list)
+    lost: str | None = None  # Why an answer does not arrive.
+    on_cells: Callable[[int], object] | None = None
+    on_asked: Callable[[LoanAsked], object] | None = None
+    on_over: Callable[[int | None], object] | None = None
+    on_home: Callable[[], object] | None = None
+
+    def busy(self, now_s: float) -> float:
+        return 0.0
+
+    def noted(self, loss: int) -> None:
+        self.noted_losses.append(loss)
+
+    def answer(self, loan: int, answer: Sequence[int] | str) -> "Future[None]":
+        self.told.append((loan, answer))
+        told: Future[None] = Future()
+        if self.lost is None:
+            told.set_result(None)
+        else:
+            told.set_exception(TransferError(self.lost))
+        return told
+
+
+@dataclass
+class ScriptedNow:
+    reforming: object = None
+
+
+@dataclass
+class ScriptedRanks:
+    remote: list[ScriptedStage]
+    now: ScriptedNow = field(default_factory=ScriptedNow)
+
+    @property
+    def loans(self) -> dict[int, StageLoan]:
+        return {one.stages.start: one.loan for one in self.remote if one.loan is not None}
+
+
+class ScriptedCore:
+    def __init__(self) -> None:
+        self.lost: list[dict[int, frozenset[Cell]]] = []
+        self.woken = 0
+
+    def lose_cells(self, cells: dict[int, frozenset[Cell]]) -> None:
+        self.lost.append(cells)
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+class World:
+    def __init__(self, **elastic: float) -> None:
+        self.pages, self.core = PageManager(PAGES, 16), ScriptedCore()
+        self.stage = ScriptedStage()
+        self.ranks = ScriptedRanks([self.stage])
+        settings = ElasticSettings.model_validate(elastic)
+        self.loans = StageLoans(cast(RanksOnNodes, self.ranks), settings, self.pages)
+        self.is_draining = False
+        self.changes = 0
+        self.loans.start(cast(EngineCore, self.core), lambda: self.is_draining, self._changed)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    async def ask(self, loan: int = 1, wanted: LoanWanted = WANTED) -> Sequence[int] | str:
+        assert self.stage.on_asked is not None
+        self.stage.on_asked(LoanAsked(loan, D1, wanted))
+        await settled()
+        return self.stage.told[-1][1]
+
+    async def over(self, loan: int | None) -> None:
+        assert self.stage.on_over is not None
+        self.stage.on_over(loan)
+        await settled()
+
+    def borrow(self, pages: range = range(100, 116)) -> StageLoan:
+        loan = StageLoan(D1, NodeId("n1"), pages, 16)
+        self.stage.loan = loan
+        self.stage.losses += 1
+        return loan
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def filled(pages: PageManager, count: int, stream: str = "s") -> list[int]:
+    """Cached pages of a stream."""
+    own = pages.allocate(count)
+    assert own is not None
+    tags = page_tags(root_tag(stream), range(16 * count), 16)
+    for page, tag in zip(own, tags, strict=True):
+        pages.register(page, tag)
+    pages.release(own)
+    return own
+
+
+async def test_pages_that_are_lent_are_used_by_nobody_until_the_loan_is_over() -> None:
+    world = World()
+    lent = await world.ask()
+    assert isinstance(lent, list)
+
+    left = world.pages.allocate(PAGES - len(lent))
+    assert left is not None
+    assert world.pages.allocate(1) is None
+    assert {*left} & {*lent} == set()
+    assert world.loans.lends == [StageLent(D1, 1, PAGES // 2)]
+    assert world.loans.held_pages == PAGES // 2
+
+    await world.over(1)
+    assert world.pages.free_pages == PAGES // 2
+    assert world.loans.lends == []
+    assert (world.loans.changes, world.changes) == (2, 2)
+    world.pages.check()
+
+
+async def test_a_loan_takes_the_cache_and_no_page_of_a_stream() -> None:
+    world = World(lend_pages=1.0)
+    filled(world.pages, 10)
+    held = world.pages.allocate(12)
+    assert held is not None
+    leased = world.pages.allocate(4)
+    assert leased is not None
+    world.pages.retain(StreamId("leased"), leased, 64, 1e9)
+    world.pages.release(leased)
+
+    lent = await world.ask()
+
+    assert isinstance(lent, list)
+    assert len(lent) == PAGES - 12 - 4
+    assert world.pages.retained_tokens(StreamId("leased")) == 64
+    world.pages.check()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("draining", "it is draining"),
+        ("reforming", "it lacks a stage itself"),
+        ("borrowing", "it lacks a stage itself"),
+        ("full", "3 pages could be lent; allowed: 4 or more"),
+    ],
+)
+async def test_a_refusal_changes_nothing(state: str, reason: str) -> None:
+    world = World()
+    if state == "draining":
+        world.is_draining = True
+    elif state == "reforming":
+        world.ranks.now.reforming = object()
+    elif state == "borrowing":
+        world.borrow()
+    else:
+        world.pages.allocate(PAGES - 3)
+    before = world.pages.free_pages
+
+    assert await world.ask() == reason
+    assert world.pages.free_pages == before
+    assert (world.loans.lends, world.changes) == ([], 0)
+
+
+async def test_a_loan_that_nobody_waits_for_is_over() -> None:
+    world = World()
+    world.stage.lost = "nobody waits for loan 1 any more"
+    await world.ask()
+
+    assert world.loans.lends == []
+    assert world.pages.free_pages == PAGES
+
+
+async def test_all_loans_end_with_the_host() -> None:
+    """Each only once: an end that is told later changes nothing."""
+    world = World()
+    await world.ask(1, replace_pages(4))
+    await world.ask(2, replace_pages(4))
+    assert world.loans.held_pages == 8
+
+    await world.over(None)
+    await world.over(2)
+
+    assert world.pages.free_pages == PAGES
+    world.pages.check()
+
+
+def replace_pages(pages: int) -> LoanWanted:
+    return LoanWanted(pages, 1, 0.5)
+
+
+async def test_pages_without_memory_are_given_up_while_a_stage_is_borrowed() -> None:
+    """Those that were used last are kept."""
+    world = World()
+    old, new = filled(world.pages, 20, "old"), filled(world.pages, 10, "new")
+    loan = world.borrow()
+    world.loans.on_restart()
+
+    assert loan.table is not None
+    assert {*new} <= {*loan.table}
+    assert len({*old} & {*loan.table}) <= 6
+    assert sorted(loan.table.values()) == sorted(loan.pages)
+    assert world.pages.free_pages == len(loan.pages)
+    given: set[int] = set()
+    while (page := world.pages.allocate(1)) is not None:
+        given.update(page)
+    assert given == {*loan.table}
+
+    world.stage.loan = None
+    assert world.stage.on_home is not None
+    world.stage.on_home()
+    await settled()
+    assert world.pages.free_pages == PAGES - len(loan.pages)
+    assert world.core.woken
+    world.pages.check()
+
+
+async def test_pages_that_are_sent_or_filled_are_waited_for() -> None:
+    """Until then the stage has no table, and computes nothing."""
+    world = World()
+    sent = world.pages.allocate(20)
+    assert sent is not None
+    loan = world.borrow()
+    world.loans.on_restart()
+    assert loan.table is None
+    assert world.pages.free_pages == PAGES - 20
+
+    world.pages.release(sent)
+    async with asyncio.timeout(10):
+        while not world.core.lost:
+            await asyncio.sleep(0.01)
+    assert world.core.lost == [{0: world.stage.cells}]
+    assert world.stage.noted_losses == [world.stage.losses]
+    world.loans.on_restart()
+    assert loan.table is not None
+
+
+async def test_a_loss_of_the_borrowed_stage_brings_all_pages_back() -> None:
+    world = World()
+    world.borrow()
+    world.loans.on_restart()
+    world.stage.loan = None
+    world.loans.on_restart()
+
+    assert world.pages.free_pages == PAGES
+    assert world.loans.held_pages == 0
+
+
+async def test_a_second_loan_has_a_table_of_the_pages_that_are_left() -> None:
+    world = World()
+    first = world.borrow()
+    world.loans.on_restart()
+    other = replace(world.stage, stages=range(2, 3), losses=1)
+    other.loan = StageLoan(InstanceId("d2"), NodeId("n2"), range(200, 210), 16)
+    world.ranks.remote.append(other)
+    world.loans.on_restart()
+
+    assert first.table is not None
+    assert other.loan.table is not None
+    assert {*other.loan.table} <= {*first.table}
+    assert world.pages.free_pages == 10
+
+
+def test_a_page_that_is_not_in_use_is_not_read() -> None:
+    loan = StageLoan(D1, NodeId("n1"), [7, 9], 16)
+    with pytest.raises(TransferError, match="lost meanwhile"):
+        loan.theirs([0])
+    loan.take([3, 4])
+    assert loan.theirs([4, 3]) == [9, 7]
+    assert loan.touched == set()
+    assert loan.theirs([3], writes=True) == [7]
+    assert loan.touched == {3}
+    with pytest.raises(TransferError, match="lost meanwhile"):
+        loan.theirs([3, 5])
