@@ -111,7 +111,8 @@ class LoadedModel:
             worker = RankGroup(
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
             )
-        left_s = 0.0 if engine.pace is None else Pace(engine.pace).load_s
+        reads = layout is None or bool(settings.own_stages)  # Hosts read at that pace themselves.
+        left_s = Pace(engine.pace).load_s if reads and engine.pace is not None else 0.0
         if engine.disk_bytes_per_s is None:
             left_s = max(0.0, left_s - (time.monotonic() - started_s))
         reading.end(left_s)
