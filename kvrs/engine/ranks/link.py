@@ -52,9 +52,10 @@ class StageChannel(StrEnum):
 class LoanWanted(msgspec.Struct, frozen=True):
     """Pages of the stage that an instance would use, whose own host is lost."""
 
-    pages: int  # At most.
-    least_pages: int  # Fewer are of no use.
-    busy: float  # Share of the time in which its own host computed.
+    pages: Annotated[int, msgspec.Meta(ge=1)]  # At most.
+    least_pages: Annotated[int, msgspec.Meta(ge=1)]  # Fewer are of no use.
+    # Share of the time in which its own host computed.
+    busy: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

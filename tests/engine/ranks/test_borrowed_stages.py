@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvrs.engine.ranks.link import (
     PagesDone,
     ReadPages,
     StageChannel,
+    StageLink,
     StageReady,
     StageRefused,
     WritePages,
@@ -40,6 +41,7 @@ from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Chunk
+from kvrs.transfer.stream import StalledError
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import until
 from tests.engine.ranks.on_nodes import PATIENCE_S, TOKENS, closing, head_of, hosting, opened
@@ -295,6 +297,21 @@ async def test_a_borrower_that_begins_wrongly_is_refused_by_name(
     assert reason in answer.reason
 
 
+@pytest.mark.parametrize("wrong", [{"pages": 0}, {"least_pages": -1}, {"busy": 1.5}])
+async def test_a_loan_of_nothing_is_not_asked_for(
+    group: Config, lender: Books, wrong: dict[str, float]
+) -> None:
+    """The owner does not hear of it."""
+    wanted = LoanWanted(PAGES, 8, 0.5)
+    for name, value in wrong.items():
+        msgspec.structs.force_setattr(wanted, name, value)
+    with pytest.raises(TransferError):
+        await opened(group, 5, msgspec.structs.replace(LOAN, loan=wanted), D0, D1)
+
+    assert lender.asked == []
+    await asyncio.to_thread(lender.head.execute, [chunks(0)[0]])
+
+
 async def test_one_instance_borrows_at_a_time(group: Config, lender: Books) -> None:
     """The owner is not asked for another one before the first is gone."""
     link, ready = await opened(group, 10, LOAN, D0, D1)
@@ -377,8 +394,16 @@ async def test_cells_that_the_owner_loses_end_the_loan(group: Config, lender: Bo
     """The borrower's pages have lost them as well."""
     link, _ = await opened(group, 60, LOAN, D0, D1)
     await asyncio.to_thread(lender.head.lose_device, 1, [0] * PAGES)
-    with suppress(TransferError):
+    ended = await end_of(link)
+    link.stream.close()
+    assert not isinstance(ended, StalledError)
+    until(lambda: lender.over == [lender.asked[0].loan])
+
+
+async def end_of(link: StageLink) -> TransferError:
+    """Why nothing comes over it any more."""
+    try:
         while True:
             await link.receive(PATIENCE_S)
-    link.stream.close()
-    until(lambda: lender.over == [lender.asked[0].loan])
+    except TransferError as error:
+        return error
