@@ -85,7 +85,8 @@ class InstanceSettings(Settings):
     stage_hosts: list[StageHostSettings] = Field(default=[], max_length=MOST_RANKS)
     """For each of the last stages, or for all, in their order, the process that has its ranks. The
     stages before have theirs below the instance's own process. A host outlives that process, and
-    keeps the stage's weights for the next one; a lost host is waited for (elastic.enabled).
+    keeps the stage's weights for the next one; a lost host is waited for, or that of another
+    instance of the `group` is used (elastic.enabled).
     """
     group: str | None = Field(default=None, min_length=1, max_length=64, pattern=NAME)
     """Instances of one group lend each other the hosts of their stages: a lost host's stage is also
