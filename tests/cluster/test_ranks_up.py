@@ -35,9 +35,9 @@ STREAMS = 4
 
 
 @contextmanager
-def running(model: str, nodes: list[dict[str, Any]]) -> Iterator[Cluster]:
-    """A cluster of these nodes that takes orders to fail."""
-    engine = {"pages": 512}
+def running(model: str, nodes: list[dict[str, Any]], **changed: Any) -> Iterator[Cluster]:
+    """A cluster of these nodes that takes orders to fail; `changed`: settings of its engines."""
+    engine = {"pages": 512} | changed
     document = {
         "cluster": {"model": model, "nodes": nodes, "engine": engine, "allow_faults": True},
         "proxy": {"port": 0, "admin_port": 0},

@@ -7,7 +7,7 @@ import pytest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.reports import changes_decision
+from kvrs.core.model.reports import changes_ranks
 from kvrs.elastic.ways.base import Way
 from kvrs.ids import InstanceId
 from tests.core.policy_harness import PolicyHarness, instance_up, load, only
@@ -120,8 +120,8 @@ def test_a_way_that_changes_alone_is_news() -> None:
     harness.handle(waiting(5.0), at_s=1.0)
     member = harness.policy.members[InstanceId("d0")]
 
-    same = changes_decision(member, waiting(4.5).report, 1.5, has_peers=False, waiting=False)
-    other = changes_decision(member, substituting(4.5).report, 1.5, has_peers=False, waiting=False)
+    same = changes_ranks(member, waiting(4.5).report, 1.5)
+    other = changes_ranks(member, substituting(4.5).report, 1.5)
 
     assert (same, other) == (False, True)
 
