@@ -39,7 +39,7 @@ class StageLoans(StepHook):
         self._core: EngineCore | None = None
         self._is_draining: Callable[[], bool] = lambda: False
         self._on_change: Callable[[], object] = lambda: None
-        # Who has which pages of a stage of ours, by the stage and the loan's number.
+        # The borrower and the pages of each loan, by the stage and the loan's number.
         self._lent: dict[tuple[int, int], tuple[InstanceId, list[int]]] = {}
         self._unused: list[int] = []  # Pages for which a borrowed stage has no memory.
         self.changes = 0  # Of what is lent: steps take other times after each.

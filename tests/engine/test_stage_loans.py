@@ -131,7 +131,7 @@ def filled(pages: PageManager, count: int, stream: str = "s") -> list[int]:
     return own
 
 
-async def test_pages_that_are_lent_are_used_by_nobody_until_the_loan_is_over() -> None:
+async def test_pages_that_are_lent_are_used_by_no_stream_until_the_loan_is_over() -> None:
     world = World()
     lent = await world.ask()
     assert isinstance(lent, list)
@@ -194,9 +194,9 @@ async def test_a_refusal_changes_nothing(state: str, reason: str) -> None:
     assert (world.loans.lends, world.changes) == ([], 0)
 
 
-async def test_a_loan_that_nobody_waits_for_is_over() -> None:
+async def test_a_loan_without_a_borrower_that_waits_is_over() -> None:
     world = World()
-    world.stage.lost = "nobody waits for loan 1 any more"
+    world.stage.lost = "the borrower of loan 1 does not wait any more"
     await world.ask()
 
     assert world.loans.lends == []

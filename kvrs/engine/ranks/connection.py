@@ -318,7 +318,7 @@ class StageConnection:
         return answer.refused
 
     async def lend(self, loan: int, pages: Sequence[int]) -> None:
-        """Raises TransferError: it is lost, or nobody waits for the loan any more."""
+        """Raises TransferError: the host is lost, or the borrower does not wait any more."""
         await self._ask(LendPages(*self._session, loan, list(pages)), None)
 
     async def refuse(self, loan: int, reason: str) -> None:

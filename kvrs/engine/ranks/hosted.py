@@ -33,7 +33,7 @@ FLOAT_BYTES = 4
 
 
 class StageCalls:
-    """Calls about a stage, from the thread of its event loop; None: nobody wants to know."""
+    """Calls about a stage, from the thread of its event loop; None: that call is not made."""
 
     def __init__(self) -> None:
         # It computes nothing any more; something of its ranks is new.

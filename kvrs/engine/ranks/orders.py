@@ -259,7 +259,7 @@ class StageOrders:
                 )
         if self._sessions.answered(order):
             return PagesDone()
-        return PagesLost(f"nobody waits for loan {order.loan} any more")
+        return PagesLost(f"the borrower of loan {order.loan} does not wait any more")
 
 
 def _check(session: StageSession, order: object) -> None:

@@ -133,7 +133,7 @@ class RemoteStage(StageCalls):
         return self._call(self._hosted.connection.move(rank, leaves=leaves))
 
     def answer(self, loan: int, answer: Sequence[int] | str) -> "Future[None]":
-        """Lend these pages, or say why not. It ends in TransferError where nobody has them then."""
+        """Lend these pages, or say why not. TransferError ends a call whose loan does not begin."""
         connection = self._hosted.connection
         if isinstance(answer, str):
             return self._call(connection.refuse(loan, answer))
@@ -156,7 +156,7 @@ class RemoteStage(StageCalls):
         """Raises TransferError: the host is another instance's."""
         if (loan := self.loan) is not None:
             raise TransferError(
-                f"stage {self.stages.start} is borrowed; allowed: at {loan.lender!r}, who lends it"
+                f"stage {self.stages.start} is borrowed; allowed: at its lender {loan.lender!r}"
             )
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":

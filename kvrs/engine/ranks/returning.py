@@ -109,7 +109,7 @@ class LostStage(Protocol):
 
     def wanted(self) -> LoanWanted: ...
     def waits(self) -> None:
-        """Nobody lends: the own host is waited for."""
+        """Predict the load of the own host: no donor lends."""
         ...
 
     def borrow(self, connection: StageConnection, loan: StageLoan) -> None: ...
@@ -150,12 +150,9 @@ class StageReturn:
                     return
                 connection, loan = found
                 self._stage.borrow(connection, loan)
-                lost = asyncio.create_task(self._stage.is_lost.wait())
-                await asyncio.wait({home, lost}, return_when=asyncio.FIRST_COMPLETED)
-                is_home = not lost.done() and await self._hand_back(
+                is_home = await self._is_back(home) and await self._hand_back(
                     connection, loan, *home.result()
                 )
-                lost.cancel()
                 await connection.close()
                 if is_home:
                     return

@@ -147,7 +147,7 @@ class StageSessions:
             yield session
 
     def answered(self, order: LendPages | RefuseLoan) -> bool:
-        """Take the owner's answer about a loan; False: nobody waits for it any more."""
+        """Take the owner's answer about a loan; False: the borrower does not wait any more."""
         number, answer = self._asked or (None, None)
         if answer is None or answer.done() or order.loan != number:
             return False

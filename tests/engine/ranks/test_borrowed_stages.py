@@ -160,7 +160,7 @@ def test_a_lost_stage_is_borrowed_and_handed_back(
         for chunk, logits in zip(chunks()[:2], expected[:2], strict=True):
             assert same_bytes(own.execute([chunk]), logits)
         assert same_bytes(other.execute([chunks(0)[1]]), expected[1])
-        with pytest.raises(TransferError, match="stage 1 is borrowed; allowed: at 'd1'"):
+        with pytest.raises(TransferError, match="stage 1 is borrowed; allowed: at its lender 'd1'"):
             own.lose_device(1)
         with hosting(config, tmp_path, 1, D0) as back:
             assert books.home.wait(60)
