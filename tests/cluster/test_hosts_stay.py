@@ -14,7 +14,7 @@ from kvrs.cluster.launcher import Cluster
 from kvrs.cluster.upkeep import RollingRestart
 from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
-from tests.cluster.test_ranks_up import LONG, carry_out, complete, order, row_of, running
+from tests.cluster.test_ranks_up import LONG, carry_out, complete, is_full, order, row_of, running
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -143,7 +143,7 @@ async def test_a_killed_host_leaves_the_others_as_they_are(
 
     got = await streams_while(cluster, lambda row: os.kill(victim, signal.SIGKILL))
     after = await until_up(
-        cluster, lambda row: hosts_of(row)[1] != victim and row["state"] == "full"
+        cluster, lambda row: hosts_of(row)[1] != victim and is_full(row, ranks=3)
     )
 
     assert got == expected
@@ -176,7 +176,7 @@ async def test_streams_go_on_when_a_rank_in_a_host_loses_its_memory(
         got = list(answers)
     after = await until_up(
         cluster,
-        lambda row: row["state"] == "full" and row["ranks"][1]["pid"] != before["ranks"][1]["pid"],
+        lambda row: is_full(row, ranks=3) and row["ranks"][1]["pid"] != before["ranks"][1]["pid"],
     )
 
     assert got == expected

@@ -14,7 +14,7 @@ import pytest
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.engine.random_model import write_tiny_model
-from tests.cluster.test_ranks_up import LONG, complete, greedy, row_of
+from tests.cluster.test_ranks_up import LONG, complete, greedy, is_full, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -68,7 +68,7 @@ async def test_instances_of_another_node_wait_for_other_hosts(cluster: Cluster) 
 
 
 def has_other_host(old: dict[str, Any], row: dict[str, Any]) -> bool:
-    return bool(row["state"] == "full" and row["ranks"][1]["pid"] != old["ranks"][1]["pid"])
+    return is_full(row, ranks=2) and row["ranks"][1]["pid"] != old["ranks"][1]["pid"]
 
 
 def parent_of(pid: int) -> int:

@@ -105,9 +105,14 @@ async def until_whole(cluster: Cluster, after: dict[str, Any]) -> dict[str, Any]
     async with asyncio.timeout(120):
         while True:
             row = row_of(cluster, after["id"])
-            if row["state"] == "full" and row["ranks"] != after["ranks"]:
+            if is_full(row, len(after["ranks"])) and row["ranks"] != after["ranks"]:
                 return row
             await asyncio.sleep(0.2)
+
+
+def is_full(row: dict[str, Any], ranks: int) -> bool:
+    """The ranks are read again after the load report that says so."""
+    return row["state"] == "full" and len(row["ranks"]) == ranks
 
 
 async def carry_out(cluster: Cluster, fault: Fault) -> None:
