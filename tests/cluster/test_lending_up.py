@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group(
 Row = dict[str, Any]
 SEEDS = [None, 7] * 4
 LOAD_S = 15.0  # Of the whole model.
+STOPPED_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +129,29 @@ async def test_a_lender_whose_process_is_killed_has_its_stage_back(cluster: Clus
     assert got == [by_seed[seed] for seed in SEEDS]
     assert after["d0"]["pid"] == before["d0"]["pid"]
     assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
+
+
+async def test_a_borrower_that_is_stopped_does_no_harm_to_its_donor(cluster: Cluster) -> None:
+    """While it is stopped and when it goes on, in the middle of its batches; its streams leave."""
+    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
+    before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
+
+    with ThreadPoolExecutor(2 * len(SEEDS)) as clients:
+        answers = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
+        await until(cluster, "d0", lambda row: row["load"]["running"] > 0)
+        os.kill(before["d0"]["stages"][1]["host_pid"], signal.SIGKILL)
+        await until(cluster, "d0", partial(is_lent, 1))
+        os.kill(before["d0"]["pid"], signal.SIGSTOP)
+        try:
+            await asyncio.sleep(STOPPED_S)
+            meanwhile = clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
+            got = [*answers, *meanwhile]
+        finally:
+            os.kill(before["d0"]["pid"], signal.SIGCONT)
+        got += clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
+    after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
+
+    assert got == 3 * [by_seed[seed] for seed in SEEDS]
+    assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
+    assert after["d1"]["pid"] == before["d1"]["pid"]
+    await until(cluster, "d1", partial(has_pages, before["d1"]["load"]["free_pages"]))
