@@ -121,6 +121,7 @@ ALL = (
     _of("speculation", "draws", 10, "draws"),
     _of("pipelines", "depth", 5, "depth"),
     _of("pipelines", "capacity", 10, "capacity"),
+    _of("pipelines", "loans", 7, "loans"),
     _of("pipelines", "series-wait", 8, "series"),
     _of("pipelines", "series", 8, "series --group"),
     _of("notice", "notice", 4),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.pipelines import capacity, series
+from experiments.pipelines import capacity, loans, series
 from experiments.pipelines.two import (
     KINDS,
     config_of,
@@ -231,3 +231,38 @@ def test_capacity_is_judged_at_every_rate() -> None:
         "2 requests/s, wait: 1 streams failed",
         "2 requests/s, wait: never whole",
     ]
+
+
+def loan(**changes: Any) -> Row:
+    found: Row = {"victim": "d0", "stage": 1, "killed_s": 20.0, "serves_s": 0.1, "whole_s": 4.1}
+    found |= {"is_borrowed": True, "changed": [], "streams": ["a"]}
+    return found | {"gap_s": 0.3, "calm_s": 0.2} | changes
+
+
+def test_gaps_of_a_load_stand_beside_those_before_the_death() -> None:
+    """Both times are as long; streams that the death hits do not count."""
+    records = [
+        record(*(0.1 * at for at in range(300)), stream="b"),
+        record(15.5, 15.9, 16.5, 16.7, stream="c"),  # A gap of 0.6 s ends in the time before.
+        record(19.0, 20.05, 21.0, 21.9, stream="d"),  # One of 0.95 s is in the load.
+        record(16.0, 20.1, 24.0, stream="a"),
+    ]
+
+    found = loans.with_gaps(loan(), records)
+
+    assert (found["calm_s"], found["gap_s"]) == pytest.approx((0.6, 0.95))
+    assert found["streams"] == 1
+
+
+def test_loans_are_judged_by_all_their_bars() -> None:
+    def of(*deaths: Row, failed: int = 0) -> list[str]:
+        return loans.missed({"deaths": list(deaths), "failed": failed, "streams": 9})
+
+    own = loan(serves_s=4.0, is_borrowed=False)
+    assert of(loan(), own, loan(serves_s=0.05)) == []
+    assert of(loan(), failed=2) == ["2 streams failed"]
+    assert of(loan(changed=["d1-stage-0"])) == ["d0: d1-stage-0 changed"]
+    assert of(loan(), loan(whole_s=None, gap_s=None, calm_s=None)) == ["d0: never whole"]
+    assert of(own) == ["no stage was borrowed"]
+    assert of(loan(serves_s=0.2)) == ["it computes again after 0.20 s; bar 0.1 s"]
+    assert of(loan(gap_s=0.5)) == ["the longest gap while a host loads is 2.5 times; bar 2"]

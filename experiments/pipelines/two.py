@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from experiments.rig import draw
@@ -22,9 +23,16 @@ Row = dict[str, Any]
 
 
 def config_of(
-    stages: int, *, group: bool, seed: int = 0, engine: Mapping[str, Any] | None = None
+    stages: int,
+    *,
+    group: bool,
+    seed: int = 0,
+    engine: Mapping[str, Any] | None = None,
+    model: Path | None = None,
 ) -> Config:
-    """A node for each stage; `group`: the pipelines lend each other the hosts of their stages."""
+    """A node for each stage; `group`: the pipelines lend each other the hosts of their stages. No
+    `model`: a tiny one.
+    """
     nodes: list[Row] = [{"id": f"n{number}"} for number in range(PIPELINES * stages)]
     for pipeline in range(PIPELINES):
         own = nodes[pipeline * stages : (pipeline + 1) * stages]
@@ -33,7 +41,8 @@ def config_of(
         own[0]["instances"] = [instance | ({"group": "g"} if group else {})]
     return parse_config(
         {
-            "cluster": {"nodes": nodes, "engine": {"seed": seed} | dict(engine or {})},
+            "cluster": {"nodes": nodes, "engine": {"seed": seed} | dict(engine or {})}
+            | ({} if model is None else {"model": str(model)}),
             "proxy": {"port": 0, "admin_port": 0},
         }
     )
