@@ -38,7 +38,7 @@ class Layout:
     number: int
     stages: tuple[Stage, ...]
     attention: tuple[tuple[int, ...], ...]  # Of each layer, of each KV head: a rank, or SPREAD.
-    mlp: tuple[tuple[int, ...], ...]  # Of each layer, of each tile: a rank.
+    mlp: tuple[tuple[int, ...], ...]  # Of each layer, of each tile or part of an expert: a rank.
     vocabulary: tuple[int, ...]  # Of each tile: a rank of the last stage.
     # Turns by layer, then by base; each layer has as many bases. None where no head is spread.
     turns: Turns = ()
@@ -142,7 +142,9 @@ def even(units: Units, tp: int, pp: int = 1, *, number: int = 1) -> Layout:
         LayoutError: units cannot be divided so.
     """
     stages = staged(units.layers, [range(at * tp, (at + 1) * tp) for at in range(pp)])
-    for what, count in (("KV heads", len(units.attention_bytes)), ("tiles", len(units.mlp_bytes))):
+    counts = [("KV heads", len(units.attention_bytes))]
+    counts += [("tiles", len(units.mlp_of(layer))) for layer in range(units.layers)]
+    for what, count in counts:
         if count % tp:
             raise LayoutError(f"tp {tp} does not divide the model's {count} {what} evenly")
     return uneven(units, stages, number=number)
@@ -209,15 +211,15 @@ def validate(layout: Layout, units: Units) -> None:
         LayoutError: naming what has none.
     """
     _validate_stages(layout.stages, units.layers)
-    for what, owners, count in (
-        ("attention", layout.attention, len(units.attention_bytes)),
-        ("mlp", layout.mlp, len(units.mlp_bytes)),
+    for what, owners, counts in (
+        ("attention", layout.attention, [len(units.attention_bytes)] * units.layers),
+        ("mlp", layout.mlp, [len(units.mlp_of(layer)) for layer in range(units.layers)]),
     ):
         if len(owners) != units.layers:
             raise LayoutError(f"{what} of {len(owners)} layers, the model has {units.layers}")
         for stage in layout.stages:
             for layer in stage.layers:
-                _validate_owners(f"{what} of layer {layer}", owners[layer], count, stage)
+                _validate_owners(f"{what} of layer {layer}", owners[layer], counts[layer], stage)
     if any(SPREAD in owners for owners in layout.attention):
         _validate_turns(layout)
     last = layout.stages[-1]
@@ -271,7 +273,7 @@ def _layout(
     number: int,
 ) -> Layout:
     _validate_stages(stages, units.layers)
-    most = max(len(units.attention_bytes), len(units.mlp_bytes))
+    most = max(len(units.attention_bytes), len(units.mlp_bytes), len(units.dense_bytes))
     for stage in stages:
         if len(stage.ranks) > most:
             raise LayoutError(
@@ -288,7 +290,9 @@ def _layout(
         stages=tuple(stages),
         attention=attention,
         mlp=tuple(
-            _dealt(len(units.mlp_bytes), stage, 0, shares) for stage in stages for _ in stage.layers
+            _dealt(len(units.mlp_of(layer)), stage, 0, shares)
+            for stage in stages
+            for layer in stage.layers
         ),
         vocabulary=_dealt(len(units.vocabulary_bytes), stages[-1], 0, shares),
         turns=fresh_turns(stages) if any(SPREAD in owners for owners in attention) else (),

@@ -47,7 +47,7 @@ def reshaped(
                 if spread
                 else _tiles(owners, stage.ranks, units.attention_bytes, given)
             )
-            mlp.append(_tiles(before.mlp[layer], stage.ranks, units.mlp_bytes, given))
+            mlp.append(_tiles(before.mlp[layer], stage.ranks, units.mlp_of(layer), given))
     last = stages[-1].ranks
     vocabulary = _tiles(before.vocabulary, last, units.vocabulary_bytes, given)
     turns = _turns(before, stages) if any(SPREAD in owners for owners in attention) else ()

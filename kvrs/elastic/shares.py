@@ -1,6 +1,6 @@
 """The share of a layout that one rank computes."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from kvrs.elastic.grain import Grain
@@ -42,7 +42,7 @@ class Share:
             layers=range(layers),
             heads=(tuple(range(len(grain.attention))),) * layers,
             spread=((),) * layers,
-            tiles=(tuple(range(len(grain.mlp))),) * layers,
+            tiles=tuple(tuple(range(len(grain.mlp_of(layer)))) for layer in range(layers)),
             vocabulary=tuple(range(len(grain.vocabulary))),
             is_first=True,
             is_last=True,
@@ -62,18 +62,22 @@ class Share:
 
     def kinds(self, units: Units) -> set[Hashable]:
         """Sizes of heads, of tiles and of the vocabulary that stand beside each other in some
-        layer: shares with the same ones make the same products.
+        layer: shares with the same ones make the same products. Experts are computed one by one,
+        so only which sizes there are counts.
         """
 
-        def of(
-            kind: UnitKind, sizes: Sequence[int], layers: Iterable[Sequence[int]]
-        ) -> tuple[UnitKind, frozenset[tuple[int, ...]]]:
-            return kind, frozenset(tuple(sizes[place] for place in own) for own in layers)
+        def of(sizes: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+            return tuple(sizes[place] for place in own)
 
+        tiles = set()
+        for layer, own in zip(self.layers, self.tiles, strict=True):
+            beside = of(units.mlp_of(layer), own)
+            has_experts = units.expert_parts and layer not in units.dense_layers
+            tiles.add(("experts", *sorted(set(beside))) if has_experts else beside)
         return {
-            of(UnitKind.ATTENTION, units.attention_bytes, self.heads),
-            of(UnitKind.MLP, units.mlp_bytes, self.tiles),
-            of(UnitKind.VOCABULARY, units.vocabulary_bytes, [self.vocabulary]),
+            (UnitKind.ATTENTION, frozenset(of(units.attention_bytes, own) for own in self.heads)),
+            (UnitKind.MLP, frozenset(tiles)),
+            (UnitKind.VOCABULARY, of(units.vocabulary_bytes, self.vocabulary)),
         }
 
     @property

@@ -39,21 +39,21 @@ class Shares:
 
 def shares(layout: Layout, units: Units) -> Shares:
     cells = weights = rows = 0.0
-    attention, mlp = sum(units.attention_bytes), sum(units.mlp_bytes)
+    attention = sum(units.attention_bytes)
     for stage in layout.stages:
         for layer in stage.layers:
             spread = len(layout.spread(layer))
             own = max(len(layout.heads(rank, layer)) for rank in stage.ranks)
+            sizes = units.mlp_of(layer)
             tiles = max(
-                sum(units.mlp_bytes[tile] for tile in layout.tiles(rank, layer))
-                for rank in stage.ranks
+                sum(sizes[tile] for tile in layout.tiles(rank, layer)) for rank in stage.ranks
             )
             heads = len(units.attention_bytes)
             divided = (own + spread / len(stage.ranks)) / heads
             cells += divided
             weights += attention * (own + spread) / heads + tiles
             rows += attention * divided + tiles
-    whole = units.layers * (attention + mlp)
+    whole = units.layers * attention + units.all_mlp_bytes
     return Shares(cells / units.layers, weights / whole, rows / whole)
 
 

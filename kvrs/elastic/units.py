@@ -12,7 +12,7 @@ from kvrs.elastic.grain import Grain
 class UnitKind(IntEnum):
     COMMON = 0  # Norms and embeddings: on every rank of a stage.
     ATTENTION = 1  # One KV head of a layer, with its query heads.
-    MLP = 2  # One tile of a layer's inner dimension.
+    MLP = 2  # One tile of a layer's inner dimension, or one part of an expert's.
     VOCABULARY = 3  # One tile of the head's rows.
     CELLS = 4  # No weights: the KV of a layer and a KV head.
 
@@ -28,13 +28,19 @@ COMMON = Unit(UnitKind.COMMON, 0, 0)
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one model and the bytes of their weights; all layers are alike."""
+    """The units of one model and the bytes of their weights; all layers are alike, but for dense
+    ones among such with experts.
+    """
 
     layers: int
     attention_bytes: tuple[int, ...]  # Of each KV head.
-    mlp_bytes: tuple[int, ...]  # Of each tile.
+    mlp_bytes: tuple[int, ...]  # Of each tile, or of each part of each expert.
     vocabulary_bytes: tuple[int, ...]  # Of each tile.
     common_bytes: int
+    # Layers without experts, where the others have some, and the tiles of their MLP.
+    dense_layers: frozenset[int] = frozenset()
+    dense_bytes: tuple[int, ...] = ()
+    expert_parts: int = 0  # Units of an expert; 0: there are no experts.
 
     @classmethod
     def of(
@@ -49,38 +55,48 @@ class Units:
         common_bytes: int,
     ) -> "Units":
         """Units of a model whose weights take `weight_bytes` each; biases are not counted."""
-        row = hidden * weight_bytes
+        row, matrices = hidden * weight_bytes, 3 if gated else 2
         return cls(
             layers=layers,
             # Rows of the queries, the key and the value; columns of the output for the queries.
             attention_bytes=tuple((2 * len(own) + 2) * head_dim * row for own in grain.attention),
-            mlp_bytes=tuple((3 if gated else 2) * len(tile) * row for tile in grain.mlp),
+            mlp_bytes=tuple(matrices * len(tile) * row for tile in grain.mlp),
             vocabulary_bytes=tuple(len(tile) * row for tile in grain.vocabulary),
             common_bytes=common_bytes,
+            dense_layers=grain.dense_layers,
+            dense_bytes=tuple(matrices * len(tile) * row for tile in grain.dense_mlp),
+            expert_parts=grain.expert_parts,
         )
 
     def bytes_of(self, unit: Unit) -> int:
         if unit.kind == UnitKind.COMMON:
             return self.common_bytes
-        return self._sizes[unit.kind][unit.place]
+        return self._sizes(unit.kind, unit.layer)[unit.place]
+
+    def mlp_of(self, layer: int) -> tuple[int, ...]:
+        """Bytes of the units of a layer's MLP."""
+        return self.dense_bytes if layer in self.dense_layers else self.mlp_bytes
 
     def all(self) -> Iterator[Unit]:
         """Every unit once, in the order of layers."""
         yield COMMON
         for layer in range(self.layers):
             for kind in (UnitKind.ATTENTION, UnitKind.MLP):
-                yield from (Unit(kind, layer, at) for at in range(len(self._sizes[kind])))
+                yield from (Unit(kind, layer, at) for at in range(len(self._sizes(kind, layer))))
         yield from (Unit(UnitKind.VOCABULARY, 0, at) for at in range(len(self.vocabulary_bytes)))
 
     @cached_property
     def total_bytes(self) -> int:
-        a_layer = sum(self.attention_bytes) + sum(self.mlp_bytes)
-        return self.layers * a_layer + sum(self.vocabulary_bytes) + self.common_bytes
+        layers = self.layers * sum(self.attention_bytes) + self.all_mlp_bytes
+        return layers + sum(self.vocabulary_bytes) + self.common_bytes
 
     @cached_property
-    def _sizes(self) -> dict[UnitKind, tuple[int, ...]]:
-        return {
-            UnitKind.ATTENTION: self.attention_bytes,
-            UnitKind.MLP: self.mlp_bytes,
-            UnitKind.VOCABULARY: self.vocabulary_bytes,
-        }
+    def all_mlp_bytes(self) -> int:
+        """Bytes of the MLPs of all layers together."""
+        dense = len(self.dense_layers)
+        return (self.layers - dense) * sum(self.mlp_bytes) + dense * sum(self.dense_bytes)
+
+    def _sizes(self, kind: UnitKind, layer: int) -> tuple[int, ...]:
+        if kind is UnitKind.MLP:
+            return self.mlp_of(layer)
+        return self.attention_bytes if kind is UnitKind.ATTENTION else self.vocabulary_bytes

@@ -39,8 +39,8 @@ def prefill_cost(layout: Layout, units: Units, prefill: PrefillTable) -> Prefill
         return None
     heads, ranks = len(units.attention_bytes), len(layout.turns[0])
     spread = max(len(layout.spread(layer)) for layer in range(units.layers))
-    attention = sum(units.attention_bytes)
-    share = attention / (attention + sum(units.mlp_bytes))
+    attention = units.layers * sum(units.attention_bytes)
+    share = attention / (attention + units.all_mlp_bytes)
     first_s, behind_s = (prefill.extra(before, _TOKENS) for before in (0, _TOKENS))
     token_s = (first_s - prefill.step_overhead_s) / _TOKENS
     rising_s = max(0.0, behind_s - first_s) / _TOKENS / _TOKENS
