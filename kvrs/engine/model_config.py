@@ -36,6 +36,17 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Layers whose MLP is one of experts, of which each row takes a few."""
+
+    count: int
+    chosen: int  # By each row.
+    width: int  # Inner dimension of one.
+    renormalise: bool  # Weights of the chosen ones are divided by their sum.
+    dense_layers: frozenset[int]  # These have none.
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     family: str
     layers: int
@@ -64,15 +75,22 @@ class ModelConfig:
     mlp_bias: bool
     tied_embeddings: bool
     eos_token_ids: frozenset[int]
+    experts: ExpertsConfig | None = None
 
     @property
     def grain(self) -> Grain:
-        return Grain.of(
+        grain = Grain.of(
             heads=self.heads,
             kv_heads=self.kv_heads,
             intermediate=self.intermediate,
             vocab=self.vocab,
         )
+        if (experts := self.experts) is None:
+            return grain
+        return grain.with_experts(experts.count, experts.width, experts.dense_layers)
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
     def units(self) -> Units:
@@ -81,6 +99,8 @@ class ModelConfig:
         embeddings = self.vocab * self.embedding + 2 * narrow * self.embedding * self.hidden
         learned = 0 if self.rope else self.max_positions * self.hidden
         norms = (2 * self.layers + 1) * self.hidden
+        routers = sum(map(self.has_experts, range(self.layers))) * self.hidden
+        routers *= self.experts.count if self.experts else 0
         units = Units.of(
             self.grain,
             layers=self.layers,
@@ -88,7 +108,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             gated=self.mlp == "gated silu",
             weight_bytes=_WEIGHT_BYTES,
-            common_bytes=(embeddings + learned + norms) * _WEIGHT_BYTES,
+            common_bytes=(embeddings + learned + norms + routers) * _WEIGHT_BYTES,
         )
         # The head takes rows of the embeddings' width.
         row = self.embedding * _WEIGHT_BYTES
@@ -137,6 +157,60 @@ def _qwen3(fields: Fields) -> ModelConfig:
     return _rotary_decoder(fields, head_dim=128, qkv_bias=bias, output_bias=bias, head_norm=True)
 
 
+def _mixtral(fields: Fields) -> ModelConfig:
+    if (window := fields.values.get("sliding_window")) is not None:
+        fields.refuse("sliding_window", window, "null (sliding windows are not supported)")
+    config = _rotary_decoder(fields, qkv_bias=False, norm_eps=1e-5, rope_theta=1e6)
+    # Its experts take what is the size of the whole MLP in other families.
+    return _with_experts(config, fields, config.intermediate, renormalise=True)
+
+
+def _qwen3_moe(fields: Fields) -> ModelConfig:
+    _refuse_sliding_window(fields)
+    bias = fields.flag("attention_bias")
+    config = _rotary_decoder(fields, qkv_bias=bias, output_bias=bias, head_norm=True)
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.whole_numbers("mlp_only_layers", below=config.layers)
+    return _with_experts(
+        config,
+        fields,
+        fields.integer("moe_intermediate_size"),
+        renormalise=fields.flag("norm_topk_prob"),
+        dense_layers=frozenset(
+            layer for layer in range(config.layers) if layer in dense or (layer + 1) % step
+        ),
+    )
+
+
+_SHARED_EXPERTS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+
+
+def _with_experts(
+    config: ModelConfig,
+    fields: Fields,
+    width: int,
+    *,
+    renormalise: bool,
+    dense_layers: frozenset[int] = frozenset(),
+) -> ModelConfig:
+    for name in _SHARED_EXPERTS:
+        if value := fields.values.get(name):
+            fields.refuse(name, value, "0 or null (shared experts are not supported)")
+    # Hugging Face's newer releases write the second name for all families.
+    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
+    count, chosen = fields.integer(name), fields.integer("num_experts_per_tok")
+    if chosen > count:
+        fields.refuse("num_experts_per_tok", chosen, f"1 to {name} ({count})")
+    if len(dense_layers) == config.layers:
+        return config
+    return replace(config, experts=ExpertsConfig(count, chosen, width, renormalise, dense_layers))
+
+
 def _rotary_decoder(
     fields: Fields,
     *,
@@ -145,6 +219,8 @@ def _rotary_decoder(
     mlp_bias: bool = False,
     head_norm: bool = False,
     head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
 ) -> ModelConfig:
     """The common form of Llama and its relatives."""
     fields.demand("hidden_act", {"silu"}, default="silu")
@@ -170,12 +246,12 @@ def _rotary_decoder(
         max_positions=fields.integer("max_position_embeddings", default=2048),
         embedding=hidden,
         norm="rms",
-        norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        norm_eps=fields.number("rms_norm_eps", default=norm_eps),
         norm_affine=True,
         norm_first=True,
         final_norm=True,
         head_norm=head_norm,
-        rope=_rope(fields),
+        rope=_rope(fields, rope_theta),
         mlp="gated silu",
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -223,9 +299,11 @@ def _opt(fields: Fields) -> ModelConfig:
 # configuration is read.
 _FAMILIES: dict[str, tuple[str, Callable[[Fields], ModelConfig]]] = {
     "llama": ("LlamaForCausalLM", _llama),
+    "mixtral": ("MixtralForCausalLM", _mixtral),
     "opt": ("OPTForCausalLM", _opt),
     "qwen2": ("Qwen2ForCausalLM", _qwen2),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
 }
 
 
@@ -238,12 +316,12 @@ def _refuse_sliding_window(fields: Fields) -> None:
             fields.refuse("layer_types", kind, "full_attention")
 
 
-def _rope(fields: Fields) -> Rope:
+def _rope(fields: Fields, theta: float) -> Rope:
     """Both spellings: `rope_theta` beside `rope_scaling`, and the newer `rope_parameters` that
-    holds all.
+    holds all. `theta`: where neither has one.
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling")
-    theta = fields.number("rope_theta", default=10000.0)
+    theta = fields.number("rope_theta", default=theta)
     if section is None:
         return Rope(theta, None)
     return Rope(section.number("rope_theta", default=theta), _rope_scaling(section))

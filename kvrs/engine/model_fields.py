@@ -57,6 +57,15 @@ class Fields:
             self.refuse(name, value, "a list of strings")
         return value
 
+    def whole_numbers(self, name: str, below: int) -> list[int]:
+        """A list of them; none when it is not set."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(
+            isinstance(one, int) and not isinstance(one, bool) and 0 <= one < below for one in value
+        ):
+            self.refuse(name, value, f"a list of whole numbers from 0 to {below - 1}")
+        return value
+
     def section(self, name: str) -> "Fields | None":
         value = self.values.get(name)
         if value is None:

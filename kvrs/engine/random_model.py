@@ -89,15 +89,25 @@ def write_tiny_model(directory: Path, seed: int) -> None:
         write_model(directory, tokenizer, random_weights(seed, tokenizer))
 
 
-def write_model(directory: Path, tokenizer: Tokenizer, weights: Mapping[str, Tensor]) -> None:
-    """The same with these weights, of as many layers as they have."""
+def write_model(
+    directory: Path,
+    tokenizer: Tokenizer,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """The same with these weights; without a configuration, a Llama of as many layers as they
+    have.
+    """
     if _complete(directory):
         return
+    if config is None:
+        layers = sum(name.endswith("q_proj.weight") for name in weights)
+        config = llama_config(layers)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may come here at once; a directory appears whole or not at all.
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
     try:
-        _write_files(scratch, tokenizer, dict(weights))
+        _write_files(scratch, tokenizer, dict(weights), config)
         scratch.chmod(0o755)
         try:
             os.rename(scratch, directory)
@@ -113,7 +123,9 @@ def _complete(directory: Path) -> bool:
     return all((directory / name).is_file() for name in _FILES)
 
 
-def _write_files(directory: Path, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
+def _write_files(
+    directory: Path, tokenizer: Tokenizer, weights: dict[str, Tensor], config: Mapping[str, Any]
+) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -125,8 +137,7 @@ def _write_files(directory: Path, tokenizer: Tokenizer, weights: dict[str, Tenso
     )
     ids = {"bos_token_id": _BEGIN_ID, "eos_token_id": _END_ID}
     _write_json(directory / "generation_config.json", ids)
-    layers = sum(name.endswith("q_proj.weight") for name in weights)
-    _write_json(directory / "config.json", {**_config(layers), **ids})
+    _write_json(directory / "config.json", {**config, **ids})
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -134,7 +145,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _config(layers: int) -> dict[str, Any]:
+def llama_config(layers: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -176,11 +187,11 @@ def random_weights(seed: int, tokenizer: Tokenizer, layers: int = LAYERS) -> dic
         ):
             weights[f"{prefix}.{name}.weight"] = random_matrix(rows, columns, INITIALIZER_RANGE)
     weights["model.norm.weight"] = torch.ones(HIDDEN)
-    weights["lm_head.weight"] = random_matrix(VOCAB, HIDDEN, 0.1) * _preference(tokenizer)
+    weights["lm_head.weight"] = random_matrix(VOCAB, HIDDEN, 0.1) * preference(tokenizer)
     return weights
 
 
-def _preference(tokenizer: Tokenizer) -> Tensor:
+def preference(tokenizer: Tokenizer) -> Tensor:
     """`[vocab, 1]`: shrinks the logits of tokens that would end every stream early or litter its
     text with broken characters.
     """

@@ -2,14 +2,17 @@
 
     python -m kvrs.engine.tiny DIR [SEED]
     python -m kvrs.engine.tiny --pair DIR [--acceptance 0.6]
+    python -m kvrs.engine.tiny --experts 8 --chosen 2 --skew 1 DIR [SEED]
 
 The second writes `DIR/target`, and `DIR/draft`, whose greedy token is the target's with that
-probability.
+probability. The third writes a mixture of experts of which the first are chosen most often, the
+more the greater the skew is.
 """
 
 import argparse
 from pathlib import Path
 
+from kvrs.engine.random_experts import FAMILIES, ExpertsModel, write_experts_model
 from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.errors import ConfigError
@@ -24,15 +27,33 @@ def main() -> None:
     parser.add_argument("seed", type=int, nargs="?", default=0, metavar="SEED")
     parser.add_argument("--pair", action="store_true", help="write a target and a draft")
     parser.add_argument("--acceptance", type=float, default=0.6, help="of drafts (default 0.6)")
+    experts = parser.add_argument_group("mixtures of experts")
+    experts.add_argument("--experts", type=int, metavar="N", help="write one of so many experts")
+    experts.add_argument("--chosen", type=int, metavar="N", help="experts of a token (default 2)")
+    experts.add_argument("--skew", type=float, default=0.0, help="of the router (default 0)")
+    experts.add_argument(
+        "--family", choices=FAMILIES, default=FAMILIES[0], help=f"(default {FAMILIES[0]})"
+    )
+    experts.add_argument("--large", action="store_true", help="with 1 GB of weights (mixtral)")
     options = parser.parse_args()
-    if not options.pair:
-        write_tiny_model(options.directory, options.seed)
-        return
     try:
-        found = write_pair(options.directory, options.acceptance, options.seed)
+        if options.experts is not None:
+            _write_experts(options)
+        elif options.pair:
+            found = write_pair(options.directory, options.acceptance, options.seed)
+            print(f"{options.directory}: the draft proposes what the target chooses in {found:.1%}")
+        else:
+            write_tiny_model(options.directory, options.seed)
     except ConfigError as error:
         parser.error(str(error))
-    print(f"{options.directory}: the draft proposes what the target chooses in {found:.1%}")
+
+
+def _write_experts(options: argparse.Namespace) -> None:
+    """Raises ConfigError: an option is wrong, or the directory has another model."""
+    make = ExpertsModel.large if options.large else ExpertsModel.tiny
+    chosen = 2 if options.chosen is None else options.chosen
+    model = make(options.family, experts=options.experts, chosen=chosen, skew=options.skew)
+    write_experts_model(options.directory, model, options.seed)
 
 
 if __name__ == "__main__":

@@ -198,13 +198,14 @@ def arithmetic_of(config: ModelConfig, geometry: KvGeometry, device: torch.devic
     The same weights on other hardware, or under another release of torch, give nearly the same
     numbers: near enough to look right, not near enough to continue a stream exactly. So the
     arithmetic is part of the fingerprint: its names, and results of it. So are the names of the
-    fields of ModelConfig and KvGeometry, but no name of a class or module.
+    fields of ModelConfig and KvGeometry, but no name of a class or module. Models without experts
+    had no field of them when their pages were first exchanged.
     """
     # A set has no order of its own, and the end token is no part of what KV means.
     fields = {
         name: value
         for name, value in msgspec.to_builtins(config).items()
-        if name != "eos_token_ids"
+        if name != "eos_token_ids" and (name, value) != ("experts", None)
     }
     where = (
         torch.cuda.get_device_name(device)

@@ -75,13 +75,47 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 LAYERS = 4
+# Of these some layers are computed by experts, to which each row goes on its own.
+EXPERTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "mixtral, 5 experts of 2 parts": (
+        "mixtral",
+        16,
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "intermediate_size": 2100,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "vocab_size": 512,
+        },
+    ),
+    "qwen3_moe, 12 experts, a dense layer of 4 tiles": (
+        "qwen3_moe",
+        8,
+        {
+            "hidden_size": 60,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 5,
+            "head_dim": 14,
+            "intermediate_size": 270,
+            "moe_intermediate_size": 48,
+            "num_experts": 12,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "vocab_size": 600,
+        },
+    ),
+}
 
 
 def write_model(name: str, directory: Path, seed: int) -> int:
     """Write a Hugging Face directory; return its tokens per page."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, page_size_tokens, fields = MODELS[name]
+    family, page_size_tokens, fields = {**MODELS, **EXPERTS}[name]
     spread = {"init_std": 0.2} if family == "opt" else {"initializer_range": 0.2}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, num_hidden_layers=LAYERS, **spread, **fields)

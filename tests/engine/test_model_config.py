@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.model_config import ModelConfig, Rope, RopeScaling
+from kvrs.engine.model_config import ExpertsConfig, ModelConfig, Rope, RopeScaling
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 
@@ -31,7 +31,8 @@ def change(directory: Path, file: str = "config.json", **fields: Any) -> None:
     [
         (
             {"model_type": "mamba"},
-            r"config.json: model_type: got 'mamba'; allowed: llama, opt, qwen2, qwen3$",
+            r"config.json: model_type: got 'mamba'; allowed: llama, mixtral, opt, qwen2, qwen3, "
+            r"qwen3_moe$",
         ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
@@ -89,6 +90,36 @@ LAYER_TYPES = "layer_types: got 'sliding_attention'; allowed: full_attention"
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling.rope_type: got 'yarn'",
         ),
+        ("mixtral", {"sliding_window": 64}, "sliding_window: got 64; allowed: null"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, SLIDING),
+        ("qwen3_moe", {"layer_types": ["full_attention", "sliding_attention"]}, LAYER_TYPES),
+        ("mixtral", {"num_local_experts": "absent"}, "num_local_experts: missing"),
+        ("mixtral", {"num_experts_per_tok": "absent"}, "num_experts_per_tok: missing"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok: got 9; allowed: 1 to num_local_experts \(8\)",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "num_experts_per_tok": 5},
+            r"num_experts_per_tok: got 5; allowed: 1 to num_experts \(4\)",
+        ),
+        ("qwen3_moe", {"num_local_experts": 0}, "num_local_experts: got 0; allowed: a whole"),
+        ("qwen3_moe", {"moe_intermediate_size": "absent"}, "moe_intermediate_size: missing"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob: got 1; allowed: true or false"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: got 0; allowed: a whole"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [1, 4]},
+            r"mlp_only_layers: got \[1, 4\]; allowed: a list of whole numbers from 0 to 3$",
+        ),
+        (
+            "qwen3_moe",
+            {"shared_expert_intermediate_size": 64},
+            r"shared_expert_intermediate_size: got 64; allowed: 0 or null \(shared experts",
+        ),
+        ("mixtral", {"n_shared_experts": 2}, "n_shared_experts: got 2; allowed: 0 or null"),
         ("opt", {"activation_function": "gelu"}, "activation_function: got 'gelu'; allowed: relu"),
         (
             "opt",
@@ -107,7 +138,9 @@ def test_what_other_families_cannot_do_here_is_refused_by_field(
     directory: Path, family: str, fields: dict[str, Any], message: str
 ) -> None:
     """A window that is ignored would go unnoticed until prompts are longer than it."""
-    change(directory, model_type=family, architectures="absent", ffn_dim=64)
+    experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    experts["moe_intermediate_size"] = 64
+    change(directory, model_type=family, architectures="absent", ffn_dim=64, **experts)
     change(directory, **fields)
 
     with pytest.raises(ConfigError, match=message):
@@ -124,6 +157,34 @@ def test_a_window_without_its_flag_is_of_no_effect(directory: Path) -> None:
     change(directory, model_type="qwen2", architectures=["Qwen2ForCausalLM"], **plain)
 
     assert ModelConfig.from_directory(directory).family == "qwen2"
+
+
+def test_layers_without_experts_are_those_that_hugging_face_computes_so(directory: Path) -> None:
+    """Either field makes a layer dense; a model all of whose layers are has no experts."""
+    experts: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2}
+    experts["moe_intermediate_size"] = 64
+    change(directory, model_type="qwen3_moe", architectures="absent", **experts)
+    plain = ModelConfig.from_directory(directory).experts
+    change(directory, decoder_sparse_step=2, mlp_only_layers=[1])
+    mixed = ModelConfig.from_directory(directory).experts
+    change(directory, decoder_sparse_step=5)
+
+    assert plain == ExpertsConfig(8, 2, 64, renormalise=False, dense_layers=frozenset())
+    assert mixed is not None
+    assert mixed.dense_layers == {0, 1, 2}
+    assert ModelConfig.from_directory(directory).experts is None
+
+
+def test_mixtral_has_defaults_of_its_own(directory: Path) -> None:
+    """Those of Llama would give slightly other numbers."""
+    left_out = {"rope_theta": "absent", "rms_norm_eps": "absent"}
+    change(directory, model_type="mixtral", architectures="absent", **left_out)
+    change(directory, num_local_experts=4, num_experts_per_tok=1)
+
+    config = ModelConfig.from_directory(directory)
+
+    assert (config.rope, config.norm_eps) == (Rope(1e6, None), 1e-5)
+    assert config.experts == ExpertsConfig(4, 1, 256, renormalise=True, dense_layers=frozenset())
 
 
 def test_both_spellings_of_rope_mean_the_same(directory: Path) -> None:

@@ -165,7 +165,7 @@ class RowUnits:
         assert self.stacked is not None, "units of different widths are computed one by one"
         by_unit = inner.transpose(0, 1)
         parts = [
-            self._sums(torch.bmm(by_unit[:, first:last], self.stacked).unbind())
+            added(self.order, torch.bmm(by_unit[:, first:last], self.stacked).unbind())
             for first, last in _cuts(inner.shape[0], form.heights)
         ]
         return parts[0] if len(parts) == 1 else [torch.cat(of) for of in zip(*parts, strict=True)]
@@ -176,20 +176,23 @@ class RowUnits:
 
     def by_unit(self, inner: Callable[[int], Tensor], form: Form) -> list[Tensor]:
         """The sums, unit by unit; `inner(unit)` are a unit's columns."""
-        return self._sums(self.unit(inner(unit), unit, form) for unit in range(len(self.weights)))
+        return added(
+            self.order, (self.unit(inner(unit), unit, form) for unit in range(len(self.weights)))
+        )
 
     def biased(self, total: Tensor) -> Tensor:
         """The whole result, in the memory of the sum of all units."""
         return total if self.bias is None else total.add_(self.bias)
 
-    def _sums(self, summands: Iterable[Tensor]) -> list[Tensor]:
-        """The summands added in the order of the tree, in the memory of the first of each sum."""
-        sums: dict[int, Tensor] = {}
-        for (unit, additions), summand in zip(self.order, summands, strict=True):
-            sums[unit] = summand
-            for into, other in additions:
-                sums[into].add_(sums.pop(other))
-        return list(sums.values())
+
+def added(order: Iterable[SumStep], summands: Iterable[Tensor]) -> list[Tensor]:
+    """The summands added in the order of a tree, in the memory of the first of each sum."""
+    sums: dict[int, Tensor] = {}
+    for (unit, additions), summand in zip(order, summands, strict=True):
+        sums[unit] = summand
+        for into, other in additions:
+            sums[into].add_(sums.pop(other))
+    return list(sums.values())
 
 
 @dataclass(frozen=True, slots=True)

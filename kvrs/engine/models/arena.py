@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from kvrs.engine.layers.experts import Experts
 from kvrs.engine.layers.units import ColumnUnits, RowUnits
 from kvrs.engine.models.decoder import (
     Attention,
@@ -157,7 +158,13 @@ def _moved_layer(layer: Layer, move: Move) -> Layer:
             up=_moved_columns(layer.mlp.up, move),
             down=_moved_rows(layer.mlp.down, move),
         ),
+        None if layer.experts is None else _moved_experts(layer.experts, move),
     )
+
+
+def _moved_experts(experts: Experts, move: Move) -> Experts:
+    weight = move(experts.router.weight.t()).t()
+    return replace(experts, router=replace(experts.router, weight=weight))
 
 
 def _moved_norm(norm: Norm, move: Move) -> Norm:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvrs.elastic.units import UnitKind
 from kvrs.engine.kv_pool import KvStore
 from kvrs.engine.layers.attention import attend
+from kvrs.engine.layers.experts import Experts, RoutedSums
 from kvrs.engine.layers.norm import layer_norm, rms_norm
 from kvrs.engine.layers.rotary import RotaryTable, rotate
 from kvrs.engine.layers.step import BatchStep
@@ -77,6 +79,7 @@ class Forms:
     qkv: Form = CANONICAL
     output: Form = CANONICAL
     mlp: Form = CANONICAL
+    experts: Form = CANONICAL
     head: Form = CANONICAL
 
 
@@ -120,7 +123,7 @@ class Attention:
         return queries_and_keys[:, :, :-1], queries_and_keys[:, :, -1], values
 
 
-class SumExchange(Protocol):
+class SumExchange(RoutedSums, Protocol):
     """How the ranks of a stage add up what their units yield; `Alone` is that of a process which
     has them all.
     """
@@ -137,6 +140,15 @@ class Alone:
         (total,) = sums
         return total
 
+    def slots_of_expert(self, layer: int, parts: int) -> int:
+        return 1
+
+    def slots(self, count: int, rows: int, hidden: int) -> Tensor:
+        return torch.empty(count, rows, hidden)
+
+    def slots_filled(self) -> None:
+        """All rows are this process's own."""
+
 
 ALONE = Alone()
 
@@ -147,6 +159,7 @@ class Layer:
     attention: Attention
     mlp_norm: Norm
     mlp: Mlp
+    experts: Experts | None = None  # None: all units of the MLP take all rows.
 
     def attend(
         self,
@@ -161,8 +174,14 @@ class Layer:
         sums = self.attention.sums(rows, layer, tables, step, pool, forms)
         return self.attention.output.biased(exchange.total(sums, UnitKind.ATTENTION, layer))
 
-    def feed(self, rows: Tensor, layer: int, form: Form, exchange: SumExchange) -> Tensor:
-        sums = self.mlp.sums(rows, form) if self.mlp.down.weights else []
+    def feed(
+        self, rows: Tensor, layer: int, step: BatchStep, forms: Forms, exchange: SumExchange
+    ) -> Tensor:
+        if self.experts is not None:
+            return self.experts.total(
+                self.mlp, rows, step.real_rows, layer, forms.experts, exchange
+            )
+        sums = self.mlp.sums(rows, forms.mlp) if self.mlp.down.weights else []
         return self.mlp.down.biased(exchange.total(sums, UnitKind.MLP, layer))
 
 
@@ -202,7 +221,9 @@ class Decoder:
                 forms=self.forms,
                 exchange=exchange,
             )
-            feed_units = partial(layer.feed, layer=index, form=self.forms.mlp, exchange=exchange)
+            feed_units = partial(
+                layer.feed, layer=index, step=step, forms=self.forms, exchange=exchange
+            )
             hidden = self.add(hidden, layer.attention_norm, attend_units)
             hidden = self.add(hidden, layer.mlp_norm, feed_units)
         return hidden

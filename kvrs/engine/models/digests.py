@@ -85,6 +85,7 @@ def leaves(decoder: Decoder, share: Share | None) -> dict[str, bytes]:
             attention.output.bias,
             *_of_norm(layer.mlp_norm),
             mlp.down.bias,
+            *(() if layer.experts is None else (layer.experts.router.weight.t(),)),
         )
         heads = _pairs(attention.qkv, attention.output)
         own: Sequence[int] = range(len(heads)) if share is None else share.heads[number]

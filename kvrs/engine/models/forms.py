@@ -27,7 +27,7 @@ def choose_forms(
         KvrsError: this machine's matrix library cannot compute exactly.
     """
     proofs = proofs or Proofs()
-    qkv, output, mlp = [], [], []
+    qkv, output, mlp, experts = [], [], [], []
     for layer in layers:
         attention, inner = layer.attention, layer.mlp
         width = attention.qkv.matrix.shape[0]
@@ -36,13 +36,18 @@ def choose_forms(
         sums = _joined(attention.output.sums)
         output.append(_Block("output", heads, attention.output.weights, sums))
         even, up, down = inner.down.stacked is not None, inner.up.weights, inner.down.weights
-        mlp.append(_Block("mlp", width, up, _joined(inner.sums), down, even))
+        if layer.experts is None:
+            mlp.append(_Block("mlp", width, up, _joined(inner.sums), down, even))
+        else:
+            # Each takes rows of its own: never together.
+            more = (*down, layer.experts.router.weight)
+            experts.append(_Block("experts", width, up, _joined(inner.sums), more, is_even=False))
     vocabulary = []
     if head is not None:
         vocabulary.append(_Block("head", head.matrix.shape[0], head.weights, head.joined))
     blocks = [
         {block.shapes: block for block in of if block.weights}.values()
-        for of in (qkv, output, mlp, vocabulary)
+        for of in (qkv, output, mlp, experts, vocabulary)
     ]
     proofs.check_units(unit for of in blocks for block in of for unit in block.all)
     return Forms(*(_form(list(of), proofs) for of in blocks))

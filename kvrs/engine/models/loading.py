@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrs.elastic.shares import Share
+from kvrs.engine.layers.experts import Experts, Router
 from kvrs.engine.layers.proofs import Proofs
 from kvrs.engine.layers.rotary import RotaryTable, inverse_frequencies
 from kvrs.engine.layers.tiles import check_tile_products
@@ -45,6 +46,11 @@ class Names:
     mlp_norm: str
     up: tuple[str, ...]  # The gate first, where there is one.
     down: str
+    # Of layers with experts: the router, what stands before an expert's number, and its matrices.
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
 
 
 _LLAMA = Names(
@@ -55,6 +61,13 @@ _LLAMA = Names(
     mlp_norm="post_attention_layernorm",
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
+)
+_MIXTRAL = replace(
+    _LLAMA,
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts",
+    expert_up=("w1", "w3"),
+    expert_down="w2",
 )
 _OPT = Names(
     trunk="model.decoder",
@@ -67,14 +80,20 @@ _OPT = Names(
 )
 
 
-class NamedTensors(Protocol):
+class TensorNames(Protocol):
     """Something with tensors by name."""
 
     def __contains__(self, name: str) -> bool: ...
 
 
-def names_of(config: ModelConfig, weights: NamedTensors) -> Names:
-    names = _OPT if config.family == "opt" else _LLAMA
+class NamedTensors(TensorNames, Protocol):
+    """The tensors too, of the shape that is asked for."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+def names_of(config: ModelConfig, weights: TensorNames) -> Names:
+    names = {"opt": _OPT, "mixtral": _MIXTRAL}.get(config.family, _LLAMA)
     # Some checkpoints of OPT were saved without their head: its weights are the embeddings.
     short = replace(names, trunk=names.trunk.removeprefix("model."))
     return short if f"{short.trunk}.embed_tokens.weight" in weights else names
@@ -111,8 +130,16 @@ def read_decoder(
 
 def skeleton(config: ModelConfig) -> Decoder:
     """A whole model with shapes and no weights, and without a table of rotations."""
-    whole = Share.whole(config.grain, config.layers)
-    return _DecoderLoader(config, _Shapes(), torch.device("meta"), whole).decoder(0)
+    return decoder_of(
+        config, _Shapes(), torch.device("meta"), Share.whole(config.grain, config.layers)
+    )
+
+
+def decoder_of(
+    config: ModelConfig, weights: NamedTensors, device: torch.device, share: Share
+) -> Decoder:
+    """A share of a model of any tensors, in canonical forms and without a table of rotations."""
+    return _DecoderLoader(config, weights, device, share).decoder(0)
 
 
 def check_stored(directory: Path) -> ModelConfig:
@@ -123,7 +150,7 @@ def check_stored(directory: Path) -> ModelConfig:
     """
     config = ModelConfig.from_directory(directory)
     whole, shapes = Share.whole(config.grain, config.layers), StoredShapes(Weights(directory))
-    _DecoderLoader(config, shapes, torch.device("meta"), whole).decoder(0)
+    decoder_of(config, shapes, torch.device("meta"), whole)
     return config
 
 
@@ -148,12 +175,6 @@ def proven(decoder: Decoder, proofs: Proofs | None = None) -> Decoder:
     return replace(decoder, forms=choose_forms(decoder.layers, decoder.head, proofs))
 
 
-class _Source(Protocol):
-    def __contains__(self, name: str) -> bool: ...
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
-
-
 class _Shapes:
     """Tensors without memory."""
 
@@ -166,7 +187,7 @@ class _Shapes:
 
 class _DecoderLoader:
     def __init__(
-        self, config: ModelConfig, weights: _Source, device: torch.device, share: Share
+        self, config: ModelConfig, weights: NamedTensors, device: torch.device, share: Share
     ) -> None:
         self._share = share
         self._config = config
@@ -223,12 +244,14 @@ class _DecoderLoader:
 
     def _layer(self, index: int) -> Layer:
         names, prefix = self._names, f"{self._names.trunk}.layers.{index}"
-        at = index - self._share.layers.start
+        at, has_experts = index - self._share.layers.start, self._config.has_experts(index)
+        own = self._share.tiles[at]
         return Layer(
             attention_norm=self._norm(f"{prefix}.{names.attention_norm}"),
             attention=self._attention(prefix, self._share.heads[at]),
             mlp_norm=self._norm(f"{prefix}.{names.mlp_norm}"),
-            mlp=self._mlp(prefix, self._share.tiles[at]),
+            mlp=self._expert_units(prefix, own) if has_experts else self._mlp(prefix, own, index),
+            experts=self._experts(prefix) if has_experts else None,
         )
 
     def _attention(self, prefix: str, own: Sequence[int]) -> Attention:
@@ -252,13 +275,39 @@ class _DecoderLoader:
         keys = self._tensor(f"{prefix}.k_norm.weight", config.head_dim).expand(1, -1)
         return RmsNorm(_below_each_other((queries, keys)), config.norm_eps)
 
-    def _mlp(self, prefix: str, own: Sequence[int]) -> Mlp:
-        config, tiles = self._config, self._grain.mlp
+    def _mlp(self, prefix: str, own: Sequence[int], index: int) -> Mlp:
+        config, tiles = self._config, self._grain.mlp_of(index)
         names = [f"{prefix}.{name}" for name in self._names.up]
         return Mlp(
             self._column_units(names, [tiles] * len(names), own, bias=config.mlp_bias),
             gated_silu if config.mlp == "gated silu" else torch.relu,
             self._row_units(f"{prefix}.{self._names.down}", tiles, own, bias=config.mlp_bias),
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        config = self._config.experts
+        assert config is not None, "the layer has experts"
+        name = f"{prefix}.{self._names.router}.weight"
+        weight = self._tensor(name, config.count, self._config.hidden).t()
+        return Experts(Router(weight, config.chosen, config.renormalise), self._grain.expert_parts)
+
+    def _expert_units(self, prefix: str, own: Sequence[int]) -> Mlp:
+        """The units of experts, each of which has tensors of its own."""
+        hidden, names, parts = self._config.hidden, self._names, self._grain.expert_parts
+        tiles = self._grain.mlp
+        columns, rows = [torch.empty(0, hidden, device=self._device)], []
+        for expert, places in groupby(own, lambda place: place // parts):
+            mine = [tiles[place] for place in places]
+            inner, at = tiles[-1].stop, f"{prefix}.{names.experts}.{expert}"
+            up = [self._tensor(f"{at}.{name}.weight", inner, hidden) for name in names.expert_up]
+            columns.append(_by_unit(up, [mine] * len(up)))
+            down = self._tensor(f"{at}.{names.expert_down}.weight", hidden, inner)
+            rows += [down[:, tile.start : tile.stop] for tile in mine]
+        widths = [[tiles[place] for place in own]] * len(names.expert_up)
+        return Mlp(
+            ColumnUnits.of(_below_each_other(columns), _side_by_side(widths)),
+            gated_silu,
+            RowUnits.of(rows, None, places=own, count=len(tiles)),
         )
 
     def _norm(self, name: str) -> Norm:

@@ -128,10 +128,14 @@ class UnitBlocks:
                 output = (f"{prefix}.{names.output}", all_queries, queries)
                 return _Stored(first, config.hidden, config.qkv_bias, output)
             case UnitKind.MLP:
-                tile, size = self._grain.mlp[unit.place], self._grain.mlp[-1].stop
-                first = [(f"{prefix}.{name}", size, tile) for name in names.up]
-                down = (f"{prefix}.{names.down}", size, tile)
-                return _Stored(first, config.hidden, config.mlp_bias, down)
+                tiles, up, down = self._grain.mlp_of(unit.layer), names.up, names.down
+                if config.has_experts(unit.layer):
+                    prefix = f"{prefix}.{names.experts}.{unit.place // self._grain.expert_parts}"
+                    up, down = names.expert_up, names.expert_down
+                tile, size = tiles[unit.place], tiles[-1].stop
+                first = [(f"{prefix}.{name}", size, tile) for name in up]
+                second = (f"{prefix}.{down}", size, tile)
+                return _Stored(first, config.hidden, config.mlp_bias, second)
             case UnitKind.VOCABULARY:
                 name = f"{names.trunk}.embed_tokens" if config.tied_embeddings else "lm_head"
                 tile = self._grain.vocabulary[unit.place]
@@ -172,7 +176,7 @@ def _layer(
         mlp = replace(
             mlp,
             up=_columns(own),
-            down=_rows(own, mlp.down, share.tiles[at], len(config.grain.mlp)),
+            down=_rows(own, mlp.down, share.tiles[at], len(config.grain.mlp_of(number))),
         )
     return replace(layer, attention=attention, mlp=mlp)
 

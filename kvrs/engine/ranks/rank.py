@@ -362,8 +362,7 @@ class _Loaded:
         areas = Areas.of(
             layout,
             stages,
-            hidden=self._config.hidden,
-            vocabulary=self._config.vocab,
+            config=self._config,
             batch_tokens=self._batch_tokens,
         )
         layers = layout.layers(stages)

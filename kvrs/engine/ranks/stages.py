@@ -125,8 +125,7 @@ class StageRanks:
         areas = Areas.of(
             layout,
             self.stages,
-            hidden=self._config.hidden,
-            vocabulary=self._config.vocab,
+            config=self._config,
             batch_tokens=self.settings.max_batch_tokens,
         )
         return self.processes.form(epoch, layout, self.stages, areas)

@@ -35,8 +35,7 @@ class ThreadRanks:
         geometry = geometry_of(config, settings)
         areas = Areas.of(
             layout,
-            hidden=config.hidden,
-            vocabulary=config.vocab,
+            config=config,
             batch_tokens=settings.max_batch_tokens,
         )
         self.memory = FormationMemory(mmap.mmap(-1, areas.size_bytes), areas)
@@ -112,6 +111,13 @@ def random_layout(grain: Grain, layers: int, choose: random.Random) -> Layout:
     def deal(units: Sequence[range], stage: Stage) -> tuple[int, ...]:
         return tuple(choose.choice(stage.ranks) for _ in units)
 
+    def deal_mlp(layer: int, stage: Stage) -> tuple[int, ...]:
+        owners = deal(grain.mlp_of(layer), stage)
+        if not grain.expert_parts or choose.random() < 0.5:
+            return owners
+        # Whole experts, where the layer has some.
+        return tuple(owners[at - at % grain.expert_parts] for at in range(len(owners)))
+
     def heads(stage: Stage) -> tuple[int, ...]:
         chance = choose.choice((0.0, 0.4, 1.0))
         owners = deal(grain.attention, stage)
@@ -123,7 +129,7 @@ def random_layout(grain: Grain, layers: int, choose: random.Random) -> Layout:
         number=1,
         stages=tuple(spans),
         attention=tuple(heads(stage) for stage in by_layer),
-        mlp=tuple(deal(grain.mlp, stage) for stage in by_layer),
+        mlp=tuple(deal_mlp(layer, stage) for layer, stage in enumerate(by_layer)),
         vocabulary=deal(grain.vocabulary, spans[-1]),
         turns=tuple(deal(bases, stage) for stage in by_layer),
     )

@@ -13,7 +13,7 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import exchange
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
-from tests.engine.exact_models import LAYERS, MODELS, write_model
+from tests.engine.exact_models import EXPERTS, LAYERS, MODELS, write_model
 from tests.engine.ranks.in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine
@@ -22,7 +22,7 @@ LENGTH, SEQUENCES = 70, 3
 CHUNKS = (1, 1, 2, 5, 16, 17, 33)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
 async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,8 +153,7 @@ def test_a_unit_that_comes_late_disturbs_no_rank_that_settles(
     places, size = UnitBlocks(config, Weights(tiny_model)).places(own)
     areas = Areas.of(
         layout,
-        hidden=config.hidden,
-        vocabulary=config.vocab,
+        config=config,
         batch_tokens=SETTINGS.max_batch_tokens,
     )
 
@@ -198,7 +197,7 @@ def test_batches_of_all_stages_have_areas_of_their_own(tiny_model: Path) -> None
     """Rows and logits lie where no other batch under way has its own."""
     config = ModelConfig.from_directory(tiny_model)
     layout = even(config.units, tp=1, pp=2)
-    areas = Areas.of(layout, hidden=config.hidden, vocabulary=config.vocab, batch_tokens=20)
+    areas = Areas.of(layout, config=config, batch_tokens=20)
     batches = range(5, 7)
 
     found = sorted(
