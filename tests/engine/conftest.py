@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvrs.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs.engine.random_model import write_tiny_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +20,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_model(directory, seed=0)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts of which the first are chosen more often."""
+    directory = tmp_path_factory.mktemp("models") / "experts"
+    write_experts_model(directory, ExpertsModel.tiny("mixtral", skew=1.0), seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session", params=["tiny_model", "tiny_experts"])
+def dense_or_experts(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -112,13 +112,13 @@ async def begin_streams(engine: EngineProcess, count: int) -> dict[StreamId, lis
 
 
 async def test_a_killed_process_costs_its_streams_no_recompute(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, dense_or_experts: Path
 ) -> None:
     """The agent is killed and comes back while the process serves, without effect. Then the
     process is killed: its successor finds every full page, with the bits that it would compute,
     and the streams go on as if nothing had happened.
     """
-    written = anchored_document(tmp_path, tiny_model)
+    written = anchored_document(tmp_path, dense_or_experts)
     agent, engine = AgentProcess(tmp_path, written), EngineProcess(tmp_path, written)
     with ended(agent, engine):
         agent.start()
@@ -126,7 +126,7 @@ async def test_a_killed_process_costs_its_streams_no_recompute(
         agent.end(signal.SIGKILL)
         had = await begin_streams(engine, 60)
         agent.start()
-        reference = Reference(tiny_model)
+        reference = Reference(dense_or_experts)
         right = reference.pages()
 
         async with attached(engine.config, 2) as (instance, client):

@@ -27,6 +27,13 @@ FAMILIES = {
     | {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 211},
     "qwen3": {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 211, "head_dim": 32},
+    "mixtral": {"hidden_size": 64, "intermediate_size": 2070, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 211}
+    | {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": {"hidden_size": 64, "intermediate_size": 140, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 211, "head_dim": 16}
+    | {"num_experts": 5, "moe_intermediate_size": 40, "mlp_only_layers": [0]}
+    | {"num_experts_per_tok": 2},
 }
 
 

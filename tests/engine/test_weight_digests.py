@@ -36,11 +36,27 @@ LLAMA = {
 }
 
 
+QWEN3_MOE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "vocab_size": 97,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [0],
+}
+FAMILIES = [("llama", LLAMA), ("opt", OPT), ("qwen3_moe", QWEN3_MOE)]
+
+
 def worker(directory: Path, max_model_len: int = 2048) -> Worker:
     return Worker(directory, EngineSettings(pages=4, max_model_len=max_model_len))
 
 
-@pytest.mark.parametrize(("family", "fields"), [("llama", LLAMA), ("opt", OPT)])
+@pytest.mark.parametrize(("family", "fields"), FAMILIES)
 def test_a_changed_number_anywhere_changes_the_root(
     family: str, fields: dict[str, object], random_model: Callable[..., Path]
 ) -> None:

@@ -152,7 +152,7 @@ async def losing(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_restored(
-    tiny_model: Path, tmp_path: Path, ranks: int
+    dense_or_experts: Path, tmp_path: Path, ranks: int
 ) -> None:
     """Pages that the agent holds are fetched and the rest computed; the tokens equal those of an
     undisturbed stream. Cells lost during a restore are fetched too, although the agent has not
@@ -161,7 +161,7 @@ async def test_streams_that_lose_cells_go_on_whatever_is_lost_while_they_are_res
     """
     async with asyncio.timeout(180), AsyncExitStack() as agents:
         _, port = await agents.enter_async_context(agent(tmp_path / "store"))
-        async with losing(tiny_model, port, ranks) as (engine, client):
+        async with losing(dense_or_experts, port, ranks) as (engine, client):
             core = engine.instance.core
             plain = await ask(client, "plain", PROMPT, TOKENS, kvrs={"checkpoints": []})
             expected = plain["choices"][0]["token_ids"]

@@ -1,0 +1,192 @@
+"""Mixtures of experts on ranks: real processes, real SIGKILLs, whole experts and parts of them."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from kvrs.elastic.layouts import Layout
+from kvrs.elastic.units import UnitKind
+from kvrs.elastic.ways.base import Way
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.worker import Worker
+from kvrs.errors import ConfigError, RanksLostError
+from kvrs.scheduling.sequences import Chunk
+from tests.engine.exact_models import EXPERTS, write_model
+from tests.engine.ranks.test_rank_group import SETTINGS, group_of
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.process,
+    pytest.mark.usefixtures("patient"),
+]
+
+TOKENS = [(13 * at * at + 7) % 500 for at in range(110)]
+CUTS = [0, 60, 61, 62, 90, 110]
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "experts"
+    write_model(request.param, directory, seed=5)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Tensor]:
+    worker = Worker(model, SETTINGS)
+    return [worker.execute([chunk]) for chunk in chunks()]
+
+
+def chunks() -> Iterator[Chunk]:
+    for first, last in pairwise(CUTS):
+        yield Chunk(TOKENS[first:last], first, range(10, 20), logits=min(3, last - first))
+
+
+def compute(group: RankGroup, expected: Sequence[Tensor]) -> None:
+    """All chunks, each as often as ranks are lost in it."""
+    for chunk, logits in zip(chunks(), expected, strict=True):
+        while True:
+            try:
+                found = group.execute([chunk])
+            except RanksLostError:
+                group.on_lost()
+            else:
+                assert same_bytes(found, logits)
+                break
+
+
+def kill(group: RankGroup, rank: int) -> None:
+    os.kill(group.pids[rank], signal.SIGKILL)
+
+
+def owners(layout: Layout, layer: int) -> set[int]:
+    return set(layout.mlp[layer])
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"tp": 2}, {"tp": 3}, {"tp": 4, "shares": [1, 3, 1, 2]}, {"tp": 2, "pp": 2}],
+    ids=str,
+)
+def test_ranks_have_the_bytes_and_the_fingerprint_of_one_process(
+    model: Path, expected: list[Tensor], ranks: dict[str, object]
+) -> None:
+    """Evenly, unevenly, with experts of which ranks have parts, and in stages."""
+    group = group_of(model, **ranks)
+    try:
+        assert group.fingerprint == Worker(model, SETTINGS).fingerprint
+        compute(group, expected)
+        assert group.reformer.done == []
+    finally:
+        group.close()
+
+
+def test_experts_of_lost_ranks_go_to_the_others_and_back(
+    model: Path, expected: list[Tensor]
+) -> None:
+    """Four ranks, three, two, and four again, in place: a survivor stays the same process, and what
+    a lost process has left in memory is not read again.
+    """
+    group = group_of(model, tp=4)
+    first = group.pids
+    try:
+        compute(group, expected)
+        kill(group, 3)
+        compute(group, expected)
+        assert len(group.layout.ranks) >= 3
+        assert owners(group.layout, 0) == set(group.layout.ranks)
+        kill(group, 2)
+        compute(group, expected)
+        assert {0: first[0], 1: first[1]}.items() <= group.pids.items()
+        while len(group.layout.ranks) < 4:
+            compute(group, expected)
+        compute(group, expected)
+
+        reshards = [each for each in group.reformer.done if each.way is Way.RESHARD]
+        assert reshards
+        assert all(each.moved["read"] == 0 for each in group.reformer.done)
+        assert sum(each.moved["kept"] for each in reshards) > 0
+        assert group.pids[0] == first[0]
+    finally:
+        group.close()
+
+
+def test_of_a_lost_device_the_experts_are_read_and_no_byte_more(
+    model: Path, expected: list[Tensor]
+) -> None:
+    """By range out of the checkpoint, each expert's tensors on their own."""
+    group = group_of(model, tp=3)
+    units = ModelConfig.from_directory(model).units_of_ranks
+    try:
+        compute(group, expected)
+        lost = [unit for unit in group.layout.held(2) if unit.kind is not UnitKind.COMMON]
+        whole_experts = sum(units.bytes_of(unit) for unit in lost)
+        group.lose_device(2)
+        group.on_restart()
+        compute(group, expected)
+
+        reshard = group.reformer.done[0]
+        assert reshard.way is Way.RESHARD
+        assert reshard.moved["read"] == reshard.host_bytes == whole_experts > 0
+    finally:
+        group.close()
+
+
+def test_an_expert_whose_file_has_changed_is_not_computed_with(
+    model: Path, expected: list[Tensor], tmp_path: Path
+) -> None:
+    """Its unit has another hash than it had at the start, so the rank that reads it ends."""
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    group = group_of(directory, tp=2)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_bytes])
+    last = [name for name in header if ".experts." in name and ".layers.3." in name][-1]
+    start, stop = header[last]["data_offsets"]
+    try:
+        compute(group, expected)
+        content[8 + header_bytes + start : 8 + header_bytes + stop] = bytes(stop - start)
+        path.write_bytes(content)
+        group.lose_device(1)
+        group.on_restart()
+        with pytest.raises(RanksLostError):
+            compute(group, expected)
+    finally:
+        group.close()
+
+
+def test_a_checkpoint_without_an_expert_does_not_start(model: Path, tmp_path: Path) -> None:
+    """The tensor is named, on one process and on ranks."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if ".layers.2." in name and ".experts.4." in name)
+    save_file({key: each for key, each in tensors.items() if key != name}, path)
+
+    for start in (lambda: Worker(directory, SETTINGS), lambda: group_of(directory, tp=2)):
+        with pytest.raises((ConfigError, RanksLostError)) as refused:
+            start()
+        assert f"tensor {name}: missing" in str(refused.value)
+
+
+def test_more_ranks_than_units_are_refused(model: Path) -> None:
+    """A rank would have nothing to do; ranks without units in some layers are none of these."""
+    grain = ModelConfig.from_directory(model).grain
+    most = max(len(grain.mlp), len(grain.dense_mlp))
+
+    with pytest.raises(ConfigError, match=rf"tp {most + 1}: .* allowed: 1 to {most}$"):
+        group_of(model, tp=most + 1)
