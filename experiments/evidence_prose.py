@@ -28,7 +28,7 @@ def differences() -> str:
 
 
 _NOT_BUILT = (
-    "AnchorTP, experts: no model with experts (MoE), nothing of them is rebalanced after a loss.",
+    "AnchorTP, experts: they move with their ranks, and their loads are not balanced after a loss.",
     "KevlarFlow, its tables and its substitution: no pipeline serves with a node of another one "
     "after a loss. Its nodes stay when others end, and an instance sends its pages to another one, "
     "but not each node to the same stage of another pipeline. Checkpoints at agents are LUMEN's "

@@ -9,12 +9,19 @@ from kvrs.elastic.units import Units
 @st.composite
 def models(draw: st.DrawFn) -> Units:
     tiles = 1 << draw(st.integers(0, 4))
+    layers = draw(st.integers(1, 5))
+    # With experts in some layers, or in all, or in none.
+    parts = draw(st.sampled_from([0, 0, 1, 2]))
+    dense = draw(st.frozensets(st.integers(0, layers - 1))) if parts else frozenset()
     return Units(
-        layers=draw(st.integers(1, 5)),
+        layers=layers,
         attention_bytes=(192 * draw(st.integers(1, 3)),) * draw(st.integers(1, 9)),
         mlp_bytes=(128,) * (tiles - 1) + (128 + draw(st.integers(0, 64)),),
         vocabulary_bytes=(64,) * (1 << draw(st.integers(0, 3))),
         common_bytes=draw(st.integers(0, 500)),
+        dense_layers=dense,
+        dense_bytes=(100,) * draw(st.integers(1, 4)) if dense else (),
+        expert_parts=parts,
     )
 
 
@@ -35,7 +42,7 @@ def layouts(draw: st.DrawFn, units: Units) -> Layout:
         number=1,
         stages=stages,
         attention=tuple(owners(len(units.attention_bytes), [*own, SPREAD]) for own in by_layer),
-        mlp=tuple(owners(len(units.mlp_bytes), own) for own in by_layer),
+        mlp=tuple(owners(len(units.mlp_of(layer)), own) for layer, own in enumerate(by_layer)),
         vocabulary=owners(len(units.vocabulary_bytes), groups[-1]),
         turns=tuple(owners(bases, own) for own in by_layer),
     )

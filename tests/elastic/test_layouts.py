@@ -53,7 +53,7 @@ def test_units_of_a_known_model_weigh_what_its_weights_do() -> None:
 @given(units=models(), ranks=st.integers(1, 9), rotate=st.booleans())
 def test_uneven_shares_differ_by_one_unit_at_most(units: Units, ranks: int, rotate: bool) -> None:
     """Any degree is possible, and no rank has two units more than another in a layer."""
-    if ranks > max(len(units.attention_bytes), len(units.mlp_bytes)):
+    if ranks > max(*map(len, (units.attention_bytes, units.mlp_bytes, units.dense_bytes))):
         return
 
     layout = uneven(units, staged(units.layers, [range(ranks)]), rotate=rotate)

@@ -29,7 +29,7 @@ def losses(draw: st.DrawFn) -> tuple[Units, MovePlan, set[int]]:
     """Any layout that loses ranks, or has some leave or join, under either planner."""
     units = draw(models())
     before = draw(layouts(units))
-    most = max(len(units.attention_bytes), len(units.mlp_bytes))
+    most = max(*map(len, (units.attention_bytes, units.mlp_bytes, units.dense_bytes)))
     groups: list[list[int]] = []
     for stage in before.stages:
         stay = draw(st.lists(st.sampled_from(stage.ranks), min_size=1, unique=True))

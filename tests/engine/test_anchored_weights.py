@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvrs.engine.models.digests import units_root
 from kvrs.engine.models.loading import read_decoder, skeleton, with_rotary
 from kvrs.engine.models.weights import Weights
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 211},
     "tied": {"hidden_size": 128, "intermediate_size": 101, "num_attention_heads": 4}

@@ -62,7 +62,7 @@ def _kind_of(stored: Path) -> str:
     return {"F32": "torch.float32", "BF16": "torch.bfloat16", "F16": "torch.float16"}[kind]
 
 
-EXPERTS = {
+EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 2070, "num_local_experts": 3, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "intermediate_size": 140,

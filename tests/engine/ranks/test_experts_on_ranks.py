@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -78,7 +79,7 @@ def owners(layout: Layout, layer: int) -> set[int]:
     ids=str,
 )
 def test_ranks_have_the_bytes_and_the_fingerprint_of_one_process(
-    model: Path, expected: list[Tensor], ranks: dict[str, object]
+    model: Path, expected: list[Tensor], ranks: dict[str, Any]
 ) -> None:
     """Evenly, unevenly, with experts of which ranks have parts, and in stages."""
     group = group_of(model, **ranks)
