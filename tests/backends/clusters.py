@@ -21,7 +21,7 @@ from aiohttp import web
 
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import RequestError
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses, Processes
 from kvrs_testkit.scripted_connector import ScriptedConnector
 from kvrs_testkit.scripted_server import SECRET
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
@@ -63,7 +63,7 @@ class Cluster(Protocol):
         """
 
 
-class EmbeddedCluster(Processes):
+class EmbeddedCluster(ForkedProcesses):
     ends_fenced = True
 
     def start(self, *names: str) -> None:

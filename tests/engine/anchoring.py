@@ -3,8 +3,7 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,8 +18,10 @@ from kvrs.engine.routes import make_app
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import EPOCHS_PER_START
 from kvrs.protocol.secrets import Scope, scoped_key
+from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of, instance_client
+from kvrs_testkit.processes import says_ready
 from tests.agent.agents import SECRET, AgentProcess
 
 ENGINE = InstanceId("e0")
@@ -47,33 +48,32 @@ def anchored_document(base: Path, model: Path, instances: int = 1, **plane: Any)
 
 
 class EngineProcess:
-    """`python -m kvrs.engine`, which can be killed and started again."""
+    """What `python -m kvrs.engine` runs, which can be killed and started again."""
 
     def __init__(self, directory: Path, written: dict[str, Any], instance: str = "e0") -> None:
         self.config = parse_config(written)
         self._path = directory / f"{instance}.yaml"
         self._path.write_text(yaml.safe_dump(written))
+        self._output, self._errors = (directory / f"{instance}.{name}" for name in ("out", "err"))
         self._instance = instance
-        self.process: subprocess.Popen[str] | None = None
+        self.process: ForkedProcess | None = None
 
     def begin(self, start: int) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "kvrs.engine", "--config", str(self._path)),
+        with self._output.open("wb") as output, self._errors.open("wb") as errors:
+            self.process = ForkedProcess(
+                *("kvrs.engine", "--config", str(self._path)),
                 *("--instance", self._instance, "--epoch", str(start)),
-            ],
-            env=os.environ | {"KVRS_SECRET": SECRET.decode(), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
+                environment=os.environ | {"KVRS_SECRET": SECRET.decode(), "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=errors,
+            )
 
     def wait_ready(self) -> None:
         assert self.process is not None
-        assert self.process.stdout is not None
-        if self.process.stdout.readline() != "ready\n":
-            raise AssertionError(self.end(signal.SIGKILL))
+        while not says_ready(self._output):
+            if self.process.poll() is not None:
+                raise AssertionError(self.end(signal.SIGKILL))
+            time.sleep(0.02)
 
     def start(self, start: int) -> None:
         self.begin(start)
@@ -90,8 +90,7 @@ class EngineProcess:
         process, self.process = self.process, None
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
-        _, output = process.communicate(timeout=60)
-        return process.returncode, output
+        return process.wait(60), self._errors.read_text()
 
     def client(self) -> aiohttp.ClientSession:
         ((_, settings),) = [

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState
 from kvrs_testkit.blocked_load import blocked_load
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import PATIENCE_S, Cluster, asking, instances_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
@@ -39,7 +39,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     speculation = {"source": "draft", "draft": str(pair / "draft")}
     engine = {"pages": PAGES}
     config = instances_of(speculation, count=3, model=str(pair / "target"), engine=engine)
-    with Processes(config) as running:
+    with ForkedProcesses(config) as running:
         running.start("d0", "d1", "d2")
         running.wait_ready("d0", "d1", "d2")
         yield running
@@ -82,9 +82,12 @@ async def until_free(cluster: Cluster, name: str) -> None:
 
 @asynccontextmanager
 async def restarting(processes: Processes, draft: Path | None = None) -> AsyncIterator[None]:
-    """d1 is started again, and its model, or `draft`, does not come until the end."""
+    """d1 is started again, and its model, and `draft`, do not come until the end."""
     processes.kill("d1")
-    with blocked_load(processes, draft):
+    with (
+        blocked_load(processes),
+        nullcontext() if draft is None else blocked_load(processes, draft),
+    ):
         processes.start("d1")
         yield
         processes.kill("d1")
@@ -175,7 +178,7 @@ async def test_drafts_of_random_weights_are_proposed_and_refused(tmp_path: Path)
     write_model(tmp_path / "random", tokenizer, random_weights(99, tokenizer, layers=1))
     speculation = {"source": "draft", "draft": str(tmp_path / "random")}
     config = instances_of(speculation, model=str(tmp_path / "target"))
-    with Processes(config) as processes:
+    with ForkedProcesses(config) as processes:
         processes.start("d0", "d1")
         processes.wait_ready("d0", "d1")
         async with asking(processes) as cluster:

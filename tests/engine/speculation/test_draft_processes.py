@@ -12,7 +12,7 @@ from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadState
 from kvrs_testkit.blocked_load import blocked_load
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import (
     PATIENCE_S,
     Cluster,
@@ -32,7 +32,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     pair = tmp_path_factory.mktemp("pair")
     write_pair(pair, 0.7, seed=0)
     speculation = {"source": "draft", "draft": str(pair / "draft")}
-    with Processes(instances_of(speculation, model=str(pair / "target"))) as running:
+    with ForkedProcesses(instances_of(speculation, model=str(pair / "target"))) as running:
         running.start("d0", "d1")
         running.wait_ready("d0", "d1")
         yield running

@@ -11,7 +11,7 @@ from kvrs.engine.speculation.drafts import LookupDrafts, ReloadNotices
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadNotice, ReloadState
 from kvrs_testkit.blocked_load import blocked_load
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import asking, instances_of
 
 D1, D2 = InstanceId("d1"), InstanceId("d2")
@@ -41,7 +41,7 @@ def test_drafts_are_made_while_any_other_instance_is_started() -> None:
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
     config = instances_of({"source": "lookup", "when": "reload"})
-    with Processes(config) as running:
+    with ForkedProcesses(config) as running:
         running.start("d0", "d1")
         running.wait_ready("d0", "d1")
         yield running
