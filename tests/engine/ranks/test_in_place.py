@@ -69,6 +69,18 @@ def expected(tiny_model: Path) -> list[torch.Tensor]:
     return [worker.execute([chunk]) for chunk in chunks()]
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_model: Path) -> list[list[int]]:
+    """The tokens of one process, which has neither ranks nor faults."""
+    return asyncio.run(answers_of(tiny_model, {}, []))
+
+
+@pytest.fixture(scope="module")
+def list_alone(tiny_model: Path) -> list[list[int]]:
+    """The same in JSON mode."""
+    return asyncio.run(answers_of(tiny_model, {}, [], fields=LIST))
+
+
 def chunks() -> Iterator[Chunk]:
     for first, last in pairwise(CUTS):
         yield Chunk(TOKENS[first:last], first, range(10, 20), logits=min(3, last - first))
@@ -288,14 +300,13 @@ def test_what_a_lost_process_has_left_is_a_units_own_memory_afterwards(
 
 
 async def test_streams_go_on_in_their_attempts(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and drawn ones, through a rank that leaves by order, a SIGKILL and a lost device, have
     the tokens of one process; load reports say at once that the ranks re-form, and when they
     compute again, and so does the engine, of each pause. Of what the leaving rank has nothing is
     read from the host.
     """
-    alone = await answers_of(tiny_model, {}, [])
     reports: list[dict[str, Any]] = []
     left: list[Reformed] = []
     tables: list[PrefillTable] = []
@@ -327,13 +338,12 @@ async def test_streams_go_on_in_their_attempts(
 
 
 async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is ended, and what it had is used as of any process that has died; streams have the tokens
     of one process.
     """
     monkeypatch.setattr(waiting, "HUNG_S", 3.0)
-    alone = await answers_of(tiny_model, {}, [])
     done: list[Reformed] = []
 
     through = await answers_of(tiny_model, {"tp": 3}, ["kill_and_stop"], done=done)
@@ -342,9 +352,10 @@ async def test_streams_go_on_without_a_rank_that_hangs_in_mid_move(
     assert (done[0].way, done[0].degree) == (Way.RESHARD, 1)
 
 
-async def test_a_device_without_cells_takes_nothing_from_streams(tiny_model: Path) -> None:
+async def test_a_device_without_cells_takes_nothing_from_streams(
+    tiny_model: Path, alone: list[list[int]]
+) -> None:
     """There are more ranks than KV heads: streams go on from where they were."""
-    alone = await answers_of(tiny_model, {}, [])
     reports: list[dict[str, Any]] = []
     lost: list[int] = []
 
@@ -355,33 +366,32 @@ async def test_a_device_without_cells_takes_nothing_from_streams(tiny_model: Pat
     assert lost == [0]
 
 
-async def test_json_mode_goes_on_among_ranks(tiny_model: Path) -> None:
+async def test_json_mode_goes_on_among_ranks(
+    tiny_model: Path, list_alone: list[list[int]]
+) -> None:
     """Its mask follows from the history at whichever rank answers: the tokens are those of one
     process, also where a rank is killed in the middle.
     """
-    alone = await answers_of(tiny_model, {}, [], fields=LIST)
-
     through = await answers_of(tiny_model, {"tp": 2}, ["kill"], fields=LIST)
 
-    assert through == alone
+    assert through == list_alone
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
-    for each in map(tokenizer.decode, alone):
+    for each in map(tokenizer.decode, list_alone):
         assert re.fullmatch(r'\s*\[[\s,"ab]*\]?\s*', each), each
 
 
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}], ids=str)
 async def test_drafts_are_verified_where_ranks_are_lost(
-    tiny_model: Path, ranks: dict[str, int]
+    tiny_model: Path, list_alone: list[list[int]], ranks: dict[str, int]
 ) -> None:
     """Batches with drafts, of two stages two at a time, are dropped and computed again."""
-    alone = await answers_of(tiny_model, {}, [], fields=LIST)
     drafted: list[SpeculationReport] = []
 
     through = await answers_of(
         tiny_model, ranks, ["kill", "lose_device"], fields=LIST, drafted=drafted
     )
 
-    assert through == alone
+    assert through == list_alone
     assert 0 < drafted[0].accepted <= drafted[0].proposed
 
 
