@@ -8,21 +8,20 @@ from kvrs.core.books.incident_book import IncidentBook, Ruling, Verdict
 from kvrs.sim.scenarios import outage, poisons_at_once
 
 SEEDS = 20
-BLOCKS = 2  # Of the seeds: a few seconds each.
-HALVES = [range(block, SEEDS, BLOCKS) for block in range(BLOCKS)]
-IDS = [f"half{block}" for block in range(BLOCKS)]
+# Each seed with one bound, which takes half the time; there are pairs, and instances that do both
+# stages, among those of either.
+WORLDS = {allowed: range(allowed % 2, SEEDS, 2) for allowed in (2, 3)}
 
 
-@pytest.mark.parametrize("seeds", HALVES, ids=IDS)
-@pytest.mark.parametrize("allowed", [2, 3])
+@pytest.mark.parametrize("allowed", WORLDS)
 @pytest.mark.parametrize("spread_s", [0.0, 0.06, 0.3])
-def test_an_outage_refuses_no_stream(seeds: range, spread_s: float, allowed: int) -> None:
+def test_an_outage_refuses_no_stream(spread_s: float, allowed: int) -> None:
     """Four of eight instances are killed within a moment, with pairs and with instances that do
     both stages in turn. Every stream that was taken is complete.
     """
     refused, victims = {}, 0
 
-    for seed in seeds:
+    for seed in WORLDS[allowed]:
         both = bool(seed % 4 // 2)
         outcome = outage(seed, spread_s, both=both, poison_deaths=allowed).run()
         victims += outcome.recovered_streams
@@ -30,33 +29,32 @@ def test_an_outage_refuses_no_stream(seeds: range, spread_s: float, allowed: int
             refused[seed] = outcome.given_up
 
     assert refused == {}
-    assert victims > 10 * len(seeds)
+    assert victims > 10 * len(WORLDS[allowed])
 
 
-@pytest.mark.parametrize("seeds", HALVES, ids=IDS)
-@pytest.mark.parametrize("allowed", [2, 3])
+@pytest.mark.parametrize("allowed", WORLDS)
 @pytest.mark.parametrize("pairs", [4, 6])
 def test_poisoned_requests_that_come_at_once_end_no_more_instances_than_allowed(
-    seeds: range, pairs: int, allowed: int
+    pairs: int, allowed: int
 ) -> None:
     """Three within 10 ms, beside ten others: each is refused, and no other stream is lost."""
-    worlds = {seed: poisons_at_once(seed, pairs, poison_deaths=allowed).run() for seed in seeds}
+    worlds = {
+        seed: poisons_at_once(seed, pairs, poison_deaths=allowed).run() for seed in WORLDS[allowed]
+    }
 
     assert {each.ended["poison"] for each in worlds.values()} == {3}
     assert max(max(each.poison_deaths.values()) for each in worlds.values()) <= allowed
     assert {seed: each.given_up for seed, each in worlds.items() if each.innocents_lost} == {}
 
 
-@pytest.mark.parametrize("seeds", HALVES, ids=IDS)
-@pytest.mark.parametrize("allowed", [2, 3])
-def test_poisoned_requests_under_load_end_no_more_instances_than_allowed(
-    seeds: range, allowed: int
-) -> None:
+@pytest.mark.parametrize("allowed", WORLDS)
+def test_poisoned_requests_under_load_end_no_more_instances_than_allowed(allowed: int) -> None:
     """Four pairs at three times the rate, all of which are back soon after they died: more streams
     wait where a poisoned one died.
     """
     outcomes = [
-        poisons_at_once(seed, 4, 30.0, poison_deaths=allowed, stay_away=0.0).run() for seed in seeds
+        poisons_at_once(seed, 4, 30.0, poison_deaths=allowed, stay_away=0.0).run()
+        for seed in WORLDS[allowed]
     ]
 
     assert max(max(each.poison_deaths.values()) for each in outcomes) <= allowed
