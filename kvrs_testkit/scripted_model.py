@@ -199,12 +199,10 @@ def _plays() -> list[tuple[list[int], list[int]]]:
 
 def _next_of_play(history: Sequence[int]) -> int | None:
     for prompt, play in _plays():
+        if history[: len(prompt)] != prompt:
+            continue
         produced = list(history[len(prompt) :])
-        if (
-            history[: len(prompt)] == prompt
-            and len(produced) < len(play)
-            and play[: len(produced)] == produced
-        ):
+        if len(produced) < len(play) and play[: len(produced)] == produced:
             return play[len(produced)]
     return None
 
