@@ -22,6 +22,7 @@ import pytest
 
 from kvrs.cluster.guard import members
 from kvrs_testkit.free_ports import free_ports
+from tests.cluster.launches import is_running
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -41,16 +42,6 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START
                 return value
         time.sleep(0.1)
     raise AssertionError(f"not within {timeout_s} s: {what}")
-
-
-def is_running(pid: int) -> bool:
-    """A zombie is not: an orphan that ended stays one until init looks at it, which not every
-    container's does.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def nursery_of(up: "UpCluster") -> int:
@@ -113,8 +104,8 @@ class UpCluster:
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[UpCluster]:
-    cluster = UpCluster(tmp_path)
+def up(tmp_path: Path, tiny_llama: str) -> Iterator[UpCluster]:
+    cluster = UpCluster(tmp_path, "--model", tiny_llama)
     try:
         cluster.wait()
         yield cluster
@@ -199,16 +190,6 @@ def test_up_serves_the_openai_client_through_a_kill_and_ends_clean(up: UpCluster
     pids = {row["pid"] for row in up.state()["instances"]} | {up.state()["proxies"][0]["pid"]}
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(END_S) == 0
-    up.assert_nothing_left(pids)
-
-
-def test_a_crash_of_the_launcher_leaves_no_process(up: UpCluster) -> None:
-    """Not even SIGKILL of the launcher leaves an engine, a proxy or one of Ray's helpers behind."""
-    pids = {row["pid"] for row in up.state()["instances"]} | {up.state()["proxies"][0]["pid"]}
-
-    up.process.kill()
-
-    up.process.wait()
     up.assert_nothing_left(pids)
 
 

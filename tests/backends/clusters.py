@@ -203,12 +203,13 @@ def connectors(directory: Path) -> Iterator[ConnectorCluster]:
 
 
 @contextmanager
-def embedded() -> Iterator[EmbeddedCluster]:
-    config = parse_config({"proxy": _proxy(), "cluster": {"nodes": _NODES, "engine": _ENGINE}})
-    with EmbeddedCluster(config) as cluster:
-        cluster.start("p0", "d0", "d1")
-        cluster.wait_ready("p0", "d0", "d1")
-        yield cluster
+def embedded(model: str) -> Iterator[EmbeddedCluster]:
+    cluster = {"model": model, "nodes": _NODES, "engine": _ENGINE}
+    config = parse_config({"proxy": _proxy(), "cluster": cluster})
+    with EmbeddedCluster(config) as running:
+        running.start("p0", "d0", "d1")
+        running.wait_ready("p0", "d0", "d1")
+        yield running
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def cluster(
             with connectors(tmp_path_factory.mktemp("vllm")) as scripted:
                 yield scripted
         case "embedded":
-            with embedded() as ours:
+            with embedded(request.getfixturevalue("tiny_llama")) as ours:
                 yield ours
         case "distserve":
             with distserve() as servers:
@@ -70,7 +70,7 @@ class _Stallable(Processes):
 
 
 @pytest.fixture(scope="package")
-def processes() -> Iterator[Processes]:
+def processes(tiny_llama: str) -> Iterator[Processes]:
     """Real engines p0, d0 and d1 and their agent behind a proxy; a test that ends one brings it
     back.
     """
@@ -82,7 +82,7 @@ def processes() -> Iterator[Processes]:
     config = parse_config(
         {
             "proxy": {"port": 0, "admin_port": 0},
-            "cluster": {"nodes": [{"id": "n0", "instances": instances}]},
+            "cluster": {"model": tiny_llama, "nodes": [{"id": "n0", "instances": instances}]},
             "backup": {"mode": "local", "capacity_bytes": 64 << 20},
         }
     )

@@ -28,6 +28,16 @@ def until(holds: Callable[[], Found | None], within_s: float = END_S) -> Found:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """A zombie is not: an orphan that ended stays one until init looks at it, which not every
+    container's does.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def ask(method: str, url: str, body: Any = None) -> Any:
     """The answer of an admin port."""
     data = None if body is None else json.dumps(body).encode()

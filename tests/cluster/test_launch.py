@@ -28,11 +28,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         one.process.wait()
 
 
-@pytest.fixture
-def started(launch: Callable[[], Launch]) -> Launch:
-    return launch()
-
-
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
     tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
@@ -62,9 +57,10 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
     ],
 )
 def test_a_signal_ends_a_start_that_is_under_way(
-    started: Launch, stage: str, number: signal.Signals
+    launch: Callable[..., Launch], tiny_llama: str, stage: str, number: signal.Signals
 ) -> None:
     """Ctrl-C during the start does not wait for the cluster to be up."""
+    started = launch(*(["--model", tiny_llama] if stage == "instances" else []))
     started.wait_for_output(stage)
 
     started.signal_group(number)
@@ -76,8 +72,11 @@ def test_a_signal_ends_a_start_that_is_under_way(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_running_cluster_ends_clean_by_signal(started: Launch, number: signal.Signals) -> None:
+def test_a_running_cluster_ends_clean_by_signal(
+    launch: Callable[..., Launch], tiny_llama: str, number: signal.Signals
+) -> None:
     """A second signal changes nothing."""
+    started = launch("--model", tiny_llama)
     started.wait_for_output("kvrs is up")
 
     started.signal_group(number)

@@ -36,14 +36,17 @@ def test_a_machine_with_another_secret_starts_nothing_and_keeps_nothing(
 
 
 @pytest.mark.network
-def test_the_end_of_a_process_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_process_is_told_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: str
+) -> None:
     """The launcher waits for it at another machine, and tells the proxies."""
     secret = secrets.token_hex(32)
     monkeypatch.setenv(ENV_NAME, secret)
     port, page_port = free_ports(2)
     instance = {"id": "b0", "role": "both", "port": port, "page_port": page_port}
     nodes = [{"id": "n0", "instances": [instance]}]
-    config = parse_config({"cluster": {"nodes": nodes, "engine": {"pages": 128}}})
+    cluster = {"model": tiny_llama, "nodes": nodes, "engine": {"pages": 128}}
+    config = parse_config({"cluster": cluster})
     # Ray sends it to the machine.
     config = pickle.loads(pickle.dumps(config))
     node = NodeSupervisor(NodeId("n0"))

@@ -22,7 +22,7 @@ import yaml
 from kvrs.cluster.guard import members
 from kvrs.demo import PACE
 from kvrs_testkit.resuming import Clients, Had, Load, Way, bodies, is_exact, quiet_run, verdict
-from tests.cluster.launches import END_S, Launch, ask, until
+from tests.cluster.launches import END_S, Launch, ask, is_running, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -236,16 +236,18 @@ def test_each_proxy_writes_its_own_event_log(
     ]
 
 
-def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """Nor of the proxies that it would bring back."""
-    launch = Launch(tmp_path, "--nodes", "1", "--proxies", "3")
+def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, tiny_llama: str) -> None:
+    """Nor of the proxies that it would bring back: not one of their processes."""
+    launch = Launch(tmp_path, "--model", tiny_llama, "--nodes", "1", "--proxies", "3")
     launch.wait_for_output("Ctrl-C ends it")
-    directory = launch.run_directory
+    directory, started = launch.run_directory, pids(launch)
 
     launch.process.kill()
     launch.process.wait()
 
     until(lambda: not directory.exists() and not list(members(directory)))
+    assert {name[0] for name in started} == {"p", "d", "a"}
+    assert not [name for name, pid in started.items() if is_running(pid)]
     for url, _ in launch.all_urls:
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(f"{url}/healthz", timeout=1)

@@ -53,7 +53,7 @@ class Stream:
     long that the stream has not ended by then, also on a busy machine.
     """
 
-    def __init__(self, cluster: Cluster, tokens: int = 600) -> None:
+    def __init__(self, cluster: Cluster, tokens: int = 400) -> None:
         self.ids: list[int] = []
         body = {"model": "tiny-llama", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
         body |= {"stream": True, "return_token_ids": True, "ignore_eos": True}

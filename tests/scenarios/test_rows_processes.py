@@ -25,11 +25,11 @@ ALWAYS = ("paused-beside-another",)  # The demo's test kills an instance.
 RETURN_S = 180.0
 
 
-def in_processes(row: Scenario, log: Path) -> Found:
+def in_processes(row: Scenario, log: Path, model: str) -> Found:
     """The row's load with its faults, compared token by token with the same load without."""
     config = row.config(port=0, admin_port=0, event_log=str(log))
     engine = config.cluster.engine.model_copy(update={"pace": PACE})
-    cluster_settings = config.cluster.model_copy(update={"engine": engine})
+    cluster_settings = config.cluster.model_copy(update={"engine": engine, "model": model})
     load, console = row.load, Console(quiet=True)
     requests = [
         ReplayRequest(load.at_s(number), tuple(prompt), load.tokens)
@@ -64,9 +64,9 @@ def tokens(run: Run) -> list[list[int]]:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name) for row in ROWS if not row.not_real]
 )
-def test_row_holds_in_processes(row: Scenario, tmp_path: Path) -> None:
+def test_row_holds_in_processes(row: Scenario, tmp_path: Path, tiny_llama: str) -> None:
     """Each row states its own rule."""
     if row.name not in ALWAYS and not RUN_ALL:
         pytest.skip("KVRS_SCENARIOS=all runs every row in processes of its own")
 
-    check(row, in_processes(row, tmp_path / "events.jsonl"))
+    check(row, in_processes(row, tmp_path / "events.jsonl", tiny_llama))

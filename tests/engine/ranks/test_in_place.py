@@ -366,9 +366,7 @@ async def test_a_device_without_cells_takes_nothing_from_streams(
     assert lost == [0]
 
 
-async def test_json_mode_goes_on_among_ranks(
-    tiny_model: Path, list_alone: list[list[int]]
-) -> None:
+async def test_json_mode_goes_on_among_ranks(tiny_model: Path, list_alone: list[list[int]]) -> None:
     """Its mask follows from the history at whichever rank answers: the tokens are those of one
     process, also where a rank is killed in the middle.
     """

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 
 from kvrs.engine.random_model import random_tokenizer, random_weights, write_model
-from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import PATIENCE_S, Cluster, asking, instances_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("drafts"),
+]
 
 D0, D1, D2 = map(InstanceId, ("d0", "d1", "d2"))
 PAGES = 1024
@@ -33,9 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    pair = tmp_path_factory.mktemp("pair")
-    write_pair(pair, 0.8, seed=0)
+def processes(pair: Path) -> Iterator[Processes]:
     speculation = {"source": "draft", "draft": str(pair / "draft")}
     engine = {"pages": PAGES}
     config = instances_of(speculation, count=3, model=str(pair / "target"), engine=engine)
@@ -171,13 +173,14 @@ async def test_a_helper_that_stops_is_left_and_may_come_back(processes: Processe
         await until_helped(cluster)
 
 
-async def test_drafts_of_random_weights_are_proposed_and_refused(tmp_path: Path) -> None:
+async def test_drafts_of_random_weights_are_proposed_and_refused(
+    pair: Path, tmp_path: Path
+) -> None:
     """Counters tell a draft model from the target itself."""
-    write_pair(tmp_path, 0.8, seed=0)
     tokenizer = random_tokenizer(0)
     write_model(tmp_path / "random", tokenizer, random_weights(99, tokenizer, layers=1))
     speculation = {"source": "draft", "draft": str(tmp_path / "random")}
-    config = instances_of(speculation, model=str(tmp_path / "target"))
+    config = instances_of(speculation, model=str(pair / "target"))
     with ForkedProcesses(config) as processes:
         processes.start("d0", "d1")
         processes.wait_ready("d0", "d1")

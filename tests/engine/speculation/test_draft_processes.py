@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import Reload, ReloadState
 from kvrs_testkit.blocked_load import blocked_load
@@ -20,7 +19,12 @@ from tests.engine.speculation.restarts import (
     instances_of,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.network]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.process,
+    pytest.mark.network,
+    pytest.mark.xdist_group("drafts"),
+]
 
 D1 = InstanceId("d1")
 PROMPT = [3 + at * 7 % 500 for at in range(40)]
@@ -28,9 +32,7 @@ TOKENS = 200
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    pair = tmp_path_factory.mktemp("pair")
-    write_pair(pair, 0.7, seed=0)
+def processes(pair: Path) -> Iterator[Processes]:
     speculation = {"source": "draft", "draft": str(pair / "draft")}
     with ForkedProcesses(instances_of(speculation, model=str(pair / "target"))) as running:
         running.start("d0", "d1")

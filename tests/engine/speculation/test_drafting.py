@@ -13,24 +13,18 @@ from kvrs.errors import ConfigError
 from kvrs.protocol.speculation import DraftChoice, MirrorUpdate
 from kvrs.scheduling.alignment import Bursts
 from kvrs.scheduling.sequences import Chunk
+from tests.engine.speculation.conftest import ACCEPTANCE
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("drafts")]
 
 SETTINGS = EngineSettings(pages=64, max_batch_tokens=40)
 DEPTH = 4
 PROMPTS = [[3 + at * step % 500 for at in range(50)] for step in (3, 5, 7)]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("pair")
-    write_pair(directory, 0.6, seed=0)
-    return directory
-
-
 def test_a_pair_agrees_as_often_as_was_asked_for(pair: Path) -> None:
     target, draft = (Worker(pair / name, EngineSettings(pages=128)) for name in ("target", "draft"))
-    assert agreement(target, draft, seed=0) == pytest.approx(0.6, abs=0.01)
+    assert agreement(target, draft, seed=0) == pytest.approx(ACCEPTANCE, abs=0.01)
     assert agreement(target, target, seed=0) == 1.0
 
 

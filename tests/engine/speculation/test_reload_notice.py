@@ -3,6 +3,7 @@ other's load.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from kvrs.protocol.speculation import Reload, ReloadNotice, ReloadState
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.engine.speculation.restarts import asking, instances_of
+
+pytestmark = pytest.mark.xdist_group("drafts")
 
 D1, D2 = InstanceId("d1"), InstanceId("d2")
 
@@ -39,8 +42,8 @@ def test_drafts_are_made_while_any_other_instance_is_started() -> None:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    config = instances_of({"source": "lookup", "when": "reload"})
+def processes(tiny_model: Path) -> Iterator[Processes]:
+    config = instances_of({"source": "lookup", "when": "reload"}, model=str(tiny_model))
     with ForkedProcesses(config) as running:
         running.start("d0", "d1")
         running.wait_ready("d0", "d1")

@@ -1,0 +1,17 @@
+"""A model and its draft, for all tests of drafts: they run in one worker."""
+
+from pathlib import Path
+
+import pytest
+
+from kvrs.engine.speculation.pairs import write_pair
+
+ACCEPTANCE = 0.6
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of `target` and `draft`, which takes four seconds to write."""
+    directory = tmp_path_factory.mktemp("pair")
+    write_pair(directory, ACCEPTANCE, seed=0)
+    return directory
