@@ -106,12 +106,14 @@ sys.addaudithook(_check_markers)
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The directory of the model that `kvrs up` generates where none is given, which takes a
-    process with torch each time.
+    process with torch each time. Its prefill is noted, which each instance would measure.
     """
     from kvrs.engine.random_model import write_tiny_model
+    from kvrs_testkit.noted_prefill import note_prefill
 
     directory: Path = tmp_path_factory.mktemp("models") / "tiny-llama"
     write_tiny_model(directory, seed=0)
+    note_prefill(directory)
     return str(directory)
 
 

@@ -42,7 +42,11 @@ async def engine(directory: Path) -> AsyncIterator[int]:
     port, page_port = free_ports(2)
     instance = {"id": "e0", "role": "both", "port": port, "page_port": page_port}
     write_tiny_model(directory / "tiny", seed=0)
-    cluster = {"model": str(directory / "tiny"), "nodes": [{"id": "n0", "instances": [instance]}]}
+    cluster = {
+        "model": str(directory / "tiny"),
+        "nodes": [{"id": "n0", "instances": [instance]}],
+        "engine": {"max_model_len": 64},  # It measures at its start how long prompts take.
+    }
     config = parse_config({"cluster": cluster})
     async with serve_http(EngineInstance(config, InstanceId("e0"), 1, SECRET), allow_faults=False):
         yield port

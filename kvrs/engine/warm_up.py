@@ -39,7 +39,8 @@ def prefill_table(worker: ModelWorker, max_model_len: int, directory: Path) -> P
     """The instance's own table. The one that was measured on this machine before, where nothing
     that decides it has changed; else measured now, and remembered if nothing disturbed that.
     """
-    longest = _longest(worker, max_model_len)
+    # Longer prompts are not measured, and decide nothing.
+    longest = min(_longest(worker, max_model_len), WARM_UP_LONGEST_TOKENS)
     # Only of its own process an instance knows how long the processor worked for it.
     if not isinstance(worker, Worker) or worker.settings.device != "cpu":
         return measure_prefill(worker, max_model_len)

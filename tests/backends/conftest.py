@@ -48,14 +48,18 @@ async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
         yield system
 
 
-# The process computes in its main thread for 6 s when it is told to: its event loop stalls.
+# The main thread of the process is busy for 6 s when it is told to, and computes for a fifth of
+# that: its event loop stalls.
 STALLABLE = """
 import runpy, signal, sys, time
 
 def stall(*_):
     until_s = time.monotonic() + 6.0
     while time.monotonic() < until_s:
-        pass
+        computed_s = time.monotonic() + 0.01
+        while time.monotonic() < computed_s:
+            pass
+        time.sleep(0.04)
 
 signal.signal(signal.SIGUSR2, stall)
 sys.argv = sys.argv[1:]

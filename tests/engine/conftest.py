@@ -1,7 +1,7 @@
 """Models for the engine's tests: generated, never downloaded."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,29 @@ from typing import Any
 import pytest
 import torch
 
+from kvrs.engine import warm_up
 from kvrs.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs.engine.random_model import write_tiny_model
+from kvrs_testkit.noted_prefill import note_prefill
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its prefill is noted, which each instance would measure."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_model(directory, seed=0)
+    note_prefill(directory)
     return directory
+
+
+@pytest.fixture(autouse=True, scope="session")
+def measured_once() -> Iterator[None]:
+    """Of any settings: however busy the machine is, an instance in this process notes its table."""
+    kept, warm_up._UNDISTURBED = warm_up._UNDISTURBED, float("inf")
+    yield
+    warm_up._UNDISTURBED = kept
 
 
 @pytest.fixture(scope="session")

@@ -120,8 +120,8 @@ MODELS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 @dataclass
 class Bench:
-    """Two engines of one model, and what a plain run of each sequence alone, token by token, gave
-    at every position.
+    """Two engines of one model, and what a plain run, token by token, gave at every position: of
+    the first sequence alone, and of the others beside each other.
     """
 
     workers: list[Worker]
@@ -134,17 +134,27 @@ def bench_of(directory: Path, page_size_tokens: int) -> Bench:
     workers = [Worker(directory, engine) for _ in range(2)]
     choose = random.Random(1)
     token_ids = [choose.choices(range(workers[0].vocab_size), k=LENGTH) for _ in range(SEQUENCES)]
-    pages = range(PAGES)
-    expected = [
-        torch.cat(
+    alone, *others = token_ids
+    expected = [*steps_of(workers[0], [alone]), *steps_of(workers[0], others)]
+    return Bench(workers, token_ids, expected)
+
+
+def steps_of(worker: Worker, sequences: list[list[int]]) -> Iterator[Tensor]:
+    """The logits of each sequence, of which every batch has the next token."""
+    per_sequence = -(-LENGTH // worker.geometry.page_size_tokens)
+    pages = [
+        range(index * per_sequence, (index + 1) * per_sequence) for index in range(len(sequences))
+    ]
+    rows = [
+        worker.execute(
             [
-                workers[0].execute([Chunk(ids[at : at + 1], at, pages, logits=1)])
-                for at in range(LENGTH)
+                Chunk(ids[at : at + 1], at, held, logits=1)
+                for ids, held in zip(sequences, pages, strict=True)
             ]
         )
-        for ids in token_ids
+        for at in range(LENGTH)
     ]
-    return Bench(workers, token_ids, expected)
+    yield from torch.stack(rows, 1)
 
 
 @pytest.fixture(scope="session", params=["tiny model", *MODELS])

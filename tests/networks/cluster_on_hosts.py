@@ -36,8 +36,10 @@ Report = TypeVar("Report")
 class ClusterOnHosts(Processes):
     """The caller makes and removes the network."""
 
-    def __init__(self, network: Network, *, gossip: bool = True, **sections: Any) -> None:
-        self.network = network
+    def __init__(
+        self, network: Network, model: str, *, gossip: bool = True, **sections: Any
+    ) -> None:
+        self.network, self._model = network, model
         self._hosts = dict(FRONTS)
         for host, (instance, _) in NODES.items():
             self._hosts |= {instance: host, f"agent-{host}": host}
@@ -70,7 +72,8 @@ class ClusterOnHosts(Processes):
         if of is not None:
             return parse_config(of.model_dump(mode="json") | {"proxy": section})
         nodes = [self._node(host, *instance) for host, instance in NODES.items()]
-        cluster = {"nodes": nodes, "engine": {"pace": PACE, "pages": 512, "max_model_len": 1024}}
+        engine = {"pace": PACE, "pages": 512, "max_model_len": 1024}
+        cluster = {"model": self._model, "nodes": nodes, "engine": engine}
         return parse_config({"proxy": section, "cluster": cluster, **self._sections})
 
     def _node(self, host: str, instance: str, role: str) -> dict[str, Any]:

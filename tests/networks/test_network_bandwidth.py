@@ -15,13 +15,15 @@ BYTES_PER_S = 3e6
 TRANSFER = {"probe_interval_s": 0.25, "probe_bytes": 1 << 16}
 
 
-async def test_a_link_is_measured_and_used_by_its_lower_bound(possible: None) -> None:
+async def test_a_link_is_measured_and_used_by_its_lower_bound(
+    possible: None, tiny_llama: str
+) -> None:
     """Probes find the rate of an unused link, and the proxy decides by the lower bound. Then a
     hand-off takes the same link, and its tokens are right.
     """
     with (
         Network(*NODES, *FRONTS.values()) as network,
-        ClusterOnHosts(network, gossip=False, transfer=TRANSFER) as cluster,
+        ClusterOnHosts(network, tiny_llama, gossip=False, transfer=TRANSFER) as cluster,
     ):
         network.throttle("n0", BYTES_PER_S)
         cluster.start("p0", "d1")

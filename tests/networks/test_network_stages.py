@@ -28,8 +28,8 @@ STREAMS = 6
 class StagesOnHosts(Processes):
     """The caller makes and removes the network."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
+    def __init__(self, network: Network, model: str) -> None:
+        self.network, self._model = network, model
         super().__init__(self._config())
 
     def __enter__(self) -> Self:
@@ -56,7 +56,11 @@ class StagesOnHosts(Processes):
         return parse_config(
             {
                 "proxy": {**proxy, "allow_anonymous": True},
-                "cluster": {"nodes": nodes, "engine": {"pace": PACE, "pages": 512}},
+                "cluster": {
+                    "model": self._model,
+                    "nodes": nodes,
+                    "engine": {"pace": PACE, "pages": 512},
+                },
             }
         )
 
@@ -72,8 +76,8 @@ class StagesOnHosts(Processes):
 
 
 @pytest.fixture
-def cluster() -> Iterator[StagesOnHosts]:
-    with Network("n0", "n1", "n2", "f0") as network, StagesOnHosts(network) as cluster:
+def cluster(tiny_llama: str) -> Iterator[StagesOnHosts]:
+    with Network("n0", "n1", "n2", "f0") as network, StagesOnHosts(network, tiny_llama) as cluster:
         names = [name for name in HOSTS if name != "proxy"]
         cluster.start(*names)
         cluster.wait_ready(*names)

@@ -25,6 +25,7 @@ from tests.networks.page_relay import UNDISTURBED, ChaosSettings, Relay
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("networks")]
 
 TOKENS, LONG_TOKENS = 200, 500
+FEW_TOKENS = 40  # Behind pages that come at the begin of a stream.
 LEASE_S = 3.0
 STALL_S = 5.0
 PROMPTS = [[random.Random(n).randrange(4, 512) for _ in range(100)] for n in range(6)]
@@ -38,13 +39,15 @@ class NetworkCluster(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def system(possible: None) -> Iterator[NetworkCluster]:
+def system(possible: None, tiny_llama: str) -> Iterator[NetworkCluster]:
     # One recovery at a time into a target, always by fetching the pages that prefill retains.
     policy = {"name": "always_migrate", "slots_max": 1}
     with (
         Network(*NODES, *FRONTS.values()) as network,
         Relay(network, "n0", PAGES) as pages,
-        ClusterOnHosts(network, policy=policy, transfer={"lease_s": LEASE_S}) as cluster,
+        ClusterOnHosts(
+            network, tiny_llama, policy=policy, transfer={"lease_s": LEASE_S}
+        ) as cluster,
     ):
         names = [*(name for name, _ in NODES.values()), *(f"agent-{node}" for node in NODES)]
         cluster.start(*names)
@@ -149,14 +152,14 @@ async def test_damaged_pages_are_detected_and_change_no_token(
     """A third of the pieces that prefill sends has a wrong byte, or ends early: engines
     recompute them.
     """
-    wanted = await quiet(clients)
+    wanted = await quiet(clients, FEW_TOKENS)
     before = system.pages.seen.copy()
 
     system.pages.back = ChaosSettings(seed=5, damaged=0.3, cut=0.05)
     noticed = 0
     # The boundaries of pieces vary, and not every wrong byte is in a page.
     for _ in range(10):
-        assert await asyncio.gather(*clients.ask_all("proxy-0", PROMPTS, TOKENS)) == wanted
+        assert await asyncio.gather(*clients.ask_all("proxy-0", PROMPTS, FEW_TOKENS)) == wanted
         noticed = sum([(await clients.load(name)).damaged_pages for name in ("d0", "d1")])
         if noticed:
             break

@@ -127,7 +127,7 @@ def bodies(asked: dict[str, Any]) -> list[dict[str, Any]]:
 async def test_answers_with_drafts_are_those_without(engines: list[Engine], kind: str) -> None:
     (calm, calm_client), (other, client) = engines
     asked = bodies(REQUESTS[kind])
-    expected = [await answer(calm_client, body) for body in asked]
+    expected = await asyncio.gather(*(answer(calm_client, body) for body in asked))
     guesses = Guesses()
     guesses.calm = [
         [*body["prompt"], *found["choices"][0]["token_ids"]]
@@ -178,7 +178,7 @@ async def test_lookup_proposes_what_a_stream_repeats(
     lookup = {"source": "lookup", "when": "always", "depth": 3}
     async with serving(model) as (_, calm_client), serving(model, speculation=lookup) as other:
         instance, client = other
-        expected = [await answer(calm_client, body) for body in asked]
+        expected = await asyncio.gather(*(answer(calm_client, body) for body in asked))
 
         found = await asyncio.gather(*(answer(client, body) for body in asked))
 
