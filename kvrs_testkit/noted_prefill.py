@@ -1,5 +1,5 @@
-"""Prefill tables that are noted beside a model in advance: on a machine that runs tests each start of
-an instance would measure its own, since none of them is undisturbed.
+"""Prefill tables that are noted beside a model in advance: on a machine that runs tests each start
+of an instance would measure its own, since none of them is undisturbed.
 """
 
 from pathlib import Path

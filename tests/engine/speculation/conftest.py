@@ -12,8 +12,8 @@ ACCEPTANCE = 0.6
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of `target` and `draft`, which takes four seconds to write. The target's prefill
-    is noted, which each instance would measure.
+    """The directory of `target` and `draft`, which takes four seconds to write. The prefill of the
+    target is noted, which each instance would measure.
     """
     directory = tmp_path_factory.mktemp("pair")
     write_pair(directory, ACCEPTANCE, seed=0)
