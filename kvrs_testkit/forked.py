@@ -7,6 +7,7 @@ processor, in every process that `python -m` runs.
 
 import argparse
 import atexit
+import ctypes
 import os
 import runpy
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import msgspec
@@ -23,6 +25,7 @@ from kvrs.engine.nursery import Nursery, tend
 from kvrs.garbage import collect_nothing_yet
 
 _MAX_MESSAGE_BYTES = 1 << 18  # The environment is in it.
+_CLONE_NEWNET = 0x40000000
 
 _nursery = Nursery(["kvrs_testkit.forked"])
 atexit.register(_nursery.close)
@@ -42,16 +45,20 @@ class ForkedProcess:
         module: str,
         *arguments: str,
         environment: Mapping[str, str],
-        stdout: IO[Any] | int,
-        stderr: IO[Any] | int,
+        stdout: IO[Any],
+        stderr: IO[Any],
+        network: Path | None = None,
     ) -> None:
-        outputs = [each if isinstance(each, int) else each.fileno() for each in (stdout, stderr)]
+        """`network`: the namespace that it is in; None: that of this thread."""
+        inside = os.open(network or "/proc/thread-self/ns/net", os.O_RDONLY)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
                 self._child = _nursery.fork(theirs, module.rpartition(".")[2])
             order = _Order(module, [*arguments], {**environment})
-            socket.send_fds(ours, [msgspec.json.encode(order)], outputs)
+            files = [stdout.fileno(), stderr.fileno(), inside]
+            socket.send_fds(ours, [msgspec.json.encode(order)], files)
+        os.close(inside)
         self._command = [module, *arguments]
         self.pid = self._child.pid
         self.returncode: int | None = None
@@ -88,11 +95,12 @@ class ForkedProcess:
 def _run(line: socket.socket, name: str) -> NoReturn:
     status = 1
     try:
-        message, outputs, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
+        message, (*outputs, network), _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 3)
         line.close()
         for output, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
             os.dup2(output, own.fileno())
             os.close(output)
+        _enter(network)
         order = msgspec.json.decode(message, type=_Order)
         os.environ.clear()
         os.environ.update(order.environment)
@@ -109,6 +117,15 @@ def _run(line: socket.socket, name: str) -> NoReturn:
         os._exit(status)
 
 
+def _enter(network: int) -> None:
+    """Enter a namespace, which needs no privilege where this process is in it already."""
+    is_inside = os.fstat(network).st_ino == os.stat("/proc/self/ns/net").st_ino
+    library = ctypes.CDLL(None, use_errno=True)
+    if not is_inside and library.setns(network, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
@@ -118,9 +135,11 @@ def _main() -> None:
     collect_nothing_yet()
     # What forked processes need.
     import kvrs.agent.__main__
+    import kvrs.cli
     import kvrs.engine.__main__
     import kvrs.engine.ranks.host
-    import kvrs.engine.server  # noqa: F401
+    import kvrs.engine.server
+    import kvrs.proxy.server  # noqa: F401
 
     tend(given.parent, socket.socket(fileno=given.line), _run)
 

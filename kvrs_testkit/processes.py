@@ -180,9 +180,11 @@ class Processes:
         self._starts[name] += 1
         with self._log(name).open("wb") as log:
             command = self._placed(name, [python, "-m", *arguments])
-            self._running[name] = self._begun(command, log, self._environment | environment)
+            self._running[name] = self._begun(name, command, log, self._environment | environment)
 
-    def _begun(self, command: list[str], log: IO[bytes], environment: Mapping[str, str]) -> Begun:
+    def _begun(
+        self, name: str, command: list[str], log: IO[bytes], environment: Mapping[str, str]
+    ) -> Begun:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def _resolved(self, config: Config) -> Config:
@@ -226,9 +228,22 @@ class Processes:
 class ForkedProcesses(Processes):
     """The same, forked by a nursery of this process: starts that are not measured are quicker."""
 
-    def _begun(self, command: list[str], log: IO[bytes], environment: Mapping[str, str]) -> Begun:
+    def _begun(
+        self, name: str, command: list[str], log: IO[bytes], environment: Mapping[str, str]
+    ) -> Begun:
         _, _, module, *arguments = command
-        return ForkedProcess(module, *arguments, environment=environment, stdout=log, stderr=log)
+        return ForkedProcess(
+            module,
+            *arguments,
+            environment=environment,
+            stdout=log,
+            stderr=log,
+            network=self._network(name),
+        )
+
+    def _network(self, name: str) -> Path | None:
+        """The namespace of the network that it is in; None: that of this thread."""
+        return None
 
 
 class Spent(NamedTuple):

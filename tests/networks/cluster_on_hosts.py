@@ -10,6 +10,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -19,7 +20,7 @@ from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentReport, LoadReport
 from kvrs.proving import ProvingConnector, agent_keys, instance_keys
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses
 from tests.networks.network_cluster import Network
 
 HTTP, PAGES, GOSSIP, ADMIN, PEERS = 8000, 9000, 7946, 8001, 8002
@@ -33,7 +34,7 @@ _PATIENCE_S = 120.0
 Report = TypeVar("Report")
 
 
-class ClusterOnHosts(Processes):
+class ClusterOnHosts(ForkedProcesses):
     """The caller makes and removes the network."""
 
     def __init__(
@@ -85,8 +86,8 @@ class ClusterOnHosts(Processes):
     def _resolved(self, config: Config) -> Config:
         return config  # On hosts of their own all ports are free.
 
-    def _placed(self, name: str, command: list[str]) -> list[str]:
-        return self.network.command_at(self._hosts[name], *command)
+    def _network(self, name: str) -> Path:
+        return self.network.path(self._hosts[name])
 
     def start_front(self, *proxies: str) -> None:
         for name in proxies:

@@ -117,9 +117,13 @@ class Network:
     def namespace(self, name: str) -> str:
         return f"{self._run}-{name}"
 
+    def path(self, name: str) -> Path:
+        """The file of its namespace."""
+        return Path("/run/netns") / self.namespace(name)
+
     def enter(self, name: str) -> None:
         """From now on this thread opens its sockets at that host."""
-        inside = os.open(f"/run/netns/{self.namespace(name)}", os.O_RDONLY)
+        inside = os.open(self.path(name), os.O_RDONLY)
         try:
             _setns(inside)
         finally:

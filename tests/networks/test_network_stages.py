@@ -5,13 +5,14 @@ n0: p0, d0      n1: the second stage of d0      n2: d1      f0: the proxy
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
 import pytest
 
 from kvrs.config.file import ADMIN_ENV_NAME, Config, parse_config
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses
 from tests.networks.network_cluster import Network
 
 pytestmark = [pytest.mark.network, pytest.mark.process, pytest.mark.usefixtures("possible")]
@@ -25,7 +26,7 @@ ADMIN_TOKEN = "a token for these tests only"
 STREAMS = 6
 
 
-class StagesOnHosts(Processes):
+class StagesOnHosts(ForkedProcesses):
     """The caller makes and removes the network."""
 
     def __init__(self, network: Network, model: str) -> None:
@@ -67,8 +68,8 @@ class StagesOnHosts(Processes):
     def _resolved(self, config: Config) -> Config:
         return config  # On hosts of their own all ports are free.
 
-    def _placed(self, name: str, command: list[str]) -> list[str]:
-        return self.network.command_at(HOSTS[name], *command)
+    def _network(self, name: str) -> Path:
+        return self.network.path(HOSTS[name])
 
     @property
     def url(self) -> str:
