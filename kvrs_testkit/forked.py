@@ -26,6 +26,7 @@ from kvrs.garbage import collect_nothing_yet
 
 _MAX_MESSAGE_BYTES = 1 << 18  # The environment is in it.
 _CLONE_NEWNET = 0x40000000
+_HAS_RANKS = "kvrs.engine.ranks.host"
 
 _nursery = Nursery(["kvrs_testkit.forked"])
 atexit.register(_nursery.close)
@@ -59,7 +60,7 @@ class ForkedProcess:
             files = [stdout.fileno(), stderr.fileno(), inside]
             socket.send_fds(ours, [msgspec.json.encode(order)], files)
         os.close(inside)
-        self._command = [module, *arguments]
+        self.args = [module, *arguments]
         self.pid = self._child.pid
         self.returncode: int | None = None
 
@@ -69,7 +70,7 @@ class ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired: it still runs."""
         if self.returncode is None and self._ended(self._child.wait(timeout)) is None:
-            raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
@@ -105,6 +106,11 @@ def _run(line: socket.socket, name: str) -> NoReturn:
         os.environ.clear()
         os.environ.update(order.environment)
         sys.argv = [order.module, *order.arguments]
+        if order.module == _HAS_RANKS:
+            from kvrs.engine.ranks.processes import RANKS
+            from kvrs.engine.ranks.rank import obey
+
+            RANKS.begin_here(obey)  # As a host does that is supervised.
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
@@ -138,6 +144,7 @@ def _main() -> None:
     import kvrs.cli
     import kvrs.engine.__main__
     import kvrs.engine.ranks.host
+    import kvrs.engine.ranks.rank
     import kvrs.engine.server
     import kvrs.proxy.server  # noqa: F401
 
