@@ -37,6 +37,8 @@ def started(tmp_path: Path, memory: Path, tiny_llama: str) -> Iterator[Launch]:
                     "nodes": [{"id": "n0", "instances": instances}],
                 },
                 "backup": {"mode": "local", "directory": str(memory), "capacity_bytes": 1 << 23},
+                # A draining process waits for the next renewal, with which pages are released.
+                "transfer": {"lease_s": 2.0},
             }
         )
     )
