@@ -1,6 +1,7 @@
 """The rules of ARCHITECTURE.md on imports, purity, sizes and names."""
 
 import ast
+import gc
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -109,13 +110,16 @@ LARGEST_CLASS = 25
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    """Every module of the tree by its dotted name."""
+    """Every module of the tree by its dotted name; collections of garbage pass over the nodes."""
     found = {}
+    gc.disable()
     for root in ALLOWED_ROOTS:
         for path in sorted((ROOT / root).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             found[name] = ast.parse(path.read_text())
+    gc.freeze()
+    gc.enable()
     return found
 
 
@@ -131,9 +135,15 @@ def root_of(module: str) -> str:
 
 
 @cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """All nodes of a module: to walk over a tree takes longer than to look at them."""
+    return list(ast.walk(modules()[module]))
+
+
+@cache
 def imports_of(module: str) -> tuple[tuple[int, str], ...]:
     """Line and name of every module that a module imports, at its top or later."""
-    return tuple(_imports(module, ast.walk(modules()[module])))
+    return tuple(_imports(module, nodes_of(module)))
 
 
 def _imports(module: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -252,11 +262,11 @@ def test_heavy_libraries_are_imported_in_one_package_each() -> None:
 def test_nothing_that_comes_from_outside_can_run_code() -> None:
     """No pickle, no eval, no yaml.load and no torch.load anywhere."""
     wrong = []
-    for module, tree in product().items():
+    for module in product():
         wrong += [
             f"{module}: {name}" for _, name in imports_of(module) if name in FORBIDDEN_IMPORTS
         ]
-        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = [ast.unparse(node.func) for node in nodes_of(module) if isinstance(node, ast.Call)]
         wrong += [f"{module}: {call}" for call in calls if call in FORBIDDEN_CALLS]
 
     assert not wrong
@@ -270,7 +280,7 @@ def test_files_classes_and_functions_stay_readable() -> None:
     for module, tree in product().items():
         if (length := max((node.end_lineno or 0 for node in tree.body), default=0)) > LONGEST_FILE:
             wrong.append(f"{module}: {length} lines")
-        for node in ast.walk(tree):
+        for node in nodes_of(module):
             match node:
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     if (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION:
@@ -323,9 +333,9 @@ WORDED = ("kvrs", "distserve_patches", "kvrs_testkit", "tests", "experiments")
 FRAGMENT = re.compile(r"\W*(Of|Beside|As|Whether|What)\b")
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstrings(module: str) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring, also of those below attributes: a setting's description."""
-    for node in ast.walk(tree):
+    for node in nodes_of(module):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
@@ -337,9 +347,9 @@ def test_docstrings_name_what_they_describe() -> None:
     """A docstring is a noun phrase that names the thing, or has a subject and a verb."""
     wrong = [
         f"{module}:{line} {text[:50]!r}"
-        for module, tree in modules().items()
+        for module in modules()
         if root_of(module) in WORDED
-        for line, text in docstrings(tree)
+        for line, text in docstrings(module)
         if FRAGMENT.match(text)
     ]
 

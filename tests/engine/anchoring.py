@@ -48,7 +48,7 @@ def anchored_document(base: Path, model: Path, instances: int = 1, **plane: Any)
 
 
 class EngineProcess:
-    """What `python -m kvrs.engine` runs, which can be killed and started again."""
+    """An instance as `python -m kvrs.engine` runs it, which can be killed and started again."""
 
     def __init__(self, directory: Path, written: dict[str, Any], instance: str = "e0") -> None:
         self.config = parse_config(written)

@@ -28,7 +28,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def measured_once() -> Iterator[None]:
-    """Of any settings: however busy the machine is, an instance in this process notes its table."""
+    """An instance in this process notes its table, of any settings, however busy the machine is."""
     kept, warm_up._UNDISTURBED = warm_up._UNDISTURBED, float("inf")
     yield
     warm_up._UNDISTURBED = kept
