@@ -38,7 +38,7 @@ def started(tmp_path: Path, memory: Path, tiny_llama: str) -> Iterator[Launch]:
                 },
                 "backup": {"mode": "local", "directory": str(memory), "capacity_bytes": 1 << 23},
                 # A draining process waits for the next renewal, with which pages are released.
-                "transfer": {"lease_s": 2.0},
+                "transfer": {"lease_s": 6.0},
             }
         )
     )
