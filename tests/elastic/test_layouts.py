@@ -18,6 +18,7 @@ from kvrs.elastic.layouts import (
     uneven,
     validate,
 )
+from kvrs.elastic.shares import Share
 from kvrs.elastic.units import Unit, UnitKind, Units
 from kvrs.errors import LayoutError
 from tests.elastic.models import layouts, models
@@ -193,3 +194,23 @@ LAYOUT = even(SMALL, tp=2)
 def test_units_without_an_owner_of_their_stage_are_named(broken: Layout, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         validate(broken, SMALL)
+
+
+def test_shares_of_other_experts_make_the_same_products() -> None:
+    """Experts are computed one by one, so a layout that gives a rank others proves nothing anew;
+    dense layers are computed as a whole.
+    """
+    grain = Grain.of(heads=4, kv_heads=2, intermediate=256, vocab=256)
+    grain = grain.with_experts(8, 96, frozenset({1}))
+    units = Units.of(
+        grain, layers=3, hidden=64, head_dim=16, gated=True, weight_bytes=4, common_bytes=0
+    )
+    layout = uneven(units, staged(3, [range(3)]))
+    given = (0, 1, 0, 2, 0, 1, 0, 0)
+    others = replace(layout, mlp=(given, layout.mlp[1], given))
+    more = replace(layout, mlp=(layout.mlp[0], (0, 0, 1, 2), layout.mlp[2]))
+
+    one, other, third = (Share.of(each, 0).kinds(units) for each in (layout, others, more))
+
+    assert len(Share.of(layout, 0).tiles[0]) != len(Share.of(others, 0).tiles[0])
+    assert one == other != third

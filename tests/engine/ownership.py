@@ -19,9 +19,11 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.trees import Node, combine, cover, steps
 from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.layers.attention import attend
+from kvrs.engine.layers.experts import Experts
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.layers.step import BatchStep, build_step
-from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, RowUnits, product
+from kvrs.engine.layers.tiles import TILE_ROWS, pair_sum
+from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, Form, RowUnits, product
 from kvrs.engine.models.decoder import Decoder
 from kvrs.engine.worker import Worker
 from kvrs.protocol.geometry import KvGeometry
@@ -154,7 +156,38 @@ class Formation:
             sums |= _node_sums(summands, len(block.output.weights))
         return self._total(sums, block.output)
 
+    def _experts(self, layer: int, experts: Experts, rows: Tensor) -> Tensor:
+        """Row by row, of each expert in tiles of rows drawn at random, by any owner of a part."""
+        form = Form(self._choose.choice((TALL, CANONICAL.heights)), together=False)
+        found = experts.router(rows, form)
+        block = self.decoder.layers[layer].mlp
+        owners: dict[int, Rank] = {}
+        for rank in self.ranks:
+            owners |= dict.fromkeys(rank.owned("up", layer), rank)
+        yielded: dict[tuple[int, int], Tensor] = {}  # By row and expert.
+        for expert in sorted(set(found.experts.flatten().tolist())):
+            wanting = (found.experts == expert).any(1).nonzero().flatten().tolist()
+            self._choose.shuffle(wanting)
+            at = [*wanting, *self._choose.choices(range(len(rows)), k=-len(wanting) % TILE_ROWS)]
+            parts = []
+            for unit in range(expert * experts.parts, (expert + 1) * experts.parts):
+                up = owners[unit].times(rows[at], "up", layer, unit)
+                parts.append(owners[unit].times(block.activation(up), "down", layer, unit))
+            whole = pair_sum(torch.stack(parts, 1))
+            yielded |= {(row, expert): whole[place] for place, row in enumerate(wanting)}
+        weighted = [
+            torch.stack(
+                [yielded[row, one] * weight for one, weight in zip(own, weights, strict=True)]
+            )
+            for row, (own, weights) in enumerate(
+                zip(found.experts.tolist(), found.weights, strict=True)
+            )
+        ]
+        return pair_sum(torch.stack(weighted))
+
     def _mlp(self, layer: int, rows: Tensor) -> Tensor:
+        if (experts := self.decoder.layers[layer].experts) is not None:
+            return self._experts(layer, experts, rows)
         block = self.decoder.layers[layer].mlp
         sums: dict[Node, Tensor] = {}
         for rank in self.ranks:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.exact_models import MODELS, write_model
+from tests.engine.exact_models import EXPERTS, MODELS, write_model
 from tests.engine.ownership import LENGTH, SEQUENCES, Bench, Count
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
 def test_owners_drawn_at_random_have_the_bytes_of_one_process(name: str, tmp_path: Path) -> None:
     """Logits of all rows and all KV cells, over 1 to 6 ranks in 1 to 4 stages, random batches, and
     owners that change on the way.

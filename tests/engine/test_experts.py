@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
+from kvrs.elastic.shares import Share
 from kvrs.engine.layers.experts import Experts, Router, Routing
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.layers.tiles import TILE_ROWS, padded_rows, pair_sum
 from kvrs.engine.layers.units import CANONICAL, TALL, ColumnUnits, Form, Mlp, RowUnits, gated_silu
+from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.decoder import ALONE
+from kvrs.engine.models.loading import load_decoder
+from kvrs.engine.models.weights import Weights
 from kvrs.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
@@ -210,6 +214,24 @@ def test_another_order_of_experts_would_be_seen() -> None:
 
     assert same_bytes(pair_sum(weighted), total(rows))
     assert not same_bytes(pair_sum(weighted.gather(1, order)), total(rows))
+
+
+def test_a_rank_without_experts_proves_its_router_all_the_same(
+    tiny_experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It routes as the others do, and refuses a machine on which it would route otherwise."""
+    config, weights = ModelConfig.from_directory(tiny_experts), Weights(tiny_experts)
+    nothing = Share.nothing(range(config.layers), is_first=False, is_last=False)
+    mm = torch.mm
+
+    def by_height(rows: Tensor, weight: Tensor, **more: Tensor) -> Tensor:
+        found = mm(rows, weight, **more)
+        return found.add_(1e-3) if len(rows) == 64 else found
+
+    monkeypatch.setattr(torch, "mm", by_height)
+    decoder = load_decoder(config, weights, 64, torch.device("cpu"), nothing)
+
+    assert decoder.forms.experts.heights == (256, 128, 32, 16)
 
 
 def test_experts_that_are_not_here_leave_their_slots_alone() -> None:

@@ -55,8 +55,8 @@ class RoutedSums(Protocol):
         """1 where each expert's parts are all on one rank, which adds them; else all parts."""
         ...
 
-    def slots(self, count: int, rows: int, hidden: int) -> Tensor:
-        """Memory `[count, rows, hidden]`, to be written before `slots_filled`."""
+    def slots(self, count: int, rows: Tensor) -> Tensor:
+        """Memory for `count` times as much as these rows, to be written before `slots_filled`."""
         ...
 
     def slots_filled(self) -> None:
@@ -85,13 +85,12 @@ class Experts:
         """`[rows, hidden]`, in which rows of padding are zeros. `mlp`: the units that are here."""
         routing, chosen = self.router(rows, form), self.router.chosen
         of_expert = sums.slots_of_expert(layer, self.parts)
-        count, hidden = rows.shape
-        slots = sums.slots(chosen * of_expert, count, hidden)
+        slots = sums.slots(chosen * of_expert, rows)
         self._fill(slots, mlp, rows, routing.experts[:real_rows], form)
         sums.slots_filled()
-        real = slots.view(chosen, of_expert, count, hidden)[:, :, :real_rows]
+        real = slots.view(chosen, of_expert, *rows.shape)[:, :, :real_rows]
         weighted = pair_sum(real) * routing.weights[:real_rows].t().unsqueeze(-1)
-        total = rows.new_zeros(count, hidden)
+        total = torch.zeros_like(rows)
         total[:real_rows] = pair_sum(weighted.unsqueeze(0)).squeeze(0)
         return total
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kvrs.elastic.units import UnitKind
@@ -143,8 +142,8 @@ class Alone:
     def slots_of_expert(self, layer: int, parts: int) -> int:
         return 1
 
-    def slots(self, count: int, rows: int, hidden: int) -> Tensor:
-        return torch.empty(count, rows, hidden)
+    def slots(self, count: int, rows: Tensor) -> Tensor:
+        return rows.new_empty(count, *rows.shape)
 
     def slots_filled(self) -> None:
         """All rows are this process's own."""

@@ -39,14 +39,14 @@ def choose_forms(
         if layer.experts is None:
             mlp.append(_Block("mlp", width, up, _joined(inner.sums), down, even))
         else:
-            # Each takes rows of its own: never together.
+            # Each takes rows of its own: never together. All ranks route.
             more = (*down, layer.experts.router.weight)
             experts.append(_Block("experts", width, up, _joined(inner.sums), more, is_even=False))
     vocabulary = []
     if head is not None:
         vocabulary.append(_Block("head", head.matrix.shape[0], head.weights, head.joined))
     blocks = [
-        {block.shapes: block for block in of if block.weights}.values()
+        {block.shapes: block for block in of if block.all}.values()
         for of in (qkv, output, mlp, experts, vocabulary)
     ]
     proofs.check_units(unit for of in blocks for block in of for unit in block.all)
@@ -74,7 +74,7 @@ class _Block:
         return self.kind, self.width, tuple(map(shape_of, self.all)), self.is_even
 
     def is_exact(self, form: Form, device: torch.device) -> bool:
-        return self.is_even and is_exact(self.compute, form, self.width, device)
+        return is_exact(self.compute, form, self.width, device)
 
 
 def _joined(sums: Callable[[Tensor, Form], list[Tensor]]) -> Callable[[Tensor, Form], Tensor]:
@@ -86,10 +86,11 @@ def _form(blocks: Sequence[_Block], proofs: Proofs) -> Form:
     """The form of all blocks of a kind."""
     if not blocks:
         return CANONICAL
-    device = blocks[0].weights[0].device
+    device = blocks[0].all[0].device
     heights = proofs.heights(unit for block in blocks for unit in block.all)
     size_bytes = max(sum(unit.nbytes for unit in block.weights) for block in blocks)
-    if size_bytes <= TOGETHER_BYTES or device.type == "cuda":
+    is_small = size_bytes <= TOGETHER_BYTES or device.type == "cuda"
+    if is_small and all(block.is_even for block in blocks):
         together = Form(heights, together=True)
         if all(
             proofs.holds((block.shapes, together), partial(block.is_exact, together, device))

@@ -284,9 +284,9 @@ class SharedMemory:
     def slots_of_expert(self, layer: int, parts: int) -> int:
         return 1 if _has_whole_experts(self._owners[layer], parts) else parts
 
-    def slots(self, count: int, rows: int, hidden: int) -> Tensor:
-        first = self._areas.routed_slot(self._boundary)
-        return self._memory.floats(first, count * rows, hidden).view(count, rows, hidden)
+    def slots(self, count: int, rows: Tensor) -> Tensor:
+        first, (height, hidden) = self._areas.routed_slot(self._boundary), rows.shape
+        return self._memory.floats(first, count * height, hidden).view(count, height, hidden)
 
     def slots_filled(self) -> None:
         self._meet()

@@ -33,13 +33,13 @@ _LIVES: list[mmap.mmap] = []
 
 @pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
 def test_what_two_losses_need_is_proven_before(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+    dense_or_experts: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
-    config = ModelConfig.from_directory(tiny_model)
+    config = ModelConfig.from_directory(dense_or_experts)
     units = config.units_of_ranks
     groups = [range(4)] if stages == 1 else [range(3), range(3, 6)]
     layout = uneven(units, staged(units.layers, groups))
-    loaded = loaded_rank(tiny_model, config, layout)
+    loaded = loaded_rank(dense_or_experts, config, layout)
     forbid_new_proofs(monkeypatch)
 
     assert_proven(loaded, config, lost_twice(layout, units, spread=False), spread=False)
