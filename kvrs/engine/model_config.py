@@ -202,7 +202,8 @@ def _with_experts(
         if value := fields.values.get(name):
             fields.refuse(name, value, "0 or null (shared experts are not supported)")
     # Hugging Face's newer releases write the second name for all families.
-    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
+    is_older = fields.values.get("num_experts") is not None
+    name = "num_experts" if is_older else "num_local_experts"
     count, chosen = fields.integer(name), fields.integer("num_experts_per_tok")
     if chosen > count:
         fields.refuse("num_experts_per_tok", chosen, f"1 to {name} ({count})")

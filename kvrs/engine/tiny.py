@@ -25,17 +25,20 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("seed", type=int, nargs="?", default=0, metavar="SEED")
-    parser.add_argument("--pair", action="store_true", help="write a target and a draft")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--pair", action="store_true", help="write a target and a draft")
+    kinds.add_argument("--experts", type=int, metavar="N", help="write a mixture of so many")
     parser.add_argument("--acceptance", type=float, default=0.6, help="of drafts (default 0.6)")
-    experts = parser.add_argument_group("mixtures of experts")
-    experts.add_argument("--experts", type=int, metavar="N", help="write one of so many experts")
-    experts.add_argument("--chosen", type=int, metavar="N", help="experts of a token (default 2)")
-    experts.add_argument("--skew", type=float, default=0.0, help="of the router (default 0)")
-    experts.add_argument(
-        "--family", choices=FAMILIES, default=FAMILIES[0], help=f"(default {FAMILIES[0]})"
-    )
+    experts = parser.add_argument_group("with --experts")
+    experts.add_argument("--chosen", type=int, metavar="N", help="by each token (default 2)")
+    experts.add_argument("--skew", type=float, help="of the router (default 0)")
+    experts.add_argument("--family", choices=FAMILIES, help=f"(default {FAMILIES[0]})")
     experts.add_argument("--large", action="store_true", help="with 1 GB of weights (mixtral)")
     options = parser.parse_args()
+    if options.experts is None:
+        for name in ("chosen", "skew", "family", "large"):
+            if getattr(options, name):
+                parser.error(f"--{name}: allowed with --experts only")
     try:
         if options.experts is not None:
             _write_experts(options)
@@ -51,8 +54,12 @@ def main() -> None:
 def _write_experts(options: argparse.Namespace) -> None:
     """Raises ConfigError: an option is wrong, or the directory has another model."""
     make = ExpertsModel.large if options.large else ExpertsModel.tiny
-    chosen = 2 if options.chosen is None else options.chosen
-    model = make(options.family, experts=options.experts, chosen=chosen, skew=options.skew)
+    model = make(
+        options.family or FAMILIES[0],
+        experts=options.experts,
+        chosen=2 if options.chosen is None else options.chosen,
+        skew=options.skew or 0.0,
+    )
     write_experts_model(options.directory, model, options.seed)
 
 

@@ -144,9 +144,12 @@ def test_the_command_writes_a_model_and_names_wrong_options(tmp_path: Path) -> N
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     wrong = tiny("--experts", "8", "--chosen", "9")
+    alone = tiny("--skew", "1")
     right = tiny("--experts", "8", "--chosen", "2", "--skew", "1")
 
     assert wrong.returncode == 2
     assert "--chosen: got 9; allowed: 1 to the number of experts (8)" in wrong.stderr
+    assert alone.returncode == 2
+    assert "--skew: allowed with --experts only" in alone.stderr
     assert (right.returncode, right.stderr) == (0, "")
     assert Worker(tmp_path / "model", EngineSettings(pages=8)).vocab_size == 512
