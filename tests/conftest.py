@@ -67,8 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Items and modules live until the end: the garbage collector passes over them from now on,
-    which saves 6 % of the CPU time of tests.
+    which saves 6 % of the CPU time of tests. It collects less often, which saves as much again.
     """
+    gc.set_threshold(5_000, 10, 10)
     gc.enable()
     gc.collect()
     gc.freeze()
