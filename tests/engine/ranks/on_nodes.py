@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,7 +23,9 @@ from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.handshake import introduce
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, page_socket
+from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.processes import says_ready
 
 SECRET = b"a secret of the tests, long enough"
 D0 = InstanceId("d0")
@@ -77,23 +80,26 @@ def closing(head: RanksOnNodes) -> Iterator[RanksOnNodes]:
 @contextmanager
 def hosting(
     config: Config, directory: Path, stage: int = 1, of: InstanceId = D0
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ForkedProcess]:
     """The host of a stage of an instance, which listens."""
     path = directory / "stage.yaml"
     path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "kvrs.engine.ranks.host", "--config", str(path)]
-    with subprocess.Popen(
-        [*command, "--instance", of, "--stage", str(stage)],
-        env=os.environ | {ENV_NAME: SECRET.decode(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as host:
+    with tempfile.NamedTemporaryFile(dir=directory) as output:
+        host = ForkedProcess(
+            "kvrs.engine.ranks.host",
+            *("--config", str(path), "--instance", of, "--stage", str(stage)),
+            environment=os.environ | {ENV_NAME: SECRET.decode(), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=sys.__stderr__ or sys.stderr,
+        )
         try:
-            assert host.stdout is not None
-            assert host.stdout.readline() == "ready\n"
+            while not says_ready(Path(output.name)):
+                assert host.poll() is None
+                time.sleep(0.01)
             yield host
         finally:
             host.kill()
+            host.wait()
 
 
 def head_of(

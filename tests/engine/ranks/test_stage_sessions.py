@@ -40,6 +40,7 @@ from kvrs.engine.worker import Worker
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.forked import ForkedProcess
 from tests.engine.ranks.on_nodes import (
     D0,
     TOKENS,
@@ -78,7 +79,7 @@ def config(tiny_model: Path) -> Config:
 @pytest.fixture(scope="module")
 def hosts(
     config: Config, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[subprocess.Popen[str]]]:
+) -> Iterator[list[ForkedProcess]]:
     directory = tmp_path_factory.mktemp("hosts")
     with ExitStack() as stack:
         yield [stack.enter_context(hosting(config, directory, stage)) for stage in (0, 1)]
@@ -95,7 +96,7 @@ _epochs = [0]
 
 
 def test_a_later_process_finds_hosts_as_they_were(
-    config: Config, hosts: list[subprocess.Popen[str]], epoch: int
+    config: Config, hosts: list[ForkedProcess], epoch: int
 ) -> None:
     """With the same ranks, and with the bytes of one process; its sessions are new."""
     worker = Worker(model_of(config), config.cluster.engine)
@@ -117,7 +118,7 @@ def test_a_later_process_finds_hosts_as_they_were(
 
 
 def test_a_later_process_takes_the_hosts_from_one_that_is_served(
-    config: Config, hosts: list[subprocess.Popen[str]], epoch: int
+    config: Config, hosts: list[ForkedProcess], epoch: int
 ) -> None:
     """The earlier one ends; it is not served again, and nobody else notices."""
     worker = Worker(model_of(config), config.cluster.engine)
@@ -140,14 +141,14 @@ def test_a_later_process_takes_the_hosts_from_one_that_is_served(
 
 
 def test_a_process_that_was_stopped_reaches_nothing_when_it_goes_on(
-    config: Config, hosts: list[subprocess.Popen[str]], epoch: int, tmp_path: Path
+    config: Config, hosts: list[ForkedProcess], epoch: int, tmp_path: Path
 ) -> None:
     """In the middle of batches, of pages that another process uses meanwhile. It connects again,
     and is refused by name.
     """
     worker = Worker(model_of(config), config.cluster.engine)
     command = [sys.executable, "-m", "tests.engine.ranks.old_head"]
-    path = Path(str(hosts[0].args[4]))  # type: ignore[index]
+    path = Path(hosts[0].args[2])
     with subprocess.Popen(
         [*command, str(path), str(epoch)], stdout=subprocess.PIPE, text=True
     ) as old:
@@ -195,7 +196,7 @@ WIRE = WireChunk([1, 2, 3], 0, [5], 1, 0)
 )
 async def test_a_link_that_begins_wrongly_is_refused_by_name(
     config: Config,
-    hosts: list[subprocess.Popen[str]],
+    hosts: list[ForkedProcess],
     epoch: int,
     begin: Any,
     instance: str,
@@ -233,7 +234,7 @@ async def test_a_link_that_begins_wrongly_is_refused_by_name(
 )
 async def test_a_batch_that_is_wrong_is_refused_by_name(
     config: Config,
-    hosts: list[subprocess.Popen[str]],
+    hosts: list[ForkedProcess],
     epoch: int,
     changed: dict[str, Any],
     reason: str,
@@ -282,7 +283,7 @@ async def test_a_batch_that_is_wrong_is_refused_by_name(
     ],
 )
 async def test_an_order_for_pages_that_is_wrong_is_refused_by_name(
-    config: Config, hosts: list[subprocess.Popen[str]], epoch: int, order: Any, reason: str
+    config: Config, hosts: list[ForkedProcess], epoch: int, order: Any, reason: str
 ) -> None:
     """`order`: session and epoch beside the right ones."""
     batches, ready = await opened(config, epoch, BATCHES)
@@ -309,7 +310,7 @@ async def test_an_order_for_pages_that_is_wrong_is_refused_by_name(
 
 
 async def test_a_new_session_waits_for_the_last_batch_of_the_one_before(
-    config: Config, hosts: list[subprocess.Popen[str]], epoch: int
+    config: Config, hosts: list[ForkedProcess], epoch: int
 ) -> None:
     """Its pages may be written until then."""
     link, ready = await opened(config, epoch, BATCHES)
