@@ -1,4 +1,4 @@
-"""Full pages of which cells are gone."""
+"""Full pages of which cells are gone, or have not come yet."""
 
 from collections.abc import Callable
 
@@ -29,6 +29,21 @@ class DamagedPages:
             self._gone[page] = self._gone.get(page, frozenset()) | gone(page)
         self._mended.clear()
 
+    def begin(self, page: int, gone: frozenset[Cell]) -> None:
+        """A page with a tag lacks these cells, and is not found by the tag otherwise."""
+        tag = self._tags[page]
+        assert tag is not None, "a damaged page has a tag"
+        assert tag not in self.by_tag, "one damaged page of a tag"
+        self.by_tag[tag] = page
+        self._gone[page] = gone
+
+    def end(self, page: int) -> None:
+        """It is whole."""
+        tag = self._tags[page]
+        assert tag is not None, "a damaged page has a tag"
+        del self.by_tag[tag], self._gone[page]
+        self._mended.discard(page)
+
     def is_mended(self, page: int) -> bool:
         """The page went to an owner since the last loss."""
         return page in self._mended
@@ -46,6 +61,10 @@ class DamagedPages:
         """These cells of a page were written, after the last time that it lost any."""
         if (gone := self._gone.get(page)) is not None:
             self._gone[page] = gone - cells
+
+    def lack(self, page: int, cells: frozenset[Cell]) -> None:
+        """These cells of a damaged page are gone too."""
+        self._gone[page] |= cells
 
     def spoil(self, page: int) -> None:
         """Nothing is left of a page, if it was damaged: it is about to be written from its start,

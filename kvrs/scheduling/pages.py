@@ -5,15 +5,15 @@ their prefix, evicted least recently released first. Leases on retained pages ar
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvrs.ids import StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.damaged_pages import DamagedPages
+from kvrs.scheduling.page_leases import LeaseEnds, PageLease
+from kvrs.scheduling.page_parts import PageParts
 from kvrs.scheduling.replicas import ReplicaPages
 
 # A page is in exactly one state. References are hard pins (a sequence that computes, a peer that is
@@ -30,11 +30,12 @@ from kvrs.scheduling.replicas import ReplicaPages
 #   from          event                                  to
 #   free          allocate                               hard-pinned
 #   replica       allocate (its tag is forgotten)        hard-pinned
-#   replica       match, pin (a replica no more)         hard-pinned
+#   replica       match, pin, lend (a replica no more)   hard-pinned
+#   replica       expect                                 hard-pinned
 #   cached        allocate (its tag is forgotten)        hard-pinned
-#   cached        match, pin                             hard-pinned
+#   cached        match, pin, lend                       hard-pinned
 #   cached        lose                                   damaged
-#   damaged       mend                                   hard-pinned
+#   damaged       mend, expect, lend                     hard-pinned
 #   soft-pinned   match, pin                             hard-pinned
 #   hard-pinned   last reference gone, leased            soft-pinned
 #   hard-pinned   last reference gone, it has arrived    replica
@@ -43,65 +44,14 @@ from kvrs.scheduling.replicas import ReplicaPages
 #   soft-pinned   last lease ends, or gives the page up  cached if tagged, else free
 #
 # A soft-pinned page without a tag is the partial last page of a hand-off, found by its lease only.
-# A damaged page lacks cells: it is found by `mend` only, until it is registered again or spoiled.
+# A damaged page lacks cells: it is found by `mend` only, until it is registered again, spoiled, or
+# has been brought them. It may be a replica that has come in part, or lent for what it lacks.
 # It may be hard-pinned. One owner at a time mends it; those that had it before may only read it, or
 # write what its tag names.
 
 # Lease on the pages of streams that are moved away from a draining instance: their next attempts
 # fetch them at once, or not at all.
 MOVED_KEPT_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _PageLease:
-    key: StreamId
-    pages: list[int]  # Leading pages that are intact: memory pressure takes them from the end.
-    tokens: int
-    until_s: float
-
-
-class _LeaseEnds:
-    """Leases by their end.
-
-    Entries are (until_s, number, lease). A renewal leaves the entry behind, so its time is a lower
-    bound of the lease's; the entry of a lease that is gone stays until it surfaces. The number only
-    breaks ties.
-    """
-
-    def __init__(self, leases: Mapping[StreamId, _PageLease]) -> None:
-        self._leases = leases
-        self._ends: list[tuple[float, int, _PageLease]] = []
-        self._entries_made = 0
-
-    def add(self, lease: _PageLease) -> None:
-        heappush(self._ends, self._entry(lease))
-        if (
-            len(self._ends) > 2 * len(self._leases) + 64
-        ):  # Mostly entries of leases that ended early.
-            self._ends = [self._entry(lease) for lease in self._leases.values()]
-            heapify(self._ends)
-
-    def first(self) -> _PageLease | None:
-        while self._ends:
-            until_s, _, lease = self._ends[0]
-            if self._leases.get(lease.key) is not lease:
-                heappop(self._ends)
-            elif lease.until_s != until_s:
-                heapreplace(self._ends, self._entry(lease))
-            else:
-                return lease
-        return None
-
-    def check(self) -> None:
-        alive = {id(lease) for _, _, lease in self._ends}
-        assert all(id(lease) in alive for lease in self._leases.values()), (
-            "a lease that would never end"
-        )
-        assert all(until_s <= lease.until_s for until_s, _, lease in self._ends)
-
-    def _entry(self, lease: _PageLease) -> tuple[float, int, _PageLease]:
-        self._entries_made += 1
-        return lease.until_s, self._entries_made, lease
 
 
 class PageRecords(Protocol):
@@ -138,8 +88,9 @@ class PageManager:
         self.replicas = ReplicaPages()
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
         self._hard_pinned = 0
-        self._leases: dict[StreamId, _PageLease] = {}
-        self._ends = _LeaseEnds(self._leases)
+        self._leases: dict[StreamId, PageLease] = {}
+        self._ends = LeaseEnds(self._leases)
+        self.parts = PageParts(self, self._tags, self._page_by_tag, self._soft_pins)
 
     @property
     def free_pages(self) -> int:
@@ -239,15 +190,18 @@ class PageManager:
             self._cached[page] = None
         self._free = [page for page in self._free if self._tags[page] is None]
 
-    def pin(self, page: int) -> None:
-        """One more reference to a page that is not free."""
+    def pin(self, page: int, *, as_replica: bool = False) -> None:
+        """One more reference to a page that is not free; `as_replica`: it stays one, if it is."""
         if self.references[page] == 0:
             assert self._tags[page] is not None or self._soft_pins[page], (
                 f"page {page} is free: there is nothing in it to pin"
             )
             self._hard_pinned += 1
             self._cached.pop(page, None)
-        self.replicas.leave(page)
+            if as_replica:
+                self.replicas.unsettle(page)
+        if not as_replica:
+            self.replicas.leave(page)
         self.references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -259,6 +213,7 @@ class PageManager:
             self.references[page] -= 1
             if self.references[page] == 0:
                 self._hard_pinned -= 1
+                self.parts.lent.discard(page)
                 self._settle(page)
 
     # Leases.
@@ -278,7 +233,7 @@ class PageManager:
             self._cached.pop(page, None)
             self.replicas.leave(page)
         self.unretain([key])
-        lease = _PageLease(key, list(pages), tokens, until_s)
+        lease = PageLease(key, list(pages), tokens, until_s)
         self._leases[key] = lease
         self._ends.add(lease)
 
@@ -356,7 +311,7 @@ class PageManager:
         None: there is none, or another owner mends it.
         """
         page = self.damaged.by_tag.get(tag)
-        if page is None or self.bases[page] != base:
+        if page is None or page in self.parts.lent or self.bases[page] != base:
             return None
         if self.damaged.is_mended(page) and self.references[page]:
             return None

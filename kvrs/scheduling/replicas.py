@@ -14,6 +14,7 @@ from typing import Protocol
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
+from kvrs.scheduling.page_parts import Cells, PageParts
 
 _MAX_STREAMS = (
     4096  # Whose tags are known; beyond it the one that was quiet for longest is dropped.
@@ -61,6 +62,12 @@ class ReplicaPages:
         self._idle += 1
         return True
 
+    def unsettle(self, page: int) -> None:
+        """The page has a pin again, since more of it arrives."""
+        if (stream := self._stream_of.get(page)) is not None:
+            self._pages[stream][page] = False
+            self._idle -= 1
+
     def leave(self, page: int) -> None:
         """The page is an own stream's, or did not arrive: no replica, if it was one."""
         if (stream := self._stream_of.pop(page, None)) is None:
@@ -107,6 +114,7 @@ class ReplicaPool(Protocol):
 
     pages: int
     replicas: ReplicaPages
+    parts: PageParts
 
     def holds(self, tag: Tag) -> bool: ...
     def allocate_replica(self, stream: StreamId) -> int | None: ...
@@ -121,92 +129,140 @@ class _Known:
     """
 
     tags: list[Tag] = field(default_factory=list)
-    held: int = 0
+    held: dict[Cells | None, int] = field(default_factory=dict)  # By the part; None: whole ones.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRun:
-    """A range of pages that arrives."""
+    """A range of pages that arrives, or of these cells of them."""
 
     stream: StreamId
     tags: Sequence[Tag]
     taken: Sequence[int | None]  # Of each tag the page that it comes into; None: it is dropped.
+    cells: Cells | None = None
 
 
 class ReplicaBook:
     """The answers of an instance to those that send it pages, and its reports of them.
 
+    Parts of a page come apart from each other, those of a stage from the host that computes it. A
+    page is found and reported once it has all; before, what has come may be lent.
+
     What a page has in it follows from its tag, and senders have the cluster's secret and the same
     fingerprint, so a late sender brings what is true all the same: no attempt has to be fenced.
     """
 
-    def __init__(self, pool: ReplicaPool, share: float, clock: Callable[[], float]) -> None:
-        """`share`: of the pool's pages at most so many are replicas."""
-        self._pool, self._clock = pool, clock
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        share: float,
+        clock: Callable[[], float],
+        whole: Cells = frozenset(),
+    ) -> None:
+        """`share`: of the pool's pages at most so many are replicas; `whole`: all cells of a page,
+        where parts come.
+        """
+        self._pool, self._clock, self._whole = pool, clock, whole
         pool.replicas.most = int(share * pool.pages)
         self._known: OrderedDict[StreamId, _Known] = OrderedDict()
         self._changed_s: dict[StreamId, float] = {}
 
-    def offer(self, stream: StreamId, tags: Sequence[Tag]) -> HeldPages:
-        """The stream's pages are to come, as far as they are not here."""
+    def offer(self, stream: StreamId, tags: Sequence[Tag], cells: Cells | None = None) -> HeldPages:
+        """The stream's pages are to come, or these cells of each, as far as they are not here."""
         if not self._pool.replicas.most:
             return HeldPages(StoreCode.FULL, 0)
         self._know(stream, 0, tags)
-        self._known[stream].held = 0  # Looked at anew, whatever has become of its pages.
-        return self.held(stream)
+        self._known[stream].held.clear()  # Looked at anew, whatever has become of its pages.
+        return self.held(stream, cells)
 
-    def begin(self, stream: StreamId, first_page: int, tags: Sequence[Tag]) -> ReplicaRun:
-        """Take pages for these, up to the first for which there is none; nothing behind a gap."""
-        has_gap = first_page > self.held(stream).pages
+    def begin(
+        self,
+        stream: StreamId,
+        first_page: int,
+        tags: Sequence[Tag],
+        cells: Cells | None = None,
+        most: int | None = None,
+    ) -> ReplicaRun:
+        """Take pages for these, up to the first for which there is none, at most so many; nothing
+        behind a gap.
+        """
+        self._look_at_lost()
+        has_gap = first_page > self.held(stream, cells).pages
         self._know(stream, first_page, tags)
         taken: list[int | None] = []
+        left = len(tags) if most is None else most
         for tag in tags:
             page = None
-            if not has_gap and not self._pool.holds(tag):
-                page = self._pool.allocate_replica(stream)
+            if not has_gap and not self._has(tag, cells):
+                if left and cells is None:
+                    page = self._pool.allocate_replica(stream)
+                elif left:
+                    page = self._pool.parts.expect(stream, tag, self._whole)
                 has_gap = page is None
+                left -= 1
             taken.append(page)
-        return ReplicaRun(stream, tags, taken)
+        return ReplicaRun(stream, tags, taken, cells)
 
     def arrived(self, run: ReplicaRun, index: int) -> None:
-        """The whole page is in its place, and may be found."""
+        """The whole page is in its place, and may be found; or its part is."""
         page = run.taken[index]
         assert page is not None
-        self._pool.register(page, run.tags[index])
+        if run.cells is None:
+            self._pool.register(page, run.tags[index])
+        else:
+            self._pool.parts.brought(page, run.tags[index], run.cells)
 
     def end(self, run: ReplicaRun) -> HeldPages:
         """Nothing of it is written any more; what has not arrived is free."""
-        self._pool.release([page for page in run.taken if page is not None])
+        taken = [page for page in run.taken if page is not None]
+        if run.cells is None:
+            self._pool.release(taken)
+        for page in () if run.cells is None else reversed(taken):
+            self._pool.parts.leave(page, self._whole)
         self._changed_s[run.stream] = self._clock()
-        return self.held(run.stream)
+        return self.held(run.stream, run.cells)
 
-    def held(self, stream: StreamId) -> HeldPages:
-        """How many leading pages of the stream are here. Of those that own streams have used since
-        some may be gone: what is missing then is computed.
+    def held(self, stream: StreamId, cells: Cells | None = None) -> HeldPages:
+        """How many leading pages of the stream are here, or have these cells. Of those that own
+        streams have used since some may be gone: what is missing then is computed.
         """
         if (known := self._known.get(stream)) is None:
             return HeldPages(StoreCode.OK, 0)
-        while known.held < len(known.tags) and self._pool.holds(known.tags[known.held]):
-            known.held += 1
-        return HeldPages(StoreCode.OK, known.held)
+        held = known.held.get(cells, 0)
+        while held < len(known.tags) and self._has(known.tags[held], cells):
+            held += 1
+        known.held[cells] = held
+        return HeldPages(StoreCode.OK, held)
 
     def changed(self) -> Mapping[StreamId, int]:
         """Leading pages of the streams whose replicas have changed within the last seconds."""
-        now_s, lost = self._clock(), self._pool.replicas.lost
-        for stream in lost:
-            if (known := self._known.get(stream)) is not None:
-                known.held, self._changed_s[stream] = 0, now_s
-        lost.clear()
+        self._look_at_lost()
+        now_s = self._clock()
         for stream, at_s in [*self._changed_s.items()]:
             if at_s < now_s - _REPORTED_S:
                 del self._changed_s[stream]
         return {stream: self.held(stream).pages for stream in self._changed_s}
 
+    def _look_at_lost(self) -> None:
+        lost = self._pool.replicas.lost
+        for stream in lost:
+            if (known := self._known.get(stream)) is not None:
+                self._changed_s[stream] = self._clock()
+                known.held.clear()
+        lost.clear()
+
+    def _has(self, tag: Tag, cells: Cells | None) -> bool:
+        return self._pool.holds(tag) if cells is None else self._pool.parts.has(tag, cells)
+
     def _know(self, stream: StreamId, first_page: int, tags: Sequence[Tag]) -> None:
         known = self._known.setdefault(stream, _Known())
         self._known.move_to_end(stream)
-        if first_page <= len(known.tags):
+        # Parts of a page come apart: of those that are known, another one may have been the last.
+        overlap = known.tags[first_page : first_page + len(tags)]
+        if overlap == [*tags[: len(overlap)]] and first_page <= len(known.tags):
+            known.tags += tags[len(overlap) :]
+        elif first_page <= len(known.tags):
             known.tags[first_page:] = tags
-            known.held = min(known.held, first_page)
+            known.held = {part: min(held, first_page) for part, held in known.held.items()}
         while len(self._known) > _MAX_STREAMS:
             self._known.popitem(last=False)
