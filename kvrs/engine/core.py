@@ -19,6 +19,7 @@ from kvrs.engine.worker import ModelWorker
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
@@ -28,7 +29,7 @@ from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Pull, Sequence, SequencePhase, pages_for
 from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
-from kvrs.transfer.puller import RecentFetches
+from kvrs.transfer.puller import RecentReports
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +71,7 @@ class EngineCore(RunCore):
         # Pages of streams that were computed, or had arrived, when cells were lost.
         self.missing_pages: dict[StreamId, int] = {}
         self.held_pages: dict[StreamId, int] = {}  # Of these, what an agent holds.
+        self.replicated_pages: dict[StreamId, int] = {}  # And what comes with a loan.
         # By the base of a page, until all runs have begun again.
         self._lost_cells: dict[int, frozenset[Cell]] = {}
         self.worker = worker
@@ -84,7 +86,7 @@ class EngineCore(RunCore):
         # Transfers to the pages of sequences that began again, which were under way then.
         self._coming: dict[Sequence, asyncio.Task[None]] = {}
         self.fetched_pages = 0  # From other instances and agents, since the start.
-        self.recent_fetches = RecentFetches(clock)
+        self.recent_fetches = RecentReports[FetchReport](clock)
         # Lease on the pages of an aborted run: its stream may fetch them from elsewhere.
         self.keep_aborted_s = 0.0
         self._bug: BaseException | None = None  # To be raised by `run`.
@@ -128,6 +130,11 @@ class EngineCore(RunCore):
             for run in self._runs.values()
             if (held := max(self._held_by_agents(run).values(), default=0))
         }
+        self.replicated_pages = {
+            run.sequence.stream: count
+            for run in self._runs.values()
+            if (count := max((hook.replicated(run) for hook in self.hooks), default=0))
+        }
         for base, gone in cells.items():
             self._lost_cells[base] = self._lost_cells.get(base, frozenset()) | gone
         self.wake()
@@ -160,8 +167,9 @@ class EngineCore(RunCore):
                 if self._lost_cells and not self._in_flight:
                     self._restart_runs()
                 self.pages.expire(self._clock())
-                for pull in self.scheduler.admit():
-                    self._start_pull(pull)
+                if all(hook.admits() for hook in self.hooks):
+                    for pull in self.scheduler.admit():
+                        self._start_pull(pull)
                 self.admission_wait.observe(
                     self._clock(), self.scheduler.departures, self.scheduler.full
                 )

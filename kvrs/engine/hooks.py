@@ -49,6 +49,16 @@ class StepHook:
         """How many leading full pages of the run each of its agents has stored."""
         return {}
 
+    def replicated(self, run: GenerationRun) -> int:
+        """How many leading full pages of the run have, at an instance that would lend a lost stage,
+        what is lost here.
+        """
+        return 0
+
+    def admits(self) -> bool:
+        """Runs may get pages now."""
+        return True
+
     def on_lost(self) -> None:
         """Wait, in the computing thread, until lost ranks do not keep the worker from computing.
 

@@ -67,6 +67,11 @@ class RunCore(ABC):
         """How many runs were accepted and have not ended."""
         return len(self._runs)
 
+    @property
+    def under_way(self) -> list[GenerationRun]:
+        """Those runs."""
+        return list(self._runs.values())
+
     def submit(self, run: GenerationRun) -> None:
         """Begin a run, and end lower attempts at the same stream.
 

@@ -249,6 +249,14 @@ class CheckpointBacklog:
             if delivery.holder == holder:
                 delivery.offered = False
 
+    def moved(self, holder: InstanceId) -> None:
+        """Another one stands in its place, of which nothing is known."""
+        for delivery in self._current.values():
+            if delivery.holder == holder:
+                lag_pages = delivery.lag_pages
+                delivery.offered, delivery.held_pages = False, 0
+                self._settle(delivery, lag_pages)
+
     def missed(self, delivery: CheckpointDelivery) -> None:
         """The delivery's next page was evicted before it was sent. A preempted sequence will
         compute it again.
@@ -271,6 +279,10 @@ class CheckpointBacklog:
     def endings(self, holder: InstanceId) -> list[CheckpointDelivery]:
         """Deliveries that still wait though their sequence has ended."""
         return [delivery for delivery in self._holders[holder].waiting if delivery.ended]
+
+    def lag_of(self, holder: InstanceId) -> int:
+        """The part of the lag that is that holder's."""
+        return sum(delivery.lag_pages for delivery in self._holders[holder].waiting)
 
     @property
     def busy_holders(self) -> int:

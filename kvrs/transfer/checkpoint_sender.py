@@ -31,6 +31,29 @@ _MAX_RANGES = 1024  # Of one batch: a STORE stays far below the largest frame.
 DueRange = tuple[CheckpointDelivery, int, int]  # The first page and the end of what is sent next.
 
 
+class PageCarrier(Protocol):
+    """The engine whose pages are sent."""
+
+    def is_over(self, delivery: CheckpointDelivery) -> bool:
+        """The stream of a sequence that has ended needs no checkpoint any more."""
+        ...
+
+    async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
+        """Raises TransferError: the agent does not answer."""
+        ...
+
+    async def send(
+        self, agent: Peer, ranges: Sequence[DueRange]
+    ) -> list[tuple[int, HeldPages] | None]:
+        """Send the leading pages of each range that are there: how many, and the agent's answer;
+        None: not even the first is.
+
+        Raises:
+            TransferError: they cannot be read, or the agent does not answer.
+        """
+        ...
+
+
 class Pusher(Protocol):
     """`kvrs.transfer.pusher.PagePusher`. Both raise TransferError."""
 
@@ -42,10 +65,10 @@ class Pusher(Protocol):
 
 
 class PageLender(Protocol):
-    """The engine whose pages are sent."""
+    """An engine whose pages are sent out of its own memory."""
 
     def is_over(self, delivery: CheckpointDelivery) -> bool:
-        """The stream of a sequence that has ended needs no checkpoint any more."""
+        """`PageCarrier.is_over`."""
         ...
 
     def lend(
@@ -60,21 +83,45 @@ class PageLender(Protocol):
         ...
 
 
+class PushedPages:
+    """The `PageCarrier` of such an engine."""
+
+    def __init__(self, lender: PageLender, pusher: Pusher) -> None:
+        self._lender, self._pusher = lender, pusher
+        self.is_over = lender.is_over
+
+    async def offer(self, agent: Peer, delivery: CheckpointDelivery) -> HeldPages:
+        return await self._pusher.offer(
+            agent, delivery.claim, delivery.reserved_bytes, delivery.known_tags
+        )
+
+    async def send(
+        self, agent: Peer, ranges: Sequence[DueRange]
+    ) -> list[tuple[int, HeldPages] | None]:
+        async with self._lender.lend(ranges) as lent:
+            batch = [
+                StoredPages(delivery.claim, first, tags, views)
+                for (delivery, first, _), views in zip(ranges, lent, strict=True)
+                if (tags := delivery.tags(first, first + len(views)))
+            ]
+            answers = iter(await self._pusher.store(agent, batch) if batch else ())
+            return [(len(views), next(answers)) if views else None for views in lent]
+
+
 class CheckpointSender:
     """One per instance. All methods run on its event loop."""
 
     def __init__(
         self,
         backlog: CheckpointBacklog,
-        lender: PageLender,
-        pusher: Pusher,
+        carrier: PageCarrier,
         agents: Mapping[InstanceId, Peer],
         settings: BackupSettings,
         staging_pages: int,
         clock: Callable[[], float],
     ) -> None:
         self.lent_pages = 0
-        self._backlog, self._lender, self._pusher = backlog, lender, pusher
+        self._backlog, self._carrier = backlog, carrier
         self._agents = dict(agents)
         self._settings, self._staging_pages, self._clock = settings, staging_pages, clock
         self._senders: asyncio.TaskGroup | None = None
@@ -150,12 +197,10 @@ class CheckpointSender:
         """
         agent = peer.instance
         for delivery in self._backlog.endings(agent):
-            if self._lender.is_over(delivery):
+            if self._carrier.is_over(delivery):
                 self._backlog.drop(delivery)
         for delivery in self._backlog.offers(agent, self._clock()):
-            held = await self._pusher.offer(
-                peer, delivery.claim, delivery.reserved_bytes, delivery.known_tags
-            )
+            held = await self._carrier.offer(peer, delivery)
             self._backlog.offered(delivery, held, self._clock())
         budget = await self._budget()
         ranges = list(islice(self._backlog.ranges(agent, self._clock(), budget), _MAX_RANGES))
@@ -171,22 +216,15 @@ class CheckpointSender:
 
     async def _send(self, peer: Peer, ranges: Sequence[DueRange]) -> int:
         """Send what there is of these ranges; returns how many pages that were."""
-        async with self._lender.lend(ranges) as lent:
-            batch = [
-                (delivery, StoredPages(delivery.claim, first, tags, views))
-                for (delivery, first, _), views in zip(ranges, lent, strict=True)
-                if (tags := delivery.tags(first, first + len(views)))
-            ]
-            for (delivery, _, _), views in zip(ranges, lent, strict=True):
-                if not views:
-                    self._backlog.missed(delivery)
-            if not batch:
-                return 0
-            answers = await self._pusher.store(peer, [stored for _, stored in batch])
-        now_s = self._clock()
-        for (delivery, stored), held in zip(batch, answers, strict=True):
-            self._backlog.stored(delivery, stored.first_page, held, now_s)
-        return sum(len(stored.pages) for _, stored in batch)
+        answers = await self._carrier.send(peer, ranges)
+        now_s, sent = self._clock(), 0
+        for (delivery, first, _), answer in zip(ranges, answers, strict=True):
+            if answer is None:
+                self._backlog.missed(delivery)
+            else:
+                self._backlog.stored(delivery, first, answer[1], now_s)
+                sent += answer[0]
+        return sent
 
     async def _budget(self) -> int:
         """How many pages may be lent for one agent: an equal share, so that a stalled one leaves

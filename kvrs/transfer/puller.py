@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Generic, TypeVar
 
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import DamagedPageError, TransferError
@@ -13,7 +14,7 @@ from kvrs.ids import NodeId
 from kvrs.protocol import frames
 from kvrs.protocol.cell_checksums import checksum_of
 from kvrs.protocol.frames import ANSWER_BYTES, AnswerHeader, FrameType
-from kvrs.protocol.instance import FetchReport, LinkReport
+from kvrs.protocol.instance import LinkReport
 from kvrs.protocol.page_messages import ProbeFrame, PullFrame, TrafficClass
 from kvrs.protocol.session import SEALED_ANSWER_BYTES
 from kvrs.transfer.connections import ConnectionPool, PageConnection
@@ -299,20 +300,23 @@ class _Metered:
         return self._arrivals.look() or (read, self._clock(), 0.0)
 
 
-class RecentFetches:
-    """Fetches of attempts that have ended within the last seconds, for load reports."""
+Report = TypeVar("Report")
+
+
+class RecentReports(Generic[Report]):
+    """Reports of what has ended within the last seconds, for load reports."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ended: deque[tuple[float, FetchReport]] = deque(maxlen=_MOST_RECENT)
+        self._ended: deque[tuple[float, Report]] = deque(maxlen=_MOST_RECENT)
 
-    def note(self, fetch: FetchReport) -> None:
-        self._ended.append((self._clock(), fetch))
+    def note(self, report: Report) -> None:
+        self._ended.append((self._clock(), report))
 
-    def reports(self) -> list[FetchReport]:
+    def reports(self) -> list[Report]:
         while self._ended and self._clock() - self._ended[0][0] > _RECENT_S:
             self._ended.popleft()
-        return [fetch for _, fetch in self._ended]
+        return [report for _, report in self._ended]
 
 
 def _with_prologues(pages: Sequence[memoryview]) -> list[memoryview]:

@@ -55,9 +55,13 @@ def agents_of(config: Config) -> dict[InstanceId, Peer]:
 
 
 def holders_of(config: Config, own: InstanceId) -> dict[InstanceId, Peer]:
-    """Where this instance sends the pages of its streams, as requests name them."""
+    """Where this instance sends the pages of its streams, as requests name them; one of a group
+    sends them along the ring of its stages instead.
+    """
     if config.backup.mode is not BackupMode.PEER:
         return agents_of(config)
+    if config.cluster.find(own)[1].group is not None:
+        return {}
     return {name: peer for name, peer in peers_of(config).items() if name != own}
 
 

@@ -17,6 +17,7 @@ from kvrs.protocol.instance import (
     Capability,
     ConnectorReport,
     FenceRequest,
+    FetchReport,
     InstanceInfo,
     LeaseAnswer,
     LeaseUpdate,
@@ -26,7 +27,7 @@ from kvrs.protocol.instance import (
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.secrets import Scope
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
-from kvrs.transfer.puller import PagePuller, RecentFetches
+from kvrs.transfer.puller import PagePuller, RecentReports
 from kvrs.transfer.pusher import PagePusher
 from kvrs.vllm.tracked import Counts
 
@@ -43,7 +44,7 @@ class Served(Protocol):
     geometry: KvGeometry
     epoch: int
     counts: Counts
-    recent: RecentFetches
+    recent: RecentReports[FetchReport]
     backlog: CheckpointBacklog
 
     def off_reason(self) -> str | None: ...

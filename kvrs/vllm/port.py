@@ -25,10 +25,10 @@ from kvrs.protocol.page_messages import Identity
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.tls import load_certificates
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
-from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange
+from kvrs.transfer.checkpoint_sender import CheckpointSender, DueRange, PushedPages
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Peer
-from kvrs.transfer.puller import PagePuller, RecentFetches
+from kvrs.transfer.puller import PagePuller, RecentReports
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.registry import agents_of, probe_links, with_own_memory
 from kvrs.transfer.send_faults import SendingFaults
@@ -61,7 +61,7 @@ class ConnectorPort:
         epoch: int,
     ) -> None:
         self.counts = Counts()
-        self.recent = RecentFetches(time.monotonic)
+        self.recent: RecentReports[FetchReport] = RecentReports(time.monotonic)
         self._config, self.node, self.settings, self._ring = config, node, settings, ring
         self.geometry, self.fingerprint = geometry, fingerprint
         self.staging, self._request_copy, self.off_reason = staging, request_copy, off_reason
@@ -151,8 +151,7 @@ class ConnectorPort:
         self._pusher = PagePusher(self._identity, secret, config.transfer, links)
         self._sender = CheckpointSender(
             self.backlog,
-            self,
-            self._pusher,
+            PushedPages(self, self._pusher),
             self._agents,
             config.backup,
             min(config.backup.staging_pages, max(1, self.staging.pages // 2)),

@@ -252,7 +252,7 @@ async def working(world: World) -> AsyncIterator[World]:
         world.pages.release(sequence.pages)
     world.pages.check()
     assert world.pages.free_pages == world.pages.pages
-    assert world.most_pinned <= world.checkpointer._sender._staging_pages
+    assert world.most_pinned <= world.checkpointer.sender._staging_pages
 
 
 @pytest.fixture(autouse=True)
@@ -546,7 +546,7 @@ async def test_pages_that_were_evicted_are_sent_when_they_are_computed_again() -
         sequence.pages, sequence.computed_tokens = [], 0
         world.pages.reset_cache()
         world.agents.mood[A] = "well"
-        await eventually(lambda: world.checkpointer._backlog.due_in_s(A, world.now_s()) is None)
+        await eventually(lambda: world.checkpointer.backlog.due_in_s(A, world.now_s()) is None)
         assert (world.checkpointer.lag_pages, world.agents.received) == (5, [])
 
         world.fill(sequence, 6)
