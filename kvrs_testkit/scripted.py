@@ -51,7 +51,7 @@ from kvrs.protocol.openai.requests import (
     parse_completion_request,
 )
 from kvrs.protocol.speculation import SpeculationReport
-from kvrs.protocol.stages import StageInfo, StageLent
+from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 from kvrs_testkit.scripted_agent import ScriptedAgent
 from kvrs_testkit.scripted_model import (
     Arithmetic,
@@ -162,6 +162,8 @@ class Scripted(ScriptedServer):
     ranks: list[RankInfo] = field(default_factory=list)
     stages: list[StageInfo] = field(default_factory=list)
     lends: list[StageLent] = field(default_factory=list)
+    restarts: list[RestartReport] = field(default_factory=list)
+    adopted_pages: int = 0
     rank_orders: list[RankRequest] = field(default_factory=list)
     aborted: int = 0
     watches: int = 0
@@ -260,6 +262,8 @@ class Scripted(ScriptedServer):
             rank_deaths=self.rank_deaths,
             stages=self.stages,
             lends=self.lends,
+            restarts=self.restarts,
+            adopted_pages=self.adopted_pages,
         )
 
     async def _leases(self, request: web.Request) -> web.Response:

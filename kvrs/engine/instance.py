@@ -21,12 +21,13 @@ from kvrs.engine.hooks import PaceHook, StepHook
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.reading import WeightReading, reading_of
 from kvrs.engine.page_port import InstancePlace
+from kvrs.engine.rank_reports import RankReports, loans_of
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
-from kvrs.engine.ranks.returning import StageLoan
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
+from kvrs.engine.ring import StageRing
 from kvrs.engine.served import ServedInstance, ServedModel
 from kvrs.engine.speculation.drafts import ReloadNotices, draft_source
 from kvrs.engine.speculation.paired import PairedDrafts
@@ -42,10 +43,9 @@ from kvrs.protocol.instance import (
     InstanceInfo,
     LoadReport,
     RankRequest,
-    ReformingReport,
 )
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.speculation import ReloadNotice, SpeculationReport
-from kvrs.protocol.stages import StageInfo
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -164,6 +164,7 @@ class EngineInstance(ServedInstance):
             self.reloads = ReloadNotices(time.monotonic)
             self.drafts = draft_source(config.speculation, self.reloads, self.vocabulary)
             self._core = self._make_core(pace)
+            self._reports = self._make_reports()
         except BaseException:
             if self.ranks is not None:
                 self.ranks.close()
@@ -205,7 +206,8 @@ class EngineInstance(ServedInstance):
         self._loans: StageLoans | None = None
         if isinstance(self.ranks, RanksOnNodes) and config.elastic.enabled:
             self._loans = StageLoans(self.ranks, config.elastic, pages)
-        hooks: list[StepHook] = [self.checkpointer, *([self._loans] if self._loans else [])]
+        self._ring = self._make_ring(pages)
+        hooks: list[StepHook] = [self.checkpointer, *filter(None, [self._ring, self._loans])]
         hooks += [hook for hook in (self.ranks, kept) if hook is not None]
         if pace is not None:
             hooks.append(PaceHook(pace))
@@ -221,6 +223,29 @@ class EngineInstance(ServedInstance):
             drafts=self.drafts,
             batches=depth,
         )
+
+    def _make_ring(self, pages: PageManager) -> StageRing | None:
+        """None: no part of its pages goes to the hosts of others."""
+        config, replicas = self._place.config, self.port.replicas
+        if self._loans is None or replicas is None or self.settings.group is None:
+            return None
+        assert isinstance(self.ranks, RanksOnNodes), "it lends stages"
+        return StageRing(
+            self.ranks,
+            [other.id for _, other in config.cluster.donors(self.settings.id)],
+            pages,
+            replicas.book,
+            config.backup,
+            clock=time.monotonic,
+            released=lambda: self.core.wake(),
+        )
+
+    def _make_reports(self) -> RankReports | None:
+        if self.ranks is None:
+            return None
+        nodes = self.settings.stage_nodes(self._place.node.id)
+        given = nodes, self._place.epoch, self.prefill, self._core, self.port
+        return RankReports(self.ranks, *given, self._loans, self._ring)
 
     @property
     def core(self) -> EngineCore:
@@ -247,10 +272,10 @@ class EngineInstance(ServedInstance):
                 self.ranks.layout,
                 self.ranks.pids,
                 self.settings.stage_nodes(info.node),
-                self._borrowed,
+                loans_of(self.ranks),
                 re_forms=self._place.config.elastic.enabled,
             )
-            number = layout.number + self._changes_of_loans
+            number = layout.number + (0 if self._loans is None else self._loans.changes)
             layout = msgspec.structs.replace(layout, number=number)
             return msgspec.structs.replace(info, ranks=ranks, layout=layout)
         if self.anchored is not None:
@@ -266,10 +291,6 @@ class EngineInstance(ServedInstance):
             return await super().draft_helper(request)
         return await self.drafts.serve(request)
 
-    @property
-    def _changes_of_loans(self) -> int:
-        return 0 if self._loans is None else self._loans.changes
-
     def load(self) -> LoadReport:
         scheduler = self.core.scheduler
         waiting = scheduler.waiting_by_queue
@@ -283,17 +304,22 @@ class EngineInstance(ServedInstance):
             queued_reuse=waiting[Queue.REUSE],
             queued_recompute=waiting[Queue.RECOMPUTE],
             queued_new=waiting[Queue.NEW],
-            checkpoint_lag_pages=self.port.lag_pages,
+            checkpoint_lag_pages=self.port.lag_pages + (self._ring.lag_pages if self._ring else 0),
             damaged_pages=self.port.puller.damaged_pages,
             fetched_pages=self.core.fetched_pages,
             fetches=self.core.recent_fetches.reports(),
-            kv_bytes=self.port.kv_bytes(),
+            kv_bytes=self._kv_bytes(),
             draining=self.draining,
             batches_in_flight=self.core.batches_in_flight,
             speculation=self._speculation(),
             **self._of_replicas(),
-            **self._of_ranks(),
+            **({} if self._reports is None else self._reports.facts()),
         )
+
+    def _kv_bytes(self) -> dict[str, int]:
+        moved, sent = self.port.kv_bytes(), 0 if self._ring is None else self._ring.sent_bytes
+        checkpoint = TrafficClass.CHECKPOINT.label
+        return moved | {checkpoint: moved[checkpoint] + sent}
 
     def _of_replicas(self) -> dict[str, Any]:
         if (replicas := self.port.replicas) is None:
@@ -311,66 +337,6 @@ class EngineInstance(ServedInstance):
         report, reloads = self.drafts.report(), self.reloads.now()
         return msgspec.structs.replace(report, skipped=self.skipped, reloads=reloads)
 
-    def _of_ranks(self) -> dict[str, Any]:
-        """Facts about ranks in a load report."""
-        if self.ranks is None:
-            return {}
-        ranks = self.ranks.now
-        layout = ranks.layout
-        facts: dict[str, Any] = {
-            "layout_number": layout.number + self._changes_of_loans,
-            "full_degree": len(self.ranks.full.ranks),
-        }
-        facts |= {"rank_deaths": ranks.deaths, "stages": self._stages()}
-        facts["lends"] = [] if self._loans is None else self._loans.lends
-        if (now := ranks.reforming) is None:
-            return facts | {"degree": len(layout.ranks)}
-        decode, prefill = self.ranks.factors(now.after)
-        page_s = self.prefill.page_s(self.pages.page_size_tokens) * prefill
-        report = ReformingReport(
-            number=now.number,
-            way=now.way,
-            ready_in_s=max(0.0, now.ready_at_s - time.monotonic()),
-            degree=len(now.after.ranks),
-            lost=list(now.lost),
-            move_bytes=now.move_bytes,
-            missing_pages=self.core.missing_pages if now.lost_cells else {},
-            page_s=page_s,
-            decode_factor=decode,
-            prefill_factor=prefill,
-            held_pages=self.core.held_pages if now.lost_cells else {},
-            held_page_s=self._fetch_s(now.lost_cells) or page_s,
-        )
-        return facts | {"degree": report.degree, "reforming": report}
-
-    def _stages(self) -> list[StageInfo]:
-        assert self.ranks is not None, "the caller has looked"
-        nodes, loans = self.settings.stage_nodes(self._place.node.id), self._borrowed
-        return [
-            StageInfo(
-                stage=stage,
-                node=nodes[stage] if (loan := loans.get(stage)) is None else loan.node,
-                host_pid=use.host_pid,
-                session=use.session,
-                epoch=self._place.epoch,
-                worked_s=use.worked_s,
-                read_bytes=use.read_bytes,
-                donor=None if loan is None else loan.lender,
-                pages=None if loan is None else len(loan.pages),
-            )
-            for stage, use in sorted(self.ranks.use().items())
-        ]
-
-    @property
-    def _borrowed(self) -> dict[int, StageLoan]:
-        return self.ranks.loans if isinstance(self.ranks, RanksOnNodes) else {}
-
-    def _fetch_s(self, cells: int) -> float:
-        """Seconds to fetch so many cells of a page that an agent holds; 0: not known."""
-        geometry = self.worker.geometry
-        rate = self.port.agents_bytes_per_s()
-        return geometry.page_bytes * cells / geometry.page_cells / rate if rate else 0.0
-
     async def start(self) -> None:
         await self.port.start()
         loop = asyncio.get_running_loop()
@@ -379,16 +345,19 @@ class EngineInstance(ServedInstance):
             self.ranks.on_change = lambda: loop.call_soon_threadsafe(self._ranks_changed)
             if self._loans is not None:
                 self._loans.start(self.core, lambda: self.draining, self.news.tell)
-        self.tasks = [
-            loop.create_task(work)
-            for work in (self.core.run(), self.port.probe(), self.checkpointer.run())
-        ]
+            if self._ring is not None:
+                self._ring.start(lambda: self.draining)
+        works = [self.core.run(), self.port.probe(), self.checkpointer.run()]
+        if self._ring is not None:
+            works.append(self._ring.run())
+        self.tasks = [loop.create_task(work) for work in works]
 
     def _ranks_changed(self) -> None:
         assert self.ranks is not None, "it was told by them"
         now, wait = self.ranks.now.reforming, self.core.admission_wait
         note = wait.go_on if now is None or not now.way.pauses else wait.pause
         note(time.monotonic())
+        self.core.wake()
         self.news.tell()
 
     def lose_device(self, rank: int | None) -> None:

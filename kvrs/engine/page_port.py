@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from urllib.parse import quote
 
@@ -144,7 +145,8 @@ class PagePort:
         self._source.source = EnginePages(pages, pool, released, place)
         self._lends = place is not None
         if share := config.backup.replica_share(self._place.settings.role):
-            book = ReplicaBook(pages, share, time.monotonic)
+            cells = product(range(self._geometry.layers), range(self._geometry.kv_heads))
+            book = ReplicaBook(pages, share, time.monotonic, frozenset(cells))
             self.replicas = PeerReplicas(book, pool, released)
             self.server.keep(self.replicas)
         self.checkpointer = Checkpointer(

@@ -8,20 +8,26 @@ borrowed stage has no memory as well.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ParamSpec
 
 from kvrs.config.engine import ElasticSettings
 from kvrs.elastic.lending import Lender, terms
+from kvrs.elastic.ways.base import Way
 from kvrs.engine.core import EngineCore
-from kvrs.engine.hooks import StepHook
-from kvrs.engine.ranks.link import LoanAsked
+from kvrs.engine.hooks import Batch, StepHook
+from kvrs.engine.ranks.link import LendPages, LoanAsked, RefuseLoan
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.remote import RemoteStage
+from kvrs.engine.ranks.returning import StageLoan
+from kvrs.engine.requests import GenerationRun
+from kvrs.engine.restarts import RestartedRuns
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
 from kvrs.protocol.stages import StageLent
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.fair_queue import order
 from kvrs.scheduling.pages import PageManager
 
 log = logging.getLogger(__name__)
@@ -36,6 +42,7 @@ class StageLoans(StepHook):
 
     def __init__(self, ranks: RanksOnNodes, elastic: ElasticSettings, pages: PageManager) -> None:
         self._ranks, self._elastic, self._pages = ranks, elastic, pages
+        self.restarts = RestartedRuns(pages.page_size_tokens, time.monotonic)
         self._core: EngineCore | None = None
         self._is_draining: Callable[[], bool] = lambda: False
         self._on_change: Callable[[], object] = lambda: None
@@ -61,7 +68,9 @@ class StageLoans(StepHook):
     ) -> None:
         """Lend, borrow and wait from now on; `on_change`: called when what is lent has changed."""
         self._core, self._is_draining, self._on_change = core, is_draining, on_change
+        loop = asyncio.get_running_loop()
         for stage in self._ranks.remote:
+            stage.on_tags = lambda: asyncio.run_coroutine_threadsafe(self._tags(), loop)
             stage.on_cells = in_loop(partial(self._lose, stage))
             stage.on_asked = in_loop(partial(self._asked, stage))
             stage.on_over = in_loop(partial(self._over, stage))
@@ -74,26 +83,85 @@ class StageLoans(StepHook):
         self._core.lose_cells(dict.fromkeys({0, *self._pages.bases}, stage.cells))
         stage.noted(loss)
 
+    async def _tags(self) -> list[Tag]:
+        """Tags of the full pages that runs have, computed or not, in the order of their turns."""
+        assert self._core is not None, "it has started"
+        sequences = sorted((run.sequence for run in self._core.under_way), key=order)
+        return [tag for sequence in sequences for tag in sequence.tags]
+
+    def admits(self) -> bool:
+        """Not while a donor is asked: what would be given up for pages that nothing can be computed
+        into may be what it has.
+        """
+        now = self._ranks.now.reforming
+        return now is None or now.way is not Way.SUBSTITUTE
+
     def on_restart(self) -> None:
-        """While no stream has a page: give up those without memory."""
-        loans, total = self._ranks.loans, self._pages.pages
+        """While no stream has a page: give up those without memory, and go on with what lenders
+        have of ours.
+        """
+        assert self._core is not None, "it has started"
+        self.restarts.begin(self._core.under_way, self._adopt())
+
+    async def after_logits(self, batch: Batch, took_s: float) -> None:
+        self.restarts.computed(batch)
+
+    def ended(self, run: GenerationRun) -> None:
+        self.restarts.ended(run)
+
+    def _adopt(self) -> set[Tag]:
+        """Returns the tags of our pages that lenders have."""
+        loans = self._ranks.loans
         if not loans:
             self._use_all()
-            return
-        most = min(len(loan.pages) for loan in loans.values())
-        if (missing := total - most - len(self._unused)) > 0:
+            return set()
+        found: dict[int, dict[int, int]] = {}
+        for stage, loan in loans.items():
+            if loan.table is None:
+                found[stage] = self._damaged(loan)
+        pinned = [page for adopted in found.values() for page in adopted]
+        try:
+            return self._take(found) if self._give_up_others() else set()
+        finally:
+            self._pages.release(pinned)
+
+    def _damaged(self, loan: StageLoan) -> dict[int, int]:
+        """Our pages, with a hard pin each, of which the lender has the part beside."""
+        adopted: dict[int, int] = {}
+        for tag, theirs in zip(loan.tags, loan.pages, strict=False):
+            own = self._pages.damaged.by_tag.get(tag)
+            if own is not None and own not in self._pages.parts.lent and own not in adopted:
+                self._pages.pin(own)
+                adopted[own] = theirs
+        return adopted
+
+    def _give_up_others(self) -> bool:
+        """Keep as many pages as have memory in all loans; False: some are in use still."""
+        most = min(len(loan.pages) for loan in self._ranks.loans.values())
+        if (missing := self._pages.pages - self.held_pages - most) > 0:
             if (found := self._pages.allocate(missing)) is None:
                 # Some are being sent or filled still.
                 for stage in self._ranks.remote:
                     if (loan := stage.loan) is not None and loan.table is None:
                         loop = asyncio.get_running_loop()
                         loop.call_later(_AGAIN_S, self._lose, stage, stage.losses)
-                return
+                return False
             self._unused += found
-        kept = sorted({*range(total)} - {*self._unused})
-        for loan in loans.values():
-            if loan.table is None:
-                loan.take(kept)
+        return True
+
+    def _take(self, found: Mapping[int, Mapping[int, int]]) -> set[Tag]:
+        taken: set[Tag] = set()
+        lent = {page for _, pages in self._lent.values() for page in pages}
+        kept = sorted({*range(self._pages.pages)} - {*self._unused} - lent)
+        cells = {stage.stages.start: stage.cells for stage in self._ranks.remote}
+        for stage, adopted in found.items():
+            loan = self._ranks.loans[stage]
+            loan.take(kept, adopted)
+            tags = dict(zip(loan.pages, loan.tags, strict=False))
+            for own, theirs in adopted.items():
+                self._pages.parts.brought(own, tags[theirs], cells[stage])
+                taken.add(tags[theirs])
+        return taken
 
     def _use_all(self) -> None:
         if not self._ranks.loans and self._unused:
@@ -109,16 +177,39 @@ class StageLoans(StepHook):
         answer = terms(self._lender(stage), wanted.pages, wanted.least_pages, wanted.busy)
         if isinstance(answer, str):
             log.info("a loan is refused", extra={"to": asked.borrower, "cause": answer})
-            stage.answer(asked.loan, answer)
+            stage.answer(RefuseLoan(0, 0, asked.loan, answer))
             return
-        pages = self._pages.allocate(answer)
-        assert pages is not None, "they are spare"
-        self._lent[number, asked.loan] = asked.borrower, pages
+        lending, sources = self._terms(stage, asked, answer)
+        self._lent[number, asked.loan] = asked.borrower, lending.pages
         self._changed()
-        told = asyncio.wrap_future(stage.answer(asked.loan, pages))
-        told.add_done_callback(partial(self._answered, stage, asked.loan))
+        told = asyncio.wrap_future(stage.answer(lending))
+        told.add_done_callback(partial(self._answered, stage, asked.loan, sources))
 
-    def _answered(self, stage: RemoteStage, loan: int, told: "asyncio.Future[None]") -> None:
+    def _terms(
+        self, stage: RemoteStage, asked: LoanAsked, count: int
+    ) -> tuple[LendPages, list[int]]:
+        """So many pages, those first that have what the borrower's streams have; and with a hard
+        pin those that are copied.
+        """
+        held: dict[Tag, int] = {}
+        shared: dict[Tag, int] = {}
+        for tag in dict.fromkeys(asked.wanted.tags):
+            if len(held) + len(shared) == count:
+                break
+            if (found := self._pages.parts.lend(tag, stage.cells)) is not None:
+                page, in_use = found
+                (shared if in_use else held)[tag] = page
+        others = self._pages.allocate(count - len(held))
+        assert others is not None, "they are spare"
+        copies = list(zip(shared.values(), others, strict=False))
+        tags = [*held, *shared]
+        pages = [*held.values(), *others]
+        return LendPages(0, 0, asked.loan, pages, tags, copies), list(shared.values())
+
+    def _answered(
+        self, stage: RemoteStage, loan: int, sources: Sequence[int], told: "asyncio.Future[None]"
+    ) -> None:
+        self._pages.release(sources)
         if not told.cancelled() and isinstance(told.exception(), TransferError):
             self._over(stage, loan)
 
@@ -143,7 +234,11 @@ class StageLoans(StepHook):
         number = stage.stages.start
         over = [key for key in self._lent if key[0] == number and loan in (None, key[1])]
         for key in over:
-            self._pages.release(self._lent.pop(key)[1])
+            _, pages = self._lent.pop(key)
+            if self._ranks.loans:  # What is borrowed has no memory for them.
+                self._unused += pages
+            else:
+                self._pages.release(pages)
         if over:
             self._changed()
 

@@ -13,7 +13,7 @@ import msgspec
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
-from kvrs.protocol.stages import StageInfo, StageLent
+from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
 
 # Within one start of the process an instance's epoch rises with every fence, and where a stage can
 # be restarted with every restart.
@@ -266,6 +266,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     # Fetched from other instances and agents since the start, and used; None: it does not count.
     fetched_pages: Natural | None = None
     fetches: list[FetchReport] = []  # That have ended within the last seconds.
+    restarts: list[RestartReport] = []  # The same.
+    adopted_pages: Natural = 0  # Of all restarts since the start.
     # KV that has crossed the network since the start, by kind: `handoff` and `recovery` were
     # fetched, `checkpoint` was sent; empty: not counted.
     kv_bytes: dict[str, Natural] = {}

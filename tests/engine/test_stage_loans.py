@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from kvrs.config.engine import ElasticSettings
+from kvrs.elastic.ways.base import Way
 from kvrs.engine.core import EngineCore
-from kvrs.engine.ranks.link import LoanAsked, LoanWanted
+from kvrs.engine.ranks.link import LendPages, LoanAsked, LoanWanted, RefuseLoan
 from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.ranks.returning import StageLoan
+from kvrs.engine.requests import GenerationRun
 from kvrs.engine.stage_loans import StageLoans
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -33,6 +36,7 @@ class ScriptedStage:
     losses: int = 0
     loan: StageLoan | None = None
     told: list[tuple[int, Sequence[int] | str]] = field(default_factory=list)
+    orders: list[LendPages | RefuseLoan] = field(default_factory=list)
     noted_losses: list[int] = field(default_factory=list)
     lost: str | None = None  # Why an answer does not arrive.
     on_cells: Callable[[int], object] | None = None
@@ -46,8 +50,10 @@ class ScriptedStage:
     def noted(self, loss: int) -> None:
         self.noted_losses.append(loss)
 
-    def answer(self, loan: int, answer: Sequence[int] | str) -> "Future[None]":
-        self.told.append((loan, answer))
+    def answer(self, order: LendPages | RefuseLoan) -> "Future[None]":
+        answer = order.reason if isinstance(order, RefuseLoan) else order.pages
+        self.told.append((order.loan, answer))
+        self.orders.append(order)
         told: Future[None] = Future()
         if self.lost is None:
             told.set_result(None)
@@ -75,6 +81,10 @@ class ScriptedCore:
     def __init__(self) -> None:
         self.lost: list[dict[int, frozenset[Cell]]] = []
         self.woken = 0
+
+    @property
+    def under_way(self) -> list[GenerationRun]:
+        return []
 
     def lose_cells(self, cells: dict[int, frozenset[Cell]]) -> None:
         self.lost.append(cells)
@@ -291,6 +301,85 @@ async def test_a_second_loan_has_a_table_of_the_pages_that_are_left() -> None:
     assert other.loan.table is not None
     assert {*other.loan.table} <= {*first.table}
     assert world.pages.free_pages == 10
+
+
+async def test_pages_that_the_lender_has_are_whole_again() -> None:
+    """And found, beside the part that others lack; of other pages the lender's are used as they
+    come.
+    """
+    world = World()
+    own = filled(world.pages, 10)
+    tags = page_tags(root_tag("s"), range(160), 16)
+    world.pages.lose(lambda page: world.stage.cells)
+    assert world.pages.match(tags) == []
+    loan = world.borrow()
+    loan.tags = [tags[0], page_tags(root_tag("other"), range(16), 16)[0], *tags[1:4]]
+    world.loans.on_restart()
+
+    assert loan.table is not None
+    assert [loan.table[page] for page in own[:4]] == [100, 102, 103, 104]
+    assert sorted(loan.table.values()) == [*loan.pages]
+    assert loan.touched == {*own[:4]}
+    found = world.pages.match(tags)
+    assert found == own[:4]
+    world.pages.release(found)
+    world.pages.check()
+
+
+async def test_what_the_borrower_wants_is_lent_first() -> None:
+    """Also pages in use, as copies; what is not there is not waited for."""
+    world = World()
+    cached, used = filled(world.pages, 3, "cached"), filled(world.pages, 2, "used")
+    tags = [page_tags(root_tag(name), range(48), 16) for name in ("cached", "used", "nothing")]
+    assert world.pages.match(tags[1][:2]) == used
+    wanted = [tags[2][0], tags[0][0], tags[1][1], tags[0][0], tags[0][2]]
+    lent = await world.ask(wanted=LoanWanted(8, 4, 0.5, wanted))
+
+    assert isinstance(lent, list)
+    assert lent[:2] == [cached[0], cached[2]]
+    (order,) = world.stage.orders
+    assert isinstance(order, LendPages)
+    assert order.tags == [tags[0][0], tags[0][2], tags[1][1]]
+    assert order.copies == [(used[1], lent[2])]
+    assert len({*lent}) == 8
+    assert not {*used} & {*lent}
+    assert [world.pages.references[page] for page in used] == [1, 1]
+    assert world.pages.match(tags[0]) == []
+    await world.over(1)
+    world.pages.release(used)
+    world.pages.check()
+    assert world.pages.free_pages == PAGES
+
+
+@pytest.mark.parametrize(("way", "admits"), [(Way.SUBSTITUTE, False), (Way.WAIT, True)])
+async def test_no_stream_gets_pages_while_a_donor_is_asked(way: Way, admits: bool) -> None:
+    """They would be those that the donor has, given up for streams that nothing computes."""
+    world = World()
+    assert world.loans.admits()
+    world.ranks.now.reforming = SimpleNamespace(way=way)
+    assert world.loans.admits() is admits
+
+
+async def test_what_is_lent_needs_no_memory_in_what_is_borrowed() -> None:
+    """An instance may lend pages of a stage and lose another one; they are not used when they come
+    back before that does.
+    """
+    world = World()
+    lent = await world.ask()
+    assert isinstance(lent, list)
+    loan = world.borrow(range(100, 108))
+    world.loans.on_restart()
+
+    assert loan.table is not None
+    assert len(loan.table) == 8
+    assert not {*lent} & {*loan.table}
+    await world.over(1)
+    assert world.pages.free_pages == 8
+    assert world.loans.lends == []
+    world.stage.loan = None
+    world.loans.on_restart()
+    assert world.pages.free_pages == PAGES
+    world.pages.check()
 
 
 def test_a_page_that_is_not_in_use_is_not_read() -> None:

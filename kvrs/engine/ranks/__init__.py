@@ -9,11 +9,11 @@ ranks of all stages or of some, in a formation which rows enter and leave as the
 (`stages.py`), and re-forms them. `nodes.py` puts together groups of stages with one contract: those
 below its own process, and one for each host of a stage (`host.py`, which `remote.py` reaches over
 the messages of `link.py`). Hosts outlive the process of the instance, and serve the next one
-(`sessions.py`).
+(`sessions.py`), and bring each other parts of pages as replicas (`replicate.py`).
 
 Each group plans with the layout of the whole model, in which the stages of others never change. A
-lost host is a lost stage, of which nothing is left on the others: the instance waits for the next
-host (`remote.py`).
+lost host is a lost stage, of which nothing is left on the others: the instance goes on with the
+host of another one, which may have replicas, or waits for the next (`returning.py`).
 
 Rows go from one stage to the next by way of the process of the instance, which is one hop more than
 needed where two stages that follow each other are both elsewhere.

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,21 +17,28 @@ from kvrs.engine.ranks.link import (
     VERSION,
     WORDS,
     Begin,
+    BringParts,
     CellsLost,
     ComputeStage,
     EndRank,
     FromStage,
-    LendPages,
     LoanAsked,
     LoanOver,
     LoanWanted,
     Mended,
     MoveRank,
+    OwnerAnswer,
     PagesDone,
     PagesLost,
+    PartsHeld,
+    PartsOffered,
+    PartsOver,
+    PartsRange,
+    PartsRefused,
     RankMoved,
     ReadPages,
     RefuseLoan,
+    RefuseParts,
     StageChanged,
     StageChannel,
     StageComputed,
@@ -63,8 +71,14 @@ HOST_WAIT_S = 100.0
 _AGAIN_S = 0.1
 # For the way of a batch and its answer, beside the time that it may be computed.
 _ON_THE_WAY_S = 0.25
+_BRINGING = 4  # Waits of another host, in the longest one of an order to bring parts.
+_NOT_YET = "its instance does not serve yet"
 
 Answer = TypeVar("Answer", StageReady, PagesDone)
+
+
+class PartsRefusedError(TransferError):
+    """The host of another instance takes no parts, or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,35 @@ class StageAt:
     @property
     def lost(self) -> str:
         return f"is lost with its node {self.peer.node}"
+
+
+async def open_link(
+    at: StageAt, begin: Begin, most_payload_bytes: int, kind: type[Answer]
+) -> tuple[StageLink, Answer]:
+    """A link, and its first answer, of that kind.
+
+    Raises:
+        OSError, TransferError: the host is not there, or refuses.
+    """
+    peer = replace(at.peer, host=await first_address(at.peer.host))
+    sock = page_socket(peer.host)
+    stream = SocketStream(sock, at.stall_timeout_s)
+    try:
+        async with asyncio.timeout(at.stall_timeout_s):
+            await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
+            await introduce(stream, at.key, at.own, peer)
+        link = StageLink(stream, FromStage, most_payload_bytes)
+        await link.send(begin)
+        # The host answers once the session before has ended.
+        answer, _ = await link.receive(at.stall_timeout_s)
+        if isinstance(answer, StageRefused):
+            raise StageRefusedError(answer.reason)
+        if not isinstance(answer, kind):
+            raise TransferError(f"a message out of turn: {type(answer).__name__}")
+    except BaseException:
+        stream.close()
+        raise
+    return link, answer
 
 
 class StageConnection:
@@ -100,7 +143,8 @@ class StageConnection:
         self._links: list[StageLink] = []
         self._session = 0, 0  # Its number and its epoch, which every order names.
         self._listening: asyncio.Task[None] | None = None
-        self._asking = asyncio.Lock()
+        self._asking, self._bringing = asyncio.Lock(), asyncio.Lock()
+        self._replicas: StageLink | None = None
         self._refusing: set[asyncio.Task[None]] = set()
         self.error: RanksLostError | None = None  # It computes nothing any more.
         self.is_refused = False  # By the host, for good.
@@ -113,6 +157,9 @@ class StageConnection:
         # Called when another instance would use the stage, and when it does no more.
         self.on_asked: Callable[[LoanAsked], object] = self._lend_nothing
         self.on_over: Callable[[int], object] = lambda loan: None
+        # Called when the host of another one offers parts, and when it brings no more of them.
+        self.on_offered: Callable[[PartsOffered], object] = self._take_nothing
+        self.on_brought: Callable[[PartsOver], object] = lambda over: None
 
     async def open(self, wait_s: float = HOST_WAIT_S, loan: LoanWanted | None = None) -> StageReady:
         """Begin a session, once the host is there and has loaded the stage.
@@ -142,9 +189,12 @@ class StageConnection:
         links: list[StageLink] = []
         try:
             begin = Begin(VERSION, StageChannel.BATCHES, loan=loan)
-            ready: StageReady = await self._link(links, begin, self._most_bytes, StageReady)
+            link, ready = await open_link(self._at, begin, self._most_bytes, StageReady)
+            links.append(link)
             begin = Begin(VERSION, StageChannel.PAGES, ready.session)
-            await self._link(links, begin, most_page_payload(self._part_bytes), PagesDone)
+            payload_bytes = most_page_payload(self._part_bytes)
+            link, _ = await open_link(self._at, begin, payload_bytes, PagesDone)
+            links.append(link)
         except BaseException:
             for link in links:
                 link.stream.close()
@@ -155,32 +205,6 @@ class StageConnection:
         self._learn(ready.now)
         self._listening = asyncio.get_running_loop().create_task(self._listen())
         return ready
-
-    async def _link(
-        self, links: list[StageLink], begin: Begin, most_payload_bytes: int, kind: type[Answer]
-    ) -> Answer:
-        """Open one more link; its first answer, of that kind."""
-        at = self._at
-        peer = replace(at.peer, host=await first_address(at.peer.host))
-        sock = page_socket(peer.host)
-        stream = SocketStream(sock, at.stall_timeout_s)
-        try:
-            async with asyncio.timeout(at.stall_timeout_s):
-                await asyncio.get_running_loop().sock_connect(sock, (peer.host, peer.port))
-                await introduce(stream, at.key, at.own, peer)
-        except BaseException:
-            stream.close()
-            raise
-        link = StageLink(stream, FromStage, most_payload_bytes)
-        links.append(link)
-        await link.send(begin)
-        # The host answers once the session before has ended.
-        answer, _ = await link.receive(at.stall_timeout_s)
-        if isinstance(answer, StageRefused):
-            raise StageRefusedError(answer.reason)
-        if not isinstance(answer, kind):
-            raise TransferError(f"a message out of turn: {type(answer).__name__}")
-        return answer
 
     async def _listen(self) -> None:
         """Receive messages that come at any time: results, news, and the end."""
@@ -206,13 +230,6 @@ class StageConnection:
                     case StageServes():
                         self.stopped = None
                         self.on_stopped()
-                    case StageChanged(now=now):
-                        self._learn(now)
-                        self.on_change()
-                    case LoanAsked():
-                        self.on_asked(message)
-                    case LoanOver(loan=loan):
-                        self.on_over(loan)
                     case StageLost(ranks=ranks, reason=reason):
                         self._lost(ranks, reason)
                         return
@@ -221,9 +238,26 @@ class StageConnection:
                         self._lost(self._ranks, f"is refused by its host: {reason}")
                         return
                     case _:
-                        raise TransferError(f"a message out of turn: {type(message).__name__}")
+                        self._hear(message)
         except TransferError as error:
             self._lost(self._ranks, f"{self._at.lost}: {error}")
+
+    def _hear(self, message: object) -> None:
+        """News. Raises TransferError: it is none."""
+        match message:
+            case StageChanged(now=now):
+                self._learn(now)
+                self.on_change()
+            case LoanAsked():
+                self.on_asked(message)
+            case LoanOver(loan=loan):
+                self.on_over(loan)
+            case PartsOffered():
+                self.on_offered(message)
+            case PartsOver():
+                self.on_brought(message)
+            case _:
+                raise TransferError(f"a message out of turn: {type(message).__name__}")
 
     def _learn(self, told: RanksNow) -> None:
         self.now = told.later(time.monotonic())
@@ -317,17 +351,63 @@ class StageConnection:
         assert isinstance(answer, RankMoved), "it was asked for"
         return answer.refused
 
-    async def lend(self, loan: int, pages: Sequence[int]) -> None:
-        """Raises TransferError: the host is lost, or the borrower does not wait any more."""
-        await self._ask(LendPages(*self._session, loan, list(pages)), None)
+    async def answer(self, order: OwnerAnswer) -> None:
+        """Answer `LoanAsked` or `PartsOffered`; of the order, the session is filled in.
 
-    async def refuse(self, loan: int, reason: str) -> None:
-        """Raises TransferError, as `lend`."""
-        await self._ask(RefuseLoan(*self._session, loan, reason), None)
+        Raises:
+            TransferError: the host is lost, or the other one does not wait any more.
+        """
+        session, epoch = self._session
+        await self._ask(msgspec.structs.replace(order, session=session, epoch=epoch), None)
+
+    async def bring(
+        self, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
+    ) -> PartsHeld:
+        """Raises TransferError: nothing was brought, or only a part of it is known to be there.
+        The host is not lost by it.
+        """
+        async with self._bringing:
+            try:
+                if self.error is not None:
+                    raise TransferError(str(self.error))
+                if self._replicas is None:
+                    begin = Begin(VERSION, StageChannel.REPLICAS, self._session[0])
+                    self._replicas, _ = await open_link(self._at, begin, 0, PagesDone)
+                link = self._replicas
+                await link.send(BringParts(*self._session, to, list(ranges), list(pages)))
+                # The other host, too, may stall before this one gives it up.
+                answer, _ = await link.receive(_BRINGING * self._at.stall_timeout_s)
+            except OSError as error:
+                self._drop_replicas()
+                raise TransferError(str(error)) from None
+            except BaseException:
+                self._drop_replicas()
+                raise
+            match answer:
+                case PartsHeld():
+                    return answer
+                case PartsRefused(reason=reason):
+                    raise PartsRefusedError(reason)
+                case StageRefused(reason=reason):
+                    self._drop_replicas()
+                    raise StageRefusedError(reason)
+                case _:
+                    self._drop_replicas()
+                    raise TransferError(f"a message out of turn: {type(answer).__name__}")
+
+    def _drop_replicas(self) -> None:
+        link, self._replicas = self._replicas, None
+        if link is not None:
+            link.stream.close()
 
     def _lend_nothing(self, asked: LoanAsked) -> None:
-        refusing = self.refuse(asked.loan, "its instance does not serve yet")
-        task = asyncio.get_running_loop().create_task(refusing)
+        self._refuse(RefuseLoan(0, 0, asked.loan, _NOT_YET))
+
+    def _take_nothing(self, offered: PartsOffered) -> None:
+        self._refuse(RefuseParts(0, 0, offered.offer, _NOT_YET))
+
+    def _refuse(self, order: OwnerAnswer) -> None:
+        task = asyncio.get_running_loop().create_task(self.answer(order))
         self._refusing.add(task)
         task.add_done_callback(self._refused)
 
@@ -373,13 +453,14 @@ class StageConnection:
         self.on_stopped()
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(self.error)
-        for link in self._links:
+        for link in (*self._links, *filter(None, [self._replicas])):
             link.stream.shut()
 
     async def close(self) -> None:
         self.give_up()
         if self._listening is not None:
             await self._listening
-        async with self._asking:
+        async with self._asking, self._bringing:
             for link in self._links:
                 link.stream.close()
+            self._drop_replicas()

@@ -23,12 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvrs.config.cluster import stage_host_id
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.reading import reading_of
+from kvrs.engine.ranks.connection import StageAt
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import (
+    Begin,
     StageChannel,
     StageLink,
     StageLost,
@@ -38,7 +41,8 @@ from kvrs.engine.ranks.link import (
     stage_key,
 )
 from kvrs.engine.ranks.orders import StageOrders
-from kvrs.engine.ranks.sessions import StageRefusedError, StageSessions
+from kvrs.engine.ranks.replicate import PartsReceiver, PartsSender
+from kvrs.engine.ranks.sessions import StageRefusedError, StageSessions, check_version
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import (
@@ -54,7 +58,7 @@ from kvrs.ids import InstanceId
 from kvrs.logs import log_to_stderr
 from kvrs.scheduling.pace import Pace
 from kvrs.transfer.handshake import admit
-from kvrs.transfer.peers import Identity
+from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.server import HANDSHAKE_TIMEOUT_S
 from kvrs.transfer.stream import SocketStream, page_socket
 
@@ -114,8 +118,8 @@ class StageHost:
         )
         self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
-        borrowers = [each.id for _, each in config.cluster.donors(instance_id)]
-        self._sessions = StageSessions(instance_id, borrowers)
+        others = [each for _, each in config.cluster.donors(instance_id)]
+        self._sessions = StageSessions(instance_id, [each.id for each in others])
         self._is_stopping = False
         began_s = time.monotonic()
         self.group = RankGroup(
@@ -132,6 +136,18 @@ class StageHost:
         paced_s = _load_s(directory, settings) * own_bytes / units.total_bytes
         time.sleep(max(0.0, began_s + paced_s - time.monotonic()))
         self._load_s = time.monotonic() - began_s
+        hosts = {each.id: each.remote_stages[stage] for each in others}
+        peers = {
+            name: Peer(stage_host_id(name, stage), at.node, at.host, at.port)
+            for name, at in hosts.items()
+        }
+        stall_s, own = self._stall_timeout_s, self._identity
+        self._sender = PartsSender(
+            self.group,
+            {name: StageAt(peer, own, self._keys[0], stall_s) for name, peer in peers.items()},
+        )
+        senders = frozenset(peer.instance for peer in peers.values())
+        self._receiver = PartsReceiver(self.group, self._sessions, senders, stall_s)
 
     async def serve(
         self,
@@ -177,6 +193,7 @@ class StageHost:
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
+            self._sender.close()
             self.group.close()
             self._orders.close()
 
@@ -232,11 +249,7 @@ class StageHost:
         if task in self._strangers:
             self._strangers.remove(task)
         try:
-            async with self._sessions.of(link, client, begin) as session:
-                if begin.channel is StageChannel.BATCHES:
-                    await self._orders.batches(link, session)
-                else:
-                    await self._orders.pages(link, session)
+            await self._serve_link(link, client, begin)
         except RanksLostError as lost:
             self._finish(lost)
         except (TransferError, OSError) as error:
@@ -244,6 +257,21 @@ class StageHost:
             log.log(level, "connection of a stage ends", extra={"cause": str(error)})
             with suppress(TransferError, OSError):
                 await link.send(StageRefused(str(error)))
+
+    async def _serve_link(self, link: StageLink, client: Identity, begin: object) -> None:
+        if isinstance(begin, Begin) and begin.channel is StageChannel.PARTS:
+            check_version(begin)
+            await self._receiver.serve(link, client)
+            return
+        async with self._sessions.of(link, client, begin) as session:
+            assert isinstance(begin, Begin), "else it is refused"
+            match begin.channel:
+                case StageChannel.BATCHES:
+                    await self._orders.batches(link, session)
+                case StageChannel.PAGES:
+                    await self._orders.pages(link, session)
+                case _:
+                    await self._sender.serve(link, session)
 
 
 def _load_s(directory: Path, engine: EngineSettings) -> float:

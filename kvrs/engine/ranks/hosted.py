@@ -5,6 +5,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -19,17 +21,29 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import of_layers
 from kvrs.engine.ranks.connection import StageAt, StageConnection
-from kvrs.engine.ranks.link import LoanAsked, LoanWanted, StageReady, StageUse
+from kvrs.engine.ranks.link import (
+    LoanAsked,
+    LoanWanted,
+    PartsHeld,
+    PartsOffered,
+    PartsOver,
+    PartsRange,
+    StageReady,
+    StageUse,
+)
 from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.returning import Gate, StageLoan, StageReturn
 from kvrs.engine.worker import geometry_of
-from kvrs.errors import KvrsError, RanksLostError
+from kvrs.errors import KvrsError, RanksLostError, TransferError
+from kvrs.ids import InstanceId
 from kvrs.protocol.parts import Part
+from kvrs.protocol.tags import Tag
 from kvrs.scheduling.sequences import Chunk, pages_for
 
 log = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
+_TAGS_S = 1.0  # For the books to say which pages streams have; else a loan comes without replicas.
 
 
 class StageCalls:
@@ -46,6 +60,12 @@ class StageCalls:
         self.on_asked: Callable[[LoanAsked], object] | None = None
         self.on_over: Callable[[int | None], object] | None = None
         self.on_home: Callable[[], object] | None = None
+        # The tags of full pages that streams have, for a loan.
+        self.on_tags: Callable[[], Future[list[Tag]]] | None = None
+        # Another's host offers parts of its pages, brings no more of them, or all are over with
+        # the host.
+        self.on_offered: Callable[[PartsOffered], object] | None = None
+        self.on_brought: Callable[[PartsOver | None], object] | None = None
 
 
 class HostedStage:
@@ -144,6 +164,21 @@ class HostedStage:
             theirs = pages if self.loan is None else self.loan.theirs(pages, writes=True)
             await self.connection.write(theirs, parts, cells)
 
+    async def bring(
+        self, losses: int, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
+    ) -> PartsHeld:
+        """Bring parts of pages to the host of another instance. `losses`: of all cells, when the
+        books had the pages.
+
+        Raises:
+            TransferError: as `StageConnection.bring`; or cells were lost since.
+        """
+        # Not behind the gate: batches do not wait for it.
+        if losses != self.losses or not self.is_whole or self._away is not None:
+            raise TransferError("cells of these pages are lost")
+        theirs = pages if self.loan is None else self.loan.theirs(pages)
+        return await self.connection.bring(to, ranges, theirs)
+
     def end(self, lost: RanksLostError | None = None) -> None:
         """Let batches, and all that wait, end in RanksLostError."""
         if self.error is not None:
@@ -179,6 +214,10 @@ class HostedStage:
         connection.on_change, connection.on_over = self._changed, self._over
         lends_nothing = connection.on_asked
         connection.on_asked = lambda asked: (self._calls.on_asked or lends_nothing)(asked)
+        if self.loan is None:
+            takes_nothing = connection.on_offered
+            connection.on_offered = lambda each: (self._calls.on_offered or takes_nothing)(each)
+            connection.on_brought = self._brought
         self._update()
         if connection.error is not None:  # Lost before this.
             self._lost(connection.error)
@@ -201,6 +240,10 @@ class HostedStage:
     def _over(self, loan: int | None) -> None:
         if self._calls.on_over is not None:
             self._calls.on_over(loan)
+
+    def _brought(self, over: PartsOver | None) -> None:
+        if self._calls.on_brought is not None:
+            self._calls.on_brought(over)
 
     def _lost(self, lost: RanksLostError) -> None:
         """The host, or the connection to it."""
@@ -228,6 +271,7 @@ class HostedStage:
         self._away = RanksNow(before.layout, {}, deaths, number, reforming)
         if self.loan is None:
             self._over(None)
+            self._brought(None)
         self.loan = None
         self._lose_cells()
         self._changed()
@@ -248,8 +292,13 @@ class HostedStage:
 
     # What the return orders.
 
-    def wanted(self) -> LoanWanted:
-        return LoanWanted(self._most_pages, self._least_pages, self.busy.share(time.monotonic()))
+    async def wanted(self) -> LoanWanted:
+        busy, tags = self.busy.share(time.monotonic()), list[Tag]()
+        if self._calls.on_tags is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TAGS_S):
+                    tags = await asyncio.wrap_future(self._calls.on_tags())
+        return LoanWanted(self._most_pages, self._least_pages, busy, tags[: self._most_pages])
 
     def waits(self) -> None:
         if (away := self._away) is None or (now := away.reforming) is None or now.way is Way.WAIT:

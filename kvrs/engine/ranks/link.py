@@ -1,8 +1,9 @@
-"""The messages between the process of an instance and the host of a stage.
+"""The messages between the process of an instance and the host of a stage, and between hosts.
 
-Two connections, both with the hand-shake of page ports (`kvrs.transfer.handshake`) under a key of
-their own: one for batches, one for pages. The client begins each with `Begin`; that for batches
-opens a session (`sessions.py`), which every further message of it names. A message is a header
+Connections have the hand-shake of page ports (`kvrs.transfer.handshake`) under a key of their own:
+one for batches, one for pages, perhaps one for replicas, and from host to host one for parts of
+these. The client begins each with `Begin`; that for batches opens a session (`sessions.py`), which
+every further message of it names. A message is a header
 (the sizes of message and payload), the message and its mac, then the payload and its mac. Sizes are
 compared with bounds before memory is allocated for them, and a payload's only once the mac of its
 message was checked.
@@ -25,18 +26,20 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.wire import WireChunk
 from kvrs.errors import TransferError
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
+from kvrs.protocol.tags import TAG_BYTES, Tag
 from kvrs.transfer.stream import SocketStream, StalledError
 
-VERSION = 4
+VERSION = 5
 _HEADER = struct.Struct("<IQ")
 _MOST_MESSAGE_BYTES = 1 << 26
 # Pages are sent in groups of about so many bytes, of one page at least.
 _GROUP_BYTES = 1 << 22
 
+_Tag = Annotated[Tag, msgspec.Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 
 # Reports of a host that computes, in the time after which its ranks hang. That many in a row are
 # missed before it counts as lost: on a busy machine it, or what awaits them, may stand still for a
@@ -47,6 +50,8 @@ WORDS = 4
 class StageChannel(StrEnum):
     BATCHES = "batches"
     PAGES = "pages"
+    REPLICAS = "replicas"  # Orders to bring parts of pages to the host of another instance.
+    PARTS = "parts"  # From such a host.
 
 
 class LoanWanted(msgspec.Struct, frozen=True):
@@ -56,14 +61,17 @@ class LoanWanted(msgspec.Struct, frozen=True):
     least_pages: Annotated[int, msgspec.Meta(ge=1)]  # Fewer are of no use.
     # Share of the time in which its own host computed.
     busy: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    # Of its streams' full pages, those that are wanted most first: it would go on with what the
+    # lender has of them.
+    tags: list[_Tag] = []
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """The answer is `StageReady` with a new session, for pages `PagesDone`."""
+    """The answer is `StageReady` with a new session, where it is not for batches `PagesDone`."""
 
     version: int
     channel: StageChannel
-    session: int = 0  # For pages: the one that is open.
+    session: int = 0  # For pages and replicas: the one that is open.
     loan: LoanWanted | None = None  # For batches, of an instance that has not this stage.
 
 
@@ -128,6 +136,9 @@ class LendPages(Ordered, frozen=True, tag="lend"):
 
     loan: int
     pages: list[int]
+    tags: list[_Tag] = []  # Of what is in the first of them.
+    # Pages whose part is copied into lent ones before: the owner goes on using them.
+    copies: list[tuple[int, int]] = []
 
 
 class RefuseLoan(Ordered, frozen=True, tag="refuse"):
@@ -135,6 +146,62 @@ class RefuseLoan(Ordered, frozen=True, tag="refuse"):
 
     loan: int
     reason: str
+
+
+class PartsRange(msgspec.Struct, frozen=True):
+    """Consecutive full pages of a stream, from that one on."""
+
+    stream: StreamId
+    first_page: Annotated[int, msgspec.Meta(ge=0)]
+    tags: list[_Tag]
+
+
+class BringParts(Ordered, frozen=True, tag="bring"):
+    """Bring the stage's part of these pages to the host that another instance has of it, as far as
+    they are not there. The answer is `PartsHeld` or `PartsRefused`.
+    """
+
+    to: InstanceId
+    ranges: list[PartsRange]
+    pages: list[int]  # Of all ranges, one after the other; none: it is only asked what is there.
+
+
+class TakeParts(Ordered, frozen=True, tag="take"):
+    """Answer to `PartsOffered`; its own answer is that to `LendPages`."""
+
+    offer: int
+    held: list[int]  # Leading pages of the stream of each range that have the stage's part.
+    # Of each page of the ranges that into which it comes; `IS_HERE` or `NOT_TAKEN`.
+    pages: list[int]
+
+
+class RefuseParts(Ordered, frozen=True, tag="refuse-parts"):
+    """Answer to `PartsOffered`, in place of `TakeParts`."""
+
+    offer: int
+    reason: str
+
+
+IS_HERE, NOT_TAKEN = -1, -2
+
+OwnerAnswer = LendPages | RefuseLoan | TakeParts | RefuseParts
+
+
+class OfferParts(msgspec.Struct, frozen=True, tag="offer"):
+    """From host to host: parts of these pages would come, or without `are_sent` it is only asked
+    what is there. The answer is `PartsTaken` or `PartsRefused`.
+    """
+
+    ranges: list[PartsRange]
+    are_sent: bool
+
+
+class StoreParts(msgspec.Struct, frozen=True, tag="store"):
+    """From host to host, behind `PartsTaken`: the payload has the parts of some of what is taken.
+    The answer is `PartsHeld`.
+    """
+
+    places: list[int]  # Among all pages of the ranges.
 
 
 ToStage = (
@@ -147,6 +214,11 @@ ToStage = (
     | MoveRank
     | LendPages
     | RefuseLoan
+    | BringParts
+    | TakeParts
+    | RefuseParts
+    | OfferParts
+    | StoreParts
 )
 
 
@@ -176,6 +248,7 @@ class StageReady(msgspec.Struct, frozen=True, tag="ready"):
     use: StageUse
     load_s: float  # How long the start of the ranks took.
     pages: list[int] | None = None  # Those that are lent; None: all that are not.
+    tags: list[_Tag] = []  # Of what is in the first of them.
 
 
 class StageComputing(msgspec.Struct, frozen=True, tag="computing"):
@@ -225,6 +298,26 @@ class LoanOver(msgspec.Struct, frozen=True, tag="over"):
     loan: int
 
 
+class PartsOffered(msgspec.Struct, frozen=True, tag="offered"):
+    """To the instance that has the stage: `OfferParts` has come to its host. It comes at any time;
+    until the answer the sender waits.
+    """
+
+    offer: int
+    sender: InstanceId  # The host.
+    ranges: list[PartsRange]
+    are_sent: bool
+
+
+class PartsOver(msgspec.Struct, frozen=True, tag="parts-over"):
+    """Nothing of that offer is written any more. It comes at any time, once for each that was
+    taken.
+    """
+
+    offer: int
+    filled: list[int]  # Places of the pages that have the part.
+
+
 class StageLost(msgspec.Struct, frozen=True, tag="lost"):
     """The stage has lost ranks and computes no more: the host ends."""
 
@@ -260,6 +353,22 @@ class RankMoved(msgspec.Struct, frozen=True, tag="moved"):
     refused: str | None  # Why; None: it is carried out.
 
 
+class PartsTaken(msgspec.Struct, frozen=True, tag="taken"):
+    held: list[int]  # As of `TakeParts`.
+    places: list[int]  # Those that are to come.
+
+
+class PartsHeld(msgspec.Struct, frozen=True, tag="held"):
+    held: list[int]  # As of `TakeParts`, with what has come.
+    sent_bytes: int = 0
+
+
+class PartsRefused(msgspec.Struct, frozen=True, tag="parts-refused"):
+    """Nothing of an offer is taken, or nothing can be brought."""
+
+    reason: str
+
+
 FromStage = (
     StageReady
     | StageComputing
@@ -275,6 +384,11 @@ FromStage = (
     | PagesLost
     | CellsLost
     | RankMoved
+    | PartsOffered
+    | PartsOver
+    | PartsTaken
+    | PartsHeld
+    | PartsRefused
 )
 
 

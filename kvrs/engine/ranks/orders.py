@@ -8,6 +8,7 @@ another session, while a rank that lives may still write into them.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,8 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import (
+    IS_HERE,
+    NOT_TAKEN,
     WORDS,
     CellsLost,
     ComputeStage,
@@ -28,11 +31,13 @@ from kvrs.engine.ranks.link import (
     Mended,
     MoveRank,
     Ordered,
+    OwnerAnswer,
     PagesDone,
     PagesLost,
     RankMoved,
     ReadPages,
     RefuseLoan,
+    RefuseParts,
     StageChanged,
     StageComputed,
     StageComputing,
@@ -40,6 +45,7 @@ from kvrs.engine.ranks.link import (
     StageReady,
     StageServes,
     StageStopped,
+    TakeParts,
     WritePages,
     most_page_payload,
 )
@@ -88,8 +94,11 @@ class StageOrders:
         """Raises TransferError, RanksLostError: the link, or the ranks, are lost."""
         group = self._group
         use = group.use(session.number)[self._stage]
-        pages = None if session.pages is None else sorted(session.pages)
-        ready = StageReady(session.number, group.facts, self._now(), use, self._load_s, pages)
+        pages = None
+        tags = [] if session.terms is None else session.terms.tags
+        if session.terms is not None:
+            pages = session.terms.pages
+        ready = StageReady(session.number, group.facts, self._now(), use, self._load_s, pages, tags)
         await link.send(ready)
         telling = asyncio.create_task(self._tell_changes(link))
         try:
@@ -122,8 +131,8 @@ class StageOrders:
                     raise StageRefusedError(
                         f"{type(order).__name__} of a borrower; allowed: batches and pages"
                     )
-                case LendPages() | RefuseLoan():
-                    await link.send(self._answered(order))
+                case LendPages() | RefuseLoan() | TakeParts() | RefuseParts():
+                    await link.send(await self._answered(session, order))
                 case EndRank():
                     await link.send(CellsLost(await self._end_rank(order)))
                 case MoveRank():
@@ -250,16 +259,48 @@ class StageOrders:
         lost = await asyncio.to_thread(self._group.lose_device, order.rank, bases)
         return {base: sorted(cells) for base, cells in lost.items()}
 
-    def _answered(self, order: LendPages | RefuseLoan) -> PagesDone | PagesLost:
-        if isinstance(order, LendPages):
-            pages, last = order.pages, self._group.settings.pages - 1
-            if not pages or len({*pages}) < len(pages) or min(pages) < 0 or max(pages) > last:
-                raise StageRefusedError(
-                    f"a loan of {len(pages)} pages {pages[:8]}; allowed: each of 0 to {last} once"
-                )
+    async def _answered(self, session: StageSession, order: OwnerAnswer) -> PagesDone | PagesLost:
+        last = self._group.settings.pages - 1
+        match order:
+            case LendPages(pages=pages):
+                if not pages or not _are_distinct(pages, last) or len(order.tags) > len(pages):
+                    raise StageRefusedError(
+                        f"a loan of {len(pages)} pages {pages[:8]} with {len(order.tags)} tags; "
+                        f"allowed: each of 0 to {last} once, and a tag for each at most"
+                    )
+                try:
+                    await self._copy(order)
+                except TransferError as error:
+                    return PagesLost(str(error))
+            case TakeParts():
+                taken = [page for page in order.pages if page not in (IS_HERE, NOT_TAKEN)]
+                if not _are_distinct(taken, last):
+                    raise StageRefusedError(
+                        f"parts in pages {taken[:8]}; allowed: each of 0 to {last} once"
+                    )
+                session.check_pages(taken)
+            case _:
+                pass
         if self._sessions.answered(order):
             return PagesDone()
-        return PagesLost(f"the borrower of loan {order.loan} does not wait any more")
+        return PagesLost("the other one does not wait any more")
+
+    async def _copy(self, order: LendPages) -> None:
+        """Copy what is lent and in use. Raises TransferError: cells are lost."""
+        last = self._group.settings.pages - 1
+        for source, target in order.copies:
+            if not 0 <= source <= last or source in order.pages or target not in order.pages:
+                raise StageRefusedError(
+                    f"a copy of page {source} into {target}; allowed: of 0 to {last} that is not "
+                    f"lent, into one that is"
+                )
+        if order.copies:
+            sources, targets = zip(*order.copies, strict=True)
+            await self._group.write(targets, await self._group.read(sources))
+
+
+def _are_distinct(pages: Sequence[int], last: int) -> bool:
+    return len({*pages}) == len(pages) and all(0 <= page <= last for page in pages)
 
 
 def _check(session: StageSession, order: object) -> None:

@@ -15,10 +15,11 @@ from kvrs.engine.layers.tiles import padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.connection import StageAt
 from kvrs.engine.ranks.hosted import FLOAT_BYTES, HostedStage, StageCalls
-from kvrs.engine.ranks.link import StageFacts, StageUse
+from kvrs.engine.ranks.link import OwnerAnswer, PartsHeld, PartsRange, StageFacts, StageUse
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.returning import StageLoan
 from kvrs.errors import TransferError
+from kvrs.ids import InstanceId
 from kvrs.protocol.parts import Cell, Part
 from kvrs.scheduling.sequences import Chunk
 
@@ -50,6 +51,7 @@ class RemoteStage(StageCalls):
             KvrsError: it refuses, or does not answer.
         """
         super().__init__()
+        self.at = at.peer  # Its own host.
         self._hosted = hosted = HostedStage(at, config, settings, layout, stage, donors, self)
         self.stages, self.layers, self.cells = range(stage, stage + 1), hosted.layers, hosted.cells
         self._computing = threading.Lock()
@@ -132,12 +134,26 @@ class RemoteStage(StageCalls):
         self._check_own()
         return self._call(self._hosted.connection.move(rank, leaves=leaves))
 
-    def answer(self, loan: int, answer: Sequence[int] | str) -> "Future[None]":
-        """Lend these pages, or say why not. TransferError ends a call whose loan does not begin."""
-        connection = self._hosted.connection
-        if isinstance(answer, str):
-            return self._call(connection.refuse(loan, answer))
-        return self._call(connection.lend(loan, answer))
+    def answer(self, order: OwnerAnswer) -> "Future[None]":
+        """Answer what another instance, or its host, has asked. TransferError ends a call that
+        comes to nothing.
+        """
+        if self._is_closed:
+            ended: Future[None] = Future()
+            ended.set_exception(TransferError("has ended"))
+            return ended
+        return self._call(self._hosted.connection.answer(order))
+
+    async def bring(
+        self, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
+    ) -> PartsHeld:
+        """Bring parts of pages, which the books have now, to the host of another instance. Raises
+        TransferError as `HostedStage.bring`.
+        """
+        hosted, losses = self._hosted, self._hosted.losses
+        if self._is_closed or not hosted.is_whole:
+            raise TransferError("cells of these pages are lost")
+        return await asyncio.wrap_future(self._call(hosted.bring(losses, to, ranges, pages)))
 
     def end(self) -> None:
         if not self._is_closed:

@@ -4,14 +4,15 @@
     lost --its own host is there--> at home
     borrowed, copying --the donor is lost, or takes it back--> lost
 
-What was written into the pages of a loan is copied while the donor goes on computing; batches stop
+Where the lender has replicas of what the stage has computed, it lends the pages with these. What
+was written into the pages of a loan is copied home while the donor goes on computing; batches stop
 only for what they have written meanwhile.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -20,6 +21,7 @@ from kvrs.engine.ranks.connection import HOST_WAIT_S, StageAt, StageConnection
 from kvrs.engine.ranks.link import LoanWanted, StageReady
 from kvrs.errors import KvrsError, TransferError
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.tags import Tag
 from kvrs.scheduling.sequences import Chunk
 
 log = logging.getLogger(__name__)
@@ -70,15 +72,22 @@ class StageLoan:
     node: NodeId  # Of its host.
     pages: Sequence[int]  # By the lender's numbers.
     page_size_tokens: int
+    tags: Sequence[Tag] = ()  # Of what is in the first of them.
     # By our numbers; None: it is not known yet which of our pages stay in use.
     table: dict[int, int] | None = None
     # Ours that were written since they were copied last.
     touched: set[int] = field(default_factory=set)
 
-    def take(self, kept: Sequence[int]) -> None:
-        """These of our pages, at most as many as are lent, stay in use."""
+    def take(self, kept: Sequence[int], adopted: Mapping[int, int] = {}) -> None:
+        """These of our pages, at most as many as are lent, stay in use; of the `adopted`, what the
+        lender has in the page beside.
+        """
         assert len(kept) <= len(self.pages), "a page without memory"
-        self.table = dict(zip(kept, self.pages, strict=False))
+        others, theirs = {*adopted}, {*adopted.values()}
+        fresh = (page for page in kept if page not in others)
+        free = (page for page in self.pages if page not in theirs)
+        self.table = {**adopted, **dict(zip(fresh, free, strict=False))}
+        self.touched.update(adopted)
 
     def theirs(self, pages: Iterable[int], *, writes: bool = False) -> list[int]:
         """Raises TransferError: some are not in use."""
@@ -107,7 +116,7 @@ class LostStage(Protocol):
     is_lost: asyncio.Event
     connection: StageConnection
 
-    def wanted(self) -> LoanWanted: ...
+    async def wanted(self) -> LoanWanted: ...
     def waits(self) -> None:
         """Predict the load of the own host: no donor lends."""
         ...
@@ -227,7 +236,7 @@ class StageReturn:
         assert donor.lender is not None, "a donor is another instance"
         extra = {"donor": donor.lender}
         try:
-            ready = await connection.open(0.0, self._stage.wanted())
+            ready = await connection.open(0.0, await self._stage.wanted())
             if not self._has_same(ready) or ready.pages is None:
                 raise KvrsError("it has other weights")
         except KvrsError as error:
@@ -238,8 +247,10 @@ class StageReturn:
             await connection.close()
             raise
         self.join_s = time.monotonic() - began_s
-        log.info("a donor lends", extra=extra | {"pages": len(ready.pages)})
-        loan = StageLoan(donor.lender, donor.peer.node, ready.pages, self._page_size_tokens)
+        lent = {"pages": len(ready.pages), "replicas": len(ready.tags)}
+        log.info("a donor lends", extra={**extra, **lent})
+        size, tags = self._page_size_tokens, ready.tags[: len(ready.pages)]
+        loan = StageLoan(donor.lender, donor.peer.node, ready.pages, size, tags)
         return connection, loan
 
     async def _hand_back(

@@ -12,6 +12,8 @@ The instance that has the stage, its owner, has one session. While that is open 
 group may have one beside it, a loan: over pages of the owner's, which it gives and does not use
 meanwhile. Every session of the owner begins without a loan; those of its batches and of the
 borrower's are computed as they come, and neither has more than one at a time.
+
+Hosts of others bring parts of pages in a session of the owner, which says into which (`replicate`).
 """
 
 import asyncio
@@ -31,10 +33,14 @@ from kvrs.engine.ranks.link import (
     LendPages,
     LoanAsked,
     LoanOver,
+    OfferParts,
     Ordered,
-    RefuseLoan,
+    OwnerAnswer,
+    PartsOffered,
+    RefuseParts,
     StageChannel,
     StageLink,
+    TakeParts,
 )
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
@@ -56,8 +62,10 @@ class StageSession:
     def __init__(self, number: int, head: Identity, pages: frozenset[int] | None = None) -> None:
         """`pages`: those of a loan; None: it is the owner's."""
         self.number, self.head, self.pages = number, head, pages
+        self.terms: LendPages | None = None  # Of a loan.
         self.lent: frozenset[int] = frozenset()  # By the owner, in this session.
         self._links: list[StageLink] = []  # That of batches first.
+        self._beside: list[StageLink] = []
         self._over = asyncio.Event()
 
     def check(self, order: Ordered) -> None:
@@ -95,8 +103,23 @@ class StageSession:
         finally:
             self._links.remove(link)
             self.shut()
+            self._settle()
+
+    @contextmanager
+    def beside(self, link: StageLink) -> Iterator[None]:
+        """While a link is served that ends with the others, and they not with it."""
+        self._beside.append(link)
+        try:
             if not self._links:
-                self._over.set()
+                raise StageRefusedError(f"session {self.number} has ended")
+            yield
+        finally:
+            self._beside.remove(link)
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._links and not self._beside:
+            self._over.set()
 
     async def tell(self, message: FromStage) -> None:
         """Send it on the link of batches, if there is one; its loss is found by others as well."""
@@ -105,7 +128,7 @@ class StageSession:
                 await self._links[0].send(message)
 
     def shut(self) -> None:
-        for link in self._links:
+        for link in (*self._links, *self._beside):
             link.stream.shut()
 
     async def end(self) -> None:
@@ -129,8 +152,11 @@ class StageSessions:
         self._loan: StageSession | None = None
         self._opening, self._lending = asyncio.Lock(), asyncio.Lock()
         # A loan of which the owner has not answered yet: its number, and its pages or why not.
-        self._asked: tuple[int, asyncio.Future[list[int] | str]] | None = None
+        self._asked: tuple[int, asyncio.Future[LendPages | str]] | None = None
         self._ending: asyncio.Task[None] | None = None
+        # Offers of parts of which the owner has not said yet what comes, by their numbers.
+        self._offers: dict[int, tuple[OfferParts, asyncio.Future[TakeParts | str]]] = {}
+        self._offered = 0
 
     @asynccontextmanager
     async def of(
@@ -143,15 +169,28 @@ class StageSessions:
             StageRefusedError: there is none for it.
         """
         session = await self._begin(head, begin)
-        with session.using(link):
+        is_beside = isinstance(begin, Begin) and begin.channel is StageChannel.REPLICAS
+        with session.beside(link) if is_beside else session.using(link):
             yield session
 
-    def answered(self, order: LendPages | RefuseLoan) -> bool:
-        """Take the owner's answer about a loan; False: the borrower does not wait any more."""
+    def answered(self, order: OwnerAnswer) -> bool:
+        """Take the owner's answer; False: the other one does not wait any more.
+
+        Raises:
+            StageRefusedError: it does not fit the question.
+        """
+        if isinstance(order, TakeParts | RefuseParts):
+            offer, taken = self._offers.get(order.offer) or (None, None)
+            if offer is None or taken is None or taken.done():
+                return False
+            if isinstance(order, TakeParts):
+                _check_taken(order, offer)
+            taken.set_result(order if isinstance(order, TakeParts) else order.reason)
+            return True
         number, answer = self._asked or (None, None)
         if answer is None or answer.done() or order.loan != number:
             return False
-        answer.set_result(order.pages if isinstance(order, LendPages) else order.reason)
+        answer.set_result(order if isinstance(order, LendPages) else order.reason)
         return True
 
     async def tell_all(self, message: FromStage) -> None:
@@ -175,7 +214,7 @@ class StageSessions:
             raise StageRefusedError(f"a message out of turn: {type(begin).__name__}")
         self._check(head, begin)
         is_owner = head.instance == self._owner
-        if begin.channel is StageChannel.PAGES:
+        if begin.channel is not StageChannel.BATCHES:
             now = self._own if is_owner else self._loan
             is_open = now is not None and not now.is_over and now.head == head
             if now is None or not is_open or begin.session != now.number:
@@ -197,8 +236,7 @@ class StageSessions:
             return self._own
 
     def _check(self, head: Identity, begin: Begin) -> None:
-        if begin.version != VERSION:
-            raise StageRefusedError(f"version {begin.version}; allowed: {VERSION}")
+        check_version(begin)
         if head.instance != self._owner and head.instance not in self._borrowers:
             allowed = ", ".join(map(repr, (self._owner, *sorted(self._borrowers))))
             raise StageRefusedError(f"instance {head.instance!r}; allowed: {allowed}")
@@ -234,17 +272,19 @@ class StageSessions:
                     f"a loan without a session of {self._owner!r}; allowed: while it has one"
                 )
             number = self._next()
-            pages = frozenset(await self._ask(owner, LoanAsked(number, head.instance, begin.loan)))
+            terms = await self._ask(owner, LoanAsked(number, head.instance, begin.loan))
+            pages = frozenset(terms.pages)
             if self._own is not owner or owner.is_over:
                 raise StageRefusedError(f"{self._owner!r} has ended meanwhile")
             self._loan = loan = StageSession(number, head, pages)
+            loan.terms = terms
             owner.lent = pages
             self._ending = asyncio.create_task(self._take_back(loan, owner))
             return loan
 
-    async def _ask(self, owner: StageSession, question: LoanAsked) -> list[int]:
+    async def _ask(self, owner: StageSession, question: LoanAsked) -> LendPages:
         """Raises StageRefusedError: the owner does not lend."""
-        answer: asyncio.Future[list[int] | str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[LendPages | str] = asyncio.get_running_loop().create_future()
         self._asked = question.loan, answer
         try:
             async with asyncio.timeout(_ASKED_S):
@@ -258,11 +298,60 @@ class StageSessions:
             raise StageRefusedError(found)
         return found
 
+    # Parts that others bring.
+
+    def receiving(self) -> StageSession | str:
+        """The session in which parts may come, or why there is none: what is lent is no target of
+        replicas.
+        """
+        owner, loan = self._own, self._loan
+        if owner is None or owner.is_over:
+            return f"{self._owner!r} has no session"
+        if self._lending.locked() or (loan is not None and not loan.is_over):
+            return f"{self._owner!r} lends the stage"
+        return owner
+
+    async def offer(
+        self, owner: StageSession, sender: InstanceId, offer: OfferParts
+    ) -> TakeParts | str:
+        """Ask the owner what it takes of it; its answer, or why it takes nothing.
+
+        Raises:
+            StageRefusedError: the session has ended.
+        """
+        self._offered += 1
+        number = self._offered
+        answer: asyncio.Future[TakeParts | str] = asyncio.get_running_loop().create_future()
+        self._offers[number] = offer, answer
+        try:
+            await owner.tell(PartsOffered(number, sender, offer.ranges, offer.are_sent))
+            await asyncio.wait({answer}, timeout=_ASKED_S)
+        finally:
+            del self._offers[number]
+        if self._own is not owner or owner.is_over:
+            raise StageRefusedError(f"{self._owner!r} has ended meanwhile")
+        return answer.result() if answer.done() else f"{self._owner!r} has not answered"
+
     async def _take_back(self, loan: StageSession, owner: StageSession) -> None:
         await loan.over()
         if owner.lent is loan.pages:
             owner.lent = frozenset()
         await owner.tell(LoanOver(loan.number))
+
+
+def check_version(begin: Begin) -> None:
+    """Raises StageRefusedError: it speaks otherwise."""
+    if begin.version != VERSION:
+        raise StageRefusedError(f"version {begin.version}; allowed: {VERSION}")
+
+
+def _check_taken(order: TakeParts, offer: OfferParts) -> None:
+    count = sum(len(each.tags) for each in offer.ranges) if offer.are_sent else 0
+    if len(order.held) != len(offer.ranges) or len(order.pages) != count:
+        raise StageRefusedError(
+            f"{len(order.pages)} pages of {len(order.held)} streams are taken; allowed: {count} of "
+            f"{len(offer.ranges)}, as offered"
+        )
 
 
 @dataclass(frozen=True, slots=True)

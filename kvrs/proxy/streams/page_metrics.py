@@ -42,12 +42,16 @@ class ReplicaMetrics:
             )
         )
 
+        self._ring = RingMetrics(registry)
+
     def remove(self, worker: InstanceId) -> None:
         self._pages.remove(worker)
+        self._ring.remove(worker)
 
     def measure(self, worker: InstanceId, load: LoadReport | None) -> None:
+        self._ring.measure(worker, load)
         if load is None or not load.replica_pages + load.replica_dropped_pages:
-            self.remove(worker)
+            self._pages.remove(worker)
             return
         self._pages.labels(worker).set(load.replica_pages)
         self._dropped.follow(load.replica_dropped_pages, worker)
@@ -75,6 +79,55 @@ class LendingMetrics:
         self._lent.labels(known.id).set(sum(each.pages for each in load.lends))
         borrowed = sum(each.donor is not None for each in load.stages)
         self._borrowed.labels(known.id).set(borrowed)
+
+
+class RingMetrics:
+    """Parts of pages that stages of workers bring to those of others, and what came back of such;
+    where none are sent there are no series.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["worker", "stage"]
+        self._lag = Gauge(
+            "kvrs_replica_lag_pages",
+            "Full pages of which the stage's part is not at its target yet.",
+            labels,
+            registry=registry,
+        )
+        counter = partial(Counter, registry=registry)
+        self._sent = Total(
+            counter("kvrs_replica_sent_bytes", "Parts that the stage has brought there.", labels)
+        )
+        self._dropped = Total(
+            counter(
+                "kvrs_replica_refused_pages", "Of these, what was not taken or not kept.", labels
+            )
+        )
+        self._adopted = Total(
+            counter(
+                "kvrs_adopted_pages",
+                "Pages that streams of the worker went on with out of a donor's replicas.",
+                ["worker"],
+            )
+        )
+        self._stages: dict[InstanceId, list[str]] = {}
+
+    def remove(self, worker: InstanceId) -> None:
+        for stage in self._stages.pop(worker, ()):
+            self._lag.remove(worker, stage)
+
+    def measure(self, worker: InstanceId, load: LoadReport | None) -> None:
+        stages = [] if load is None else load.stages
+        shown = [each for each in stages if each.replica_to or each.unprotected]
+        if load is None or not shown:
+            self.remove(worker)
+            return
+        self._stages[worker] = [str(each.stage) for each in shown]
+        for each, stage in zip(shown, self._stages[worker], strict=True):
+            self._lag.labels(worker, stage).set(each.replica_lag_pages)
+            self._sent.follow(each.replica_sent_bytes, worker, stage)
+            self._dropped.follow(each.replica_dropped_pages, worker, stage)
+        self._adopted.follow(load.adopted_pages, worker)
 
 
 class ConnectorMetrics:

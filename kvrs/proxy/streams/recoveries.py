@@ -14,6 +14,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option, best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import FetchReport
+from kvrs.protocol.stages import RestartReport
 from kvrs.proxy.streams.live import OpenStream
 from kvrs.proxy.wire.request_context import RequestContext
 
@@ -50,6 +51,10 @@ class Recovery:
     # fetched, or it does not count.
     loaded_tokens: int | None = None
     computed_tokens: int | None = None
+    # Where the attempt stayed and began again: pages of which a donor had a replica, and what of
+    # the history was computed once more.
+    adopted_pages: int | None = None
+    recomputed_tokens: int | None = None
     request_id: str | None = None
     request: RequestContext | None = None  # While it runs.
 
@@ -160,6 +165,16 @@ class RecoveryLog:
                 if (each.stream, each.owner_epoch, each.attempt) == name:
                     each.loaded_tokens = fetch.loaded_tokens
                     each.computed_tokens = fetch.computed_tokens
+                    break
+
+    def restarted(self, restarts: Iterable[RestartReport]) -> None:
+        """Instances report what attempts that stayed have computed again, as `fetched`."""
+        for restart in restarts:
+            name = restart.stream, restart.owner_epoch, restart.attempt
+            for each in reversed(self.entries):
+                if each.option.stays and (each.stream, each.owner_epoch, each.attempt) == name:
+                    each.adopted_pages = restart.adopted_pages
+                    each.recomputed_tokens = restart.recomputed_tokens
                     break
 
     def rejected(self, stream: StreamId) -> None:

@@ -105,6 +105,7 @@ class Watcher:
                     async for report in reports:
                         if isinstance(report, LoadReport):
                             self._driver.recoveries.fetched(report.fetches)
+                            self._driver.recoveries.restarted(report.restarts)
                         await self._perform(session, watch.reported(session, report, clock()))
             finally:
                 self._watchdog = None

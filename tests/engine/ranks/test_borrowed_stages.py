@@ -28,6 +28,7 @@ from kvrs.engine.ranks.link import (
     MoveRank,
     PagesDone,
     ReadPages,
+    RefuseLoan,
     StageChannel,
     StageLink,
     StageReady,
@@ -90,7 +91,10 @@ class Books:
 
     def _asked(self, stage: RemoteStage, asked: LoanAsked) -> None:
         self.asked.append(asked)
-        stage.answer(asked.loan, self.refusal or LENT)
+        if self.refusal:
+            stage.answer(RefuseLoan(0, 0, asked.loan, self.refusal))
+        else:
+            stage.answer(LendPages(0, 0, asked.loan, list(LENT)))
 
 
 def group_of(model: Path, members: int = 2) -> Config:
