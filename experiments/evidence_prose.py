@@ -29,9 +29,8 @@ def differences() -> str:
 
 _NOT_BUILT = (
     "AnchorTP, experts: they move with their ranks, and their loads are not balanced after a loss.",
-    "KevlarFlow, replicas of each node at the same stage of another pipeline: an instance sends "
-    "whole pages to another one, and of instances with `stage_hosts` only the simulator has such "
-    "replicas.",
+    "KevlarFlow, its ring in the simulator: replicas are whole pages at the next instance there; "
+    "the engine sends the part of each stage from host to host.",
     "All of them: no figure is of a GPU.",
 )
 

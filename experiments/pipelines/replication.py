@@ -5,8 +5,8 @@ and CPU time of a token.
 
 Two instances keep replicas of each other's streams (`backup.mode: peer`). The same load runs with
 and without them, in turns: the calls of one half name no peer. Batches take as long as at a
-profile, so that pages are sent while something else would compute. Instances with a host for each
-stage have no such replicas yet; these are instances of one process.
+profile, so that pages are sent while something else would compute. These are instances of one
+process, not such with a host for each stage.
 """
 
 import argparse

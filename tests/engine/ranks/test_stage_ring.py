@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -19,6 +18,7 @@ from kvrs.engine.ranks.nodes import RanksOnNodes
 from kvrs.engine.requests import GenerationRun
 from kvrs.ids import InstanceId
 from kvrs.protocol.stages import RestartReport, StageInfo
+from kvrs_testkit.forked import ForkedProcess
 from kvrs_testkit.free_ports import free_ports
 from tests.engine.peers import PeerEngine, _introduce
 from tests.engine.ranks.on_nodes import SECRET, hosting
@@ -128,7 +128,7 @@ class Group:
     config: Config
     members: list[Member]
     directory: Path
-    hosts: dict[tuple[str, int], subprocess.Popen[str]]
+    hosts: dict[tuple[str, int], ForkedProcess]
     processes: ExitStack
 
     def kill(self, name: str, stage: int) -> None:
@@ -152,7 +152,7 @@ async def group_of(
     async with AsyncExitStack() as stack:
         processes = stack.enter_context(ExitStack())
 
-        def host(place: tuple[InstanceId, int]) -> subprocess.Popen[str]:
+        def host(place: tuple[InstanceId, int]) -> ForkedProcess:
             own = directory / f"{place[0]}-{place[1]}"
             own.mkdir()
             return processes.enter_context(hosting(config, own, place[1], place[0]))
