@@ -39,6 +39,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.process import require
 from kvrs.sim.rank_model import RankModel
+from kvrs.sim.ranks import SimRanks
 from kvrs.sim.streams import Arrival
 
 NAME = "in_place"
@@ -167,7 +168,7 @@ def play(way: str, seed: int) -> Row:
         require(all(proxy.streams[name].outcome == "" for name in names), f"{way}: streams ended")
         proxy.recoveries.clear()
         ranks = engine.ranks
-        assert ranks is not None
+        assert isinstance(ranks, SimRanks)
         ranks.lose([RANKS - 1], memory_kept=way == "oracle")
         run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
         weights_s = clock.now_s - lost_s

@@ -1,5 +1,6 @@
 """Calls of proxies to a simulated instance, and its answers."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
@@ -7,8 +8,15 @@ from zlib import crc32
 from kvrs.core.model import actions as act
 from kvrs.ids import StreamId
 from kvrs.protocol.instance import CheckpointTarget
+from kvrs.protocol.tags import Tag
+from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs.scheduling.pages import PageManager
+from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.scheduling.sources import PullSource
+from kvrs.sim.process import SimProcess, Step
+from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
+from kvrs.transfer.meter import LinkMeter
 
 Batch = list[tuple[Sequence, Chunk]]
 
@@ -60,3 +68,28 @@ def checkpoints_of(call: SimCall, page_size_tokens: int, page_bytes: int) -> lis
         CheckpointTarget(place.holder, max(place.reserved_bytes, need_bytes))
         for place in call.places
     ]
+
+
+class RankedEngine(SimProcess):
+    """An instance that may have ranks."""
+
+    scheduler: BatchScheduler
+    pages: PageManager
+    places: AdmissionWaitEstimator
+    backlog: CheckpointBacklog
+    meter: LinkMeter
+    runs: dict[Sequence, SimRun]
+    contents: dict[int, Tag]
+    flights: list[Batch]  # Under way.
+    reporting: list[Step]
+    given_up: Step | None  # Ends the process.
+    draining: bool
+
+    def report(self) -> None:
+        """Report at once."""
+        for report in list(self.reporting):
+            report()
+
+    @abstractmethod
+    def look(self) -> None:
+        """Begin whatever can be begun."""

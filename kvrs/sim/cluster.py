@@ -18,11 +18,13 @@ from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.engine import SimEngine
+from kvrs.sim.hosts import SimHost
 from kvrs.sim.invariants import Grants
 from kvrs.sim.links import SimLinks
+from kvrs.sim.pipelines import SimPipeline
 from kvrs.sim.process import Clock
 from kvrs.sim.proxy import SimProxy
-from kvrs.sim.rank_model import RankModel
+from kvrs.sim.rank_model import PipelineModel, RankModel
 from kvrs.sim.recovering import SimDraftModel, SimHelper
 from kvrs.sim.site import SimHolder, Site
 from kvrs.sim.streams import SimJournal, SimStream
@@ -80,6 +82,7 @@ class SimCluster:
         is_supervised: bool = False,
         keep_log: bool,
         rank_model: RankModel | None = None,
+        pipeline_model: PipelineModel | None = None,
         draft_model: SimDraftModel | None = None,
     ) -> None:
         """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
@@ -103,6 +106,7 @@ class SimCluster:
         self.links = SimLinks(
             self.clock, rate, backup.host_to_device_bytes_per_s, config.transfer.stall_timeout_s
         )
+        pipelines = pipeline_model or PipelineModel()
         self._site = site = Site(
             config,
             self.clock,
@@ -113,6 +117,8 @@ class SimCluster:
             geometry,
             root_tag("simulated"),
             rank_model or RankModel(),
+            pipelines,
+            hosts_of(config, self.clock, pipelines),
         )
         self.engines = {
             instance.id: SimEngine(instance.id, node.id, instance.role, site, instance.ranks)
@@ -151,6 +157,17 @@ class SimCluster:
     def holders(self) -> dict[InstanceId, SimHolder]:
         """Instances and agents."""
         return self._site.holders
+
+    @property
+    def hosts(self) -> list[SimHost]:
+        """All that have a stage of an instance."""
+        return [host for each in self._site.hosts.values() for host in each]
+
+    def host_of(self, name: InstanceId, stage: int) -> SimHost:
+        """The host that has the stage of the instance, or its own one where none has."""
+        ranks = self.engines[name].ranks
+        assert isinstance(ranks, SimPipeline)
+        return ranks.host_of(stage)
 
     def new_proxy(self) -> SimProxy:
         proxy = SimProxy(
@@ -194,6 +211,9 @@ class SimCluster:
         if with_node and isinstance(holder, SimAgent):
             holder.lose_memory()
         self.links.drop(holder)
+        for host in self.hosts if with_node else ():
+            if host.node == holder.node:
+                host.kill()
         if not with_node:
             for proxy in self.serving:
                 if proxy.is_alive:
@@ -250,6 +270,18 @@ class SimCluster:
     def note(self, death: str, whom: str, streams: int) -> None:
         self.outcome.hits.append(CarriedOutFault(death, self.clock.now_s, whom, streams))
         self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
+
+
+def hosts_of(config: Config, clock: Clock, model: PipelineModel) -> dict[InstanceId, list[SimHost]]:
+    """The hosts of each instance that has one for each stage."""
+    return {
+        instance.id: [
+            SimHost(instance.id, stage, place.node, clock, model.load_s)
+            for stage, place in instance.remote_stages.items()
+        ]
+        for _, instance in config.cluster.instances()
+        if instance.stage_hosts and not instance.own_stages
+    }
 
 
 def _complete(config: Config, proxies: int) -> Config:

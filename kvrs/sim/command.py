@@ -22,7 +22,7 @@ from kvrs import __version__
 from kvrs.config.file import Config, config_digest, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
-from kvrs.faults.language import Fault, load_faults
+from kvrs.faults.language import Fault, What, load_faults
 from kvrs.report.output import claim_directory
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
@@ -173,7 +173,9 @@ def make_world(
             max(1.0, arrivals[-1].at_s),
             nodes,
             has_agents=has_agents,
-            has_ranks=any(each.ranks > 1 for _, each in config.cluster.instances()),
+            has_ranks=any(
+                each.ranks > 1 and each.own_stages for _, each in config.cluster.instances()
+            ),
             proxies=options.proxies,
         )
     return World(
@@ -204,12 +206,16 @@ def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
         for name, known in _named(fault, names, nodes)
         if not known
     ]
-    wrong += [
-        f"{options.fault}: [{index}].whom.stage: got {fault.whom.stage!r}; allowed: none, the "
-        f"simulator has no hosts of stages"
-        for index, fault in enumerate(faults)
-        if fault.whom.stage is not None
-    ]
+    has_hosts = any(
+        each.stage_hosts and not each.own_stages for _, each in config.cluster.instances()
+    )
+    for index, fault in enumerate(faults):
+        if fault.whom.stage is not None and (not has_hosts or fault.what is not What.KILL):
+            allowed = "kill" if has_hosts else "no stage, without instances with all in stage_hosts"
+            wrong.append(
+                f"{options.fault}: [{index}].whom.stage: got {fault.whom.stage!r} with "
+                f"{fault.what}; allowed in the simulator: {allowed}"
+            )
     if wrong:
         raise ConfigError(wrong)
     return faults

@@ -218,7 +218,9 @@ class Disturbances:
         having = [
             (engine, engine.ranks)
             for engine in self._cluster.engines.values()
-            if engine.is_running and engine.ranks is not None and len(engine.ranks.running) > 1
+            if engine.is_running
+            and isinstance(engine.ranks, SimRanks)
+            and len(engine.ranks.running) > 1
         ]
         if not having:
             return None
@@ -245,11 +247,11 @@ class Disturbances:
         clock.after(rng.uniform(1.0, 5.0), partial(self._have_back, engine, engine.life, leaving))
 
     def _have_back(self, engine: SimEngine, life: int, rank: int) -> None:
-        if engine.is_running and engine.life == life and engine.ranks is not None:
+        if engine.is_running and engine.life == life and isinstance(engine.ranks, SimRanks):
             engine.ranks.order(rank, leaves=False)
 
     def _lose_again(self, engine: SimEngine, life: int, ranks: list[int]) -> None:
-        if engine.is_running and engine.life == life and engine.ranks is not None:
+        if engine.is_running and engine.life == life and isinstance(engine.ranks, SimRanks):
             engine.ranks.lose(ranks, memory_kept=False)
 
     def _kill_proxy(self) -> None:

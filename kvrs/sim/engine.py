@@ -18,20 +18,20 @@ from kvrs.protocol.instance import (
     MeasuredPrefill,
     Role,
 )
-from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.replicas import ReplicaBook
 from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase
-from kvrs.scheduling.sources import PullSource, alike, next_source
-from kvrs.sim.calls import Batch, SimCall, SimRun, checkpoints_of
+from kvrs.scheduling.sequences import Chunk, Sequence
+from kvrs.sim.calls import Batch, RankedEngine, SimCall, SimRun, checkpoints_of
 from kvrs.sim.checkpoint_sender import SimCheckpointSender
 from kvrs.sim.drafts import SimDrafts, chosen_tokens
+from kvrs.sim.pipelines import SimPipeline
 from kvrs.sim.process import Step, require
-from kvrs.sim.ranks import RankedEngine, SimRanks
-from kvrs.sim.site import Fetch, OpenedPages, PageRequest, SimPagePool, Site
+from kvrs.sim.pulling import Pulling
+from kvrs.sim.ranks import SimRanks
+from kvrs.sim.site import OpenedPages, PageRequest, SimPagePool, Site
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 
@@ -43,9 +43,10 @@ class SimEngine(SimPagePool, RankedEngine):
     def __init__(
         self, name: InstanceId, node: NodeId, role: Role, site: Site, ranks: int = 1
     ) -> None:
+        """With hosts of its stages at the site it is a pipeline of these."""
         super().__init__(name, node, site.clock)
         self.role = role
-        self.ranks: SimRanks | None = None  # None: one process computes everything.
+        self.ranks: SimRanks | SimPipeline | None = None  # None: one process computes everything.
         self.reporting: list[Step] = []  # Each sends a report of this process at once.
         self._rank_count = ranks
         self.slow_factor = 1.0
@@ -63,7 +64,9 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def _reset(self) -> None:
         self.pages = PageManager(self._settings.pages, self._size)
-        self.scheduler = BatchScheduler(self._settings, self.pages)
+        hosts = self._site.hosts.get(self.id, [])
+        self._depth = max(1, len(hosts))
+        self.scheduler = BatchScheduler(self._settings, self.pages, depth=self._depth)
         self.places = AdmissionWaitEstimator()
         self.meter = LinkMeter(
             self._site.config.transfer.link, self._site.config.transfer.probe_bytes
@@ -75,8 +78,12 @@ class SimEngine(SimPagePool, RankedEngine):
         self.runs: dict[Sequence, SimRun] = {}
         self._attempts: dict[StreamId, tuple[int, int]] = {}
         self.contents: dict[int, Tag] = {}  # Of pages that were ever full.
-        self.batch: Batch | None = None  # Under way.
-        self.ranks = SimRanks(self, self._site, self._rank_count) if self._rank_count > 1 else None
+        self.flights = []
+        self.ranks = None
+        if hosts:
+            self.ranks = SimPipeline(self, self._site, hosts)
+        elif self._rank_count > 1:
+            self.ranks = SimRanks(self, self._site, self._rank_count)
         self.reporting = []
         drafts = self._site.config.speculation
         self.drafts = (
@@ -88,11 +95,15 @@ class SimEngine(SimPagePool, RankedEngine):
         self.draining = self.hangs = False
         self.answer = None
         super().start()
+        if isinstance(self.ranks, SimPipeline):
+            self.ranks.begin()
 
     def kill(self, *, silently: bool = False) -> None:
         """Silently: its node is gone, and nothing is left to reset its connections."""
         super().kill()
         self.slow_factor = 1.0
+        if isinstance(self.ranks, SimPipeline):
+            self.ranks.close()
         runs, self.runs = self.runs, {}
         if not silently:
             for run in runs.values():
@@ -239,30 +250,33 @@ class SimEngine(SimPagePool, RankedEngine):
     # The loop.
 
     def look(self) -> None:
-        """Begin a batch, if none is under way and there is anything to compute."""
-        if self.batch is not None or self.hangs:
+        """Begin batches, if there is anything to compute and room for them in flight."""
+        if len(self.flights) == self._depth or self.hangs:
             return
         if self.ranks is not None and not self.ranks.serves:
             return
         self.pages.expire(self.clock.now_s)
         for pull in self.scheduler.admit():
-            _Pulling(self, self._site, pull, list(self.runs[pull.sequence].call.sources)).begin()
+            Pulling(self, self._site, pull, list(self.runs[pull.sequence].call.sources)).begin()
         self.places.observe(self.clock.now_s, self.scheduler.departures, self.scheduler.full)
+        while len(self.flights) < self._depth and self._begin_batch():
+            pass
+
+    def _begin_batch(self) -> bool:
+        """False: there is none."""
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
         batch = self.scheduler.next_batch(proposals)
         if self.drafts is not None:
             self.drafts.tell()
         if not batch:
-            return
+            return False
         for sequence, chunk in batch:
             self._verify(sequence, chunk)
-        self.batch = batch
-        chunks = [chunk for _, chunk in batch]
-        seconds = self._site.pace.batch_s(chunks) * self.slow_factor
-        if self.ranks is not None:
-            decodes = all(len(chunk.token_ids) - chunk.drafts == 1 for chunk in chunks)
-            seconds *= self.ranks.factor(decodes=decodes)
-        self.later(seconds, lambda: self._complete(batch))
+        self.flights.append(batch)
+        seconds = self._site.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
+        compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
+        compute(seconds, lambda: self._complete(batch))
+        return True
 
     def _verify(self, sequence: Sequence, chunk: Chunk) -> None:
         """Check that the pages of a chunk hold the KV of its history, however it got there."""
@@ -279,9 +293,10 @@ class SimEngine(SimPagePool, RankedEngine):
         if self.hangs:
             self.later(_HANGS_LOOK_S, lambda: self._complete(batch))
             return
-        if batch is not self.batch:
+        flights = [each for each in self.flights if each is not batch]
+        if len(flights) == len(self.flights):
             return  # It was abandoned.
-        self.batch = None
+        self.flights = flights
         sampled = {
             sequence: chosen_tokens(sequence, chunk) for sequence, chunk in batch if chunk.logits
         }
@@ -374,8 +389,10 @@ class SimEngine(SimPagePool, RankedEngine):
         self.pages.check()
         self.scheduler.check()
         self.backlog.check()
+        if isinstance(self.ranks, SimPipeline):
+            self.ranks.check_at_rest()
         require(
-            not self.runs and self.batch is None,
+            not self.runs and not self.flights,
             f"{self.id} still runs {[run.call.stream for run in self.runs.values()]}",
         )
         counts = (
@@ -420,81 +437,3 @@ def _note_verified(
             engine.received(pages[index], sequence.tags[index])
         assert engine.drafts is not None
         engine.drafts.counts.verified(chunk.drafts, len(sampled[sequence]) - 1)
-
-
-class _Pulling:
-    """The fetches of one sequence: source after source, each from where the last one ended."""
-
-    def __init__(
-        self, engine: SimEngine, site: Site, pull: Pull, sources: list[PullSource]
-    ) -> None:
-        self._engine = engine
-        self._site = site
-        self._pull = pull
-        self._sources = sources
-
-    def begin(self) -> None:
-        self._next(range(self._pull.first_page, self._pull.first_page), tail=False, is_first=True)
-
-    def _next(self, arrived: range, *, tail: bool, is_first: bool = False) -> None:
-        engine, pull = self._engine, self._pull
-        step = next_source(self._sources, pull, arrived.stop)
-        if step is None or pull.sequence.phase is SequencePhase.FINISHED:
-            self._pulled(arrived, tail=tail)
-            return
-        source, wanted = step
-        if not is_first:
-            self._pulled(arrived, more_from=wanted.start)
-        span, gone = next(alike(wanted, pull.sequence.gone))
-        if span != wanted or (gone is not None and source.handoff is not None):
-            # Has more, that other cells are missing of, or of which nothing is here.
-            self._sources.insert(0, source)
-        wanted = span
-        has_tail = gone is None and source.handoff is not None and wanted.stop == pull.tail_index
-        tags = tuple(pull.sequence.tags[wanted.start : wanted.stop])
-        asked = PageRequest(
-            tags,
-            source.traffic,
-            source.epoch,
-            source.handoff if has_tail else None,
-            pull.tail_index if has_tail else None,
-            self._share_of(gone),
-        )
-
-        def page(index: int) -> None:
-            number = pull.sequence.pages[wanted.start + index]
-            if gone and pull.sequence.phase is SequencePhase.FINISHED:
-                return  # Asked for before more cells were lost: another sequence asks anew.
-            if gone:
-                self._verify_left(number, tags[index], gone)
-            engine.received(number, tags[index])
-
-        def done(full_pages: int, tail: bool) -> None:
-            if full_pages < len(wanted) and self._sources[:1] == [source]:
-                del self._sources[0]
-            self._next(range(wanted.start, wanted.start + full_pages), tail=tail)
-
-        Fetch(
-            self._site, engine, engine.meter, self._site.holders[source.instance], asked, page, done
-        )
-
-    def _share_of(self, gone: frozenset[Cell] | None) -> float:
-        """Part of a page that is asked for where these cells are gone."""
-        ranks = self._engine.ranks
-        return 1.0 if ranks is None or not gone else len(gone) / ranks.page_cells
-
-    def _verify_left(self, page: int, content: Tag, brought: frozenset[Cell]) -> None:
-        """With the cells that have come the page is whole."""
-        engine = self._engine
-        require(
-            engine.ranks is not None
-            and engine.ranks.gone(page) <= brought
-            and engine.contents.get(page) == content,
-            f"{engine.id} mends a page of which more is missing",
-        )
-
-    def _pulled(self, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
-        self._engine.scheduler.pulled(self._pull.sequence, arrived, tail=tail, more_from=more_from)
-        self._engine.verify_found(self._pull.sequence)
-        self._engine.note_filled(self._pull.sequence)
-        self._engine.look()

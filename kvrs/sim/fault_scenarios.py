@@ -135,6 +135,44 @@ FAULT_SCENARIOS: dict[str, FaultScenario] = {
     ONE_WAY: lambda r, n: [],
 }
 
+# Of instances with a host for each stage, by their ids; drawn by `scenarios.pipelines`.
+STAGE_SCENARIOS: dict[str, FaultScenario] = {
+    "a host": lambda r, n: [_host(r.choice(n))],
+    "a host of each of two instances": lambda r, n: [_host(name) for name in r.sample(n, 2)],
+    "two hosts of an instance": lambda r, n: [
+        _host(name, stage) for name in [r.choice(n)] for stage in (0, 1)
+    ],
+    # The same stage: by then that of its donor, if there is one.
+    "a host, and the donor's": lambda r, n: [
+        _host(name, later_s=later_s)
+        for name in [r.choice(n)]
+        for later_s in (0.0, r.uniform(0.0, 1.0))
+    ],
+    "a host, as another one loads": lambda r, n: [
+        _host(name, later_s=later_s)
+        for name in [r.choice(n)]
+        for later_s in (0.0, r.uniform(0.0, 3.0))
+    ],
+    "a host, and the process that borrows": lambda r, n: [
+        row
+        for name in [r.choice(n)]
+        for row in (_host(name), _kill({"id": name}, at_s=r.uniform(0.0, 1.0)))
+    ],
+    "a host, and the process that lends": lambda r, n: [
+        row
+        for name, other in [r.sample(n, 2)]
+        for row in (_host(name), _kill({"id": other}, at_s=r.uniform(0.0, 1.0)))
+    ],
+    "a host, and a process stopped": lambda r, n: [
+        _host(r.choice(n)),
+        _lasting("stop", {"id": r.choice(n)}, r.uniform(0.1, 3.0)),
+    ],
+}
+
+
+def _host(name: str, stage: int = 1, later_s: float = 0.0) -> Row:
+    return _kill({"id": name, "stage": stage}, at_s=later_s)
+
 
 def random_deaths(
     rng: Random,
@@ -166,9 +204,12 @@ def random_deaths(
 
 
 def named_death(rng: Random, name: str, at_s: float, nodes: Sequence[str] = ()) -> FaultEvent:
-    """That of a name, from `at_s` on."""
-    drawn = FAULT_SCENARIOS[name](rng, nodes) if name in FAULT_SCENARIOS else []
-    rows = [row | {"when": row["when"] | {"at_s": at_s}} for row in drawn]
+    """That of a name, from `at_s` on; `nodes`: for those of stages, instances."""
+    found = (FAULT_SCENARIOS | STAGE_SCENARIOS).get(name)
+    rows = [
+        row | {"when": row["when"] | {"at_s": at_s + row["when"].get("at_s", 0.0)}}
+        for row in (found(rng, nodes) if found is not None else ())
+    ]
     return FaultEvent(name, at_s, tuple(parse_faults(rows)) if rows else ())
 
 

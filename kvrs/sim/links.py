@@ -46,7 +46,7 @@ class SimLinks:
         self, clock: Clock, bytes_per_s: float, local_bytes_per_s: float, stall_timeout_s: float
     ) -> None:
         self._clock = clock
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._local_bytes_per_s = local_bytes_per_s
         self._stall_timeout_s = stall_timeout_s
         self._routes: dict[tuple[NodeId, NodeId], _Route] = {}
@@ -103,7 +103,7 @@ class SimLinks:
         if route.busy or not moving or route.cut_until_s > self._clock.now_s:
             return
         transfer = min(moving, key=lambda each: each.traffic)
-        rate = self._local_bytes_per_s if source == target else self._bytes_per_s
+        rate = self._local_bytes_per_s if source == target else self.bytes_per_s
         if route.rate is not None:
             rate = min(rate, route.rate)
         pages = min(CHUNK_PAGES, transfer.pages)

@@ -1,4 +1,4 @@
-"""Cells and units of the ranks of simulated instances, and the time it takes to move them."""
+"""Cells and units of the ranks of simulated instances, and the times of ranks and hosts."""
 
 from dataclasses import dataclass
 
@@ -23,3 +23,14 @@ class RankModel:
     join_s: float = 0.02  # Until ranks that have their units compute together.
     restart_s: float = 0.15  # Of the process of a rank.
     grows_after_s: float = 1.5  # A rank that was lost is offered again.
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineModel:
+    """Times of instances with a host for each stage."""
+
+    load_s: float = 10.0  # Of a host.
+    session_s: float = 0.1  # Until a host that is there computes for an instance that asks it.
+    ask_again_s: float = 1.0  # Between two rounds of questions to donors.
+    # Of the time in which a stage has a batch: its host computes. The rest is on the way.
+    computing_share: float = 1.0

@@ -4,9 +4,7 @@ time, and which cells of its pages are gone.
 What is simulated is which rank has what (`kvrs/sim/rank_model.py`), and when it is there.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import assert_never
 
 import msgspec
@@ -34,43 +32,15 @@ from kvrs.elastic.reforming import (
 from kvrs.elastic.speed import shares
 from kvrs.elastic.units import Unit
 from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
-from kvrs.ids import StreamId
 from kvrs.protocol.instance import ReformingReport
-from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag
-from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
-from kvrs.scheduling.pages import PageManager
-from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Chunk, Sequence
-from kvrs.scheduling.sources import PullSource
-from kvrs.sim.calls import Batch, SimRun, checkpoints_of
-from kvrs.sim.process import SimProcess, Step, require
+from kvrs.scheduling.sequences import Chunk
+from kvrs.sim.calls import Batch, RankedEngine
+from kvrs.sim.lost_cells import LostCells
+from kvrs.sim.process import Step, require
 from kvrs.sim.site import Site
-from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
-from kvrs.transfer.meter import LinkMeter
 
 _PAGES = 1  # That must find room beside the weights; cells take no part of the simulated memory.
-_NO_CELLS: frozenset[tuple[int, int]] = frozenset()
-
-
-class RankedEngine(SimProcess):
-    """An instance that may have ranks."""
-
-    scheduler: BatchScheduler
-    pages: PageManager
-    places: AdmissionWaitEstimator
-    backlog: CheckpointBacklog
-    meter: LinkMeter
-    runs: dict[Sequence, SimRun]
-    contents: dict[int, Tag]
-    batch: Batch | None
-    reporting: list[Step]
-    given_up: Step | None  # Ends the process.
-
-    @abstractmethod
-    def look(self) -> None:
-        """Begin whatever can be begun."""
 
 
 class SimRanks:
@@ -82,7 +52,6 @@ class SimRanks:
         self._engine = engine
         self._site = site
         self._model = model = site.rank_model
-        self._size = site.config.cluster.engine.page_size_tokens
         self._ready_s = 0.0
         layout = hybrid(model.units, staged(model.units.layers, [range(count)]))
         self._full = shares(layout, model.units)
@@ -102,14 +71,10 @@ class SimRanks:
             ),
         )
         self._layout = layout  # By which the cells that are there lie.
-        self._gone: dict[int, frozenset[Cell]] = {}  # Of pages that were full.
+        self._cells = LostCells(engine, site)
         self._start_s = 0.0  # Until the ranks of this plan run.
-        self._missing: dict[StreamId, int] = {}  # Pages of streams with cells that are gone.
-        self._held: dict[StreamId, int] = {}  # Of these, what agents hold.
-        self._held_page_s = 0.0
         self._lost: list[int] = []
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
-        self._has_lost_cells = False  # Since the last freeze.
 
     # What the instance asks.
 
@@ -151,35 +116,26 @@ class SimRanks:
         decode, prefill = self._factors
         return decode if decodes else prefill
 
+    def compute(self, batch: Batch, seconds: float, done: Step) -> None:
+        decodes = all(len(chunk.token_ids) - chunk.drafts == 1 for _, chunk in batch)
+        self._engine.later(seconds * self.factor(decodes=decodes), done)
+
     def filled(self, page: int) -> None:
         """All cells of the page have been written."""
-        self._gone.pop(page, None)
+        self._cells.filled(page)
 
     def gone(self, page: int) -> frozenset[Cell]:
-        return self._gone.get(page, _NO_CELLS)
+        return self._cells.gone(page)
 
     # What happens to it.
 
     def lose(self, ranks: Iterable[int], memory_kept: bool) -> None:
         lost = frozenset(ranks)
         if not memory_kept:
-            for page in self._engine.contents:
-                self._gone[page] = self.gone(page) | self._cells_of(page, lost)
-            for run in self._engine.runs.values():
-                run.verified = False  # What it computes with is looked at again.
-            self._has_lost_cells = True
-        computed = self._computed_pages()
-        self._missing, self._held = (
-            ({}, {}) if memory_kept else (computed, _held_pages(self._engine, computed))
-        )
-        lost_cells = len(self._cells_of(0, lost)) / self.page_cells
-        self._held_page_s = _fetch_s(self._engine, self._site, lost_cells) or self._page_s()
-        restore_s = {
-            stream: self._page_s() * (pages - self._held[stream])
-            + self._held_page_s * self._held[stream]
-            for stream, pages in self._missing.items()
-        }
-        at_risk = tuple(StreamAtRisk(restore_s.get(stream, 0.0)) for stream in computed)
+            self._cells.lose(lambda page: self._cells_of(page, lost))
+        share = len(self._cells_of(0, lost)) / self.page_cells
+        restore_s = self._cells.note_missing(share, memory_kept=memory_kept)
+        at_risk = tuple(map(StreamAtRisk, restore_s.values()))
         self._lost = sorted(lost)
         self._handle(RanksLost(lost, memory_kept, at_risk))
 
@@ -201,68 +157,11 @@ class SimRanks:
         own = ranks.intersection(layout.ranks)
         return frozenset(cell for rank in own for cell in layout.cells(rank, page))
 
-    def _freeze(self) -> None:
-        """With lost cells every stream begins again in the same attempt: they come from a
-        checkpoint, as far as there is one; the rest is computed.
-        """
-        engine = self._engine
-        if engine.batch is not None:
-            engine.scheduler.abandon(engine.batch)
-            engine.batch = None
-        if self._has_lost_cells:
-            self._has_lost_cells = False
-            self._site.links.drop(engine)
-            for run in list(engine.runs.values()):
-                self._begin_again(run)
-            engine.pages.lose(self.gone)
-
-    def _begin_again(self, run: SimRun) -> None:
-        engine, before, call = self._engine, run.sequence, run.call
-        del engine.runs[before]
-        engine.backlog.ended(before, send_rest=False)
-        engine.scheduler.finish(before)
-        full_pages = (len(before.token_ids) - 1) // self._size
-        sources = tuple(
-            PullSource(place.holder, None, range(full_pages), TrafficClass.RECOVERY)
-            for place in call.places
-            if full_pages
-        )
-        sequence = Sequence(
-            stream=before.stream,
-            attempt=before.attempt,
-            token_ids=before.token_ids,
-            prompt_tokens=before.prompt_tokens,
-            root=before.root,
-            prefill_only=before.prefill_only,
-            pulls=tuple(source.pages for source in sources),
-        )
-        again = replace(call, sources=sources, slot_token=0)
-        engine.runs[sequence] = SimRun(again, sequence)
-        page_bytes = self._site.geometry.page_bytes
-        if checkpoints := checkpoints_of(again, self._size, page_bytes):
-            engine.backlog.follow(sequence, checkpoints, handed_over=False)
-        engine.scheduler.add(sequence)
-
-    def _computed_pages(self) -> dict[StreamId, int]:
-        return {
-            run.call.stream: run.sequence.computed_tokens // self._size
-            for run in self._engine.runs.values()
-        }
-
     def _step_s(self, layout: Layout) -> float:
         """Seconds of a decoding step, as an engine predicts it for its layouts."""
         step_s = self._site.pace.batch_s([Chunk([0], 0, [0], logits=1)])
         decode_factor, _ = shares(layout, self._model.units).factors(self._full)
         return step_s * decode_factor
-
-    def _page_s(self) -> float:
-        """Seconds to compute one page again."""
-        return self._site.prefill.page_s(self._size)
-
-    def _changed(self) -> None:
-        """Report at once."""
-        for report in list(self._engine.reporting):
-            report()
 
     def _handle(self, event: Event) -> None:
         for action in self._machine.handle(event):
@@ -272,7 +171,7 @@ class SimRanks:
         late = self.late_factor
         match action:
             case Freeze():
-                self._freeze()
+                self._cells.restart()
             case CarryOut():
                 self._carry_out(action)
             case FormRanks():
@@ -324,21 +223,22 @@ class SimRanks:
             len(after.ranks),
             self._lost if way.pauses else [],
             move_bytes,
-            self._missing,
-            self._page_s(),
+            self._cells.missing,
+            self._cells.page_s,
             *shares(after, self._model.units).factors(self._full),
-            held_pages=self._held,
-            held_page_s=self._held_page_s,
+            held_pages=self._cells.held,
+            held_page_s=self._cells.held_page_s,
         )
-        self._changed()
+        self._engine.report()
 
     def _serve(self, layout: Layout) -> None:
         stage = layout.stages[0]
-        self._layout, self.report, self._missing, self._held = layout, None, {}, {}
+        self._layout, self.report = layout, None
+        self._cells.missing, self._cells.held = {}, {}
         self.late_factor = 1.0
         self._engine.places.go_on(self._site.clock.now_s)
         self._engine.look()
-        self._changed()
+        self._engine.report()
         for rank in sorted(self._left.intersection(stage.ranks)):
             self._handle(RankLeaving(rank))  # A loss came first.
         if absent := set(range(self.count)).difference(stage.ranks, self._left):
@@ -346,19 +246,3 @@ class SimRanks:
 
     def _later(self, delay_s: float, event: Event) -> None:
         self._engine.later(delay_s, lambda: self._handle(event))
-
-
-def _held_pages(engine: RankedEngine, computed: Mapping[StreamId, int]) -> dict[StreamId, int]:
-    """Those of the computed pages that the agent with most of them has."""
-    held = engine.backlog.held
-    return {
-        run.call.stream: min(max(held(run.sequence).values(), default=0), computed[run.call.stream])
-        for run in engine.runs.values()
-    }
-
-
-def _fetch_s(engine: RankedEngine, site: Site, share: float) -> float:
-    """Seconds to fetch that share of a page over the slowest measured link; 0: none is measured."""
-    links = engine.meter.measurements(site.clock.now_s).values()
-    rate = min((link.bytes_per_s for link in links), default=0.0)
-    return site.geometry.page_bytes * share / rate if rate else 0.0

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from kvrs.config.backup import BackupMode, Placement
+from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import Degraded, Dispatch, Failing, Handoff, PolicyName
 from kvrs.faults.language import parse_faults
@@ -21,12 +22,14 @@ from kvrs.sim.fault_scenarios import (
     ONE_RANK,
     PROXY_KILLED,
     SICK,
+    STAGE_SCENARIOS,
     TOO_MANY_RANKS,
     TWO_RANKS,
     FaultEvent,
     named_death,
     random_deaths,
 )
+from kvrs.sim.rank_model import PipelineModel
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
@@ -133,6 +136,55 @@ def ranked(seed: int, *, deaths: int = 6, keep_log: bool = False) -> World:
         proxies=2,
         stay_away=0.0,
         keep_log=keep_log,
+    )
+
+
+def pipelines(seed: int, *, deaths: int = 3, keep_log: bool = False) -> World:
+    """Instances of a group, with a host for each stage, that lose some again and again."""
+    rng = Random(seed)
+    count, stages = rng.randint(2, 4), rng.randint(2, 4)
+    nodes = [
+        node.model_dump(mode="json", exclude_unset=True) for node in pipeline_nodes(count, stages)
+    ]
+    mode = rng.choice([BackupMode.OFF, BackupMode.REMOTE, BackupMode.PEER])
+    document = {
+        "cluster": {
+            "engine": {
+                "pages": rng.choice([80, 600]),
+                "max_running": rng.choice([4, 32]),
+                "max_model_len": MAX_MODEL_LEN,
+            },
+            "nodes": nodes,
+        },
+        "elastic": {
+            # With the least pages a stream may not find room; with the largest gain none lends.
+            "lend_pages": rng.choice([0.3, 0.5, 1.0]),
+            "least_gain": rng.choice([0.0, 0.1, 1.0]),
+        },
+    }
+    config = parse_config(document)
+    backup = config.backup.model_copy(update={"mode": mode})
+    config = config.model_copy(update={"backup": backup})
+    arrivals = _poisson(rng, per_s=6.0, from_s=0.5, to_s=12.5, max_tokens=60)
+    names = [instance.id for _, instance in config.cluster.instances()]
+    drawn = [
+        named_death(rng, name, rng.uniform(1.0, 12.0), names)
+        for name in rng.choices([*STAGE_SCENARIOS], k=deaths)
+    ]
+    drawn.sort(key=lambda death: death.at_s)
+    return World(
+        config,
+        arrivals,
+        drawn,
+        seed=seed,
+        proxies=rng.choice([1, 2]),
+        stay_away=0.0,
+        keep_log=keep_log,
+        pipeline_model=PipelineModel(
+            load_s=rng.uniform(0.5, 4.0),
+            session_s=rng.uniform(0.01, 0.3),
+            computing_share=rng.choice([0.2, 1.0]),
+        ),
     )
 
 

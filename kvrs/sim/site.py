@@ -14,9 +14,10 @@ from kvrs.protocol.tags import Tag
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.replicas import ReplicaBook, ReplicaRun
+from kvrs.sim.hosts import SimHost
 from kvrs.sim.links import SimLinks, SimTransfer
 from kvrs.sim.process import Clock, SimProcess, Step, require
-from kvrs.sim.rank_model import RankModel
+from kvrs.sim.rank_model import PipelineModel, RankModel
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 
@@ -34,6 +35,8 @@ class Site:
     geometry: KvGeometry
     root: Tag
     rank_model: RankModel
+    pipeline_model: PipelineModel
+    hosts: dict[InstanceId, list[SimHost]]  # Of instances with a host for each stage.
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
 
 

@@ -20,6 +20,8 @@ from kvrs.sim.engine import SimEngine
 from kvrs.sim.fault_scenarios import FaultEvent
 from kvrs.sim.process import require
 from kvrs.sim.proxy import SimProxy
+from kvrs.sim.rank_model import PipelineModel
+from kvrs.sim.ranks import SimRanks
 from kvrs.sim.recovering import SimDraftModel
 from kvrs.sim.streams import Arrival, SimStream
 
@@ -45,6 +47,7 @@ class World:
         reload_s: float | None = None,
         is_supervised: bool = False,
         keep_log: bool = False,
+        pipeline_model: PipelineModel | None = None,
         draft_model: SimDraftModel | None = None,
     ) -> None:
         """Take the arguments of `SimCluster`."""
@@ -56,6 +59,7 @@ class World:
             reload_s=reload_s,
             is_supervised=is_supervised,
             keep_log=keep_log,
+            pipeline_model=pipeline_model,
             draft_model=draft_model,
         )
         self._disturbances = Disturbances(self.cluster)
@@ -155,8 +159,9 @@ class World:
             elif not holder.alive:
                 holder.start()
         self.cluster.links.look()
+        load_s = max((host.load_s for host in self.cluster.hosts), default=0.0)
         self.cluster.clock.run(
-            self.cluster.clock.now_s + 2 * self.cluster.config.transfer.lease_s + 15.0
+            self.cluster.clock.now_s + 2 * self.cluster.config.transfer.lease_s + 15.0 + load_s
         )
         for proxy in self.cluster.serving:
             proxy.invariants.check_at_rest(proxy.control, proxy.name)
@@ -219,17 +224,17 @@ class World:
             name: VictimRole(engine.role.value) for name, engine in self.cluster.engines.items()
         }
         roles |= dict.fromkeys(self.cluster.agents, VictimRole.AGENT)
-        ranks = {
-            each.id: tuple(range(each.ranks)) if each.ranks > 1 else ()
-            for _, each in self.cluster.config.cluster.instances()
-        }
+        engines = self.cluster.engines.values()
+        ranks = {each.id: each.ranks.count for each in engines if isinstance(each.ranks, SimRanks)}
+        stages = Counter(host.owner for host in self.cluster.hosts)
         return {
             name: InstanceView(
                 roles[name],
                 holder.node,
                 len(counts[name]) if name in self.cluster.agents else works[name],
                 counts[name],
-                ranks.get(name, ()),
+                tuple(range(ranks.get(name, 0))),
+                tuple(range(stages[name])),
             )
             for name, holder in self.cluster.holders.items()
             if holder.is_running
@@ -242,8 +247,10 @@ class World:
             if name in due.ranks:
                 memory_kept = fault.what is What.KILL
                 engine = self.cluster.engines[name]
-                assert engine.ranks is not None
+                assert isinstance(engine.ranks, SimRanks)
                 engine.ranks.lose([due.ranks[name]], memory_kept=memory_kept)
+            elif name in due.stages:
+                self.cluster.host_of(name, due.stages[name]).kill()
             else:
                 self.cluster.kill(self.cluster.holders[name], with_node=is_node)
 

@@ -104,12 +104,28 @@ def test_unknown_names_are_refused(config: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_hosts_of_stages_are_refused(config: Path, tmp_path: Path) -> None:
-    """The simulator has none, so that the fault would never come due."""
-    file = faults(tmp_path, "- {when: {at_s: 1}, what: kill, whom: {id: d0, stage: 1}}")
+GROUP = """\
+cluster:
+  nodes:
+    - id: n0
+      instances:
+        - {id: d0, role: both, pp: 2, group: g, stage_hosts: [{node: n0}, {node: n0}]}
+        - {id: d1, role: both, pp: 2, group: g, stage_hosts: [{node: n0}, {node: n0}]}
+"""
 
-    with pytest.raises(ConfigError, match=r"\[0\]\.whom\.stage: got 1; allowed: none, the simul"):
+
+def test_a_host_of_a_stage_dies_where_instances_have_some(config: Path, tmp_path: Path) -> None:
+    """Elsewhere the fault would never come due, and a host does nothing else in the simulator."""
+    file = faults(tmp_path, "- {when: {at_s: 1}, what: kill, whom: {id: d0, stage: 1}}")
+    group = tmp_path / "group.yaml"
+    group.write_text(GROUP)
+
+    assert run_simulation(SimulateOptions(config=group, fault=file, requests=20)) == 0
+    with pytest.raises(ConfigError, match=r"\[0\]\.whom\.stage: got 1 with kill; allowed in the "):
         run_simulation(SimulateOptions(config=config, fault=file))
+    file = faults(tmp_path, "- {when: {at_s: 1}, what: stop, for_s: 1, whom: {id: d0, stage: 1}}")
+    with pytest.raises(ConfigError, match=r"got 1 with stop; allowed in the simulator: kill$"):
+        run_simulation(SimulateOptions(config=group, fault=file))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])

@@ -89,7 +89,7 @@ def test_generated_worlds_cover_every_death_event_and_action() -> None:
         *("complete", "no_instance", "overloaded", "slo", "retries", "poison"),
         CUT,
     }
-    # No engine of a simulated cluster generates known output again, or lends a stage.
+    # No simulated engine generates known output again; those of `pipelines` lend stages.
     never = {Option.ABORT.value, Option.REPLAY.value, Option.SUBSTITUTE.value}
     assert set(recoveries) == {option.value for option in Option} - never
     assert set(hit) == set(FAULT_SCENARIOS)

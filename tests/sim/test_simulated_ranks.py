@@ -8,6 +8,7 @@ import pytest
 from kvrs.core.event_log import rerun
 from kvrs.ids import InstanceId
 from kvrs.sim.cluster import Outcome
+from kvrs.sim.lost_cells import LostCells
 from kvrs.sim.process import InvariantError
 from kvrs.sim.ranks import SimRanks
 from kvrs.sim.scenarios import ranked, too_few_ranks
@@ -50,10 +51,10 @@ def test_the_law_notices_streams_that_compute_on_without_what_they_have_lost(
 ) -> None:
     """An invariant that cannot be broken proves nothing."""
 
-    def nothing(self: SimRanks, *given: Any) -> None:
+    def nothing(self: LostCells, *given: Any) -> None:
         pass
 
-    monkeypatch.setattr(SimRanks, "_begin_again", nothing)
+    monkeypatch.setattr(LostCells, "_begin_again", nothing)
 
     with pytest.raises(InvariantError, match="cells that are gone"):
         outcomes()
@@ -78,17 +79,17 @@ def test_a_rank_that_leaves_by_order_costs_its_streams_a_formation_and_no_cell()
     seen: list[tuple[int, ...]] = []
 
     def look() -> None:
-        assert engine.ranks is not None
+        assert isinstance(engine.ranks, SimRanks)
         seen.append(engine.ranks.running)
 
     def first() -> None:
-        assert engine.ranks is not None
+        assert isinstance(engine.ranks, SimRanks)
         assert engine.ranks.order(2, leaves=True)
         assert not engine.ranks.order(1, leaves=True)  # They re-form already.
         engine.ranks.lose([3], memory_kept=True)
 
     def back() -> None:
-        assert engine.ranks is not None
+        assert isinstance(engine.ranks, SimRanks)
         assert engine.ranks.order(2, leaves=False)
 
     clock.after(1.0, first)

@@ -1,0 +1,65 @@
+"""Loans that a simulated instance gives of its stages, by the terms of `kvrs.elastic.lending`."""
+
+from functools import partial
+
+from kvrs.elastic.lending import Lender, terms
+from kvrs.scheduling.sequences import pages_for
+from kvrs.sim.calls import RankedEngine
+from kvrs.sim.hosts import SimHost, SimLoan, StageUser
+from kvrs.sim.passage import Passage
+from kvrs.sim.site import LATENCY_S, Site
+
+
+class LentStages:
+    def __init__(self, engine: RankedEngine, site: Site, passage: Passage) -> None:
+        self.loans: list[SimLoan] = []
+        self.changes = 0  # Steps take other times after each.
+        self._engine, self._site, self._passage = engine, site, passage
+
+    def lend(
+        self, host: SimHost, owner: StageUser, borrower: StageUser, busy: float, unused_pages: int
+    ) -> SimLoan | str:
+        """A loan, or why there is none. `busy`: the share of the time in which the borrower's
+        stage computed; `unused_pages`: of the lender, since it borrows itself.
+        """
+        engine, elastic = self._site.config.cluster.engine, self._site.config.elastic
+        own, refusal = self._engine.pages, None
+        if not self._engine.is_running:
+            refusal = "it does not answer"
+        elif self._engine.draining:
+            refusal = "it is draining"
+        elif not all(self._passage.at) or self._passage.loans:
+            refusal = "it lacks a stage itself"
+        lender = Lender(
+            pages=own.pages,
+            spare_pages=own.free_pages - own.leased_pages,
+            lent_pages=unused_pages + sum(len(loan.pages) for loan in self.loans),
+            busy=self._passage.busy(host.stage),
+            lend_pages=elastic.lend_pages,
+            least_gain=elastic.least_gain,
+            refusal=refusal,
+        )
+        longest = pages_for(engine.max_model_len, own.page_size_tokens)
+        answer = terms(lender, engine.pages, min(engine.pages, longest), busy)
+        if isinstance(answer, str):
+            return answer
+        pages = own.allocate(answer)
+        assert pages is not None, "they are spare"
+        host.loan = loan = SimLoan(host, owner, borrower, pages)
+        self.loans.append(loan)
+        self._changed()
+        return loan
+
+    def over(self, loan: SimLoan) -> None:
+        self._engine.later(LATENCY_S, partial(self._take_back, loan))
+
+    def _take_back(self, loan: SimLoan) -> None:
+        if loan in self.loans:
+            self.loans.remove(loan)
+            self._engine.pages.release(loan.pages)
+            self._changed()
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self._engine.look()
+        self._engine.report()
