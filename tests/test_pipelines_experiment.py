@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.pipelines import capacity, series
+from experiments.pipelines import capacity, series, table1
 from experiments.pipelines.two import (
     KINDS,
     config_of,
@@ -231,3 +231,44 @@ def test_capacity_is_judged_at_every_rate() -> None:
         "2 requests/s, wait: 1 streams failed",
         "2 requests/s, wait: never whole",
     ]
+
+
+def test_published_rows_are_all_forty() -> None:
+    """Eight of scene 1, and sixteen of either other one."""
+    rows = table1.published()
+
+    assert Counter(scene for scene, _ in rows) == {"1": 8, "2": 16, "3": 16}
+    assert rows["1", 2.0]["base_ttft_s"] == 73.84
+    assert rows["3", 16.0]["ours_ttft_s_p99"] == 971.49
+
+
+def test_the_loss_of_a_node_costs_less_with_a_borrowed_stage() -> None:
+    """Requests for 60 s at a rate that one pipeline cannot bear. A GPU that always computes gains
+    nothing by it.
+    """
+    case = table1.Case("1", 3.0)
+
+    def of(system: str, clock: str) -> dict[str, float]:
+        clocks = table1.CLOCKS[clock]
+        return table1.simulate(case, system, clocks, 0, run_s=60.0, fails_s=40.0)
+
+    base, ours = of("base", "light"), of("ours", "light")
+
+    assert base["requests"] == ours["requests"] == 180
+    assert ours["ttft_s"] < base["ttft_s"] / 5
+    assert of("ours", "full")["latency_s"] > of("base", "full")["latency_s"]
+
+
+def test_table_shows_each_row_beside_the_published_one() -> None:
+    """The fitted row is named, and is not counted among those that fit."""
+    row = {"latency_s": 369.08, "ttft_s": 297.26, "latency_s_p99": 789.27, "ttft_s_p99": 687.86}
+    cells = {"1:4:base": row, "1:2:base": row}
+
+    lines = table1.as_text(cells, "light", 0).splitlines()
+
+    assert [line for line in lines if line.endswith("fitted")] == [
+        "    1   4  base      369.08 (369.08)     297.26 (297.26)     789.27 (789.27)"
+        "     687.86 (687.86)  fitted"
+    ]
+    assert "    1   2  base      369.08 (146.15)" in lines[4]
+    assert lines[6].startswith("base latency: 0 of 1 rows within 25 %")

@@ -37,11 +37,15 @@ class SimLoan:
     lender: StageUser
     borrower: StageUser
     pages: list[int]  # By the lender's numbers.
+    withdrawn: frozenset[int] = field(init=False)  # The same.
     # By the borrower's numbers; None: it is not known yet which of its pages stay in use.
     table: dict[int, int] | None = None
     # The borrower's that were written since they were copied last, and those that were not.
     touched: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.withdrawn = frozenset(self.pages)
 
     def take(self, kept: Iterable[int]) -> None:
         """These of the borrower's pages stay in use."""
@@ -49,10 +53,10 @@ class SimLoan:
 
     def has(self, user: InstanceId, batch: Batch) -> bool:
         """All pages of the batch are those of that session."""
-        pages = {page for _, chunk in batch for page in chunk.pages}
         if user == self.borrower.id:
-            return self.table is not None and self.table.keys() >= pages
-        return pages.isdisjoint(self.pages)
+            table = self.table
+            return table is not None and all(table.keys() >= {*chunk.pages} for _, chunk in batch)
+        return all(self.withdrawn.isdisjoint(chunk.pages) for _, chunk in batch)
 
     def write(self, pages: Iterable[int]) -> None:
         """These of the borrower's pages have other cells than before."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 class SystemPreset(StrEnum):
     BEST = "best"
+    KEVLARFLOW = "kevlarflow"
     KVRS = "kvrs"
     LUMEN = "lumen"
     RAIDSERVE = "raidserve"
