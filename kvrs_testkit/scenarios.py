@@ -10,6 +10,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any
 
+from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -29,6 +30,8 @@ CONNECTS = (
 )
 VLLM = "tests/vllm has real ones"
 SCRIPT = "no order to a process causes it"
+STAGES = "tests/cluster/test_lending_up.py has real hosts"
+NO_HOSTS = "instances in memory have no hosts"
 NO_POISON = "no request ends the embedded engine"
 
 
@@ -138,6 +141,7 @@ class Scenario:
     faults: tuple[Row, ...] = ()
     becomes: tuple[Becomes, ...] = ()
     nodes: tuple[tuple[str, ...], ...] = (PAIR, PAIR)
+    stages: int = 0  # Of each instance, in hosts; then all are of one group, as d0, d1 and so on.
     is_vllm: bool = False  # Its engines are vLLM's.
     settings: Mapping[str, Any] = field(default_factory=dict)
     load: Load = field(default_factory=Load)
@@ -161,6 +165,11 @@ class Scenario:
             }
             for n, roles in enumerate(self.nodes)
         ]
+        if self.stages:
+            nodes = [
+                node.model_dump(mode="json", exclude_unset=True)
+                for node in pipeline_nodes(len(self.nodes), self.stages)
+            ]
         settings = dict(self.settings)
         settings["proxy"] = settings.get("proxy", {}) | proxy
         return parse_config({"cluster": {"nodes": nodes}} | settings)

@@ -6,6 +6,7 @@ from tests.scenarios.rows_decode import DECODE_ROWS
 from tests.scenarios.rows_paused import PAUSED_ROWS
 from tests.scenarios.rows_prefill import PREFILL_ROWS
 from tests.scenarios.rows_requests import REQUEST_ROWS
+from tests.scenarios.rows_stages import STAGE_ROWS
 
 ROWS = [
     *PREFILL_ROWS,
@@ -14,4 +15,5 @@ ROWS = [
     *AGENT_ROWS,
     *CONDITION_ROWS,
     *REQUEST_ROWS,
+    *STAGE_ROWS,
 ]

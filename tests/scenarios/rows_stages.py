@@ -1,0 +1,67 @@
+"""Rows of instances with a host for each stage, which they lend each other."""
+
+from functools import partial
+
+from kvrs_testkit.scenarios import (
+    BOTH,
+    FLOW,
+    NO_HOSTS,
+    STAGES,
+    Expected,
+    Row,
+    Scenario,
+    fault,
+    kill,
+)
+
+_pipelines = partial(Scenario, load=FLOW, not_scripted=NO_HOSTS, not_real=STAGES)
+
+
+def _host(name: str, stage: int, at_s: float) -> Row:
+    return fault("kill", {"id": name, "stage": stage}, at_s=at_s)
+
+
+STAGE_ROWS = [
+    _pipelines(
+        name="host-lost",
+        rule="Its stage is borrowed: no instance is lost, and no stream waits for the load.",
+        faults=(_host("d0", 1, 3.0),),
+        nodes=(BOTH, BOTH),
+        stages=2,
+        expected=Expected(lost=set(), left={"d0"}, pause_s=1.0),
+    ),
+    _pipelines(
+        name="host-lost-twice",
+        rule="Two of one instance have two lenders.",
+        faults=(_host("d0", 0, 3.0), _host("d0", 1, 3.0)),
+        nodes=(BOTH, BOTH, BOTH),
+        stages=2,
+        expected=Expected(lost=set(), left={"d0"}, pause_s=1.0),
+    ),
+    _pipelines(
+        name="lender-lost-while-it-lends",
+        rule="The host that has the stage dies: lender and borrower lose it, a third one lends.",
+        faults=(_host("d0", 1, 3.0), _host("d0", 1, 4.0)),
+        nodes=(BOTH, BOTH, BOTH),
+        stages=2,
+        expected=Expected(lost=set(), left={"d0", "d1"}, attempts=None, pause_s=1.0),
+    ),
+    _pipelines(
+        name="borrower-lost",
+        rule="The instance that borrows dies: its streams leave, and the loan ends.",
+        faults=(_host("d0", 1, 3.0), *kill("d0", at_s=4.0)),
+        nodes=(BOTH, BOTH),
+        stages=2,
+        back_s=1.0,
+        expected=Expected(lost={"d0"}, left={"d0"}, pause_s=1.0),
+    ),
+    _pipelines(
+        name="all-refuse",
+        rule="The own host is waited for; streams that need not wait leave.",
+        faults=(_host("d0", 1, 3.0),),
+        nodes=(BOTH, BOTH),
+        stages=2,
+        settings={"elastic": {"lend_pages": 0.01}},
+        expected=Expected(lost=set(), left={"d0"}, pause_s=1.0),
+    ),
+]
