@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.pipelines import capacity, series, table1
+from experiments.pipelines import capacity, replication, series, table1
 from experiments.pipelines.two import (
     KINDS,
     config_of,
@@ -272,3 +272,32 @@ def test_table_shows_each_row_beside_the_published_one() -> None:
     ]
     assert "    1   2  base      369.08 (146.15)" in lines[4]
     assert lines[6].startswith("base latency: 0 of 1 rows within 25 %")
+
+
+def side(name: str, *replica_pages: int) -> replication.Side:
+    latencies_s = [[1.0, 2.0] for _ in replica_pages]
+    return replication.Side(name, latencies_s, [0.001] * len(replica_pages), [*replica_pages])
+
+
+def test_replication_is_judged_by_the_latency_of_all_requests() -> None:
+    """The change of the tail over all rounds, with the middle of what drawn rounds give."""
+    off, on = [[1.0, 2.0], [1.0, 4.0]], [[1.0, 2.0], [2.0, 4.4]]
+
+    latency = replication.changes(off, on)
+
+    assert latency["p99"]["change"] == pytest.approx(0.1)
+    assert latency["p99"]["interval"] == pytest.approx([0.0, 0.1])
+    assert latency["mean"]["change"] == pytest.approx(9.4 / 8.0 - 1)
+    found = replication.missed(latency, side("off", 0, 0), side("on", 4, 4))
+    assert found == ["latency p99 +10.0%; bar +2.8%"]
+
+
+def test_replicas_are_there_on_one_side_only() -> None:
+    """Else the two sides are alike, whatever they cost."""
+    latency = replication.changes([[1.0, 2.0]], [[1.0, 2.0]])
+
+    assert replication.missed(latency, side("off", 0), side("on", 3)) == []
+    assert replication.missed(latency, side("off", 2), side("on", 0)) == [
+        "replicas in rounds without them: 2 pages",
+        "a round with replicas that had none",
+    ]

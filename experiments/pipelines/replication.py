@@ -1,0 +1,211 @@
+"""Cost of replicas at a peer for undisturbed streams (KevlarFlow, Figure 9): latency of requests,
+and CPU time of a token.
+
+    python -m experiments.pipelines.replication [--rounds 40]
+
+Two instances keep replicas of each other's streams (`backup.mode: peer`). The same load runs with
+and without them, in turns: the calls of one half name no peer. Batches take as long as at a
+profile, so that pages are sent while something else would compute. Instances with a host for each
+stage have no such replicas yet; these are instances of one process.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.progress import Progress
+
+from experiments.checkpoint_cost.run import paired, percentile, process_cpu_s
+from experiments.record import Record
+from experiments.rig import Rig, draw, session_for
+from kvrs.config.file import Config, parse_config
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import CheckpointTarget
+from kvrs_testkit.processes import Processes
+
+PROFILE = "llama-3.1-70b-a100-vllm-tp4"
+PEERS = {"d0": InstanceId("d1"), "d1": InstanceId("d0")}
+STREAMS = 8  # Of each instance.
+PROMPT_TOKENS, OUTPUT_TOKENS = (32, 160), (120, 200)
+SETTLES_S = 30.0
+MOST_P99 = 0.028  # Published.
+
+
+@dataclass
+class Side:
+    name: str
+    latencies_s: list[list[float]] = field(default_factory=list)  # Of each round.
+    cpu_s: list[float] = field(default_factory=list)  # Of a token, in each round.
+    replica_pages: list[int] = field(default_factory=list)
+
+    @property
+    def replicates(self) -> bool:
+        return self.name == "on"
+
+
+def settings(profile: str | None) -> Config:
+    nodes = [
+        {"id": f"n{number}", "instances": [{"id": name, "role": "both"}]}
+        for number, name in enumerate(PEERS)
+    ]
+    engine = {"pages": 2048, "max_running": STREAMS, "pace": profile}
+    return parse_config(
+        {
+            "cluster": {"engine": engine, "nodes": nodes},
+            "transfer": {"probe_interval_s": 3600.0},
+            "backup": {"mode": "peer"},
+        }
+    )
+
+
+class Bench:
+    def __init__(self, processes: Processes, session: aiohttp.ClientSession, seed: int) -> None:
+        self._processes = processes
+        self.rig = Rig(processes, session, PROFILE)
+        self._seed = seed
+
+    async def round(self, side: Side, number: int) -> None:
+        """All streams of both instances at once, on emptied caches; those of a number are the same
+        on both sides.
+        """
+        await self.rig.empty(*PEERS)
+        rng = random.Random(f"{self._seed} {number}")
+        asked = [
+            (name, draw(rng, rng.randint(*PROMPT_TOKENS)), rng.randint(*OUTPUT_TOKENS))
+            for name in PEERS
+            for _ in range(STREAMS)
+        ]
+        before = self._cpu_s()
+        side.latencies_s.append(await asyncio.gather(*(self._one(side, *each) for each in asked)))
+        await self._settle()
+        tokens = sum(len(prompt) + output for _, prompt, output in asked)
+        side.cpu_s.append((self._cpu_s() - before) / tokens)
+        pages = [(await self.rig.load(name)).replica_pages for name in PEERS]
+        side.replica_pages.append(sum(pages))
+
+    async def _one(self, side: Side, name: str, prompt: list[int], tokens: int) -> float:
+        peers = [CheckpointTarget(PEERS[name], 0)] if side.replicates else []
+        began_s = time.perf_counter()
+        await self.rig.decode(name, prompt, len(prompt), checkpoints=peers, tokens=tokens)
+        return time.perf_counter() - began_s
+
+    async def _settle(self) -> None:
+        """Pages that are behind are sent, and counted, before the round is over."""
+        give_up_s = time.monotonic() + SETTLES_S
+        while any([(await self.rig.load(name)).checkpoint_lag_pages for name in PEERS]):
+            if time.monotonic() > give_up_s:
+                raise RuntimeError(f"replicas still lag after {SETTLES_S:g} s")
+            await asyncio.sleep(0.05)
+
+    def _cpu_s(self) -> float:
+        return sum(process_cpu_s(self._processes.pid(name)) for name in PEERS)
+
+
+async def measure(processes: Processes, rounds: int, seed: int) -> tuple[Side, Side]:
+    order, sides = random.Random(seed), (Side("off"), Side("on"))
+    async with session_for(processes) as session:
+        bench = Bench(processes, session, seed)
+        await bench.rig.meet()
+        for side in sides:  # The first rounds warm up.
+            await bench.round(Side(side.name), -1)
+        with Progress(disable=not sys.stderr.isatty()) as progress:
+            for number in progress.track(range(rounds)):
+                for side in order.sample(sides, 2):
+                    await bench.round(side, number)
+    return sides
+
+
+def changes(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Mean and 99th percentile of all latencies, and of their change the middle 95 % of drawn
+    rounds.
+    """
+    rng, pairs = random.Random(0), list(zip(off, on, strict=True))
+
+    def of(rounds: Sequence[tuple[Sequence[float], Sequence[float]]], key: str) -> tuple[Any, ...]:
+        sides = ([each for one in side for each in one] for side in zip(*rounds, strict=True))
+        if key == "mean":
+            return tuple(map(statistics.fmean, sides))
+        return tuple(percentile(side, 0.99) for side in sides)
+
+    found: dict[str, Any] = {}
+    for key in ("mean", "p99"):
+        without, with_them = of(pairs, key)
+        drawn = sorted(
+            (ratio := of(rng.choices(pairs, k=len(pairs)), key))[1] / ratio[0] - 1
+            for _ in range(1000)
+        )
+        found[key] = {
+            "off_s": without,
+            "on_s": with_them,
+            "change": with_them / without - 1,
+            "interval": [drawn[25], drawn[974]],
+        }
+    return found
+
+
+def missed(latency: dict[str, Any], off: Side, on: Side) -> list[str]:
+    found = []
+    if (change := latency["p99"]["change"]) > MOST_P99:
+        found.append(f"latency p99 {change:+.1%}; bar {MOST_P99:+.1%}")
+    if any(off.replica_pages):
+        found.append(f"replicas in rounds without them: {sum(off.replica_pages)} pages")
+    if not all(on.replica_pages):
+        found.append("a round with replicas that had none")
+    return found
+
+
+def as_text(latency: dict[str, Any], off: Side, on: Side, profile: str | None) -> str:
+    cost, half = paired(off.cpu_s, on.cpu_s)
+    cpu_ms = [statistics.median(side.cpu_s) * 1e3 for side in (off, on)]
+    lines = [
+        f"replicas at the peer on and off in turns, {len(on.cpu_s)} rounds each of {STREAMS} "
+        f"streams at each of two instances; "
+        + ("real computation" if profile is None else f"the pace of {profile}"),
+        *(
+            f"latency {key}: off {row['off_s']:.3f} s, on {row['on_s']:.3f} s: "
+            f"{row['change']:+.1%} [{row['interval'][0]:+.1%}, {row['interval'][1]:+.1%}]"
+            for key, row in latency.items()
+        ),
+        f"CPU of a token: off {cpu_ms[0]:.3f} ms, on {cpu_ms[1]:.3f} ms: {cost:+.1%} ± {half:.1%}",
+        f"replicas of a round: {statistics.median(on.replica_pages):g} pages (median)",
+    ]
+    faults = missed(latency, off, on)
+    return "\n".join(
+        [*lines, *(f"MISSED: {each}" for each in faults), *["PASSED"] * (not faults), ""]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--real", action="store_true", help="compute at the own pace")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    record = Record(options.seed)
+    profile = None if options.real else PROFILE
+    with Processes(settings(profile)) as processes:
+        processes.start(*PEERS)
+        processes.wait_ready(*PEERS)
+        off, on = asyncio.run(measure(processes, options.rounds, options.seed))
+    latency = changes(off.latencies_s, on.latencies_s)
+    text = as_text(latency, off, on, profile)
+    print(text, end="")
+    figures = {"latency": latency, "off": vars(off), "on": vars(on)}
+    name = "replication-real" if options.real else "replication"
+    is_void = record.keep(options.out, name, figures, text)
+    return 1 if missed(latency, off, on) or is_void else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
