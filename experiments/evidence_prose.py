@@ -29,10 +29,9 @@ def differences() -> str:
 
 _NOT_BUILT = (
     "AnchorTP, experts: no model with experts (MoE), nothing of them is rebalanced after a loss.",
-    "KevlarFlow, its tables and its substitution: no pipeline serves with a node of another one "
-    "after a loss. Its nodes stay when others end, and an instance sends its pages to another one, "
-    "but not each node to the same stage of another pipeline. Checkpoints at agents are LUMEN's "
-    "and RaidServe's.",
+    "KevlarFlow, replicas of each node at the same stage of another pipeline: an instance sends "
+    "whole pages to another one, and of instances with `stage_hosts` only the simulator has such "
+    "replicas.",
     "All of them: no figure is of a GPU.",
 )
 
@@ -65,6 +64,8 @@ _BY_INTENTION = (
     "used from there ([0066](decisions/0066-drafts-are-verified-not-believed.md)).",
     "LUMEN, reload from SSD: engines of the simulator are back after a time that is given to them; "
     "with draft models it is that of the weights at 2 GB/s.",
+    "KevlarFlow, substitution: whether a stage is lent is weighed (`elastic.least_gain`), and each "
+    "stream stays or leaves by what is predicted; rows go through the process of the instance.",
     "RaidServe and AnchorTP, timings of ranks: layouts, plans and bytes are checked, seconds on "
     "GPUs are not.",
 )
@@ -109,7 +110,8 @@ def weaker() -> str:
                 f"token comes after {shares} of a restart (bar 0.1): a restart takes "
                 f"{restart[0]:.0f} s, most of it the start of Python and not of weights, of which "
                 f"there are {figure_at(figures.ANCHORTP_RECOVERY, 'model_bytes') / 1e9:.2f} GB.",
-                "KevlarFlow: everything. What stands in its rows is of another mechanism.",
+                "KevlarFlow: the baseline of TensorRT-LLM; figures 1 and 5 to 7 as curves. Table 1 "
+                "is of virtual time.",
             ),
         ]
     )

@@ -49,6 +49,12 @@ STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
 RANK_BALANCE = "measured_once/results/rank_balance.json"
 ANCHORTP_RECOVERY = "measured_once/results/anchortp_recovery.json"
 ANCHORTP_PLANNERS = "measured_once/results/anchortp_planners.json"
+CAPACITY = "pipelines/results/capacity.json"
+TABLE_1 = "pipelines/results/table1.json"
+REPLICATION = "pipelines/results/replication.json"
+# Of KevlarFlow's Table 1, by scene and requests/s: those of which its text speaks, and the highest
+# rate of each scene.
+NAMED_ROWS = (("1", 2.0), ("1", 8.0), ("2", 5.0), ("2", 16.0), ("3", 5.0), ("3", 7.0), ("3", 16.0))
 
 
 def crossover_map() -> str:
@@ -484,18 +490,6 @@ def hybrid_attention() -> str:
     return "attention of the busiest rank without: " + ", ".join(found)
 
 
-def kill_pauses() -> str:
-    return f"pause of interrupted streams {real_kills()}"
-
-
-def real_kills() -> str:
-    return _pauses(kept(KILLS)["policies"]["auto"]["pause_s"])
-
-
-def _pauses(found: dict[str, float]) -> str:
-    return f"p50 {found['p50']:.2f} s, p99 {found['p99']:.2f} s"
-
-
 def availability() -> str:
     return "; ".join(
         f"{model} {standard.mean:.2f} times standard TP, {scaled.mean:.0%} of fault-scaled"
@@ -645,3 +639,50 @@ def planned_shares() -> dict[str, tuple[float, float]]:
     }
     full = found["full reload"][0]
     return {name: (least / full, most / full) for name, (least, most) in found.items()}
+
+
+def capacity() -> str:
+    found = capacity_s()
+    return ", ".join(
+        f"{text} {min(found[way]):.2f} to {max(found[way]):.2f} s"
+        for way, text in (("substitute", "with a borrowed stage"), ("wait", "waiting"))
+    )
+
+
+def capacity_s() -> dict[str, list[float]]:
+    """Seconds until an instance computes again, by way."""
+    found: dict[str, list[float]] = {}
+    for row in kept(CAPACITY)["rows"]:
+        found.setdefault(row["way"], []).append(row["serves_s"])
+    return found
+
+
+def table_1() -> str:
+    """Base and ours at the rows of which the paper speaks, as far as they were run."""
+    rows = [
+        f"scene {scene} at {per_s:g}/s: TTFT {base['ttft_s']:.2f} to {ours['ttft_s']:.2f} s, "
+        f"latency {base['latency_s']:.0f} to {ours['latency_s']:.0f} s"
+        for (scene, per_s), (base, ours) in named_rows().items()
+    ]
+    count = len(kept(TABLE_1)["cells"])
+    return "; ".join([*rows, f"{count // 2} of 40 rows"])
+
+
+def named_rows() -> dict[tuple[str, float], tuple[dict[str, float], dict[str, float]]]:
+    cells = kept(TABLE_1)["cells"]
+    names = {
+        row: [f"{row[0]}:{row[1]:g}:{system}" for system in ("base", "ours")] for row in NAMED_ROWS
+    }
+    return {
+        row: (cells[base], cells[ours])
+        for row, (base, ours) in names.items()
+        if base in cells and ours in cells
+    }
+
+
+def replication() -> str:
+    found = kept(REPLICATION)["latency"]
+    return ", ".join(
+        f"latency {key} {row['change']:+.1%} [{row['interval'][0]:+.1%}, {row['interval'][1]:+.1%}]"
+        for key, row in found.items()
+    )
