@@ -123,7 +123,11 @@ ALL = (
     _of("pipelines", "capacity", 10, "capacity"),
     _of("pipelines", "replication", 15, "replication"),
     _of("pipelines", "table1", 60, "table1 --jobs 2"),
-    _of("pipelines", "table1-full", 10, "table1 --clock full --scenes 1"),
+    _of("pipelines", "table1-full", 10, "table1 --clock full --scenes 1 --keep table1-full"),
+    _of(
+        *("pipelines", "table1-slow", 2),
+        "table1 --session-s 30 --scenes 1 --rates 2 --keep table1-slow",
+    ),
     _of("pipelines", "series-wait", 8, "series"),
     _of("pipelines", "series", 8, "series --group"),
     _of("notice", "notice", 4),

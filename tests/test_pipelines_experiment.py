@@ -270,8 +270,8 @@ def test_table_shows_each_row_beside_the_published_one() -> None:
         "    1   4  base      369.08 (369.08)     297.26 (297.26)     789.27 (789.27)"
         "     687.86 (687.86)  fitted"
     ]
-    assert "    1   2  base      369.08 (146.15)" in lines[4]
-    assert lines[6].startswith("base latency: 0 of 1 rows within 25 %")
+    assert "    1   2  base      369.08 (146.15)" in lines[5]
+    assert lines[7].startswith("base latency: 0 of 1 rows within 25 %")
 
 
 def side(name: str, *replica_pages: int) -> replication.Side:

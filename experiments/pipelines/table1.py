@@ -2,7 +2,8 @@
 behaviour after the loss of a node and a stage that is borrowed, beside the published figures.
 
     python -m experiments.pipelines.table1                       # 80 runs; results/
-    python -m experiments.pipelines.table1 --clock full          # GPUs that always compute.
+    python -m experiments.pipelines.table1 --clock full --keep table1-full
+    python -m experiments.pipelines.table1 --session-s 30 --scenes 1 --rates 2 --keep table1-slow
     python -m experiments.pipelines.table1 --fit                 # How the row was fitted.
 
 The clock and the load are set by what the paper says of runs without a failure; how long its runs
@@ -210,21 +211,24 @@ def name_of(case: Case, system: str) -> str:
     return f"{case.scene}:{case.per_s:g}:{system}"
 
 
-def measured(name: str, clock: str, seed: int) -> Row:
+def measured(name: str, clock: str, seed: int, session_s: float) -> Row:
     scene, per_s, system = name.split(":")
-    return simulate(Case(scene, float(per_s)), system, CLOCKS[clock], seed)
+    case = Case(scene, float(per_s))
+    return simulate(case, system, CLOCKS[clock], seed, session_s=session_s)
 
 
 KEYS = ("latency_s", "ttft_s", "latency_s_p99", "ttft_s_p99")
 TITLES = ("latency", "TTFT", "latency p99", "TTFT p99")
 
 
-def as_text(cells: dict[str, Row], clock: str, seed: int) -> str:
+def as_text(cells: dict[str, Row], clock: str, seed: int, session_s: float = SESSION_S) -> str:
     """Each figure with the paper's behind it, in brackets."""
     lines = [
         f"Llama 3.1 8B in pipelines of {STAGES} stages, virtual time, seed {seed}; seconds, in "
         f"brackets as published",
         CLOCKS[clock].text,
+        f"{SLOTS} slots of a pipeline, {OUTPUT_TOKENS:g} tokens of output in the mean; a session "
+        f"with a lender takes {session_s:g} s",
         f"requests for {RUN_S:g} s, a node (scene 3: of each of two pipelines) is lost at "
         f"{FAILS_S:g} s and is there again {RELOAD_S:g} s later; fitted: scene {FITTED[0]} at "
         f"{FITTED[1]:g} requests/s, base",
@@ -312,31 +316,42 @@ def main() -> int:
     parser.add_argument("--clock", choices=list(CLOCKS), default="light")
     parser.add_argument("--scenes", nargs="+", choices=("1", "2", "3"), default=["1", "2", "3"])
     parser.add_argument("--rates", type=float, nargs="+")
+    parser.add_argument("--session-s", type=float, default=SESSION_S)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--limit-s", type=float, default=7200.0, help="no cell goes beyond")
+    parser.add_argument("--keep", default="table1", metavar="RESULT")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     if options.fit:
         fit(options.seed, (450, 480, 510), (60, 120, 180), options.jobs)
         return 0
     record = Record(options.seed, timed=False)
-    result = "table1" if options.clock == "light" else "table1-full"
-    cells = Cells(options.out, result, {"run_s": RUN_S, "fails_s": FAILS_S, "seed": options.seed})
+    cells = Cells(
+        options.out,
+        options.keep,
+        {
+            "run_s": RUN_S,
+            "fails_s": FAILS_S,
+            "seed": options.seed,
+            "clock": options.clock,
+            "session_s": options.session_s,
+        },
+    )
     names = [
         name_of(case, system)
         for case in cases_of(options.scenes, options.rates)
         for system in SYSTEMS
     ]
     missing = [name for name in names if name not in cells.found]
-    work = partial(measured, clock=options.clock, seed=options.seed)
+    work = partial(measured, clock=options.clock, seed=options.seed, session_s=options.session_s)
     with pool_of(options.jobs) as pool:
         found = {name: pool.submit(work, name) for name in missing}
         cells.measure(names, options.limit_s, lambda name: found[name].result())
         for future in found.values():
             future.cancel()
-    text = as_text(cells.found, options.clock, options.seed)
+    text = as_text(cells.found, options.clock, options.seed, options.session_s)
     print(text, end="")
     cells.keep(record, {}, text)
     return 0
