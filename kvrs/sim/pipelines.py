@@ -158,7 +158,7 @@ class SimPipeline(AwayUser):
             self.host_there(stage)
             return
         for donor in self._donors if self._model.session_s < self._hosts[stage].load_s else ():
-            loan = self._ask(self._site.hosts[donor][stage])
+            loan = self.ask(self._site.hosts[donor][stage])
             if isinstance(loan, SimLoan):
                 borrow = partial(self._borrow, stage, loan)
                 self._engine.later(self._model.session_s, borrow)
@@ -167,7 +167,8 @@ class SimPipeline(AwayUser):
             self._announce(stage, Way.WAIT, self._hosts[stage].load_s)
         self._engine.later(self._model.ask_again_s, partial(self.find, stage))
 
-    def _ask(self, host: SimHost) -> SimLoan | str:
+    def ask(self, host: SimHost) -> SimLoan | str:
+        """The loan of an instance whose own host this is, or why there is none."""
         lender = host.own
         if not host.is_there or not isinstance(lender, SimPipeline):
             return "it does not answer"

@@ -150,16 +150,22 @@ def test_a_stage_that_always_computes_is_not_lent() -> None:
 
 
 def test_two_instances_that_lose_the_same_stage_have_two_lenders() -> None:
-    """One borrower a host, and who borrows does not lend."""
+    """One borrower a host, and an instance that borrows does not lend."""
     found = world((D0, 1, KILL_S), (D1, 1, KILL_S), instances=4)
+
+    def ask() -> object:
+        hosts = [pipeline(found, name).host_of(1) for name in (D0, D1)]
+        return {pipeline(found, D2).ask(host) for host in hosts}
 
     def look() -> object:
         return {str(pipeline(found, name).host_of(1).owner) for name in (D0, D1)}
 
     seen = seen_at(found, look, KILL_S + 1.0)
+    answers = seen_at(found, ask, KILL_S + 1.0)
     outcome = found.run()
 
     assert seen == [{"d2", "d3"}]
+    assert answers == [{"another instance has a loan"}]
     assert outcome.ended == {"complete": 16}
 
 
