@@ -27,8 +27,9 @@ def faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator[
             "false"
         )
     for each in instances:
-        if each.stage_hosts and each.group is None:
+        # Two of 300 streams of a series of deaths were not exact with a ring of each stage.
+        if each.stage_hosts:
             yield (
-                f"backup.mode: got 'peer', and instance {each.id!r} has stage_hosts and no group; "
-                f"allowed: another mode, none of them, or both"
+                f"backup.mode: got 'peer', and instance {each.id!r} has stage_hosts; allowed: "
+                f"another mode, or none"
             )
