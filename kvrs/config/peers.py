@@ -27,7 +27,7 @@ def faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator[
             "false"
         )
     for each in instances:
-        # Two of 300 streams of a series of deaths were not exact with a ring of each stage.
+        # With a ring of each stage (`kvrs.engine.ring`) not all streams of a series were exact.
         if each.stage_hosts:
             yield (
                 f"backup.mode: got 'peer', and instance {each.id!r} has stage_hosts; allowed: "
