@@ -8,7 +8,7 @@ borrowed stage has no memory as well.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ParamSpec
 
@@ -115,11 +115,12 @@ class StageLoans(StepHook):
         if not loans:
             self._use_all()
             return set()
-        found: dict[int, dict[int, int]] = {}
-        for stage, loan in loans.items():
-            if loan.table is None:
-                found[stage] = self._damaged(loan)
-        pinned = [page for adopted in found.values() for page in adopted]
+        found: list[tuple[RemoteStage, StageLoan, dict[int, int]]] = [
+            (stage, loan, self._damaged(loan))
+            for stage in self._ranks.remote
+            if (loan := loans.get(stage.stages.start)) is not None and loan.table is None
+        ]
+        pinned = [page for *_, adopted in found for page in adopted]
         try:
             return self._take(found) if self._give_up_others() else set()
         finally:
@@ -149,17 +150,16 @@ class StageLoans(StepHook):
             self._unused += found
         return True
 
-    def _take(self, found: Mapping[int, Mapping[int, int]]) -> set[Tag]:
+    def _take(self, found: Iterable[tuple[RemoteStage, StageLoan, Mapping[int, int]]]) -> set[Tag]:
         taken: set[Tag] = set()
         lent = {page for _, pages in self._lent.values() for page in pages}
         kept = sorted({*range(self._pages.pages)} - {*self._unused} - lent)
-        cells = {stage.stages.start: stage.cells for stage in self._ranks.remote}
-        for stage, adopted in found.items():
-            loan = self._ranks.loans[stage]
-            loan.take(kept, adopted)
+        for stage, loan, adopted in found:
+            if not stage.take(loan, kept, adopted):
+                continue  # It has gone home, without what the lender has.
             tags = dict(zip(loan.pages, loan.tags, strict=False))
             for own, theirs in adopted.items():
-                self._pages.parts.brought(own, tags[theirs], cells[stage])
+                self._pages.parts.brought(own, tags[theirs], stage.cells)
                 taken.add(tags[theirs])
         return taken
 
@@ -217,7 +217,7 @@ class StageLoans(StepHook):
         refusal = None
         if self._is_draining():
             refusal = "it is draining"
-        elif self._ranks.now.reforming is not None or self._ranks.loans:
+        elif self._ranks.now.reforming is not None or self._ranks.loans or not stage.is_whole:
             refusal = "it lacks a stage itself"
         return Lender(
             pages=self._pages.pages,

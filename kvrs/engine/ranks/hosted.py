@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -58,14 +58,14 @@ class StageCalls:
         self.on_cells: Callable[[int], object] | None = None
         # An instance asks for a loan; one is over, None: all are; the stage is at home again.
         self.on_asked: Callable[[LoanAsked], object] | None = None
-        self.on_over: Callable[[int | None], object] | None = None
+        self.on_over: Callable[[int | None], object] = lambda loan: None
         self.on_home: Callable[[], object] | None = None
         # The tags of full pages that streams have, for a loan.
         self.on_tags: Callable[[], Future[list[Tag]]] | None = None
         # Another's host offers parts of its pages, brings no more of them, or all are over with
         # the host.
         self.on_offered: Callable[[PartsOffered], object] | None = None
-        self.on_brought: Callable[[PartsOver | None], object] | None = None
+        self.on_brought: Callable[[PartsOver | None], object] = lambda over: None
 
 
 class HostedStage:
@@ -143,10 +143,13 @@ class HostedStage:
         async with self.gate.using():
             if not self.is_whole:
                 raise RanksLostError(self.ranks, "has lost cells")
-            if self.loan is not None:
-                chunks = self.loan.translated(chunks)
-            size, connection = self.page_size_tokens, self.connection
-            found = await connection.execute(chunks, rows, limit_s, size, answer_bytes)
+            size, connection, loan = self.page_size_tokens, self.connection, self.loan
+            theirs = chunks if loan is None else loan.translated(chunks)
+            try:
+                found = await connection.execute(theirs, rows, limit_s, size, answer_bytes)
+            finally:
+                if loan is not None:
+                    loan.computed(chunks)
             self.busy.note(time.monotonic(), connection.use.worked_s)
             return found
 
@@ -161,8 +164,13 @@ class HostedStage:
         # What has come is there, and can be written when a host is.
         await self._back.wait()
         async with self.gate.using():
-            theirs = pages if self.loan is None else self.loan.theirs(pages, writes=True)
-            await self.connection.write(theirs, parts, cells)
+            loan = self.loan
+            theirs = pages if loan is None else loan.theirs(pages)
+            try:
+                await self.connection.write(theirs, parts, cells)
+            finally:
+                if loan is not None:
+                    loan.touched.update(pages)
 
     async def bring(
         self, losses: int, to: InstanceId, ranges: Sequence[PartsRange], pages: Sequence[int]
@@ -178,6 +186,13 @@ class HostedStage:
             raise TransferError("cells of these pages are lost")
         theirs = pages if self.loan is None else self.loan.theirs(pages)
         return await self.connection.bring(to, ranges, theirs)
+
+    async def take(self, loan: StageLoan, kept: Sequence[int], adopted: Mapping[int, int]) -> bool:
+        """`StageLoan.take`; False: the stage has another host by now, or none."""
+        if self.loan is not loan:
+            return False
+        loan.take(kept, adopted)
+        return True
 
     def end(self, lost: RanksLostError | None = None) -> None:
         """Let batches, and all that wait, end in RanksLostError."""
@@ -211,13 +226,14 @@ class HostedStage:
     def _use(self, connection: StageConnection) -> None:
         self.connection, self._away = connection, None
         connection.on_stopped, connection.on_error = self._update, self._lost
-        connection.on_change, connection.on_over = self._changed, self._over
+        connection.on_change = self._changed
+        connection.on_over = lambda loan: self._calls.on_over(loan)
         lends_nothing = connection.on_asked
         connection.on_asked = lambda asked: (self._calls.on_asked or lends_nothing)(asked)
         if self.loan is None:
             takes_nothing = connection.on_offered
             connection.on_offered = lambda each: (self._calls.on_offered or takes_nothing)(each)
-            connection.on_brought = self._brought
+            connection.on_brought = lambda over: self._calls.on_brought(over)
         self._update()
         if connection.error is not None:  # Lost before this.
             self._lost(connection.error)
@@ -236,14 +252,6 @@ class HostedStage:
     def _changed(self) -> None:
         if self._calls.on_change is not None:
             self._calls.on_change()
-
-    def _over(self, loan: int | None) -> None:
-        if self._calls.on_over is not None:
-            self._calls.on_over(loan)
-
-    def _brought(self, over: PartsOver | None) -> None:
-        if self._calls.on_brought is not None:
-            self._calls.on_brought(over)
 
     def _lost(self, lost: RanksLostError) -> None:
         """The host, or the connection to it."""
@@ -270,8 +278,8 @@ class HostedStage:
         self._before = number, before.layout.number, deaths
         self._away = RanksNow(before.layout, {}, deaths, number, reforming)
         if self.loan is None:
-            self._over(None)
-            self._brought(None)
+            self._calls.on_over(None)
+            self._calls.on_brought(None)
         self.loan = None
         self._lose_cells()
         self._changed()

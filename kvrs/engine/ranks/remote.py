@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -84,6 +84,11 @@ class RemoteStage(StageCalls):
         """How often all cells were lost."""
         return self._hosted.losses
 
+    @property
+    def is_whole(self) -> bool:
+        """The books know of all losses."""
+        return self._hosted.is_whole
+
     def busy(self, now_s: float) -> float:
         """The share of the last seconds in which the host computed."""
         return self._hosted.busy.share(now_s)
@@ -107,6 +112,12 @@ class RemoteStage(StageCalls):
         self._hosted.may_compute.wait()
         if (error := self._hosted.error) is not None:
             raise error
+
+    def take(self, loan: StageLoan, kept: Sequence[int], adopted: Mapping[int, int] = {}) -> bool:
+        """`HostedStage.take`."""
+        if self._is_closed:
+            return False
+        return self._call(self._hosted.take(loan, kept, adopted)).result()
 
     def noted(self, loss: int) -> None:
         """The books know of that loss, and of those before."""

@@ -6,7 +6,8 @@
 
 Where the lender has replicas of what the stage has computed, it lends the pages with these. What
 was written into the pages of a loan is copied home while the donor goes on computing; batches stop
-only for what they have written meanwhile.
+only for what they have written meanwhile. A page counts as written once that is over: a copy that
+is made beside it may lack it.
 """
 
 import asyncio
@@ -75,7 +76,7 @@ class StageLoan:
     tags: Sequence[Tag] = ()  # Of what is in the first of them.
     # By our numbers; None: it is not known yet which of our pages stay in use.
     table: dict[int, int] | None = None
-    # Ours that were written since they were copied last.
+    # Ours of which what was written last may not be copied.
     touched: set[int] = field(default_factory=set)
 
     def take(self, kept: Sequence[int], adopted: Mapping[int, int] = {}) -> None:
@@ -89,23 +90,24 @@ class StageLoan:
         self.table = {**adopted, **dict(zip(fresh, free, strict=False))}
         self.touched.update(adopted)
 
-    def theirs(self, pages: Iterable[int], *, writes: bool = False) -> list[int]:
+    def theirs(self, pages: Iterable[int]) -> list[int]:
         """Raises TransferError: some are not in use."""
         table, own = self.table or {}, list(pages)
         if not table.keys() >= {*own}:
             raise TransferError("cells of these pages were lost meanwhile")
-        if writes:
-            self.touched.update(own)
         return [table[page] for page in own]
 
     def translated(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """With the lender's pages, of a batch that is about to be computed."""
-        table, size, found = self.table or {}, self.page_size_tokens, []
+        """With the lender's pages."""
+        table = self.table or {}
+        return [replace(chunk, pages=[table[page] for page in chunk.pages]) for chunk in chunks]
+
+    def computed(self, chunks: Iterable[Chunk]) -> None:
+        """A batch of ours is over, computed or not."""
+        size = self.page_size_tokens
         for chunk in chunks:
             first, end = chunk.first_position, chunk.first_position + len(chunk.token_ids)
             self.touched.update(chunk.pages[first // size : -(-end // size)])
-            found.append(replace(chunk, pages=[table[page] for page in chunk.pages]))
-        return found
 
 
 class LostStage(Protocol):

@@ -81,9 +81,9 @@ class Books:
     def mend(self) -> None:
         for stage, loss in self.lost:
             stage.noted(loss)
-        for loan in self.head.loans.values():
-            if loan.table is None:
-                loan.take(KEPT)
+        for stage in self.head.remote:
+            if (loan := stage.loan) is not None and loan.table is None:
+                stage.take(loan, KEPT)
         self.head.on_restart()
 
     def _lose(self, stage: RemoteStage, loss: int) -> None:
