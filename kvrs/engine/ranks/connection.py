@@ -71,7 +71,9 @@ HOST_WAIT_S = 100.0
 _AGAIN_S = 0.1
 # For the way of a batch and its answer, beside the time that it may be computed.
 _ON_THE_WAY_S = 0.25
-_BRINGING = 4  # Waits of another host, in the longest one of an order to bring parts.
+# The longest wait for parts to be brought, in waits of another host. Who brings them gives up one
+# earlier: the pages are not read when their pins are gone.
+BRINGING = 4
 _NOT_YET = "its instance does not serve yet"
 
 Answer = TypeVar("Answer", StageReady, PagesDone)
@@ -376,7 +378,7 @@ class StageConnection:
                 link = self._replicas
                 await link.send(BringParts(*self._session, to, list(ranges), list(pages)))
                 # The other host, too, may stall before this one gives it up.
-                answer, _ = await link.receive(_BRINGING * self._at.stall_timeout_s)
+                answer, _ = await link.receive(BRINGING * self._at.stall_timeout_s)
             except OSError as error:
                 self._drop_replicas()
                 raise TransferError(str(error)) from None

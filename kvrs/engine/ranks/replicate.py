@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from kvrs.engine.ranks.connection import StageAt, open_link
+from kvrs.engine.ranks.connection import BRINGING, StageAt, open_link
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import (
     IS_HERE,
@@ -79,17 +79,27 @@ class PartsSender:
         if (at := self._peers.get(order.to)) is None:
             allowed = ", ".join(map(repr, self._peers)) or "none"
             return PartsRefused(f"{order.to!r} takes no parts of this host; allowed: {allowed}")
-        async with self._locks[order.to]:
-            try:
-                if (link := self._links.get(order.to)) is None:
-                    begin = Begin(VERSION, StageChannel.PARTS)
-                    link, _ = await open_link(at, begin, 0, PagesDone)
-                    self._links[order.to] = link
-                return await self._offer(link, order, at.stall_timeout_s)
-            except (OSError, TransferError) as error:
-                if (lost := self._links.pop(order.to, None)) is not None:
-                    lost.stream.close()
-                return PartsRefused(f"{at.peer.instance}: {error}")
+        limit_s = (BRINGING - 1) * at.stall_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self._locks[order.to]:
+                return await self._bring_to(at, order)
+        except TimeoutError:
+            return PartsRefused(f"{at.peer.instance}: it has not taken them for {limit_s:g} s")
+        except (OSError, TransferError) as error:
+            return PartsRefused(f"{at.peer.instance}: {error}")
+
+    async def _bring_to(self, at: StageAt, order: BringParts) -> PartsHeld | PartsRefused:
+        """Raises OSError, TransferError: the host is not there, or refuses."""
+        try:
+            if (link := self._links.get(order.to)) is None:
+                begin = Begin(VERSION, StageChannel.PARTS)
+                link, _ = await open_link(at, begin, 0, PagesDone)
+                self._links[order.to] = link
+            return await self._offer(link, order, at.stall_timeout_s)
+        except BaseException:
+            if (lost := self._links.pop(order.to, None)) is not None:
+                lost.stream.close()
+            raise
 
     async def _offer(
         self, link: StageLink, order: BringParts, stall_timeout_s: float
