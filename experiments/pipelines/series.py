@@ -1,7 +1,7 @@
 """Streams at two pipelines while hosts, donors and processes of instances die, beside the same
 requests undisturbed.
 
-    python -m experiments.pipelines.series [--streams 500] [--kills 8] [--group]
+    python -m experiments.pipelines.series [--streams 500] [--kills 8] [--group] [--ring]
 
 The kinds of death: the host of a stage; two hosts of a pipeline at once; the process of an
 instance; a host, and another one while the first is replaced; a host, and that of the same stage of
@@ -312,14 +312,19 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=STAGES)
     parser.add_argument("--rate", type=float, default=PER_S, help="requests/s")
     parser.add_argument("--group", action="store_true", help="they lend each other stages")
+    parser.add_argument(
+        "--ring", action="store_true", help="with a group: and keep replicas of each other's pages"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
-    config = config_of(options.stages, group=options.group, seed=options.seed)
+    config = config_of(options.stages, group=options.group, ring=options.ring, seed=options.seed)
     with Cluster(config, lambda line: print(f"  {line}", flush=True)) as cluster:
         figures = uvloop.run(measure(options, cluster))
     name, way = ("series", "substitute") if options.group else ("series-wait", "wait")
+    if options.ring:
+        name, way = "series-ring", "substitute, with replicas"
     text = as_text(figures, way)
     print(text, end="")
     record.keep(options.out, name, figures, text)

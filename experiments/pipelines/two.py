@@ -26,12 +26,13 @@ def config_of(
     stages: int,
     *,
     group: bool,
+    ring: bool = False,
     seed: int = 0,
     engine: Mapping[str, Any] | None = None,
     model: Path | None = None,
 ) -> Config:
-    """A node for each stage; `group`: the pipelines lend each other the hosts of their stages. No
-    `model`: a tiny one.
+    """A node for each stage; `group`: the pipelines lend each other the hosts of their stages;
+    `ring`: and keep replicas of each other's pages. No `model`: a tiny one.
     """
     nodes: list[Row] = [{"id": f"n{number}"} for number in range(PIPELINES * stages)]
     for pipeline in range(PIPELINES):
@@ -45,6 +46,7 @@ def config_of(
             | ({} if model is None else {"model": str(model)}),
             "proxy": {"port": 0, "admin_port": 0},
         }
+        | ({"backup": {"mode": "peer"}} if ring else {})
     )
 
 
