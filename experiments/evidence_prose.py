@@ -29,9 +29,8 @@ def differences() -> str:
 
 _NOT_BUILT = (
     "AnchorTP, experts: they move with their ranks, and their loads are not balanced after a loss.",
-    "KevlarFlow, its ring: the engine sends the part of each stage from host to host, which the "
-    "configuration refuses for now, since not all streams were exact with it; the simulator has "
-    "whole pages at the next instance.",
+    "KevlarFlow, its ring in the simulator: replicas are whole pages at the next instance there; "
+    "the engine sends the part of each stage from host to host.",
     "All of them: no figure is of a GPU.",
 )
 

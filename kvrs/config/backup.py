@@ -63,7 +63,8 @@ class AgentSettings(Settings):
 class BackupSettings(Settings):
     mode: BackupMode = Field(default=BackupMode.OFF, strict=False)
     """off, local (own node: survives process and GPU), remote (another node: survives the node),
-    both, peer (in the pool of another instance, of another node where there is one; no agent).
+    both, peer (in the pool of another instance, of another node where there is one; no agent; in a
+    group each stage in the host of another instance's).
     """
     placement: Placement = Field(default=Placement.LOAD, strict=False)
     """How the agent for a remote checkpoint is chosen: load (queueing delay and restore pressure),

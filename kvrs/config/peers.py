@@ -27,9 +27,8 @@ def faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator[
             "false"
         )
     for each in instances:
-        # With a ring of each stage (`kvrs.engine.ring`) not all streams of a series were exact.
-        if each.stage_hosts:
+        if each.stage_hosts and each.group is None:
             yield (
-                f"backup.mode: got 'peer', and instance {each.id!r} has stage_hosts; allowed: "
-                f"another mode, or none"
+                f"backup.mode: got 'peer', and instance {each.id!r} has stage_hosts and no group; "
+                f"allowed: another mode, none of them, or both"
             )

@@ -18,14 +18,7 @@ from kvrs.load.open_loop import replay
 from kvrs.traces.records import ReplayRequest, StreamRecord
 from tests.cluster.launches import END_S, until
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.network,
-    pytest.mark.xdist_group("clusters"),
-    pytest.mark.skip(
-        reason="backup.mode peer is refused with stage_hosts: not all streams were exact"
-    ),
-]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 Row = dict[str, Any]
 P = 16  # Tokens of a page.

@@ -23,14 +23,7 @@ from kvrs_testkit.free_ports import free_ports
 from tests.engine.peers import PeerEngine, _introduce
 from tests.engine.ranks.on_nodes import SECRET, hosting
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.network,
-    pytest.mark.process,
-    pytest.mark.skip(
-        reason="backup.mode peer is refused with stage_hosts: not all streams were exact"
-    ),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
 
 P = 16
 PAGES = 64
