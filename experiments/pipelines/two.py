@@ -132,8 +132,23 @@ def parts_of(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
 
 
 def end(pid: int) -> None:
+    tell(pid, signal.SIGKILL)
+
+
+def tell(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+
+
+def processes_of(name: str) -> list[int]:
+    """Those that write the log of that name, also before the state shows them."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with suppress(OSError):
+                if (process / "fd" / "1").readlink().name == f"{name}.log":
+                    found.append(int(process.name))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +164,14 @@ class Death:
 
 
 KINDS = ("host", "two hosts", "head", "mid-join", "donor")
+HARD_KINDS = ("coming home", "again and again", "frozen host", "frozen donor", "donor ends")
 
 
-def deaths_of(count: int, stages: int, seed: int) -> list[Death]:
+def deaths_of(count: int, stages: int, seed: int, of: Sequence[str] = KINDS) -> list[Death]:
     """Every kind in turn, in another order each time, of random pipelines and stages."""
     rng, kinds, found = random.Random(f"deaths {seed}"), list[str](), []
     for _ in range(count):
-        kinds = kinds or rng.sample(KINDS, len(KINDS))
+        kinds = kinds or rng.sample(of, len(of))
         stage, other = rng.sample(range(stages), 2)
         found.append(
             Death(
