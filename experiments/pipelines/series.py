@@ -360,6 +360,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--stages", type=int, default=STAGES)
+    parser.add_argument("--tp", type=int, default=1, help="ranks of a stage")
     parser.add_argument("--rate", type=float, default=PER_S, help="requests/s")
     parser.add_argument("--group", action="store_true", help="they lend each other stages")
     parser.add_argument(
@@ -370,7 +371,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
-    config = config_of(options.stages, group=options.group, ring=options.ring, seed=options.seed)
+    config = config_of(
+        options.stages, group=options.group, ring=options.ring, tp=options.tp, seed=options.seed
+    )
     with Cluster(config, lambda line: print(f"  {line}", flush=True)) as cluster:
         figures = uvloop.run(measure(options, cluster))
     name, way = ("series", "substitute") if options.group else ("series-wait", "wait")

@@ -27,17 +27,18 @@ def config_of(
     *,
     group: bool,
     ring: bool = False,
+    tp: int = 1,
     seed: int = 0,
     engine: Mapping[str, Any] | None = None,
     model: Path | None = None,
 ) -> Config:
     """A node for each stage; `group`: the pipelines lend each other the hosts of their stages;
-    `ring`: and keep replicas of each other's pages. No `model`: a tiny one.
+    `ring`: and keep replicas of each other's pages; `tp`: ranks of a stage. No `model`: a tiny one.
     """
     nodes: list[Row] = [{"id": f"n{number}"} for number in range(PIPELINES * stages)]
     for pipeline in range(PIPELINES):
         own = nodes[pipeline * stages : (pipeline + 1) * stages]
-        instance = {"id": f"d{pipeline}", "role": "both", "pp": stages}
+        instance = {"id": f"d{pipeline}", "role": "both", "pp": stages, "tp": tp}
         instance["stage_hosts"] = [{"node": node["id"]} for node in own]
         own[0]["instances"] = [instance | ({"group": "g"} if group else {})]
     return parse_config(
