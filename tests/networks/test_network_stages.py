@@ -1,6 +1,7 @@
-"""An instance with a stage on another host, whose link is cut.
+"""Instances with a stage on another host, of which a link is cut.
 
-n0: p0, d0      n1: the second stage of d0      n2: d1      f0: the proxy
+n0: p0, d0      n1: the second stage of d0      n2: d1      n3: the second stage of d1
+f0: the proxy
 """
 
 import asyncio
@@ -18,12 +19,21 @@ from tests.networks.network_cluster import Network
 pytestmark = [pytest.mark.network, pytest.mark.process, pytest.mark.usefixtures("possible")]
 
 HTTP, PAGES, STAGE, ADMIN = 8000, 9000, 9100, 8001
-HOSTS = {"p0": "n0", "d0": "n0", "d0-stage-1": "n1", "d1": "n2", "proxy": "f0"}
+HOSTS = {
+    "p0": "n0",
+    "d0": "n0",
+    "d0-stage-0": "n0",
+    "d0-stage-1": "n1",
+    "d1": "n2",
+    "d1-stage-0": "n2",
+    "d1-stage-1": "n3",
+    "proxy": "f0",
+}
 PACE = "opt-13b-a100-vllm-tp1"  # About 20 ms per token: streams last long enough for the fault.
 PROMPT = [(11 * at * at + 5) % 500 + 2 for at in range(50)]
 TOKENS = 150
 ADMIN_TOKEN = "a token for these tests only"
-STREAMS = 6
+SEEDS = range(6)
 
 
 class StagesOnHosts(ForkedProcesses):
@@ -46,12 +56,15 @@ class StagesOnHosts(ForkedProcesses):
             ports = {"port": HTTP + 10 * number, "page_port": PAGES + number}
             return {"id": name, "role": role, "host": at[HOSTS[name]], **ports, **more}
 
-        stage = {"node": "n1", "host": at["n1"], "port": STAGE}
-        divided = instance("d0", "decode", pp=2, stage_hosts=[stage])
+        def divided(name: str, *nodes: str) -> dict[str, Any]:
+            hosts = [{"node": node, "host": at[node], "port": STAGE} for node in nodes]
+            return instance(name, "decode", pp=2, group="g", stage_hosts=hosts)
+
         nodes = [
-            {"id": "n0", "instances": [instance("p0", "prefill"), divided]},
+            {"id": "n0", "instances": [instance("p0", "prefill"), divided("d0", "n0", "n1")]},
             {"id": "n1"},
-            {"id": "n2", "instances": [instance("d1", "decode")]},
+            {"id": "n2", "instances": [divided("d1", "n2", "n3")]},
+            {"id": "n3"},
         ]
         proxy = {"host": at["f0"], "admin_host": at["f0"], "port": HTTP, "admin_port": ADMIN}
         return parse_config(
@@ -78,7 +91,8 @@ class StagesOnHosts(ForkedProcesses):
 
 @pytest.fixture
 def cluster(tiny_llama: str) -> Iterator[StagesOnHosts]:
-    with Network("n0", "n1", "n2", "f0") as network, StagesOnHosts(network, tiny_llama) as cluster:
+    hosts = Network("n0", "n1", "n2", "n3", "f0")
+    with hosts as network, StagesOnHosts(network, tiny_llama) as cluster:
         names = [name for name in HOSTS if name != "proxy"]
         cluster.start(*names)
         cluster.wait_ready(*names)
@@ -106,33 +120,47 @@ async def row_of(client: aiohttp.ClientSession, cluster: StagesOnHosts, name: st
         return row
 
 
-async def test_streams_of_an_instance_that_a_cut_link_divides_go_elsewhere(
+async def test_streams_of_an_instance_that_a_cut_link_divides_go_on(
     cluster: StagesOnHosts,
 ) -> None:
     """No connection closes; the limit of a batch tells the loss. Greedy and seeded streams have all
-    their tokens, once and the right ones. The instance waits, and when the link is whole again the
-    host, which has kept its ranks, serves it as before.
+    their tokens, once and the right ones. The instance waits where it reaches no donor, and
+    borrows where it does; when the link is whole again the host, which has kept its ranks, serves
+    it as before.
     """
     async with asyncio.timeout(300), aiohttp.ClientSession() as client:
-        expected = [await complete(client, cluster, seed) for seed in range(STREAMS)]
+        expected = await asyncio.gather(*(complete(client, cluster, seed) for seed in SEEDS))
         before = await row_of(client, cluster, "d0")
         assert [rank["node"] for rank in before["ranks"]] == ["n0", "n1"]
-        streams = [asyncio.create_task(complete(client, cluster, seed)) for seed in range(STREAMS)]
-        while not (await row_of(client, cluster, "d0"))["load"]["running"]:
-            await asyncio.sleep(0.02)
+        for is_lonely in (True, False):
+            streams = [asyncio.create_task(complete(client, cluster, seed)) for seed in SEEDS]
+            while not (await row_of(client, cluster, "d0"))["load"]["running"]:
+                await asyncio.sleep(0.02)
 
-        cluster.network.sever(["n0"], ["n1"])
+            cluster.network.sever(["n0"], ["n1", "n3"] if is_lonely else ["n1"])
 
-        assert await asyncio.gather(*streams) == expected
-        while (row := await row_of(client, cluster, "d0"))["state"] != "reforming":
-            await asyncio.sleep(0.05)
-        assert row["load"]["reforming"]["way"] == "wait"
+            assert await asyncio.gather(*streams) == expected
+            while not (waits if is_lonely else borrows)(await row_of(client, cluster, "d0")):
+                await asyncio.sleep(0.05)
 
-        cluster.network.heal()
-        while (after := await row_of(client, cluster, "d0"))["state"] != "full":
-            await asyncio.sleep(0.1)
-        assert after["pid"] == before["pid"]
-        assert [rank["pid"] for rank in after["ranks"]] == [rank["pid"] for rank in before["ranks"]]
-        assert after["stages"][1]["session"] > before["stages"][1]["session"]
-        streams = [asyncio.create_task(complete(client, cluster, seed)) for seed in range(STREAMS)]
-        assert await asyncio.gather(*streams) == expected
+            cluster.network.heal()
+            while not is_home(after := await row_of(client, cluster, "d0")):
+                await asyncio.sleep(0.1)
+            assert after["pid"] == before["pid"]
+            ranks = [[rank["pid"] for rank in row["ranks"]] for row in (before, after)]
+            assert ranks[0] == ranks[1]
+            assert after["stages"][1]["session"] > before["stages"][1]["session"]
+            streams = [asyncio.create_task(complete(client, cluster, seed)) for seed in SEEDS]
+            assert await asyncio.gather(*streams) == expected
+
+
+def waits(row: Any) -> bool:
+    return row["state"] == "reforming" and row["load"]["reforming"]["way"] == "wait"
+
+
+def borrows(row: Any) -> bool:
+    return row["state"] != "reforming" and [each["donor"] for each in row["stages"]] == [None, "d1"]
+
+
+def is_home(row: Any) -> bool:
+    return row["state"] == "full" and all(each["donor"] is None for each in row["stages"])
