@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
+import msgspec
 from pydantic import Field, ValidationError
 
 from kvrs.config.addresses import faults_of_gossip, faults_of_ports
@@ -194,7 +195,7 @@ def dump_config(config: Config) -> str:
 
 def config_digest(config: Config) -> str:
     """16 hex digits that are the same for equal configurations, whatever their files look like."""
-    return hashlib.sha256(dump_config(config).encode()).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(config.model_dump(mode="json"))).hexdigest()[:16]
 
 
 def read_secret(security: SecuritySettings, environ: Mapping[str, str]) -> bytes:

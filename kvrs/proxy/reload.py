@@ -60,29 +60,16 @@ class Reloads:
         self._origin = read if isinstance(read, ConfigFile) else None
         self._parts: list[ReloadingPart] = []
         self._turn = asyncio.Lock()
-        self._digest: tuple[Config, str] | None = None
-
-    @property
-    def digest(self) -> str:
-        """Digest of the configuration in use. Rendering all of it takes tens of milliseconds in a
-        large cluster, and the state is asked for every second: once per configuration.
-        """
-        if self._digest is None or self._digest[0] is not self.config:
-            self._digest = self.config, config_digest(self.config)
-        return self._digest[1]
-
-    @property
-    def source_digest(self) -> str:
-        """Digest of the file that an operator edits, where that is another one."""
-        launch = None if self._origin is None else self._origin.launch
-        return self.digest if launch is None else launch.digest
 
     def describe(self) -> dict[str, Any]:
         """The proxy's row in the state, as far as it says which configuration is in use."""
+        digest = config_digest(self.config)
+        # Of the file that an operator edits, where that is another one.
+        launch = None if self._origin is None else self._origin.launch
         return {
             "policy": self.config.policy.name.value,
-            "config_digest": self.digest,
-            "source_digest": self.source_digest,
+            "config_digest": digest,
+            "source_digest": digest if launch is None else launch.digest,
             "orders_aside": self.orders.aside,  # Why they are not carried out here.
         }
 

@@ -155,7 +155,7 @@ class Admin:
         app.router.add_post("/kvrs/v1/exits/{id}", self._note_exit)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/healthz", self._healthz)
-        add_document(app, admin_document())
+        add_document(app, admin_document)
         return app
 
     def _prepare_tokens(self, config: Config) -> Apply | None:

@@ -71,7 +71,7 @@ class ClientApi:
         self._passed.add_to(app)
         add_models(app, self._driver.control.instances)
         add_health(app, self._backend, self._driver, self._is_leaving)
-        add_document(app, clients_document())
+        add_document(app, clients_document)
         return app
 
     def direct(self) -> DirectServer:

@@ -3,7 +3,7 @@ fields of requests are those of the structs that parse them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -186,12 +186,11 @@ def admin_document() -> Schema:
     )
 
 
-def add_document(app: web.Application, document: Mapping[str, Any]) -> None:
-    """Serve a document at `/openapi.json`."""
-    body = msgspec.json.encode(document)
+def add_document(app: web.Application, document: Callable[[], Schema]) -> None:
+    """Serve a document at `/openapi.json`, made when it is asked for."""
 
     async def serve(_: web.Request) -> web.Response:
-        return web.Response(body=body, content_type="application/json")
+        return web.Response(body=msgspec.json.encode(document()), content_type="application/json")
 
     app.router.add_get(PATH, serve)
 
