@@ -56,9 +56,10 @@ class ProxyCluster:
 
     async def count(self, series: str, **labels: str) -> float:
         """The sum of the samples with this name and these labels; there is at least one."""
+        lines = (line for line in (await self.metrics()).split("\n") if line.startswith(series))
         samples = [
             sample
-            for family in text_string_to_metric_families(await self.metrics())
+            for family in text_string_to_metric_families("\n".join(lines))
             for sample in family.samples
             if sample.name == series and labels.items() <= sample.labels.items()
         ]

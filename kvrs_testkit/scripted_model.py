@@ -185,19 +185,23 @@ def save_tokenizer(directory: Path) -> None:
     vocabulary().tokenizer.save(str(directory / "tokenizer.json"))
 
 
+_OPENINGS = (ids_of("play "), ids_of("user: play "))  # As text and as a chat.
+
+
 @functools.cache
 def _plays() -> list[tuple[list[int], list[int]]]:
-    """Prompts that start a play, as text and as a chat, and its ids."""
+    """Prompts that start a play, and its ids."""
     known = vocabulary()
-    openings = ("{}", "user: {}\n")
     return [
-        (ids_of(o.format(f"play {name}.")), known.spell(name, text))
+        (opening + ids_of(name + end), known.spell(name, text))
         for name, text in SCENARIOS.items()
-        for o in openings
+        for opening, end in zip(_OPENINGS, (".", ".\n"), strict=True)
     ]
 
 
 def _next_of_play(history: Sequence[int]) -> int | None:
+    if not any(history[: len(opening)] == opening for opening in _OPENINGS):
+        return None
     for prompt, play in _plays():
         if history[: len(prompt)] != prompt:
             continue
