@@ -36,6 +36,17 @@ def test_help_has_a_short_option_everywhere(arguments: list[str]) -> None:
     assert short.stdout == long.stdout
 
 
+@pytest.mark.parametrize(
+    ("proxies", "words"), [("0", "greater than or equal to 1"), ("9", "less than or equal to 8")]
+)
+def test_as_many_proxies_as_there_cannot_be_are_refused(proxies: str, words: str) -> None:
+    """Before anything starts."""
+    ran = CliRunner().invoke(app, ["up", "--proxies", proxies], terminal_width=200)
+
+    assert ran.exit_code == 2
+    assert f"Input should be {words}" in ran.output
+
+
 def test_completion_can_be_installed() -> None:
     """Shells complete commands and options."""
     shown = CliRunner().invoke(app, ["--help"])

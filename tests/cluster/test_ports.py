@@ -1,5 +1,6 @@
 """Ports are chosen once for a whole run."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -164,6 +165,42 @@ def test_several_proxies_have_ports_and_logs_of_their_own_and_know_each_other() 
     for proxy in found:
         others = [(other.id, other.host, other.peer_port) for other in found if other is not proxy]
         assert [(peer.id, peer.host, peer.peer_port) for peer in proxy.peers] == others
+
+
+@pytest.mark.parametrize(
+    ("proxy", "node", "words"),
+    [
+        (
+            {"peer_port": 21999, "peers": [{"id": "proxy-9", "peer_port": 21998}]},
+            "n0",
+            "--proxies: got 2 beside proxy.peers (proxy-9); allowed: one of them",
+        ),
+        (
+            {"port": 65530},
+            "n0",
+            "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy or worker 10 above "
+            "the one before it",
+        ),
+        (
+            {"port": 21990, "admin_port": 22000},
+            "n0",
+            "proxy-1: port: 127.0.0.1:22000 is that of proxy-0: admin_port too; allowed: "
+            "a port of its own",
+        ),
+        ({}, "proxy-1", "'proxy-1'"),
+    ],
+)
+def test_proxies_that_cannot_be_are_refused(proxy: dict[str, Any], node: str, words: str) -> None:
+    """With the value, and what is allowed."""
+    document = {
+        "proxy": {"admin_port": 0} | proxy,
+        "cluster": {"nodes": [{"id": node, "instances": [{"id": "b", "role": "both"}]}]},
+        "gossip": {"enabled": True},  # As with --proxies.
+    }
+    config = parse_config(document)
+
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        resolve_all(config, several_proxies(config.proxy, 2))
 
 
 def test_one_proxy_is_as_in_the_file() -> None:

@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -253,58 +253,8 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, tiny_llama
             urllib.request.urlopen(f"{url}/healthz", timeout=1)
 
 
-PEERS = {"proxy": {"peer_port": 21999, "peers": [{"id": "proxy-9", "peer_port": 21998}]}}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "document", "words"),
-    [
-        (["--proxies", "0"], {}, "Input should be greater than or equal to 1"),
-        (["--proxies", "9"], {}, "Input should be less than or equal to 8"),
-        (
-            ["--proxies", "2"],
-            PEERS,
-            "--proxies: got 2 beside proxy.peers (proxy-9); allowed: one of them",
-        ),
-        (
-            ["--proxies", "2", "--port", "65530"],
-            {},
-            "proxy-1: port: got 65540; allowed: 0 to 65535, for each proxy or worker 10 above "
-            "the one before it",
-        ),
-        (
-            ["--proxies", "2", "--port", "21990", "--admin-port", "22000"],
-            {},
-            "proxy-1: port: 127.0.0.1:22000 is that of proxy-0: admin_port too; allowed: "
-            "a port of its own",
-        ),
-        (
-            ["--proxies", "2"],
-            {"cluster": {"nodes": [{"id": "proxy-1", "instances": [{"id": "b", "role": "both"}]}]}},
-            "'proxy-1'",
-        ),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_starts(
-    tmp_path: Path, arguments: Sequence[str], document: dict[str, Any], words: str
-) -> None:
-    """With the value, and what is allowed."""
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(document))
-
-    launch = Launch(tmp_path, "--config", str(config), *arguments)
-
-    try:
-        assert launch.process.wait(END_S) == 2
-    finally:
-        launch.process.kill()
-    # Words that are too long for a line are wrapped in a frame by the command line's own messages.
-    assert words in " ".join(launch.output.replace("│", " ").split())
-    assert "logs are in" not in launch.output
-
-
 def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> None:
-    """The second proxy's ports are checked like those of the first."""
+    """The second proxy's ports are checked like those of the first, before anything starts."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -314,3 +264,4 @@ def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> N
 
         assert launch.process.wait(END_S) == 2
     assert f"proxy-1: port: 127.0.0.1:{port} is in use" in launch.output
+    assert "logs are in" not in launch.output
