@@ -29,8 +29,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 demo: .venv/.demo
 	$(BIN)/kvrs demo
 
-# In parallel: tests of whole clusters in one worker, those of networks in another, every other file in
-# a worker that is free. One worker more than cores, since most tests of processes wait.
+# In parallel: each group of tests that wait more than they compute (FIRST_GROUPS of tests/conftest.py)
+# in one worker, every other file in a worker that is free. One worker more than cores, for the same
+# reason.
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 

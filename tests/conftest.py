@@ -43,7 +43,7 @@ MARKER_OF_EVENT = {
 }
 # Tests of whole clusters wait more than they compute: each of these groups takes a worker from the
 # start, and every other file goes to a worker that is free.
-FIRST_GROUPS = ("clusters", "networks")
+FIRST_GROUPS = ("clusters", "systems", "networks")
 
 _running: pytest.Item | None = None
 

@@ -24,7 +24,7 @@ from kvrs.cluster.guard import members
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import is_running
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 KVRS = [sys.executable, "-m", "kvrs"]
 START_S = 180.0

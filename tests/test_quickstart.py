@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.network,
     pytest.mark.engine,
-    pytest.mark.xdist_group("clusters"),
+    pytest.mark.xdist_group("systems"),
     *(
         pytest.mark.skipif(not shutil.which(tool), reason=f"not installed: {tool}")
         for tool in ("curl", "openssl")

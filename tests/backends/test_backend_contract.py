@@ -21,7 +21,7 @@ from kvrs.protocol.token_ids import packed
 from kvrs.proxy.backends.backend import RefusedError
 from tests.backends.conversations import D0, D1, P0, PATIENCE_S, BackendCluster, Conversation
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 PROMPT = [2 + (7 * n) % 90 for n in range(70)]  # Some full pages, and part of one.
 TOKENS = 24

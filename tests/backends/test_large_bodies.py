@@ -17,7 +17,7 @@ from kvrs_testkit.ports import client_of
 from kvrs_testkit.processes import Processes
 from kvrs_testkit.sse import events_of
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 BODY_BYTES = 8 << 20
 AT_ONCE = 4  # At the proxy, and as many at the engine.

@@ -23,7 +23,7 @@ from tests.openai_cases import (
     refused_otherwise,
 )
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 # What the proxy does and an engine of kvrs alone does not: several prompts and choices, and names.
 BY_PROXY = dict.fromkeys(

@@ -13,7 +13,7 @@ import pytest
 from kvrs_testkit.processes import Processes
 from kvrs_testkit.sse import events_of
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 STREAM = {"prompt": "ka lo mi", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
 

@@ -18,7 +18,7 @@ from kvrs.traces.records import ReplayRequest
 from kvrs_testkit.scenarios import Found, Scenario, check
 from tests.scenarios.rows import ROWS
 
-pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
+pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("systems")]
 
 RUN_ALL = os.environ.get("KVRS_SCENARIOS") == "all"
 ALWAYS = ("paused-beside-another",)  # The demo's test kills an instance.
