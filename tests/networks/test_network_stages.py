@@ -155,7 +155,7 @@ async def test_streams_of_an_instance_that_a_cut_link_divides_go_on(
 
 
 def waits(row: Any) -> bool:
-    return row["state"] == "reforming" and row["load"]["reforming"]["way"] == "wait"
+    return bool(row["state"] == "reforming" and row["load"]["reforming"]["way"] == "wait")
 
 
 def borrows(row: Any) -> bool:
