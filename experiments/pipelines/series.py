@@ -149,7 +149,7 @@ class Deaths:
     async def _hard(
         self, death: Death, before: Mapping[str, Row], name: str, other: str
     ) -> list[tuple[str, int | None]]:
-        """What comes behind the kill of a host; further victims."""
+        """Carry out the rest, behind the kill of a host; further victims."""
         await self._own.until(lambda rows: any(donors_of(rows[name])), SOON_S)
         if death.kind == "frozen donor":
             await self._freeze(_host_of(before, other, death.stage))
