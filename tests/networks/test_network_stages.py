@@ -163,4 +163,7 @@ def borrows(row: Any) -> bool:
 
 
 def is_home(row: Any) -> bool:
-    return row["state"] == "full" and all(each["donor"] is None for each in row["stages"])
+    """The ranks are read again after the load report that says so."""
+    parts = [each["donor"] for each in row["stages"]]
+    parts += [each["borrowed_from"] for each in row["ranks"]]
+    return bool(row["state"] == "full" and not any(parts))
