@@ -1,15 +1,15 @@
 """On which machines of a Ray cluster the nodes of a configuration lie. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.cluster import Backend, NodeSettings
 from kvrs.config.file import Config
 from kvrs.ids import NodeId
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(msgspec.Struct, frozen=True):
     """A node of Ray that is alive. A machine that comes back has another id."""
 
     id: str

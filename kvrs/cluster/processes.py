@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, assert_never
+
+import msgspec
 
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, parse_config
@@ -31,8 +32,7 @@ class Kind(StrEnum):
     SERVER = "DistServe server"  # Both instances of its node.
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(msgspec.Struct, frozen=True):
     name: InstanceId
     node: NodeId
     kind: Kind

@@ -1,7 +1,6 @@
 """The file that a proxy reads its configuration from, and the `kvrs up` that has written it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,8 +16,7 @@ class UpCommand(msgspec.Struct, frozen=True):
     digest: str  # Of the configuration of that file.
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
+class ConfigFile(msgspec.Struct, frozen=True):
     """Reads the file again whenever it is called."""
 
     path: Path

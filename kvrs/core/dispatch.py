@@ -5,14 +5,14 @@ The load of a target is its number of streams. Loads are those of the caller; no
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.policy import Dispatch
 from kvrs.ids import InstanceId, StreamId
 
 
-@dataclass(frozen=True, slots=True)
-class Victim:
+class Victim(msgspec.Struct, frozen=True):
     stream: StreamId
     homes: tuple[InstanceId, ...] = ()  # Targets on the node of its holder.
     held_pages: int = 0  # Of its history, at that holder.

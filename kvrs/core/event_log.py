@@ -13,10 +13,10 @@ new proxy.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvrs.config.backup import BackupSettings
@@ -50,16 +50,14 @@ _SectionT = TypeVar("_SectionT", bound=Settings)
 _Row = Annotated[list[Seconds], msgspec.Meta(min_length=2)]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     part: int  # From 1.
     policy: PolicySettings
     slo: SloSettings
     backup: BackupSettings
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
+class LogEntry(msgspec.Struct, frozen=True):
     line: int
     now_s: float
     event: ev.Event
@@ -67,16 +65,14 @@ class LogEntry:
     wall_s: float | None = None  # The same moment by the wall clock; older logs have none.
 
 
-@dataclass(frozen=True, slots=True)
-class RerunDifference:
+class RerunDifference(msgspec.Struct, frozen=True):
     """The first event for which the policy now returns other actions."""
 
     entry: LogEntry
     again: tuple[act.Action, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Rerun:
+class Rerun(msgspec.Struct, frozen=True):
     lines: int
     counts: dict[str, int]  # Events and actions by name, up to the difference.
     difference: RerunDifference | None

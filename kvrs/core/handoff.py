@@ -6,14 +6,14 @@ requests in the own queue, an idle remote instance is sooner.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.policy import Handoff
 from kvrs.ids import InstanceId
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffCandidate:
+class HandoffCandidate(msgspec.Struct, frozen=True):
     """A decode instance that could take the hand-off."""
 
     instance: InstanceId

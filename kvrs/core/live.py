@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+import msgspec
+
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, StreamId
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(msgspec.Struct, frozen=True):
     """Every token, the finish and the usage were sent; only the formal end is left."""
 
 
-@dataclass(frozen=True, slots=True)
-class CannotContinue:
+class CannotContinue(msgspec.Struct, frozen=True):
     """The rest of the stream could not be produced exactly, and the configuration refuses less."""
 
     cause: str

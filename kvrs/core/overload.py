@@ -9,7 +9,7 @@ Streams that have begun are never refused here, nor are requests that were taken
 is a recovery. All of it takes a fixed number of operations while the queues are short.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from kvrs.config.policy import AdmissionSettings
 from kvrs.core.deadlines import due_s, tightest
@@ -19,8 +19,7 @@ from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.routing import computing_prompts
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRefusal:
+class LoadRefusal(msgspec.Struct, frozen=True):
     reason: act.Reason
     message: str
     retry_after_s: float  # Until the queue has shrunk to what is allowed.

@@ -6,7 +6,8 @@ weighed behind those before it. A deadline bounds the wait: when its alarm rings
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.timers import is_past

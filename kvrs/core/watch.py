@@ -17,7 +17,6 @@ with `now_s` what comes of them; the proxy's does so over sockets, the simulator
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from math import inf
 from typing import Any, Generic, Protocol, TypeVar
@@ -72,8 +71,7 @@ class WatchStep(Enum):
     SHAPE = auto()  # Ask for its identity because of its ranks; without an answer it goes on.
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The shell is to close the connection, and to pass this to `ended`."""
 
     cause: str
@@ -109,8 +107,7 @@ class WatchShell(Protocol):
     def note(self, note: WatchNote, detail: str | list[str]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class WatchLimits:
+class WatchLimits(msgspec.Struct, frozen=True):
     """How long a watched process may go without a report."""
 
     usual_s: float

@@ -39,6 +39,8 @@ from enum import StrEnum
 from hashlib import blake2b, sha256
 from typing import ClassVar
 
+import msgspec
+
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import MIN_SECRET_BYTES, derive
 
@@ -87,8 +89,7 @@ class Rejection(StrEnum):
     UNPROVEN = "unproven"  # Without the right echo.
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     sender: NodeId
     payload: bytes
 

@@ -257,8 +257,7 @@ class FactRecord:
 F = TypeVar("F", bound=Fact)
 
 
-@dataclass(frozen=True, slots=True)
-class Report(Generic[F]):
+class Report(msgspec.Struct, Generic[F], frozen=True):
     """A fact, and the time at which its owner wrote it, by this node's clock."""
 
     fact: F

@@ -13,6 +13,8 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Self
 
+import msgspec
+
 from kvrs.profiles.prefix_grid import PrefixGrid
 from kvrs.protocol.instance import MeasuredPrefill
 
@@ -232,8 +234,7 @@ class PrefillTable:
         return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self.step_overhead_s
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTable:
+class DecodeTable(msgspec.Struct, frozen=True):
     """DistServe's fit of one decode step: `a + b * (sum of context tokens) + c * batch`, in two
     regimes of the batch size.
     """
@@ -252,8 +253,7 @@ class DecodeTable:
         return (a + b * context_tokens + c * batch) / 1e3
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGrid:
+class DecodeGrid(msgspec.Struct, frozen=True):
     """One decode step as measured: `rows[i][j]` seconds for `batches[i]` sequences of `contexts[j]`
     tokens each.
 

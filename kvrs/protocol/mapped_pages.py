@@ -6,7 +6,8 @@ which their descriptors came over a connection, from 0 on.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.errors import TransferError
 
@@ -25,8 +26,7 @@ PLACE_BYTES = _PLACE.size
 PlacedPage = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class MappedPages:
+class MappedPages(msgspec.Struct, frozen=True):
     """`new_files`: the sizes in bytes of the files whose descriptors come with this answer."""
 
     new_files: tuple[int, ...]

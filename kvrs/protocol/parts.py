@@ -1,14 +1,14 @@
 """Rectangles of (layers, KV heads): which cells of each page a process holds, or two share."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+
+import msgspec
 
 Cell = tuple[int, int]  # Layer, KV head.
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """A range of layers and of KV heads, each of at least one."""
 
     layers: range
@@ -30,8 +30,7 @@ class Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PagePart:
+class PagePart(msgspec.Struct, frozen=True):
     """A part of pages that have so many layers and heads of equal cells, as `KvGeometry` lays them
     out.
     """

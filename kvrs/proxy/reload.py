@@ -8,7 +8,6 @@ gets its settings as an event, so that an event log runs again with the settings
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,8 +26,7 @@ log = logging.getLogger(__name__)
 Apply = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadingPart:
+class ReloadingPart(msgspec.Struct, frozen=True):
     """`prepare` reads and checks what the new configuration says or names, in a thread, without
     any effect; what it returns has the effect, on the event loop. None: nothing has changed.
     """

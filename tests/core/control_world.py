@@ -8,13 +8,13 @@ nothing.
 """
 
 from collections import Counter
-from dataclasses import replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrs.config.backup import BackupSettings
 from kvrs.config.file import Config, parse_config

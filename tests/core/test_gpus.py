@@ -1,5 +1,7 @@
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from kvrs.core.fleet.gpus import Gpus, RankDue
 from kvrs.ids import InstanceId, NodeId

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.config.policy import (
@@ -62,6 +63,8 @@ def leaves(found: Any, path: str, seen: set[int]) -> Iterator[tuple[str, object]
         parts = dict(enumerate(found))
     elif is_dataclass(found) and not isinstance(found, type):
         parts = {each.name: getattr(found, each.name) for each in fields(found)}
+    elif isinstance(found, msgspec.Struct):
+        parts = msgspec.structs.asdict(found)
     else:
         parts = vars(found)
     yield from chain.from_iterable(

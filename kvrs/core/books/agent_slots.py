@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from kvrs.config.file import Config
 from kvrs.core.fleet.known import Agents, Health, Instances
 from kvrs.ids import InstanceId, StreamId
@@ -30,13 +32,11 @@ class SlotOutcome(StrEnum):
     LOST = "lost"  # The agent gave it to another proxy, and ends the transfer.
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True):
     token: int  # 0: no agent has granted it.
 
 
-@dataclass(frozen=True, slots=True)
-class Denied:
+class Denied(msgspec.Struct, frozen=True):
     wait_s: float  # Until a slot may be had.
 
 

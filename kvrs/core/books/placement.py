@@ -10,15 +10,15 @@ same one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import assert_never
+
+import msgspec
 
 from kvrs.config.backup import Placement
 from kvrs.ids import InstanceId, NodeId, along_ring
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementCandidate:
+class PlacementCandidate(msgspec.Struct, frozen=True):
     """A row of the load table: an agent that is up."""
 
     holder: InstanceId

@@ -9,6 +9,8 @@ arbitrates between proxies.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrs.core.books.timers import is_past
 from kvrs.ids import InstanceId, StreamId
 
@@ -16,8 +18,7 @@ from kvrs.ids import InstanceId, StreamId
 SHORTEST_WAIT_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     ends_s: float  # As predicted.
     duration_s: float
     ticket: int

@@ -3,7 +3,8 @@ about a moment takes the time.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.tenants import TenantSettings
 
@@ -14,8 +15,7 @@ _GUESSES_PER_S = 1.0
 _MOST_ADDRESSES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Excess:
+class Excess(msgspec.Struct, frozen=True):
     """A limit that a request exceeds."""
 
     kind: str  # "streams" or "bytes", as the type of OpenAI's error.

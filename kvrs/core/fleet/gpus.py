@@ -5,6 +5,8 @@ because of it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvrs.core.fleet.known import KnownInstance
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.gpus import GpuHealth, GpuState
@@ -14,8 +16,7 @@ _ORDER = list(GpuState)
 _HEALTHY = (GpuState.HEALTHY, "")
 
 
-@dataclass(frozen=True, slots=True)
-class RankDue:
+class RankDue(msgspec.Struct, frozen=True):
     """A rank is to leave its failing GPU, or may come back to one that has recovered."""
 
     instance: InstanceId

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.protocol.instance import InstanceInfo, Role
 
 
-@dataclass(frozen=True, slots=True)
-class ServedName:
+class ServedName(msgspec.Struct, frozen=True):
     """A name that clients may ask for."""
 
     name: str

@@ -8,7 +8,9 @@ and has not heard of others gives none that is outdated.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.known import Instances
@@ -16,8 +18,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import StandingOrder
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     version: int
     given_at: str
     moves_at_s: float | None  # By this proxy's clock. None: it is not to be drained any more.

@@ -7,11 +7,14 @@ word that it continues streams exactly. The tests themselves are requests of the
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import permutations
 from typing import Any, assert_never
+
+import msgspec
+from msgspec.structs import replace
 
 from kvrs.core.fleet.known import Health, KnownInstance
 from kvrs.core.model import events as ev
@@ -41,8 +44,7 @@ class Continues(StrEnum):
         return levels.index(self) > levels.index(other)
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(msgspec.Struct, frozen=True):
     """Tokens that an instance computes from the known prompt, and how it goes on after a cut."""
 
     greedy: tuple[int, ...]
@@ -86,8 +88,7 @@ class RestoreTest:
 SelfTest = TokensTest | TransferTest | RestoreTest
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True):
     moves_kv: bool = False
     generated: Generated | None = None
     restores: bool | None = None  # From agents; None: not tested apart, it is as `moves_kv`.

@@ -3,7 +3,6 @@
 Those of every stream are structs, as in `events.py`.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -82,8 +81,7 @@ class Recovered(msgspec.Struct, frozen=True, gc=False):
     others: float = 0.0  # Other victims, per target, for which each estimate was charged.
 
 
-@dataclass(frozen=True, slots=True)
-class Redirect:
+class Redirect(msgspec.Struct, frozen=True):
     """The hand-off of this attempt goes by another plan: prefill is done, and its decode call has
     not begun.
     """
@@ -93,8 +91,7 @@ class Redirect:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Halt:
+class Halt(msgspec.Struct, frozen=True):
     """End this attempt, which still runs: its stream is moved before the instance fails or ends. A
     later `Start` follows.
     """
@@ -130,8 +127,7 @@ class Reason(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(msgspec.Struct, frozen=True):
     """End the stream with an explicit error (503 before the first byte, an error event after
     it).
     """
@@ -142,8 +138,7 @@ class GiveUp:
     retry_after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ejected:
+class Ejected(msgspec.Struct, frozen=True):
     """A record: the instance gets nothing new for `pause_s`, and then one request to prove itself
     (`core/defences/outliers.py`).
     """
@@ -154,8 +149,7 @@ class Ejected:
     pause_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Readmitted:
+class Readmitted(msgspec.Struct, frozen=True):
     """A record: an ejected instance has answered again."""
 
     instance: InstanceId

@@ -5,7 +5,6 @@ Those of every stream are structs, which are made in a tenth of the time of a fr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -17,8 +16,7 @@ from kvrs.protocol.gpus import GpuState
 from kvrs.protocol.instance import Capability, InstanceInfo, LoadReport, ModelNames
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceUp:
+class InstanceUp(msgspec.Struct, frozen=True):
     """The instance answers and may be used. A higher epoch than before replaces the old one."""
 
     info: InstanceInfo
@@ -32,8 +30,7 @@ class InstanceUp:
     restores: bool | None = None  # As `Member.restores`; None: as `moves_kv`.
 
 
-@dataclass(frozen=True, slots=True)
-class PagesKept:
+class PagesKept(msgspec.Struct, frozen=True):
     """The instance, in this epoch, has taken over the memory of the process before it: the leading
     full pages of these streams. It comes before the `InstanceUp` of that epoch, by which streams
     that wait are placed.
@@ -44,8 +41,7 @@ class PagesKept:
     pages: Mapping[StreamId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLost:
+class InstanceLost(msgspec.Struct, frozen=True):
     """The process, its node or the path to it is gone.
 
     `produced_tokens` holds, for every stream with an attempt on this instance, the tokens that its
@@ -60,8 +56,7 @@ class InstanceLost:
     may_live: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceExited:
+class InstanceExited(msgspec.Struct, frozen=True):
     """A supervisor reports how the process of an instance ended. It comes before or after the
     `InstanceLost` of that epoch, or without one, and changes nothing of what is up.
     """
@@ -74,8 +69,7 @@ class InstanceExited:
     is_external: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GpuJudged:
+class GpuJudged(msgspec.Struct, frozen=True):
     """The worst state of the GPUs that the instance runs on, as reported by its node's agent; sent
     when it has changed.
 
@@ -88,8 +82,7 @@ class GpuJudged:
     produced_tokens: Mapping[StreamId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class DrainOrdered:
+class DrainOrdered(msgspec.Struct, frozen=True):
     """An operator drains the instance, also its next processes: it gets nothing new while another
     one has its role. With `moves` the streams that run there are moved.
 
@@ -101,15 +94,13 @@ class DrainOrdered:
     produced_tokens: Mapping[StreamId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class DrainEnded:
+class DrainEnded(msgspec.Struct, frozen=True):
     """The operator's order is withdrawn: the instance is used like any other."""
 
     instance: InstanceId
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceRemoved:
+class InstanceRemoved(msgspec.Struct, frozen=True):
     """The instance is no part of the cluster any more: what is known of it is forgotten. The end of
     an ordered drain; an `InstanceUp` adds it again, as a new one.
 
@@ -120,8 +111,7 @@ class InstanceRemoved:
     produced_tokens: Mapping[StreamId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTested:
+class SelfTested(msgspec.Struct, frozen=True):
     """Results of a resume self-test of the instance (docs/guide/backends.md)."""
 
     instance: InstanceId
@@ -131,8 +121,7 @@ class SelfTested:
     restores: bool | None = None  # As of `InstanceUp`.
 
 
-@dataclass(frozen=True, slots=True)
-class NamesListed:
+class NamesListed(msgspec.Struct, frozen=True):
     """The instance serves these names from now on: adapters come and go while it runs."""
 
     instance: InstanceId
@@ -140,8 +129,7 @@ class NamesListed:
     names: ModelNames
 
 
-@dataclass(frozen=True, slots=True)
-class CapabilitiesListed:
+class CapabilitiesListed(msgspec.Struct, frozen=True):
     """The instance has these capabilities from now on: a connector comes and goes while vLLM
     runs.
     """
@@ -152,8 +140,7 @@ class CapabilitiesListed:
     kv_fingerprint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReported:
+class LoadReported(msgspec.Struct, frozen=True):
     """A report of the instance that can change a decision (`model/reports.py`): of its queue, of a
     re-forming of its ranks, or that it is draining, and ends when no stream runs there.
     """
@@ -165,18 +152,16 @@ class LoadReported:
     # known.
     token_s: float = 0.0
     # That of `InstanceLost`, while it drains or re-forms.
-    produced_tokens: Mapping[StreamId, int] = field(default_factory=dict)
+    produced_tokens: Mapping[StreamId, int] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkMeasured:
+class LinkMeasured(msgspec.Struct, frozen=True):
     source: NodeId
     target: NodeId
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class HolderUp:
+class HolderUp(msgspec.Struct, frozen=True):
     """The agent of a node answers and takes checkpoints. A higher epoch than before replaces the
     old one.
     """
@@ -188,8 +173,7 @@ class HolderUp:
     host_to_device_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class HolderLost:
+class HolderLost(msgspec.Struct, frozen=True):
     """The agent, its node or the path to it is gone; what it stored is taken to be gone too."""
 
     holder: InstanceId
@@ -197,8 +181,7 @@ class HolderLost:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointsReported:
+class CheckpointsReported(msgspec.Struct, frozen=True):
     """A holder's report of what it stores. `pages` counts the leading full pages of each stream
     that changed since the last report.
     """
@@ -210,8 +193,7 @@ class CheckpointsReported:
     pages: Mapping[StreamId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
+class Deadlines(msgspec.Struct, frozen=True):
     """Limits on a stream; None: no limit. The first one holds until the first token, the second one
     after it.
     """
@@ -237,8 +219,7 @@ class StreamArrived(msgspec.Struct, frozen=True, gc=False):
     name: str = ""  # One of `Member.names`, which its instances must have; empty: all have it.
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(msgspec.Struct, frozen=True):
     """KV of a stream's history: its first `pages` full pages, at an instance or an agent in this
     epoch.
     """
@@ -248,8 +229,7 @@ class Kept:
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamAdopted:
+class StreamAdopted(msgspec.Struct, frozen=True):
     """A stream of another proxy goes on here, with the history that its client has. It has no
     attempt here yet.
 
@@ -280,8 +260,7 @@ class PrefillDone(msgspec.Struct, frozen=True, gc=False):
     history_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RetentionLost:
+class RetentionLost(msgspec.Struct, frozen=True):
     """An instance no longer retains pages of these streams (lease unknown there)."""
 
     instance: InstanceId
@@ -307,8 +286,7 @@ class FailureKind(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptFailed:
+class AttemptFailed(msgspec.Struct, frozen=True):
     """One attempt broke while its instance may still be up: reset, end without a finish, error
     event, silence, refusal.
 
@@ -327,8 +305,7 @@ class AttemptFailed:
     final: bool = False  # A refusal that names a fault of the request: any instance would refuse.
 
 
-@dataclass(frozen=True, slots=True)
-class SlotDenied:
+class SlotDenied(msgspec.Struct, frozen=True):
     """The target's agent has no slot left for this attempt: other proxies hold them. No transfer
     was begun.
     """
@@ -346,13 +323,11 @@ class StreamEnded(msgspec.Struct, frozen=True, gc=False):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
+class TimerFired(msgspec.Struct, frozen=True):
     """A moment named by `WakeAt` has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class SettingsReloaded:
+class SettingsReloaded(msgspec.Struct, frozen=True):
     """The settings from now on. Streams that have arrived keep their deadlines, predictions what
     they have learned.
     """

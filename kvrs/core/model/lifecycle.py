@@ -16,9 +16,10 @@ derived from it, is asserted wherever a stage changes. WAITING passes on to the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, StrEnum
 from itertools import chain
+
+import msgspec
 
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
@@ -36,8 +37,7 @@ class Stage(StrEnum):
 # Events that the policy raises itself, for one stream.
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLeft:
+class InstanceLeft(msgspec.Struct, frozen=True):
     """The instance that the stream runs on or queues for is lost, or is left before it fails."""
 
     instance: InstanceId
@@ -46,13 +46,11 @@ class InstanceLeft:
     is_lost: bool  # Else it still runs, and its streams are moved.
 
 
-@dataclass(frozen=True, slots=True)
-class AlarmDue:
+class AlarmDue(msgspec.Struct, frozen=True):
     """The stream's timer: gathering, slot lease, wait or stay is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotFree:
+class SlotFree(msgspec.Struct, frozen=True):
     """The target that the stream queues for has a slot for it."""
 
 

@@ -76,8 +76,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     others: float = 0.0  # Other victims, per target, for which each estimate was charged.
 
 
-@dataclass(frozen=True, slots=True)
-class StayDeadline:
+class StayDeadline(msgspec.Struct, frozen=True):
     """By when the instance of an attempt, which re-forms, is to bring the stream's next token."""
 
     since_s: float

@@ -9,7 +9,6 @@ whatever the length of the history.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,8 +34,7 @@ class KvSource(msgspec.Struct, frozen=True, gc=False):
     is_agent: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Books:
+class Books(msgspec.Struct, frozen=True):
     """The policy's records that estimates are made from."""
 
     view: ClusterView
@@ -44,7 +42,7 @@ class Books:
     settings: PolicySettings
     # Learned factors of predictions. Nearly always empty, which is tested first, because to hash an
     # enum's member is a call.
-    factors: Mapping[Option, float] = field(default_factory=dict)
+    factors: Mapping[Option, float] = msgspec.field(default_factory=dict)
 
 
 class Case(msgspec.Struct, gc=False):
@@ -77,8 +75,7 @@ class Case(msgspec.Struct, gc=False):
         return next(each.pages for each in self.sources if each.id == source)
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(msgspec.Struct, frozen=True):
     """One summand of an estimate, for people."""
 
     name: str
@@ -86,8 +83,7 @@ class Term:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveryOption:
+class RecoveryOption(msgspec.Struct, frozen=True):
     """One way to bring a stream back."""
 
     option: Option

@@ -3,7 +3,6 @@ backend treats it. A field that is not in the table is refused.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -39,8 +38,7 @@ class Seam(StrEnum):
     LEFT_OUT = "left out"  # Inexact: with the field, the engine would begin anew at the seam.
 
 
-@dataclass(frozen=True, slots=True)
-class BodyField:
+class BodyField(msgspec.Struct, frozen=True):
     """One row. `neutral` has values that change nothing: they count as an absent field."""
 
     name: str

@@ -66,8 +66,7 @@ class Stored(msgspec.Struct, frozen=True):
         return msgspec.msgpack.decode(data, type=cls)
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRequest:
+class ResponseRequest(msgspec.Struct, frozen=True):
     """A checked request for a response."""
 
     fields: Fields
@@ -258,8 +257,7 @@ def _format(fields: Fields) -> Fields:
 # The output.
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     prompt: int
     output: int
     cached: int

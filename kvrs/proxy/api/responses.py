@@ -8,13 +8,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.errors import RequestError
@@ -56,8 +56,7 @@ _CANCELLED = Failed(499, error_body("the response was cancelled", code=CANCELLED
 _TRANSIENT_CODES = ("shutting_down", "handed_over", "superseded")
 
 
-@dataclass(frozen=True, slots=True)
-class BegunResponse:
+class BegunResponse(msgspec.Struct, frozen=True):
     """The response that `_run` begins with, new or found."""
 
     stored: Stored

@@ -11,7 +11,6 @@ docs/guide/backends.md describes how to add a backend, tests/backends/ what each
 from array import array
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -74,8 +73,7 @@ class RefusedError(KvrsError):
                 return False
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True):
     """The result of prefill; `transfer` is forwarded once, to one decode call."""
 
     prompt_ids: "array[int]"

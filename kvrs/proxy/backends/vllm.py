@@ -10,11 +10,11 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrs.errors import ConfigError, KvrsError, UpstreamError
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -100,8 +100,7 @@ class _Version(msgspec.Struct):
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class ConfiguredIdentity:
+class ConfiguredIdentity(msgspec.Struct, frozen=True):
     """Fields of the configuration for an instance that does not report them."""
 
     id: InstanceId

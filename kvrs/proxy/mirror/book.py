@@ -10,7 +10,6 @@ stream of another tenant.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -41,8 +40,7 @@ _EVICT_AFTER_S = 5.0
 _DROPPED_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """Outcome of an update."""
 
     ack: UpdateAck

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 
+import msgspec
 from multidict import CIMultiDictProxy
 
 from kvrs.core.model import events as ev
@@ -22,8 +22,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}", re.ASCII)
 _EVENT = re.compile(r"([0-9a-f]{1,64}):([0-9]{1,9})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRequest:
+class ResumeRequest(msgspec.Struct, frozen=True):
     """`keys` are those of the stream's record, which another tenant's client cannot have: under
     the secret in use, and under those that are accepted besides.
     """

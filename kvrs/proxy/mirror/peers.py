@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -134,8 +133,7 @@ class ProxyPeer(Peer):
             self._pool.give_back(upstream)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """Versions of a record at the peers, by peer, and the peers that did not answer."""
 
     versions: dict[str, RecordVersion]

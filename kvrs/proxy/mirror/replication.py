@@ -11,9 +11,10 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from typing import Generic, TypeVar
+
+import msgspec
 
 from kvrs.config.proxy import MirrorMode, ProxySettings
 from kvrs.core.model import events as ev
@@ -60,8 +61,7 @@ _RETRY_S = 0.05
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
+class _Outgoing(msgspec.Struct, frozen=True):
     """An update of a stream (`source` is the stream) or a copy (`source` is the record)."""
 
     source: KeyedStream | Record

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.protocol.mirror import LookupAnswer, ReadAnswer, RecordVersion
 from kvrs.proxy.mirror.peers import ProxyPeer
@@ -10,8 +11,7 @@ from kvrs.proxy.mirror.records import Record, record_from
 from kvrs.proxy.mirror.replication import Mirror
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRecord:
+class StoredRecord(msgspec.Struct, frozen=True):
     record: Record
     runs: bool  # Its stream, at the proxy that has it.
 

@@ -3,10 +3,10 @@
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from kvrs.config.cluster import NodeSettings
 from kvrs.config.file import Config
@@ -80,8 +80,7 @@ class ProxyLinks:
         return {name: ProxyPeer(self._peers, me, name, url) for name, url in urls.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(msgspec.Struct, frozen=True):
     """All of a proxy but its ports."""
 
     metrics: Metrics

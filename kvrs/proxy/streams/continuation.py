@@ -3,8 +3,9 @@ cut: made by the proxy from the ids or, without a tokenizer, the engine's own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 from tokenizers import Tokenizer
 
 from kvrs.protocol.openai.requests import ChatRequest
@@ -21,8 +22,7 @@ _MOST_CHARACTERS_HELD = 8
 _UNKNOWN_SENT = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """The addition of some output ids to the stream; `token_ids` are those up to its end."""
 
     token_ids: list[int]
@@ -73,13 +73,13 @@ class Continuation:
         if piece.finish_reason is None and finish_reason is not None:
             # The token that ends a stream has no text, and belongs to the output all the same.
             delta = piece.delta.then(self._text.finish())
-            piece = replace(
+            piece = msgspec.structs.replace(
                 piece,
                 delta=delta,
                 finish_reason=self._reason(finish_reason),
                 stop_reason=stop_reason,
             )
-        return replace(piece, delta=self._unsent(piece.delta))
+        return msgspec.structs.replace(piece, delta=self._unsent(piece.delta))
 
     def end(self) -> Piece:
         """The end of a stream that has all its ids: what was held back, and why it ends."""

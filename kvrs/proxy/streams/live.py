@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from kvrs.core.fleet.self_tests import TestedProcess
 from kvrs.core.live import Complete, LiveStream
 from kvrs.ids import InstanceId
@@ -13,8 +15,7 @@ from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The client gets this error: as the status before its first byte, as an event after it."""
 
     status: int

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
@@ -31,8 +32,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class FleetLinks:
+class FleetLinks(msgspec.Struct, frozen=True):
     """Connections to instances and agents; both mappings are those of the driver."""
 
     secret: bytes

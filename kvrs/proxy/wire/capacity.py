@@ -1,7 +1,8 @@
 """How many clients and streams the descriptors of a proxy are enough for."""
 
 import logging
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
@@ -16,8 +17,7 @@ _GOSSIP = 18
 _MORE_CLIENTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True):
     """Bounds that leave descriptors to requests that the proxy itself makes."""
 
     settings: ProxySettings  # With no more streams than fit.

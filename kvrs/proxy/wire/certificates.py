@@ -1,15 +1,15 @@
 """The certificates of a proxy's ports, and those of its connections to the cluster."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrs.config.file import Config
 from kvrs.errors import ConfigError
 from kvrs.tls import Certificates, load_certificates
 
 
-@dataclass(frozen=True, slots=True)
-class TlsOfPorts:
+class TlsOfPorts(msgspec.Struct, frozen=True):
     """By the key of the port; None: plain HTTP."""
 
     port: Certificates | None = None

@@ -7,9 +7,9 @@ length, is found by offset; every other body is left to the same parser, to its 
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpResponseParser, RawResponseMessage
@@ -26,15 +26,13 @@ _LENGTH = re.compile(r"[0-9]{1,15}")
 _UNLIMITED_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class NotHttp:
+class NotHttp(msgspec.Struct, frozen=True):
     """The head is malformed, or exceeds the parser's limits."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenBody:
+class BrokenBody(msgspec.Struct, frozen=True):
     """The body is malformed, or its connection has ended within it."""
 
 
@@ -51,8 +49,7 @@ class _Framing(Enum):
     PARSER = "parser"  # The parser takes the body.
 
 
-@dataclass(frozen=True, slots=True)
-class _UsualHead:
+class _UsualHead(msgspec.Struct, frozen=True):
     """A head with a body in plain chunks, or of a given length."""
 
     status: int

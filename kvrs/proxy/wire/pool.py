@@ -10,10 +10,11 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
+from msgspec.structs import replace
 
 from kvrs.config.settings import is_numeric
 from kvrs.core.fleet.silence import LOST_TOGETHER_S
@@ -41,8 +42,7 @@ from kvrs.tls import Certificates
 MOST_KEPT = 256  # Of one instance; beyond it the one is closed that has been idle for longest.
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(msgspec.Struct, frozen=True):
     """The credentials of a connection within the cluster: the keys of its scopes and its
     certificates, or the token of a server that cannot prove itself.
     """

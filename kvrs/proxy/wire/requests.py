@@ -58,8 +58,7 @@ def _chat_delta(delta: TextDelta) -> ChatDelta:
     return ChatDelta(content=content, reasoning_content=delta.reasoning or None, tool_calls=calls)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
+class Endpoint(msgspec.Struct, frozen=True):
     """One endpoint: its path, the parser of its requests, and the form of its events."""
 
     path: str

@@ -17,9 +17,8 @@ KVRS = Path(__file__).parents[3] / "kvrs"
 # Recomputes in half the time: what an engine that reads histories by a faster kernel would do.
 OPTION = '''"""Fast recompute: as recompute, in half the time."""
 
-from dataclasses import replace
 
-from msgspec.structs import replace as changed
+from msgspec.structs import replace
 
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.options.base import Case
@@ -31,7 +30,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     RECOMPUTE.estimate(case, found)
     for each in found:
         halves = {name: getattr(each, name) / 2 for name in ("total_s", "raw_s", "compute_s")}
-        estimates.append(changed(each, option=Option.FAST_RECOMPUTE, **halves))
+        estimates.append(replace(each, option=Option.FAST_RECOMPUTE, **halves))
 
 
 FAST_RECOMPUTE = replace(RECOMPUTE, option=Option.FAST_RECOMPUTE, estimate=estimate)
