@@ -97,7 +97,7 @@ class LoadedModel:
         pace = config.cluster.pace_of(settings)
         reading = reading or reading_of(directory, engine.disk_bytes_per_s, pace)
         units = ModelConfig.from_directory(directory).units
-        layout = layout_of(settings, units, spread=config.elastic.spread_heads)
+        layout = layout_of(settings, units, config.elastic)
         anchored = None
         if config.state_plane.enabled and layout is None:
             anchored = AnchoredMemory(config, node.id, instance_id, secret)
