@@ -10,6 +10,7 @@ EXTRAS = {
     "report": ("matplotlib", "numpy"),
     "ray": (*_ENGINE, "ray"),
     "kubernetes": ("kubernetes_asyncio",),
+    "tune": ("optuna",),
     "tracing": (
         "opentelemetry.exporter.otlp.proto.http",
         "opentelemetry.sdk",
