@@ -208,7 +208,7 @@ def describe_model(launch: Launch, geometry: KvGeometry) -> ServedModel:
         token_id for token_id in config.eos_token_ids if token_id < config.vocab
     )
     return ServedModel(
-        name=directory.name,
+        name=launch.config.cluster.served_name or directory.name,
         vocabulary=Vocabulary(tokenizer, config.vocab, eos_token_ids),
         pieces=TokenPieces(tokenizer),
         chat_template=load_chat_template(directory),

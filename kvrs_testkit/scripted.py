@@ -139,6 +139,7 @@ class Scripted(ScriptedServer):
     role: Role = Role.BOTH
     script: Script = field(default_factory=Script)
     fingerprint: str = "same"
+    model: str = "scripted"
     capabilities: list[Capability] = field(default_factory=lambda: list(Capability))
     completions: list[CompletionRequest | ChatRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # The same, undecoded.
@@ -206,7 +207,7 @@ class Scripted(ScriptedServer):
             role=self.role,
             epoch=self.epoch,
             pid=self.pid,
-            model="scripted",
+            model=self.model,
             fingerprint=self.fingerprint,
             geometry=GEOMETRY,
             max_model_len=4096,

@@ -55,7 +55,10 @@ def main() -> int:
     arguments = parser.parse_args()
     collect_nothing_yet()
     try:
-        run_agent(partial(load_config, arguments.config, os.environ), arguments.node)
+        run_agent(
+            partial(load_config, arguments.config, os.environ, member=arguments.node),
+            arguments.node,
+        )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

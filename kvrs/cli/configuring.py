@@ -12,7 +12,7 @@ from kvrs import tables
 from kvrs.cli.common import console
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import commented_yaml, flow, shown_path
-from kvrs.config.file import Config, checked, load_config, load_source
+from kvrs.config.file import Config, checked, configs_of, load_config, load_source
 from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
 
@@ -36,20 +36,33 @@ def check(file: File, elsewhere: Elsewhere = False) -> None:
     from kvrs.cli.feasibility import faults_of, remarks_on
 
     config = checked(source := load_source(file, os.environ))
-    if found := faults_of(config, os.environ, elsewhere=elsewhere):
-        raise ConfigError([source.located(fault) for fault in found])
-    for line in remarks_on(config, elsewhere=elsewhere):
+    faults, remarks = [], []
+    for each in configs_of(config).values() if config.models else (config,):
+        faults += faults_of(each, os.environ, elsewhere=elsewhere)
+        remarks += remarks_on(each, elsewhere=elsewhere)
+    if faults:
+        raise ConfigError([source.located(fault) for fault in dict.fromkeys(faults)])
+    for line in dict.fromkeys(remarks):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 
 
-def show(file: ShownFile = None, preset: opt.Preset = None, as_json: opt.Json = False) -> None:
+def show(
+    file: ShownFile = None,
+    preset: opt.Preset = None,
+    model: opt.OneModel = None,
+    as_json: opt.Json = False,
+) -> None:
     """Print the configuration in effect as YAML, and where each value comes from."""
     source = load_source(file, os.environ, preset)
-    config, defaults = (each.model_dump(mode="json") for each in (checked(source), Config()))
+    asked = load_config(file, os.environ, preset, model=model)
+    config, defaults = (each.model_dump(mode="json") for each in (asked, Config()))
     constants = dict(leaves(defaults))
+    names = [each.name for each in checked(source).models]
+    own = ("models", names.index(model)) if model is not None else ()
     origins = {
-        path: source.place_of(path)
+        path: source.place_of((*own, *path))
+        or source.place_of(path)
         # A value that stands nowhere is a constant, or one that a profile sets.
         or ("gossip.profile" if path[0] == "gossip" and value != constants[path] else "default")
         for path, value in leaves(config)
@@ -64,7 +77,7 @@ def show(file: ShownFile = None, preset: opt.Preset = None, as_json: opt.Json = 
 def diff(first: File, second: Other, as_json: opt.Json = False) -> None:
     """Print what two files configure differently, whatever they look like."""
     sides = {
-        name: dict(leaves(load_config(path, os.environ).model_dump(mode="json")))
+        name: dict(leaves(checked(load_source(path, os.environ)).model_dump(mode="json")))
         for name, path in (("first", first), ("second", second))
     }
     rows = []

@@ -25,14 +25,16 @@ CheckedFile = Annotated[
 ]
 
 
-def doctor(config: CheckedFile = None, as_json: opt.Json = False) -> None:
+def doctor(
+    config: CheckedFile = None, model: opt.OneModel = None, as_json: opt.Json = False
+) -> None:
     """Check this machine, and the cluster if its proxy answers, and print what to mend."""
     from kvrs.cli.cluster_checks import ask, cluster_findings
     from kvrs.cli.machine_checks import machine_findings
 
     # What the checks of other modules would log is among the findings.
     logging.getLogger("kvrs").addHandler(logging.NullHandler())
-    settings = load_config(config, os.environ)
+    settings = load_config(config, os.environ, model=model)
     answer = ask(settings, os.environ)
     machine = list(machine_findings(settings, os.environ, answer))
     cluster = list(cluster_findings(settings, answer))

@@ -8,7 +8,7 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs.cli.common import filled, say
-from kvrs.config.file import ENV_NAME, Config, load_config, read_secret
+from kvrs.config.file import ENV_NAME, Config, checked, load_source, read_secret
 from kvrs.errors import check_extras
 from kvrs.traces.records import Api
 
@@ -57,7 +57,7 @@ def replay(
     from kvrs.report.metrics import Slo
     from kvrs.tls import load_certificates
 
-    settings = Config() if config is None else load_config(config, os.environ)
+    settings = Config() if config is None else checked(load_source(config, os.environ))
     security = settings.security
     if secret_file is not None:
         security = security.model_copy(update={"secret_file": secret_file})

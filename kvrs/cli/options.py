@@ -73,6 +73,9 @@ Out = Annotated[
 DemoConfig = Annotated[
     Path | None, typer.Option(help="YAML file; without it, the cluster of the demo")
 ]
+OneModel = Annotated[
+    str | None, typer.Option("--model", help="The model that is meant, of a file with models")
+]
 Preset = Annotated[
     presets.SystemPreset | None,
     typer.Option(help="Settings in place of defaults (docs/research/presets.md)"),

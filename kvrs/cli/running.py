@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -21,6 +21,8 @@ from kvrs.config.file import (
     Config,
     checked,
     config_digest,
+    configs_of,
+    document_of,
     load_config,
     load_source,
     parse_config,
@@ -34,6 +36,10 @@ from kvrs.config.speculation import DraftSourceName
 from kvrs.config.workers import WorkerPlan, with_workers, worker_config
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
+
+if TYPE_CHECKING:
+    from kvrs.cluster.launcher import Cluster
+    from kvrs.cluster.models import ModelClusters
 
 
 def demo(
@@ -86,6 +92,7 @@ def up(
 ) -> None:
     """Run a cluster behind its proxies until Ctrl-C; without --config, with the preset best."""
     from kvrs.cluster.launcher import Cluster
+    from kvrs.cluster.models import ModelClusters
     from kvrs.cluster.upkeep import Upkeep
     from kvrs.tracing.settings import trace_settings
 
@@ -121,22 +128,41 @@ def up(
     # Not SIGHUP, as daemons do: a terminal that is closed must not leave a cluster behind. A start
     # fulfils what is requested before its end.
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    with Cluster(settings, say, proxies, ray, read_launch()) as cluster:
+    started = (
+        ModelClusters(settings, say, read_launch())
+        if settings.models
+        else Cluster(settings, say, proxies, ray, read_launch())
+    )
+    with started as cluster:
         signal.signal(signal.SIGUSR1, lambda *_: upkeep.restart())
-        for proxy, (url, admin_url) in enumerate(
-            zip(cluster.urls, cluster.admin_urls, strict=True)
-        ):
-            what = "or at" if proxy else "kvrs is up:"
-            say(f"{what} {url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state, {admin_url}/ui (page)")
+        for line in _addresses(cluster):
+            say(line)
         say(f"Ctrl-C ends it; kill -USR1 {os.getpid()} restarts all of it, one process at a time")
         upkeep.run(cluster)
         say("ending")
 
 
+def _addresses(cluster: "Cluster | ModelClusters") -> Iterator[str]:
+    """A line for each proxy, or for each model of the one proxy."""
+    from kvrs.cluster.launcher import Cluster
+
+    if isinstance(cluster, Cluster):
+        rows = [("", *urls) for urls in zip(cluster.urls, cluster.admin_urls, strict=True)]
+    else:
+        rows = [(f"{name} at ", cluster.urls[0], url) for name, url in cluster.admin_urls.items()]
+    for number, (whose, url, admin_url) in enumerate(rows):
+        what = "or at" if number and not whose else "kvrs is up:"
+        yield (
+            f"{what} {whose}{url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state, {admin_url}/ui (page)"
+        )
+
+
 def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
     """The row that proxies show for this process, with the file as `kvrs doctor` reads it."""
     file = None if config is None else str(config.resolve())
-    return UpCommand(os.getpid(), file, config_digest(load_config(config, environ)))
+    settings = checked(load_source(config, environ))
+    of_models = {name: config_digest(own) for name, own in configs_of(settings).items()}
+    return UpCommand(os.getpid(), file, config_digest(settings), of_models)
 
 
 def _up_config(
@@ -163,6 +189,16 @@ def _up_config(
     if draft is not None:
         source = _with_draft(source, draft)
     given = checked(source)
+    if given.models:
+        others = {
+            "--proxies": proxies if proxies > 1 else None,
+            "--model": model,
+            "--draft": draft,
+            "--backend": backend,
+            "--distserve-home": distserve_home,
+            **{f"--{key}": value for key, value in of_instances.items()},
+        }
+        return _up_models(given, source, of_proxy, others)
     document = given.model_dump(mode="json")
     # The slots of a target are shared out among several proxies by the agents, which need gossip.
     if proxies > 1 and "enabled" not in given.gossip.model_fields_set:
@@ -187,6 +223,29 @@ def _up_config(
     _set_degrees(document, of_instances)
     asked = parse_config(document)
     _check_exposure(asked, source)
+    return asked
+
+
+def _up_models(
+    given: Config,
+    source: Source,
+    of_proxy: Mapping[str, int | None],
+    others: Mapping[str, object],
+) -> Config:
+    """The settings of several models, with those of the proxy that the command line has. Raises
+    ConfigError: it has `others`.
+    """
+    if faults := [
+        f"{option}: got {value} beside models; allowed: the setting in the file, for each model"
+        for option, value in others.items()
+        if value is not None
+    ]:
+        raise ConfigError(faults)
+    ports = {key: value for key, value in of_proxy.items() if value is not None}
+    document = document_of(given)
+    asked = parse_config(document | {"proxy": document.get("proxy", {}) | ports})
+    for config in configs_of(asked).values():
+        _check_exposure(config, source)
     return asked
 
 
@@ -265,20 +324,21 @@ def proxy(
     import uvloop
 
     from kvrs.logs import log_to_stderr
+    from kvrs.proxy.models.process import serve_models
     from kvrs.proxy.process.workers import Supervisor, supervise
     from kvrs.proxy.server import serve
 
     plan = None if worker is None else msgspec.json.decode(worker, type=WorkerPlan)
 
     def read_whole() -> Config:
-        given = load_config(config, None if no_env else os.environ)
+        given = checked(load_source(config, None if no_env else os.environ))
         given = given if workers is None else with_workers(given, workers)
         asked = {"port": port, "admin_port": admin_port}
         ports = {key: value for key, value in asked.items() if value is not None}
         if not ports:
             return given
-        document = given.model_dump(mode="json")
-        return parse_config(document | {"proxy": document["proxy"] | ports})
+        document = document_of(given)
+        return parse_config(document | {"proxy": document.get("proxy", {}) | ports})
 
     def read_config() -> Config:
         whole = read_whole()
@@ -287,24 +347,8 @@ def proxy(
     launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
     file = ConfigFile(config, read_config, launched)
     settings = read_config()
-    # vLLM's instances name the port of their pages in every hand-off.
-    needed = ("port",) if settings.cluster.backend is Backend.VLLM else ("port", "page_port")
-    faults = [
-        f"instance {instance.id}: {key} is 0; allowed: the port it listens on, since it "
-        f"is already up"
-        for _, instance in settings.cluster.instances()
-        for key in needed
-        if not getattr(instance, key)
-    ]
-    if settings.agents_run:
-        faults += [
-            f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or "
-            f"backup.mode: off and no gossip"
-            for node in settings.cluster.nodes
-            for key in ("port", "page_port")
-            if not getattr(node.agent, key)
-        ]
-    if faults:
+    models = configs_of(settings) if settings.models else {"": settings}
+    if faults := [fault for each in models.values() for fault in _without_ports(each)]:
         raise ConfigError(faults)
     facts = {} if plan is None else {"worker": settings.proxy.id}
     log_to_stderr(**settings.logs.options, **facts)
@@ -314,8 +358,31 @@ def proxy(
         command = (sys.executable, "-m", "kvrs", *sys.argv[1:], "--worker")
         raise typer.Exit(supervise(settings, command))
     watched = config if settings.proxy.reload_on_change else None
+    if settings.models:
+        uvloop.run(serve_models(settings, secret, older, file, watched))
+        return
     supervisor = None if plan is None else Supervisor()
     uvloop.run(serve(settings, secret, older, file, watched, supervisor))
+
+
+def _without_ports(config: Config) -> Iterator[str]:
+    """The faults of processes that are up already, and have no port in the configuration."""
+    # vLLM's instances name the port of their pages in every hand-off.
+    needed = ("port",) if config.cluster.backend is Backend.VLLM else ("port", "page_port")
+    for _, instance in config.cluster.instances():
+        for key in needed:
+            if not getattr(instance, key):
+                yield (
+                    f"instance {instance.id}: {key} is 0; allowed: the port it listens on, since "
+                    f"it is already up"
+                )
+    for node in config.cluster.nodes if config.agents_run else ():
+        for key in ("port", "page_port"):
+            if not getattr(node.agent, key):
+                yield (
+                    f"agent of node {node.id}: {key} is 0; allowed: the port it listens on, or "
+                    f"backup.mode: off and no gossip"
+                )
 
 
 def agent(
@@ -326,7 +393,7 @@ def agent(
     from kvrs.agent.__main__ import run_agent
     from kvrs.agent.node import node_of
 
-    read = partial(load_config, config, os.environ)
+    read = partial(load_config, config, os.environ, member=node)
     settings = read()
     given = node_of(settings, NodeId(node)).agent
     if not (given.port and given.page_port):

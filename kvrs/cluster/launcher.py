@@ -78,6 +78,7 @@ class Cluster:
 
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
+    _new_signals = EndingSignals
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -113,7 +114,7 @@ class Cluster:
             self._asked, self._proxy_settings, nodes_too=self._remote is None
         )
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
-        self._signals = EndingSignals()
+        self._signals = self._new_signals()
         self._run = RunDirectory()
         self._ray = LoopbackRay(config, self._run)  # Runs for DistServe only.
         self._environment: dict[str, str] = {}  # Of instances, agents and servers, beside ours.
@@ -267,11 +268,6 @@ class Cluster:
         supervisor = self.supervisor
         supervisor.start(self.processes.values(), self.config)
         wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
-        self._progress(
-            "starting the proxy"
-            if len(self._proxy_settings) == 1
-            else f"starting {len(self._proxy_settings)} proxies"
-        )
         self._start_proxies()
         self.wait_all_up()
 
@@ -281,21 +277,7 @@ class Cluster:
         Raises:
             ConfigError: it differs in more than a running cluster can change; nothing has changed.
         """
-        asked = self._asked
-        fixed = [
-            (f"proxy.{key}", getattr(asked.proxy, key), getattr(config.proxy, key))
-            for key in FIXED_OF_PROXY
-        ]
-        fixed += [
-            (key, getattr(asked, key), getattr(config, key))
-            for key in Config.model_fields
-            if key not in RENEWED
-        ]
-        if faults := [
-            f"{key}: changed; allowed: its former value, or another `kvrs up`"
-            for key, old, new in fixed
-            if old != new
-        ]:
+        if faults := self.faults_of_renewal(config):
             raise ConfigError(faults)
         self._launch = launch
         kept = [
@@ -313,6 +295,24 @@ class Cluster:
         for proxy, settings in zip(self.proxies, self._proxy_settings, strict=True):
             proxy.settings = settings
         self._write_files()
+
+    def faults_of_renewal(self, config: Config) -> list[str]:
+        """Those for which `renew` refuses it."""
+        asked = self._asked
+        fixed = [
+            (f"proxy.{key}", getattr(asked.proxy, key), getattr(config.proxy, key))
+            for key in FIXED_OF_PROXY
+        ]
+        fixed += [
+            (key, getattr(asked, key), getattr(config, key))
+            for key in Config.model_fields
+            if key not in RENEWED
+        ]
+        return [
+            f"{key}: changed; allowed: its former value, or another `kvrs up`"
+            for key, old, new in fixed
+            if old != new
+        ]
 
     def follow_fleet(self) -> None:
         """Tell all processes, and proxies that start later, of instances and agents that were
@@ -349,10 +349,18 @@ class Cluster:
     def _write_files(self) -> None:
         config = with_added(self.config, self._fleet)
         self.supervisor.learn(config)
+        self._write_proxies(config)
+
+    def _write_proxies(self, config: Config) -> None:
         for settings in self._proxy_settings:
             self._run.write_config(config.model_copy(update={"proxy": settings}), settings.id)
 
     def _start_proxies(self) -> None:
+        self._progress(
+            "starting the proxy"
+            if len(self._proxy_settings) == 1
+            else f"starting {len(self._proxy_settings)} proxies"
+        )
         for settings in self._proxy_settings:
             self.proxies.append(
                 ProxyProcess(

@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvrs.config.backup import AgentSettings
 from kvrs.config.cluster import ClusterSettings, InstanceSettings
@@ -11,9 +11,10 @@ from kvrs.config.settings import is_loopback
 from kvrs.ids import NodeId
 
 
-def faults_of_ports(
+def addresses_of(
     cluster: ClusterSettings, proxy: ProxySettings, *, with_gossip: bool
-) -> Iterator[str]:
+) -> list[tuple[str, int]]:
+    """Host and port of each listener; port 0 is any free one."""
     listeners: list[InstanceSettings | AgentSettings] = [
         *(instance for _, instance in cluster.instances()),
         *(node.agent for node in cluster.nodes),
@@ -38,6 +39,10 @@ def faults_of_ports(
     addresses += [(proxy.peer_host, port) for port in proxy.ports_of("peer_port")]
     if with_gossip:
         addresses += [(host, port) for _, host, port in gossip_members(cluster, proxy)]
+    return addresses
+
+
+def faults_of_addresses(addresses: Iterable[tuple[str, int]]) -> Iterator[str]:
     hosts_of = defaultdict(list)
     for host, port in addresses:
         if port:

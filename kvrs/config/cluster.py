@@ -25,6 +25,7 @@ class Backend(StrEnum):
 
 
 MOST_RANKS = 64  # Of one instance.
+SERVED_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:/-]*$"
 
 
 class DistServeSettings(Settings):
@@ -268,6 +269,10 @@ class ClusterSettings(Settings):
     """Settings of the distserve backend."""
     model: str | None = None
     """A Hugging Face directory. null: a tiny random Llama, generated from `engine.seed`."""
+    served_name: str | None = Field(default=None, min_length=1, max_length=128, pattern=SERVED_NAME)
+    """Name of the model for clients. With vLLM, one of its --served-model-name. null: the name of
+    the directory, or vLLM's first name.
+    """
     engine: EngineSettings = EngineSettings()
     """The embedded engine; other engines bring their own settings."""
     allow_faults: bool = False
@@ -291,6 +296,14 @@ class ClusterSettings(Settings):
         """Roles of all instances, those that are found by DNS included."""
         found = {instance.role for _, instance in self.instances()}
         return found | {service.role for service in self.services}
+
+    @property
+    def member_ids(self) -> set[str]:
+        """Ids of the nodes, the instances and the hosts of their stages."""
+        found: set[str] = {node.id for node in self.nodes}
+        for _, instance in self.instances():
+            found |= {instance.id, *map(instance.stage_host_id, instance.remote_stages)}
+        return found
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)

@@ -13,9 +13,11 @@ from typing import Any, assert_never
 import msgspec
 from pydantic import Field, ValidationError
 
-from kvrs.config.addresses import faults_of_gossip, faults_of_ports
+from kvrs.config import models as several
+from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_gossip
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings, StatePlaneSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
+from kvrs.config.distserve import faults_of_distserve
 from kvrs.config.divided import faults_of_workers
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
@@ -25,6 +27,7 @@ from kvrs.config.overrides import override
 from kvrs.config.peers import faults_of_peers
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
+from kvrs.config.profiles import ProfileSettings
 from kvrs.config.proxy import ProxySettings
 from kvrs.config.settings import Settings, dump_yaml, faults_of, is_loopback, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
@@ -38,14 +41,6 @@ from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
 ENV_NAME = "KVRS_SECRET"
 ADMIN_ENV_NAME = "KVRS_ADMIN_TOKEN"
-
-
-class ProfileSettings(Settings):
-    prefill: str | None = None
-    """A table that comes with kvrs, by name, or a file, by path (docs/research/profiles.md), for
-    all instances; not for DistServe's decoding stages, which read known tokens one a step. null:
-    each instance measures its own.
-    """
 
 
 class SecuritySettings(Settings):
@@ -104,6 +99,10 @@ class Config(Settings):
     """Logs of proxies and agents to stderr, and of the processes of `kvrs up` to their files
     (docs/guide/monitoring.md#logs).
     """
+    models: list[several.ModelSettings] = Field(default=[], max_length=several.MOST_MODELS)
+    """Several models at one port for clients (docs/guide/models.md). Sections of an entry lie over
+    those of the file, key by key. Empty: one model, that of `cluster`.
+    """
 
     def url_of(self, process: InstanceSettings | AgentSettings) -> str:
         """URL at which an instance or agent speaks kvrs's own protocol."""
@@ -134,23 +133,58 @@ def parse_config(document: Any) -> Config:
         config = Config.model_validate({} if document is None else document)
     except ValidationError as error:
         raise ConfigError(faults_of(error, Config)) from None
-    if faults := list(_faults_across_sections(config)):
+    if config.models:
+        configs_of(config)
+    elif faults := list(_faults_across_sections(config)):
         raise ConfigError(faults)
     return config
 
 
+def configs_of(config: Config) -> dict[str, Config]:
+    """The whole configuration of each model of a file with `models`, by name.
+
+    Raises:
+        ConfigError: with one line per fault.
+    """
+    faults = list(several.faults_of_entries(config, config.models)) if config.models else []
+    found: dict[str, Config] = {}
+    for index, model in enumerate(config.models if not faults else ()):
+        try:
+            found[model.name] = parse_config(several.document_for(config, config.models, index))
+        except ConfigError as error:
+            faults += [several.named_as_in_file(fault, model, index) for fault in error.faults]
+    if faults or (faults := list(several.faults_between(found))):
+        raise ConfigError(faults)
+    return found
+
+
 def load_config(
-    path: Path | None, environ: Mapping[str, str] | None = None, preset: SystemPreset | None = None
+    path: Path | None,
+    environ: Mapping[str, str] | None = None,
+    preset: SystemPreset | None = None,
+    *,
+    model: str | None = None,
+    member: str | None = None,
 ) -> Config:
     """Read and check a YAML file; without one, the defaults. What it does not set is the preset's.
 
     With an environment, its variables replace `${NAME}` and override settings
-    (docs/guide/configuration.md). Files that kvrs has written are read without.
+    (docs/guide/configuration.md). Files that kvrs has written are read without. Of a file with
+    `models`, the configuration is that of one `model`, or of the one with the `member`, a node or
+    an instance.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds faults.
+        ConfigError: the file cannot be read, is not YAML, or holds faults; or none of several
+            models is meant.
     """
-    return checked(load_source(path, environ, preset))
+    config = checked(source := load_source(path, environ, preset))
+    if not config.models and model is None:
+        return config
+    try:
+        found = configs_of(config)
+        return several.of_member(found, member) if member else several.of_model(found, model)
+    except ConfigError as error:
+        raise ConfigError(f"{source.name}: {error}") from None
 
 
 def load_source(
@@ -190,7 +224,14 @@ def checked(source: Source) -> Config:
 
 def dump_config(config: Config) -> str:
     """YAML that `parse_config` reads back as an equal object."""
-    return dump_yaml(config.model_dump(mode="json"))
+    return dump_yaml(document_of(config))
+
+
+def document_of(config: Config) -> dict[str, Any]:
+    """The document that `parse_config` reads back; with `models`, what an entry leaves to the file
+    is left out.
+    """
+    return config.model_dump(mode="json", exclude_unset=bool(config.models))
 
 
 def config_digest(config: Config) -> str:
@@ -258,7 +299,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
         case Backend.VLLM:
             yield from _faults_of_vllm(config)
         case Backend.DISTSERVE:
-            yield from _faults_of_distserve(config)
+            yield from faults_of_distserve(config.cluster)
         case Backend.EMBEDDED:
             pass
         case _:
@@ -277,7 +318,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
     yield from faults_of_speculation(config.speculation, cluster)
     if config.gossip.enabled:
         yield from faults_of_gossip(cluster, proxy)
-    yield from faults_of_ports(cluster, proxy, with_gossip=config.gossip.enabled)
+    yield from faults_of_addresses(addresses_of(cluster, proxy, with_gossip=config.gossip.enabled))
     if config.proxy.workers > 1:
         yield from faults_of_workers(proxy, config.policy, agents_run=config.agents_run)
 
@@ -470,23 +511,3 @@ def _faults_of_vllm(config: Config) -> Iterator[str]:
                 f"cluster.nodes: instance {instance.id!r} has bind: {instance.bind}; allowed with "
                 f"backend 'vllm', which binds its ports itself: null"
             )
-
-
-def _faults_of_distserve(config: Config) -> Iterator[str]:
-    for node in config.cluster.nodes:
-        roles = sorted(instance.role.value for instance in node.instances)
-        # To a proxy that is not to use a server's prefill, its decode instance is shown alone.
-        if roles not in ([Role.DECODE, Role.PREFILL], [Role.DECODE]):
-            allowed = (
-                "allowed with backend 'distserve': one prefill and one decode, which are one server"
-            )
-            yield (
-                f"cluster.nodes: node {node.id!r} has instances of roles {', '.join(roles)}; "
-                f"{allowed}"
-            )
-    engine = config.cluster.engine
-    if engine.pace is not None and engine.device != "cpu":
-        yield (
-            f"cluster.engine.pace: got {engine.pace!r}; allowed with backend 'distserve' on "
-            f"{engine.device!r}: null"
-        )

@@ -71,7 +71,11 @@ def markdown() -> str:
         meaning = _with_links(given["description"])
         parts += [f"\n## {section}\n", *textwrap.wrap(meaning, WIDTH), ""]
         parts += ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-        parts += _rows(schema, resolved(schema, given), "", defaults[section])
+        node = resolved(schema, given)
+        if "items" in node:
+            parts += _rows(schema, resolved(schema, node["items"]), "[].", {})
+        else:
+            parts += _rows(schema, node, "", defaults[section])
     return "\n".join(parts) + "\n"
 
 
@@ -136,10 +140,18 @@ def _rows(
             meaning = _with_links(given["description"])
             allowed = _allowed(schema, given)
             yield f"| `{above}{key}` | {shown} | {allowed} | {meaning} |"
+        if is_section and node["title"] in _titles(schema):
+            continue  # It has a table of its own.
         if is_section:
             yield from _rows(schema, node, f"{above}{key}.", default or {})
         elif "properties" in (item := resolved(schema, node.get("items", {}))):
             yield from _rows(schema, item, f"{above}{key}[].", {})
+
+
+def _titles(schema: dict[str, Any]) -> set[str]:
+    """Those of the sections of the file."""
+    nodes = (resolved(schema, given) for given in schema["properties"].values())
+    return {node["title"] for node in nodes if "properties" in node}
 
 
 def _with_links(text: str) -> str:

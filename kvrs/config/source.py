@@ -103,8 +103,17 @@ def lay_over(source: Source, below: Source) -> None:
     """Put values that only `below` has into a document: sections are merged, lists are not."""
     if source.document is not None and not isinstance(source.document, Mapping):
         return  # A fault of the document, found by its check.
-    source.document = _merged(below.document, source.document)
+    source.document = merged(below.document, source.document)
     source.places = {**below.places, **source.places}
+
+
+def merged(below: Any, above: Any) -> Any:
+    """Two documents as one: sections are merged, lists are not."""
+    if isinstance(below, Mapping) and above is None:  # A section without a key.
+        return below
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: merged(below.get(key), value) for key, value in above.items()}}
 
 
 def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -117,14 +126,6 @@ def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
             yield from leaves(item, (*above, index))
     else:
         yield above, document
-
-
-def _merged(below: Any, above: Any) -> Any:
-    if isinstance(below, Mapping) and above is None:  # A section without a key.
-        return below
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
-        return above
-    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
 
 
 def _parse(text: str, path: Path, environ: Mapping[str, str] | None) -> Source:

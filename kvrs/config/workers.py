@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrs.config.file import Config, parse_config
+from kvrs.config.file import Config, document_of, parse_config
 from kvrs.config.proxy import PeerSettings
 
 
@@ -66,6 +66,6 @@ def with_workers(config: Config, workers: int) -> Config:
     """
     if config.proxy.workers == workers:
         return config
-    document = config.model_dump(mode="json")
-    document["proxy"]["workers"] = workers
+    document = document_of(config)
+    document["proxy"] = document.get("proxy", {}) | {"workers": workers}
     return parse_config(document)

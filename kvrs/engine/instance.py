@@ -421,7 +421,7 @@ def describe_model(config: Config, directory: Path, worker: ModelWorker) -> Serv
     pages = min(engine.pages, frames.MAX_TAGS)
     longest = min(engine.max_model_len, worker.max_positions, pages * engine.page_size_tokens)
     return ServedModel(
-        name=directory.name,
+        name=config.cluster.served_name or directory.name,
         vocabulary=Vocabulary(tokenizer, worker.vocab_size, worker.eos_token_ids),
         pieces=TokenPieces(tokenizer),
         chat_template=load_chat_template(directory),

@@ -57,11 +57,14 @@ class Proxy:
         older: Sequence[bytes] = (),
         read: Callable[[], Config] | None = None,
         supervisor: Supervisor | None = None,
+        beside: Sequence[Config] = (),
     ) -> None:
         """`older`: secrets that are accepted besides the one in use; `read` reads the file of the
-        configuration again; `supervisor`: of this worker, one of several at the clients' port.
+        configuration again; `supervisor`: of this worker, one of several at the clients' port;
+        `beside`: the configurations of other models that this process serves.
         """
         self._config = config
+        self._beside = beside
         self._supervisor = supervisor
         self.reloads = Reloads(config, read or (lambda: config))
         self._ring = [secret, *older]
@@ -88,7 +91,7 @@ class Proxy:
         """
         _check_addresses(self._config)
         check_pods(self._config.cluster.services)
-        self._capacity = capacity_of(self._config)
+        self._capacity = capacity_of(self._config, self._beside)
         try:
             self._tls = TlsOfPorts.load(self._config)
             self._links = links = ProxyLinks(self._config, self._ring[0], self._tls)

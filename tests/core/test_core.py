@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from kvrs.config.backup import BackupSettings
-from kvrs.config.file import ProfileSettings
 from kvrs.config.policy import PolicySettings, RecoverySettings, SloSettings
+from kvrs.config.profiles import ProfileSettings
 from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control

@@ -130,6 +130,7 @@ class Instances:
             instance.id: KnownInstance(instance.id, node.id, instance.role, instance.group)
             for node, instance in config.cluster.instances()
         }
+        self.served_name = config.cluster.served_name
         # Decode instances compute all prompts; no prefill instance is missing.
         self.decodes_only = config.cluster.roles == {Role.DECODE}
         # Looked up now, so that an unknown name is an error before anything starts.
@@ -270,6 +271,8 @@ class Instances:
         ):
             if wanted != got:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
+        if self.served_name not in (None, info.model):
+            return f"model is {info.model!r}, cluster.served_name says {self.served_name!r}"
         if self._named_table(info) is None and len(info.prefill.seconds) < 2:
             return (
                 f"its prefill table has {len(info.prefill.seconds)} entries, at least 2 are needed"

@@ -70,7 +70,7 @@ class ClientApi:
         self._responses.add_to(app)
         self._passed.add_to(app)
         add_models(app, self._driver.control.instances)
-        add_health(app, self._backend, self._driver, self._is_leaving)
+        add_health(app, self._backend, self._driver, lambda: self.is_leaving)
         add_document(app, clients_document)
         return app
 
@@ -92,5 +92,6 @@ class ClientApi:
         ):
             yield path, partial(parse, backend=self._backend)
 
-    def _is_leaving(self) -> bool:
+    @property
+    def is_leaving(self) -> bool:
         return self.leaving or self.admissions.draining

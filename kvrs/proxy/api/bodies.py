@@ -19,6 +19,9 @@ from kvrs.unfinished import Cut, UnfinishedBodies
 log = logging.getLogger(__name__)
 
 
+# That of a request of which something has read it already.
+BODY = web.RequestKey("body", bytes)
+
 # Smaller pieces are put together to such parts.
 _PART_BYTES = 16 << 10
 
@@ -97,6 +100,12 @@ class ClientBodies:
                 status=415,
             )
         held.allow(request.content_length or 0)
+        if BODY in request:
+            given = request[BODY]
+            del request[BODY]
+            held.allow(len(given))
+            held.resize(len(given))
+            return given
         content, connection = request.content, request.protocol
         if content.is_eof():  # All of it came with the head, or right behind it.
             whole = content.read_nowait()

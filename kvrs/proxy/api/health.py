@@ -24,12 +24,7 @@ def add_health(
     async def readyz(_: web.Request) -> web.Response:
         if draining():
             return web.Response(text="shutting down\n", status=503)
-        if not instances.ready():
-            return web.Response(text=_unready(instances), status=503)
-        if missing_roles(instances):
-            which = _missing(instances)
-            return web.Response(text=f"ready: {which}, decode instances compute prompts\n")
-        return web.Response(text="ready\n")
+        return web.Response(text=readiness(instances), status=200 if instances.ready() else 503)
 
     async def health(_: web.Request) -> web.Response:
         """Answer as `readyz`, without a text."""
@@ -58,13 +53,22 @@ def add_health(
     app.router.add_get("/load", load)
 
 
+def readiness(instances: Instances) -> str:
+    """The text of /readyz."""
+    if not instances.ready():
+        return _unready(instances)
+    if missing_roles(instances):
+        return f"ready: {_missing(instances)}, decode instances compute prompts\n"
+    return "ready\n"
+
+
 def _missing(instances: Instances) -> str:
     missing = missing_roles(instances)
     return f"no {missing[0].value} instance is up" if len(missing) == 1 else "no instance is up"
 
 
 def _unready(instances: Instances) -> str:
-    """The text of /readyz. The cause that an operator has to mend comes first: an instance that is
+    """The cause that an operator has to mend comes first: an instance that is
     refused does not come up by itself.
     """
     refused = [

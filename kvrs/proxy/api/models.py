@@ -13,21 +13,27 @@ from kvrs.proxy.api.admission import find_model
 from kvrs.proxy.api.answers import json_response
 
 
+def list_models(instances: Instances, created: int) -> list[dict[str, Any]]:
+    """All names that are served; `created`: since then, in Unix seconds."""
+    served = instances.names.served(instances.model)
+    return [_described(instances, each, created) for each in served.values()]
+
+
+def _described(instances: Instances, model: ServedName, created: int) -> dict[str, Any]:
+    found = {"id": model.name, "object": "model", "created": created, "owned_by": "kvrs"}
+    # The rest as vLLM has it: clients fit their requests to the length.
+    if instances.max_model_len is not None:
+        found["max_model_len"] = instances.max_model_len
+    if model.parent is not None:
+        found |= {"root": model.root, "parent": model.parent}
+    return found
+
+
 def add_models(app: web.Application, instances: Instances) -> None:
     created = int(time.time())
 
-    def described(model: ServedName) -> dict[str, Any]:
-        found = {"id": model.name, "object": "model", "created": created, "owned_by": "kvrs"}
-        # The rest as vLLM has it: clients fit their requests to the length.
-        if instances.max_model_len is not None:
-            found["max_model_len"] = instances.max_model_len
-        if model.parent is not None:
-            found |= {"root": model.root, "parent": model.parent}
-        return found
-
     async def models(_: web.Request) -> web.Response:
-        served = instances.names.served(instances.model)
-        listed = [described(each) for each in served.values()]
+        listed = list_models(instances, created)
         return json_response(msgspec.json.encode({"object": "list", "data": listed}))
 
     async def model(request: web.Request) -> web.Response:
@@ -37,7 +43,7 @@ def add_models(app: web.Application, instances: Instances) -> None:
             raise RequestError(
                 f"the model {name!r:.200} is not known yet: no instance has come up", status=503
             )
-        return json_response(msgspec.json.encode(described(found)))
+        return json_response(msgspec.json.encode(_described(instances, found, created)))
 
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{model:.+}", model)

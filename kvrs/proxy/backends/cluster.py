@@ -68,6 +68,11 @@ def open_backend(
         peer = PdBackend(links.connectors, config.url_of(instance))
         connector = VllmConnector(peer, connector_key(secret, instance.id))
     identity = ConfiguredIdentity(
-        instance.id, node.id, instance.role, model, hands_off=Role.PREFILL in config.cluster.roles
+        instance.id,
+        node.id,
+        instance.role,
+        model,
+        hands_off=Role.PREFILL in config.cluster.roles,
+        served_name=config.cluster.served_name,
     )
     return VllmBackend(links, instance.url, identity, connector)

@@ -108,6 +108,7 @@ class ConfiguredIdentity(msgspec.Struct, frozen=True):
     role: Role
     model: str  # `cluster.model`: a directory.
     hands_off: bool = True  # There are prefill instances.
+    served_name: str | None = None  # `cluster.served_name`.
 
 
 class VllmBackend(OpenAiPeer):
@@ -160,9 +161,12 @@ class VllmBackend(OpenAiPeer):
         version = await self.control("GET", "/version", None, _Version)
         self.engine_version = version.version
         listed = await self.control("GET", "/v1/models", None, _Models)
-        model = next((model for model in listed.data if model.parent is None), None)
+        name = identity.served_name
+        names = [model for model in listed.data if model.parent is None]
+        model = next((model for model in names if name in (None, model.id)), None)
         if model is None:
-            raise UnusableError("its /v1/models names no model")
+            what = "model" if name is None else f"{name!r}, which cluster.served_name asks for"
+            raise UnusableError(f"its /v1/models names no {what}")
         if identity.hands_off and not metrics.has_connector:
             raise UnusableError(
                 f"it was started without a NixlConnector, which role "

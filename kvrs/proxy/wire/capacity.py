@@ -1,6 +1,7 @@
 """How many clients and streams the descriptors of a proxy are enough for."""
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -25,29 +26,37 @@ class Capacity(msgspec.Struct, frozen=True):
     others: ConnectionLimits  # Of the admin port, and of the port for other proxies.
 
 
-def capacity_of(config: Config) -> Capacity:
-    """Half of the descriptors is for clients. A quarter is for streams, each of which has one
+def capacity_of(config: Config, beside: Sequence[Config] = ()) -> Capacity:
+    """The bounds of one model; models `beside` it are in the same process, at the same port.
+
+    Half of the descriptors is for clients. A quarter is for streams, each of which has one
     request to an instance at a time; the rest is for connections that are kept for the next one.
     """
-    settings, cluster = config.proxy, config.cluster
-    processes = sum(1 for _ in cluster.instances())
-    if config.agents_run:
-        processes += len(cluster.nodes)
-    left = descriptors_left(
-        _PER_PROCESS * processes
-        + _PER_PEER * sum(1 for _ in settings.every_peer())
-        + (_GOSSIP if config.gossip.enabled else 0)
-    )
-    streams = min(settings.max_streams, left // 4)
+    settings, all_of_them = config.proxy, [config, *beside]
+    left = descriptors_left(sum(map(_own_descriptors, all_of_them)))
+    streams = min(settings.max_streams, left // 4 // len(all_of_them))
     if streams < settings.max_streams:
         log.warning(
             "the limit of descriptors lowers proxy.max_streams", extra={"max_streams": streams}
         )
     # More than there can be streams: the others are refused by name.
-    clients = min(2 * settings.max_streams + _MORE_CLIENTS, left // 2)
+    most = sum(each.proxy.max_streams for each in all_of_them)
+    clients = min(2 * most + _MORE_CLIENTS, left // 2)
     # One address leaves some to the others; a gateway in front may be the only one.
     return Capacity(
         settings.model_copy(update={"max_streams": streams}),
         ConnectionLimits(clients, max(1, clients * 3 // 4)),
         ConnectionLimits(left // 8, left // 8),
+    )
+
+
+def _own_descriptors(config: Config) -> int:
+    """Those of connections that are there without clients."""
+    processes = sum(1 for _ in config.cluster.instances())
+    if config.agents_run:
+        processes += len(config.cluster.nodes)
+    return (
+        _PER_PROCESS * processes
+        + _PER_PEER * sum(1 for _ in config.proxy.every_peer())
+        + (_GOSSIP if config.gossip.enabled else 0)
     )
