@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrs.config.file import parse_config
 from kvrs.config.origin import ConfigFile
@@ -53,6 +54,30 @@ class ModelsCluster:
     def prompts(self, model: str) -> int:
         """Requests that instances of the model got."""
         return sum(len(instance.bodies) for instance in self.instances[model])
+
+    async def state(self, model: str) -> Any:
+        url = f"http://127.0.0.1:{self.proxy.admin_ports[model]}/kvrs/v1/state"
+        async with self.http.get(url) as response:
+            return msgspec.json.decode(await response.read())
+
+    async def responses(self, model: str) -> dict[str, float]:
+        """The responses to completions that a model has counted, by status."""
+        url = f"http://127.0.0.1:{self.proxy.admin_ports[model]}/metrics"
+        async with self.http.get(url) as response:
+            families = text_string_to_metric_families(await response.text())
+        return {
+            sample.labels["code"]: sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "kvrs_http_responses_total"
+            and sample.labels["path"] == "/v1/completions"
+        }
+
+    async def until_streams(self, model: str, count: int) -> None:
+        """Wait until so many streams of a model are open."""
+        async with asyncio.timeout(WITHIN_S):
+            while len(self.proxy.by_name[model].parts.driver.streams) != count:
+                await asyncio.sleep(0.005)
 
     async def until_up(self, model: str, count: int) -> None:
         """Wait until exactly so many instances of a model are up."""

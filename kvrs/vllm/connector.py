@@ -111,8 +111,9 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
                 f"kv_connector_extra_config.kvrs: got {options!r:.200}; allowed: an object with "
                 f"config (the cluster's YAML) and instance (an id in it)"
             )
-        config = load_config(Path(options["config"]))
-        node, settings = _instance(config, InstanceId(str(options["instance"])))
+        name = InstanceId(str(options["instance"]))
+        config = load_config(Path(options["config"]), member=name)
+        node, settings = _instance(config, name)
         ring = read_secrets(config.security, os.environ)
         page_bytes = self._geometry.page_bytes
         staging_bytes = int(options.get("staging_bytes", _STAGING_BYTES))
