@@ -149,12 +149,12 @@ def _addresses(cluster: "Cluster | ModelClusters") -> Iterator[str]:
     if isinstance(cluster, Cluster):
         rows = [("", *urls) for urls in zip(cluster.urls, cluster.admin_urls, strict=True)]
     else:
-        rows = [(f"{name} at ", cluster.urls[0], url) for name, url in cluster.admin_urls.items()]
+        urls = cluster.admin_urls.items()
+        rows = [(f", model {name}", cluster.urls[0], admin_url) for name, admin_url in urls]
     for number, (whose, url, admin_url) in enumerate(rows):
         what = "or at" if number and not whose else "kvrs is up:"
-        yield (
-            f"{what} {whose}{url}/v1 (OpenAI API), {admin_url}/kvrs/v1/state, {admin_url}/ui (page)"
-        )
+        pages = f"{admin_url}/kvrs/v1/state, {admin_url}/ui (page)"
+        yield f"{what} {url}/v1 (OpenAI API), {pages}{whose}"
 
 
 def _launch(config: Path | None, environ: Mapping[str, str] | None) -> UpCommand:
