@@ -105,7 +105,7 @@ class ModelsEndpoint:
         ):
             add(path, _raise_fault)
         add_health_of(app, self._models, self._is_leaving)
-        add_document(app, clients_document())
+        add_document(app, clients_document)
         return app
 
     @property
