@@ -35,7 +35,7 @@
 
 static long port, streams = 1, tokens = 16, rate = 20000, burst = 1, prefill_us, prompt_bytes = 256;
 static long warm_ms = 1000, window_ms = 5000, spread_ms, pause_us, limit_ms = 120000, restart = 1;
-static long keyed, sources = 1, seed, steps;
+static long keyed, sources = 1, seed, steps, model;
 
 static const struct {
     const char *name;
@@ -57,6 +57,7 @@ static const struct {
     {"keyed", &keyed},               /* 1: each stream has an Idempotency-Key */
     {"sources", &sources},           /* local addresses, 127.0.0.1 and so on */
     {"steps", &steps},               /* 1: tokens of all streams come together */
+    {"model", &model},               /* 0: bench; else bench-N */
     {"seed", &seed},                 /* of prompts and keys */
 };
 
@@ -216,7 +217,8 @@ static void send_request(struct slot *s)
 {
     static char body[1 << 16], request[1 << 17];
     static uint64_t random_state;
-    int n = sprintf(body, "{\"model\":\"bench\",\"prompt\":\"");
+    int n = model ? sprintf(body, "{\"model\":\"bench-%ld\",\"prompt\":\"", model)
+                  : sprintf(body, "{\"model\":\"bench\",\"prompt\":\"");
     if (!random_state)
         random_state = 88172645463325252ull + seed * 7919;
     for (long i = 0; i < prompt_bytes; i++) {
