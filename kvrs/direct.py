@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\r\n([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*+([ -~]*+)(?=\r\n
 _LENGTH = re.compile(r"[0-9]{1,9}", re.ASCII)
 _UNUSUAL = ("Transfer-Encoding", "Content-Encoding", "Expect", "Upgrade")
 _UNIQUE = ("Content-Length", "Host")
-_NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
+NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 
 
 class SentResponse(Protocol):
@@ -95,26 +95,17 @@ class DirectRequest:
     """A request with the part of aiohttp's interface that handlers need."""
 
     path: str
-    headers: CIMultiDictProxy[str]
+    headers: CIMultiDictProxy[str]  # None once it is admitted: nothing reads them any more.
     keep_alive: bool
     content_length: int
     remote: str
     protocol: "DirectConnection"
-    body: bytes  # Until it is taken.
+    body: bytes  # Until it is parsed, whose result keeps the parts that it needs.
     is_begun: bool = False  # The head of the response has been written.
     state: dict[Any, Any] = field(default_factory=dict)  # As aiohttp's requests hold it.
 
     method: ClassVar[str] = "POST"
     version: ClassVar[HttpVersion] = HttpVersion11
-
-    def take_body(self) -> bytes:
-        """Return the body and drop it here; the parsed form keeps the parts that it needs."""
-        body, self.body = self.body, b""
-        return body
-
-    def drop_headers(self) -> None:
-        """The request is admitted: nothing reads them any more."""
-        self.headers = _NO_HEADERS
 
     @property
     def transport(self) -> asyncio.Transport | None:

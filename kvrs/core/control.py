@@ -140,7 +140,34 @@ class Control(Generic[S]):
                 live.note_prefilled(kept.holder)
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
-        self.tell(_arrival(live, now_s), now_s)
+        journal = live.journal
+        prompt_tokens = live.prompt_tokens or journal.prompt_tokens_guess
+        max_tokens = journal.max_tokens
+        most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
+        arrival: ev.StreamArrived | ev.StreamAdopted
+        if not journal.owner_epoch or journal.prompt_ids is None:
+            arrival = ev.StreamArrived(
+                journal.stream,
+                prompt_tokens,
+                most_tokens,
+                journal.deadlines,
+                journal.client,
+                journal.tenant,
+                journal.name,
+            )
+        else:
+            arrival = ev.StreamAdopted(
+                journal.stream,
+                prompt_tokens,
+                live.produced_tokens,
+                most_tokens,
+                journal.deadlines,
+                now_s - journal.arrived_s,
+                journal.kept,
+                journal.tenant,
+                journal.name,
+            )
+        self.tell(arrival, now_s)
 
     def replays(self, max_tokens: int | None) -> Replays:
         """Where a stream of at most so many output tokens (None: as many as there is room for)
@@ -412,34 +439,6 @@ class Control(Generic[S]):
     def _running_on(self, instance: InstanceId) -> list[S]:
         """The streams whose current attempt is lost with the instance."""
         return [self.streams[each] for each in self.policy.running_on(instance)]
-
-
-def _arrival(live: LiveStream, now_s: float) -> ev.StreamArrived | ev.StreamAdopted:
-    journal = live.journal
-    prompt_tokens = live.prompt_tokens or journal.prompt_tokens_guess
-    max_tokens = journal.max_tokens
-    most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
-    if not journal.owner_epoch or journal.prompt_ids is None:
-        return ev.StreamArrived(
-            journal.stream,
-            prompt_tokens,
-            most_tokens,
-            journal.deadlines,
-            journal.client,
-            journal.tenant,
-            journal.name,
-        )
-    return ev.StreamAdopted(
-        journal.stream,
-        prompt_tokens,
-        live.produced_tokens,
-        most_tokens,
-        journal.deadlines,
-        now_s - journal.arrived_s,
-        journal.kept,
-        journal.tenant,
-        journal.name,
-    )
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:

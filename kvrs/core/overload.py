@@ -58,7 +58,7 @@ class LoadShedding:
         if wait_s <= bound_s / 2 or not stream.client:
             return None
         work = self._view.work
-        prefillers = len(self._view.prefillers() or computing_prompts(self._view))
+        prefillers = len(self._view.prefillers or computing_prompts(self._view))
         share_s = bound_s * prefillers / work.clients_with(stream.client)
         if work.of(stream.client) + chosen.compute_s <= share_s:
             return None

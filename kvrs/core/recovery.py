@@ -55,6 +55,9 @@ class RecoveryPolicy:
         self._ledger = Ledger(
             self._view, self._slots, self._timers, checkpoints, outliers, incidents
         )
+        # To be read only; the instances are those that are up.
+        self.streams: Mapping[StreamId, Stream] = self._ledger.streams
+        self.members: Mapping[InstanceId, Member] = self._view.members
         self._kv_locations = self._ledger.kv_locations
         self._decisions = Decisions(self._view, self._slots, policy, slo)
         self._starter = Starter(self._ledger, self._decisions, policy, self._actions)
@@ -131,15 +134,6 @@ class RecoveryPolicy:
         """Instances that are heard could take the streams of this one."""
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
-
-    @property
-    def streams(self) -> Mapping[StreamId, Stream]:
-        return self._ledger.streams
-
-    @property
-    def members(self) -> Mapping[InstanceId, Member]:
-        """The instances that are up; to be read only."""
-        return self._view.members
 
     def running_on(self, instance: InstanceId) -> list[StreamId]:
         """The streams whose attempt is lost with the instance."""

@@ -41,16 +41,16 @@ def computing_prompts(view: ClusterView) -> list[Member]:
     """The decode instances that compute the prompts of new streams now: no prefill instance is
     up.
     """
-    if view.prefillers():
+    if view.prefillers:
         return []
-    return [each for each in view.decoders() if each.computes_prompts]
+    return [each for each in view.decoders if each.computes_prompts]
 
 
 def missing_roles(view: ClusterView) -> list[Role]:
     """The roles that no instance has, and that none does instead of those that have it."""
     does = {
-        Role.PREFILL: view.prefillers() or computing_prompts(view),
-        Role.DECODE: view.decoders(),
+        Role.PREFILL: view.prefillers or computing_prompts(view),
+        Role.DECODE: view.decoders,
     }
     return [role for role, members in does.items() if not members]
 
@@ -85,7 +85,7 @@ def _pair_of(
         return prefill, decode
     allowed = [
         member
-        for member in view.decoders()
+        for member in view.decoders
         if _may_have(view, member, stream, barred_too=barred_too)
         and (closed_too or _takes(view, member, stream))
     ]
@@ -112,7 +112,7 @@ def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member
     best: Member | None = None
     best_work, best_streams = (False, 0.0), None
     is_free = _is_free(stream, barred_too=barred_too)
-    for member in view.prefillers():
+    for member in view.prefillers:
         if is_free and member.is_clear(view.now_s):
             work = False, member.queue_s
         elif _may_have(view, member, stream, barred_too=barred_too):
@@ -162,7 +162,7 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
         lacking = (each for each in view.targets() if not stream.is_served_at(each))
         excluded_epochs |= frozenset(member.id for member in lacking)
     if not stream.first_token_sent:
-        kept = (each.id for each in view.decoders() if keeps_out(view, each, stream))
+        kept = (each.id for each in view.decoders if keeps_out(view, each, stream))
         excluded_epochs |= frozenset(kept)
     if stream.tokens and view.tokens_differ:
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
@@ -237,7 +237,7 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     have fewer than `limit` streams; where none has, the assigned one.
     """
     targets = [assigned] if assigned.streams < limit else []
-    for member in view.decoders():
+    for member in view.decoders:
         if len(targets) == TARGETS_MAX or member.streams >= limit:
             break
         if (
@@ -297,7 +297,7 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
     least loaded first.
     """
     geometry = prefill.info.geometry
-    for member in view.decoders():
+    for member in view.decoders:
         if (
             member is not planned
             and member.info.geometry == geometry

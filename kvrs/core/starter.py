@@ -119,11 +119,6 @@ class Starter:
             if stream.id in self._ledger.idle:
                 self.place_all([stream], now_s)
 
-    def place_new(self, stream: Stream, now_s: float) -> None:
-        """One that has just arrived: no other is placed with it, and nothing has failed it."""
-        self._decisions.begin(now_s)
-        self.carry_out(stream, self._decisions.start(stream, now_s), now_s)
-
     def place_all(self, streams: Iterable[Stream], now_s: float) -> None:
         """Decide the streams of one event together, the most urgent first (DESIGN section 5). Those
         of another name have other targets, and are decided after them.

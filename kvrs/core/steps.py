@@ -122,7 +122,9 @@ class Steps:
         )
         self._arrivals += 1
         self._ledger.admit(stream)
-        self._starter.place_new(stream, now_s)
+        # No other is placed with it, and nothing has failed it.
+        self._decisions.begin(now_s)
+        self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""

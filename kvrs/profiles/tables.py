@@ -41,6 +41,7 @@ class PrefillTable:
         None  # The same in two dimensions, where it was measured; its first row is this table.
     )
     _last_tokens: int = field(init=False, repr=False, compare=False)
+    _covered_to_tokens: int = field(init=False, repr=False, compare=False)
     _levelled: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
     step_overhead_s: float = field(init=False, repr=False, compare=False)
@@ -57,7 +58,9 @@ class PrefillTable:
         object.__setattr__(self, "seconds", tuple(self.seconds))
         object.__setattr__(self, "_levelled", levelled)
         object.__setattr__(self, "step_overhead_s", levelled[0])
-        object.__setattr__(self, "_last_tokens", self.step_tokens * (len(levelled) - 1))
+        last, given = self.step_tokens * (len(levelled) - 1), self.covered_to_tokens
+        object.__setattr__(self, "_last_tokens", last)
+        object.__setattr__(self, "_covered_to_tokens", last if given is None else given)
         object.__setattr__(
             self, "_slopes", (*slopes, 0.0)
         )  # The last grid point itself has no interval behind it.
@@ -193,10 +196,6 @@ class PrefillTable:
             self.covered_from_tokens,
             self._covered_to_tokens,
         )
-
-    @property
-    def _covered_to_tokens(self) -> int:
-        return self._last_tokens if self.covered_to_tokens is None else self.covered_to_tokens
 
     def covers(self, tokens: int) -> bool:
         return self.covered_from_tokens <= tokens <= self._covered_to_tokens

@@ -98,7 +98,7 @@ def end(stream: Stream) -> None:
 
 
 def _roles(view: ClusterView) -> tuple[list[Member], list[Member]]:
-    return view.prefillers(), view.decoders()
+    return view.prefillers, view.decoders
 
 
 def _can_spare(role: list[Member]) -> bool:

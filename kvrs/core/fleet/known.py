@@ -250,13 +250,6 @@ class Instances:
             self._replays = Replays.ALWAYS if decoding and all(decoding) else some
         return self._replays
 
-    def queue_delay_s(self, instance: InstanceId) -> float:
-        load = self.known[instance].load
-        if load is None:
-            return 0.0
-        ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
-        return load.queue_delay_s + ready_in_s
-
     def queued(self, instance: InstanceId) -> int:
         """Streams that wait there until others have ended."""
         load = self.known[instance].load

@@ -117,7 +117,10 @@ class InstanceProgress:
 
     def first_token_timeout_s(self, instance: InstanceId) -> float:
         """Return how long it may be silent before an attempt's first token, its queue included."""
-        return self._token_gap_s + self._instances.queue_delay_s(instance)
+        if (load := self._instances.known[instance].load) is None:
+            return self._token_gap_s
+        ready_in_s = 0.0 if load.reforming is None else load.reforming.ready_in_s
+        return self._token_gap_s + load.queue_delay_s + ready_in_s
 
     def others_since_s(self, instance: InstanceId, now_s: float) -> float:
         """Return since when, as far as was asked, others could take what runs at the instance;

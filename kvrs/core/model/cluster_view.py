@@ -159,15 +159,6 @@ class Member:
         """
         return not tokens or self.tokens in ("", tokens)
 
-    def book(self, seconds: float) -> None:
-        self.work_s += seconds
-        self.bookings += 1
-
-    def unbook(self, seconds: float) -> None:
-        self.bookings -= 1
-        # Without bookings exactly zero: a rounding error would decide between idle instances.
-        self.work_s = max(0.0, self.work_s - seconds) if self.bookings else 0.0
-
 
 @dataclass(slots=True, eq=False)
 class Agent:
@@ -210,17 +201,24 @@ class Link:
 
 
 class ClientWork:
-    """Predicted compute time of what each client has sent and has no answer yet."""
+    """Predicted compute time of what each client has sent and has no answer yet, and at which
+    instances.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._bookings: dict[str, int] = {}
 
-    def book(self, client: str, seconds: float) -> None:
+    def book(self, client: str, member: Member, seconds: float) -> None:
+        member.work_s += seconds
+        member.bookings += 1
         self._seconds[client] = self._seconds.get(client, 0.0) + seconds
         self._bookings[client] = self._bookings.get(client, 0) + 1
 
-    def unbook(self, client: str, seconds: float) -> None:
+    def unbook(self, client: str, member: Member, seconds: float) -> None:
+        member.bookings -= 1
+        # Without bookings exactly zero: a rounding error would decide between idle instances.
+        member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
         self._bookings[client] -= 1
         if self._bookings[client]:
             self._seconds[client] -= seconds
@@ -246,8 +244,8 @@ class ClusterView:
         # Some decode instances compute other tokens than others.
         self.tokens_differ = False
         # Sorted by rank, so that the least loaded are found without a search.
-        self._decoders: list[Member] = []
-        self._prefillers: list[Member] = []
+        self.decoders: list[Member] = []  # That are not drained, the least loaded first.
+        self.prefillers: list[Member] = []  # That are not drained.
         self._by_node: dict[NodeId, list[Member]] = {}
 
     def add(self, info: InstanceInfo, prefill: PrefillTable | None = None) -> Member:
@@ -282,7 +280,7 @@ class ClusterView:
         kinds = {member.tokens for member in members if member.decodes and member.tokens}
         self.tokens_differ = len(kinds) > 1
         self._update_drained()
-        self._prefillers = [each for each in members if each.prefills and not each.is_drained]
+        self.prefillers = [each for each in members if each.prefills and not each.is_drained]
         for prefill in members:
             prefill.own_decoders = [
                 member
@@ -306,7 +304,7 @@ class ClusterView:
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses streams."""
-        decoders = self._decoders
+        decoders = self.decoders
         at = bisect_left(decoders, member.rank, key=_rank) if member.is_ranked else None
         assert at is None or decoders[at] is member, member
         member.streams += change
@@ -317,10 +315,6 @@ class ClusterView:
         if 0 <= beside < len(decoders) and (decoders[beside].rank < member.rank) is (change > 0):
             del decoders[at]
             insort(decoders, member, key=_rank)
-
-    def decoders(self) -> list[Member]:
-        """The decode instances that are not drained, least loaded first. The list is live."""
-        return self._decoders
 
     def takes_start(self, member: Member) -> bool:
         """The answers of the instance allow a new request."""
@@ -361,16 +355,12 @@ class ClusterView:
         """
         possible = [
             member
-            for member in self._decoders
+            for member in self.decoders
             if (member.own_prefill is None or self.has_prefill(member))
             and not self.is_busy(member)
             and (not name or name in member.names)
         ]
         return [member for member in possible if self.is_healthy(member)] or possible
-
-    def prefillers(self) -> list[Member]:
-        """The prefill instances that are not drained. The list is live."""
-        return self._prefillers
 
     def on_node(self, node: NodeId) -> list[Member]:
         return self._by_node.get(node, [])
@@ -461,9 +451,9 @@ class ClusterView:
 
     def _set_ranked(self, member: Member, is_ranked: bool) -> None:
         if is_ranked:
-            insort(self._decoders, member, key=_rank)
+            insort(self.decoders, member, key=_rank)
         else:
-            self._decoders.remove(member)
+            self.decoders.remove(member)
         member.is_ranked = is_ranked
 
 

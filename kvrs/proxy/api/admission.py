@@ -18,7 +18,7 @@ from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
 from kvrs.core.fleet.self_tests import Continues
 from kvrs.core.model import events as ev
-from kvrs.direct import DirectRequest
+from kvrs.direct import NO_HEADERS, DirectRequest
 from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import StreamId
 from kvrs.large_work import LARGE_BYTES, LargeWork
@@ -156,7 +156,7 @@ class Admissions:
             call.client = SseClient(call.request, self._settings.write_timeout_s, call.headers)
         parsed.hold(call.held)
         if isinstance(call.request, DirectRequest):
-            call.request.drop_headers()
+            call.request.headers = NO_HEADERS
 
     # The steps, in their order.
 
@@ -178,7 +178,7 @@ class Admissions:
         if isinstance(request, DirectRequest):  # It is not compressed, and here.
             held.allow(size_bytes)
             held.resize(size_bytes)
-            call.body = request.take_body()
+            call.body, request.body = request.body, b""
         else:
             call.body = await self.bodies.read(request, held)
         return most

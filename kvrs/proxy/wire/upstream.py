@@ -233,7 +233,12 @@ class Upstream(asyncio.Protocol):
             body = response.feed(data)
             take = self._take
             if take is None and response.status is not None:
-                take = self._take = self._begin_body(response.status)
+                assert self._reader is not None
+                take = self._reader.feed
+                if response.status != 200:
+                    self._refusal = WholeReader(_MAX_REFUSAL_BYTES)
+                    take = self._refusal.feed
+                self._take = take
             if body:
                 assert take is not None
                 need = take(body)
@@ -254,13 +259,6 @@ class Upstream(asyncio.Protocol):
         elif self._reader is not None and (shortcut := self._reader.shortcut) is not None:
             is_read = self._refusal is None and self._take is not _drop
             self._shortcut = shortcut if is_read and response.is_between_chunks else None
-
-    def _begin_body(self, status: int) -> Callable[[bytes], Need]:
-        assert self._reader is not None
-        if status == 200:
-            return self._reader.feed
-        self._refusal = WholeReader(_MAX_REFUSAL_BYTES)
-        return self._refusal.feed
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shortcut, response = None, self._response
