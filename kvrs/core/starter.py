@@ -204,7 +204,7 @@ class Starter:
         """
         if stream.id in self._gathered:
             self.place_all(list(self._gathered.values()), now_s)
-        elif (awaited := self._slots.awaited_by(stream.id)) is None:
+        elif (awaited := self._slots.awaited.get(stream.id)) is None:
             self.place_all([stream], now_s)
         elif self._incidents.judge(stream.id, now_s).ruling is Ruling.REFUSE:
             self._refuse(stream)

@@ -67,7 +67,7 @@ class SlotBook:
         self._slots_max = slots_max
         self._targets: dict[InstanceId, _Target] = {}
         self._target_held: dict[StreamId, InstanceId] = {}
-        self.awaited: dict[StreamId, InstanceId] = {}
+        self.awaited: dict[StreamId, InstanceId] = {}  # For a slot of which target each waits.
 
     def reload(self, slots_max: int) -> None:
         """Allow another number of transfers. Where more are held, they run to their end."""
@@ -160,10 +160,6 @@ class SlotBook:
     def held_at(self, stream: StreamId) -> InstanceId | None:
         """The target at which the stream has a slot."""
         return self._target_held.get(stream)
-
-    def awaited_by(self, stream: StreamId) -> InstanceId | None:
-        """The target for a slot of which the stream waits."""
-        return self.awaited.get(stream)
 
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
         return list(self._targets[target].waiting) if target in self._targets else []

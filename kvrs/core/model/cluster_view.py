@@ -149,10 +149,6 @@ class Member:
         """
         return self.pulls or self.own_prefill is None or self.own_prefill == prefill.id
 
-    def fetches_from(self, holder: "Member") -> bool:
-        """It fetches KV of a history from that instance, and not from agents alone."""
-        return self.pulls and holder.retains
-
     def continues(self, tokens: str) -> bool:
         """The instance goes on exactly with the output of one that computes `tokens`, as far as is
         known.

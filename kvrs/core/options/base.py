@@ -163,8 +163,6 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
 
 def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:
     """Extra time that the next tokens of the stream take there, compared with all its ranks."""
-    if not target.slower_token_s:
-        return 0.0
     tokens = settings.lookahead_tokens
     if stream.most_tokens is not None:
         tokens = min(tokens, max(0, stream.most_tokens - stream.history_tokens))
@@ -178,17 +176,18 @@ def cached_at(stream: Stream, target: Member) -> list[Holder]:
     """Prefill instances that have the front of the history cached, and can hand the whole of it off
     to a target that does not fetch it from there itself.
     """
-    found = [
-        holder
-        for holder in stream.holders.values()
-        if holder.pages
-        and not target.fetches_from(holder.member)
-        and has_cached(stream, holder.member)
-        and stream.is_served_at(holder.member)
-        and holder.member is not target
-        and target.moves_kv
-        and target.takes_from(holder.member)
-    ]
+    found: list[Holder] = []
+    for holder in stream.holders.values() if target.moves_kv else ():
+        member = holder.member
+        if (
+            holder.pages
+            and not (target.pulls and member.retains)  # It fetches from there.
+            and has_cached(stream, member)
+            and stream.is_served_at(member)
+            and member is not target
+            and target.takes_from(member)
+        ):
+            found.append(holder)
     if len(found) > SOURCES_MAX:
         found.sort(key=lambda holder: holder.pages, reverse=True)
         del found[SOURCES_MAX:]

@@ -34,7 +34,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     for source in case.sources:
         if not source.is_agent:
             weigh_fetch(case, _MIGRATE, source, estimates)
-    estimates += [_cached(case, holder) for holder in cached_at(case.stream, case.target)]
+    for holder in cached_at(case.stream, case.target):
+        estimates.append(_cached(case, holder))
 
 
 def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:

@@ -38,7 +38,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     prefill = prefill_for(view, target, case.stream)
     # Without a hand-off that moves KV the target would compute the history once more.
     is_handed_off = target.own_prefill is not None or (prefill.moves_kv and target.moves_kv)
-    is_migration = not target.fetches_from(prefill) and has_cached(case.stream, prefill)
+    fetches = target.pulls and prefill.retains  # From there.
+    is_migration = not fetches and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
         table, here_s = prefill.prefill, queue_s + case.history_s
         compute_s = case.history_s if table is target.prefill else table.seconds_for(history)

@@ -28,7 +28,7 @@ class Auto(Rule):
         least_s, limit_s = inf, inf if budget_s is None else budget_s
         for estimate in estimates:
             cost_s = estimate.total_s + others * estimate.at_target_s
-            if cost_s < least_s and estimate.next_token_s <= limit_s:
+            if cost_s < least_s and estimate.total_s - estimate.lookahead_s <= limit_s:
                 best, least_s = estimate, cost_s
         return super().decide(estimates, budget_s) if best is None else best
 

@@ -45,7 +45,8 @@ class Rule:
             weighed = len(estimates)
             for estimate in self._estimators:
                 estimate(case, estimates)
-            if later_s := lookahead_s(books.settings, stream, target):
+            if target.slower_token_s:
+                later_s = lookahead_s(books.settings, stream, target)
                 estimates[weighed:] = [_later(each, later_s) for each in estimates[weighed:]]
         return estimates
 

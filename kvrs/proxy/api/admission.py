@@ -291,9 +291,28 @@ class Admissions:
             # The tenant or, without keys, the address, in a form that logs may hold.
             remote = call.request.remote or ""
             client = self._marked(remote if tenant.secret is None else tenant.name)
+            now_s = self._clock()
             call.journals = []
             for one in (parsed, *parsed.more):
-                self._add_journals(one, call, client)
+                # All attempts of a stream sample with its seed.
+                seed = one.request.seed
+                if one.request.temperature > 0 and seed is None:
+                    seed = int.from_bytes(secrets.token_bytes(8)) >> 2
+                call.journals += [
+                    Journal(
+                        stream=StreamId(secrets.token_hex(16)),
+                        parsed=one,
+                        arrived_s=now_s,
+                        seed=None if seed is None else _wrapped(seed + index),
+                        prompt_ids=one.prompt_ids,
+                        deadlines=call.deadlines,
+                        client=client,
+                        inexact=call.inexact,
+                        replayed=call.replayed,
+                        replays=call.replays,
+                    )
+                    for index in range(one.request.n)
+                ]
             wants_usage = parsed.request.wants_usage and len(call.journals) == 1
             call.journals[0].wants_usage = wants_usage
         for journal in call.journals:
@@ -302,26 +321,6 @@ class Admissions:
             call.echoes = [None] * len(call.journals)
         if not call.is_generate and (len(call.journals) > 1 or call.echoes[0] is not None):
             call.merger = Merger()
-
-    def _add_journals(self, parsed: ParsedRequest, call: ClientCall, client: str) -> None:
-        """Add the journals of a prompt, each with a seed that all its attempts sample with."""
-        request, seed, now_s = parsed.request, parsed.request.seed, self._clock()
-        if request.temperature > 0 and seed is None:
-            seed = int.from_bytes(secrets.token_bytes(8)) >> 2
-        for index in range(request.n):
-            journal = Journal(
-                stream=StreamId(secrets.token_hex(16)),
-                parsed=parsed,
-                arrived_s=now_s,
-                seed=None if seed is None else _wrapped(seed + index),
-                prompt_ids=parsed.prompt_ids,
-                deadlines=call.deadlines,
-                client=client,
-                inexact=call.inexact,
-                replayed=call.replayed,
-                replays=call.replays,
-            )
-            call.journals.append(journal)
 
 
 def check_whole(call: ClientCall) -> None:
