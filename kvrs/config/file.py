@@ -17,12 +17,12 @@ from kvrs.config import models as several
 from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_gossip
 from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings, StatePlaneSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
-from kvrs.config.distserve import faults_of_distserve
 from kvrs.config.divided import faults_of_workers
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
 from kvrs.config.groups import faults_of_groups
 from kvrs.config.logs import LogSettings
+from kvrs.config.other_engines import faults_of_distserve, faults_of_vllm
 from kvrs.config.overrides import override
 from kvrs.config.peers import faults_of_peers
 from kvrs.config.policy import PolicySettings, SloSettings
@@ -297,7 +297,7 @@ def _faults_across_sections(config: Config) -> Iterator[str]:
         )
     match config.cluster.backend:
         case Backend.VLLM:
-            yield from _faults_of_vllm(config)
+            yield from faults_of_vllm(config.cluster, config.backup.mode, config.profiles)
         case Backend.DISTSERVE:
             yield from faults_of_distserve(config.cluster)
         case Backend.EMBEDDED:
@@ -473,41 +473,4 @@ def _faults_of_connectors(config: Config) -> Iterator[str]:
             yield (
                 f"cluster.nodes: instance {instance.id!r} has a connector_port; allowed with "
                 f"backend {backend.value!r}: null"
-            )
-
-
-def _faults_of_vllm(config: Config) -> Iterator[str]:
-    """Settings that other engines publish themselves must be in the file."""
-    if config.cluster.model is None:
-        yield (
-            "cluster.model: missing with backend 'vllm'; allowed: the model's directory, for "
-            "its tokenizer and config.json"
-        )
-    if config.profiles.prefill is None:
-        yield (
-            "profiles.prefill: missing with backend 'vllm', which publishes no table; "
-            "allowed: a name, or the path of one"
-        )
-    instances = [instance for _, instance in config.cluster.instances()]
-    mode = config.backup.mode
-    if mode is not BackupMode.OFF and not any(each.connector_port for each in instances):
-        yield (
-            f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "
-            f"connector that sends checkpoints; allowed: 'off', or a connector_port"
-        )
-    for instance in instances:
-        if instance.role is Role.BOTH:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has role 'both'; allowed with "
-                f"backend 'vllm': prefill, decode"
-            )
-        if instance.port == 0:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has no port; allowed with backend "
-                f"'vllm': the port it listens on"
-            )
-        if instance.bind is not None:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has bind: {instance.bind}; allowed with "
-                f"backend 'vllm', which binds its ports itself: null"
             )

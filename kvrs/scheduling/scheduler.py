@@ -256,12 +256,8 @@ class BatchScheduler:
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
         budget = self._max_batch_tokens
-        flying = self._in_flight.sequences
-        ready = [
-            one
-            for one in self._admitted
-            if one.phase is not SequencePhase.PULLING and one not in flying
-        ]
+        pulling, flying = SequencePhase.PULLING, self._in_flight.sequences
+        ready = [one for one in self._admitted if one.phase is not pulling and one not in flying]
         # Where decode steps alone can fill a batch, the first sequence could wait for ever to
         # prefill while others come and go.
         reserved = 1 if ready and ready[0].uncomputed_tokens > 1 else 0
@@ -288,10 +284,8 @@ class BatchScheduler:
             most = (budget - reserved) // 2 if prefilling else budget
             batch = with_drafts(batch, self._pages, len(self._admitted), most, proposals)
             budget -= sum(chunk.drafts for _, chunk in batch)
-        waiting = [
-            Waiting(one.base, one.computed_tokens, one.computable_tokens) for one in prefilling
-        ]
-        shares = self._share(waiting, budget) if waiting and budget else []
+        asked = [Waiting(it.base, it.computed_tokens, it.computable_tokens) for it in prefilling]
+        shares = self._share(asked, budget) if asked and budget else []
         for sequence, tokens in zip(prefilling, shares, strict=False):
             if tokens:
                 batch.append((sequence, next_chunk(sequence, tokens, self._page_size)))
