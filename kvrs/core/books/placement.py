@@ -18,8 +18,10 @@ from kvrs.config.backup import Placement
 from kvrs.ids import InstanceId, NodeId, along_ring
 
 
-class PlacementCandidate(msgspec.Struct, frozen=True):
-    """A row of the load table: an agent that is up."""
+class PlacementCandidate(msgspec.Struct, frozen=True, gc=False):
+    """A row of the load table: an agent that is up. A stream has one of each agent made, so that
+    they are many in a large cluster.
+    """
 
     holder: InstanceId
     node: NodeId
