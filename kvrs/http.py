@@ -131,7 +131,7 @@ class HttpPort:
         if names is not None:
             app.middlewares.insert(0, _refuse_pages({name.lower() for name in names}))
         app.middlewares.insert(0, _begin)
-        app.on_response_prepare.append(name_server)
+        app.on_response_prepare.append(_name_server)
         self._keys = keys
         # A client that leaves cancels its handler.
         self._runner = web.AppRunner(
@@ -195,7 +195,7 @@ class HttpPort:
         await self._runner.cleanup()
 
 
-async def name_server(_: web.Request, response: web.StreamResponse) -> None:
+async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.setdefault("Server", SERVER)
 
 

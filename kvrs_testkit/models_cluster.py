@@ -1,7 +1,7 @@
 """A proxy of several models in front of scripted instances, in the caller's own event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,13 @@ from typing import Any
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvrs.config.file import parse_config
 from kvrs.config.origin import ConfigFile
 from kvrs.protocol.instance import Role
 from kvrs.proxy.models.process import ModelsProxy
+from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import WITHIN_S
 from kvrs_testkit.scripted import SECRET, Script, Scripted
 
@@ -60,17 +62,19 @@ class ModelsCluster:
         async with self.http.get(url) as response:
             return msgspec.json.decode(await response.read())
 
-    async def responses(self, model: str) -> dict[str, float]:
-        """The responses to completions that a model has counted, by status."""
+    async def samples(self, model: str, name: str) -> list[Sample]:
+        """The samples of a series in the metrics of a model."""
         url = f"http://127.0.0.1:{self.proxy.admin_ports[model]}/metrics"
         async with self.http.get(url) as response:
             families = text_string_to_metric_families(await response.text())
+        return [sample for family in families for sample in family.samples if sample.name == name]
+
+    async def responses(self, model: str) -> dict[str, float]:
+        """The responses to completions that a model has counted, by status."""
         return {
             sample.labels["code"]: sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == "kvrs_http_responses_total"
-            and sample.labels["path"] == "/v1/completions"
+            for sample in await self.samples(model, "kvrs_http_responses_total")
+            if sample.labels["path"] == "/v1/completions"
         }
 
     async def until_streams(self, model: str, count: int) -> None:
@@ -89,9 +93,16 @@ class ModelsCluster:
 
 @asynccontextmanager
 async def open_models_cluster(
-    *names: str, models: Mapping[str, Any] | None = None, pairs: int = 2, **sections: dict[str, Any]
+    *names: str,
+    models: Mapping[str, Any] | None = None,
+    pairs: int = 2,
+    down: Collection[str] = (),
+    up: Mapping[str, int] | None = None,
+    prepare: Callable[[Scripted], object] = lambda _: None,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[ModelsCluster]:
-    """A cluster of these models, all up. `models`: further sections of an entry, by model;
+    """A cluster of these models, all up but for those that are `down` from the start on; `up`: of
+    some models only so many instances come up. `models`: further sections of an entry, by model;
     `sections`: of the file. A reload takes the `document` as it is then.
     """
     async with AsyncExitStack() as stack:
@@ -111,8 +122,12 @@ async def open_models_cluster(
                         script=scripts[name],
                         model=name,
                     )
-                    await instance.start()
-                    stack.push_async_callback(instance.close)
+                    prepare(instance)
+                    if name in down:
+                        (instance.port,) = free_ports(1)
+                    else:
+                        await instance.start()
+                        stack.push_async_callback(instance.close)
                     instances[name].append(instance)
                     row = {"id": instance.id, "role": role.value, "port": instance.port}
                     rows.append(row)
@@ -131,5 +146,5 @@ async def open_models_cluster(
         http = await stack.enter_async_context(aiohttp.ClientSession())
         cluster = ModelsCluster(proxy, document, scripts, instances, http)
         for name in names:
-            await cluster.until_up(name, 2 * pairs)
+            await cluster.until_up(name, (up or {}).get(name, 0 if name in down else 2 * pairs))
         yield cluster

@@ -15,7 +15,6 @@ from aiohttp import web
 from kvrs.config.proxy import ProxySettings
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.errors import RequestError
-from kvrs.http import name_server
 from kvrs.large_work import LargeWork
 from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.proxy.api import generate
@@ -65,7 +64,6 @@ class ModelsEndpoint:
         """Start the API of each model; what the port has to serve."""
         for name, parts in self._models.items():
             app, direct = parts.observer.watch(parts.api.application(), parts.api.direct())
-            app.on_response_prepare.append(name_server)
             self._runners[name] = runner = web.AppRunner(app)
             await runner.setup()
             assert runner.server is not None

@@ -7,20 +7,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from kvrs.config.tenants import key_hash
+from kvrs.protocol.instance import ModelNames
+from kvrs.proxy.api.bodies import BODY
+from kvrs.proxy.wire.requests import ByteBudget, RequestUsage
 from kvrs_testkit.models_cluster import ModelsCluster, open_models_cluster
-from kvrs_testkit.scripted import Fault
+from kvrs_testkit.scripted import Fault, Scripted
 
 pytestmark = pytest.mark.network
 
 LARGE = "x" * 100_000  # The body is one for aiohttp's server.
 BOTH = "'a', 'b'"
+QUICK = {"recovery": {"wait_s": 0.05, "role_wait_s": 0.05}}  # Requests wait for no instance.
 
 
 @pytest.fixture
 async def system() -> AsyncIterator[ModelsCluster]:
-    async with open_models_cluster("a", "b") as made:
+    async with open_models_cluster("a", "b", policy=QUICK) as made:
         yield made
 
 
@@ -117,6 +122,53 @@ async def test_a_model_that_is_down_leaves_the_other_as_it_is(system: ModelsClus
     assert (await system.get("/health"))[0] == 503
 
 
+async def test_a_model_that_was_never_up_has_its_name() -> None:
+    """It is asked for by it, and is not listed before it is up, as with one model."""
+    async with open_models_cluster("a", "b", pairs=1, down=["b"], policy=QUICK) as system:
+        for user in ("", LARGE):
+            status, answer = await system.complete("b", user=user)
+            assert (status, answer["error"]["type"]) == (503, "server_error")
+        assert (await system.complete("a"))[0] == 200
+        assert await system.get("/readyz") == (200, "a: ready\nb: no instance is up\n")
+        listed = msgspec.json.decode((await system.get("/v1/models"))[1])["data"]
+        assert [model["id"] for model in listed] == ["a"]
+        assert (await system.get("/v1/models/b"))[0] == 503
+
+
+async def test_an_alias_leads_to_the_model_that_has_it() -> None:
+    """Of both, to the first one; the name of a model comes before all aliases."""
+    aliases = {"a": ("of-a", "of-both", "b"), "b": ("of-b", "of-both")}
+
+    def prepare(instance: Scripted) -> None:
+        instance.names = ModelNames(aliases[instance.model], ())
+
+    async with open_models_cluster("a", "b", pairs=1, prepare=prepare) as system:
+        for name, model, other in (
+            ("of-a", "a", "b"),
+            ("of-b", "b", "a"),
+            ("of-both", "a", "b"),
+            ("b", "b", "a"),
+        ):
+            before = {each: system.prompts(each) for each in "ab"}
+            assert (await system.complete(name))[0] == 200
+            assert system.prompts(model) > before[model]
+            assert system.prompts(other) == before[other]
+        _, answer = await system.complete("c")
+        assert answer["error"]["message"].endswith("'a', 'b', 'of-a', 'of-both', 'of-b'")
+
+
+async def test_an_instance_of_another_name_is_refused() -> None:
+    """Its requests would be answered under a name that clients did not ask for."""
+
+    def prepare(instance: Scripted) -> None:
+        if instance.id == "db0":
+            instance.model = "c"
+
+    async with open_models_cluster("a", "b", prepare=prepare, up={"b": 3}) as system:
+        health = {row["id"]: row.get("reason") for row in (await system.state("b"))["instances"]}
+        assert health["db0"] == "model is 'c', cluster.served_name says 'b'"
+
+
 async def test_a_stream_stays_at_its_model_through_a_death(system: ModelsCluster) -> None:
     """The death is in the books of its own model only."""
     _, quiet = await system.complete("a", max_tokens=20)
@@ -159,8 +211,14 @@ async def test_a_request_is_counted_at_its_model(system: ModelsCluster) -> None:
         assert response.headers["X-Request-Id"] == "mine"
         assert response.headers["Server"] == "kvrs"
 
+    async with system.http.post(
+        f"{system.url}/v1/completions", json=asked | {"stream": True, "user": LARGE}
+    ) as response:
+        assert response.headers["Server"] == "kvrs"
+        assert "X-Request-Id" in response.headers
+
     counted = {name: await system.responses(name) for name in system.instances}
-    assert counted == {"a": {"404": 1.0}, "b": {"200": 3.0}}
+    assert counted == {"a": {"404": 1.0}, "b": {"200": 4.0}}
     assert (await system.state("b"))["proxies"][0]["id"] == "proxy-0-b"
     assert (await system.state("b"))["proxies"][0]["url"] == system.url
 
@@ -203,6 +261,30 @@ async def test_pages_may_read_what_is_refused(system: ModelsCluster) -> None:
                 ) as response:
                     allowed = response.headers["Access-Control-Allow-Origin"]
                     assert (response.status, allowed) == (status, "https://chat.example.org")
+
+
+async def test_a_body_is_read_and_held_once(system: ModelsCluster) -> None:
+    """By the port for the time of the choice, and by the model that it is for."""
+    script, gate = system.scripts["b"], asyncio.Event()
+    script.gate = gate
+    running = asyncio.create_task(system.complete("b", user=LARGE))
+    await system.until_streams("b", 1)
+    held = [(await system.samples(name, "kvrs_request_bytes"))[0].value for name in "ab"]
+    assert held[0] == 0
+    assert held[1] > len(LARGE)
+    gate.set()
+    assert (await running)[0] == 200
+
+
+async def test_a_body_that_was_read_is_given_once(system: ModelsCluster) -> None:
+    """The request, which lasts as long as its stream, does not keep it."""
+    parts = system.proxy.by_name["a"].parts
+    request = make_mocked_request("POST", "/v1/completions")
+    request[BODY] = b"{}"
+    with RequestUsage(ByteBudget(1000, 100), "") as held:
+        assert await parts.api.admissions.bodies.read(request, held) == b"{}"
+        assert held.size_bytes == 2
+    assert BODY not in request
 
 
 async def test_a_body_that_is_too_long_is_refused_by_size(system: ModelsCluster) -> None:
