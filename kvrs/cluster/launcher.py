@@ -265,11 +265,18 @@ class Cluster:
         kinds = Counter(process.kind for process in self.processes.values())
         counts = " and ".join(f"{count} {kind}s" for kind, count in kinds.items())
         self._progress(f"starting {counts}")
-        supervisor = self.supervisor
-        supervisor.start(self.processes.values(), self.config)
-        wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
+        self.supervisor.start(self.processes.values(), self.config)
+        self._bring_up()
+
+    def _bring_up(self) -> None:
+        """Wait for the processes that were started, and start the proxies."""
+        self._wait_ready()
         self._start_proxies()
         self.wait_all_up()
+
+    def _wait_ready(self) -> None:
+        supervisor = self.supervisor
+        wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
 
     def renew(self, config: Config, launch: UpCommand | None = None) -> None:
         """Start processes with another configuration of this cluster from now on.

@@ -85,8 +85,12 @@ class ModelCluster(Cluster):
     def _write_proxies(self, config: Config) -> None:
         self._tell(config.model_copy(update={"proxy": self._proxy_settings[0]}))
 
-    def _start_proxies(self) -> None:
-        """There is one for all models, which is started when they are up."""
+    def _bring_up(self) -> None:
+        """The processes of all models start at the same time."""
+
+    def wait_ready(self) -> None:
+        """Raises LaunchError: a process did not start."""
+        self._wait_ready()
 
     def write_proxy(self, config: Config) -> None:
         self._run.write_config(config, config.proxy.id)
@@ -128,6 +132,8 @@ class ModelClusters:
             self._signals.interrupt()
             for cluster in self.by_name.values():
                 self._stack.enter_context(cluster)
+            for cluster in self.by_name.values():
+                cluster.wait_ready()
             self._start_proxy()
             self._signals.hand_back()
         except BaseException:
