@@ -79,6 +79,7 @@ class Cluster:
     _admin_token: bytes | None = None  # Of the proxies' admin ports.
     _fleet: Sequence[Mapping[str, Any]] = ()  # As the proxies had it last.
     _new_signals = EndingSignals
+    _taken: set[int] | None = None  # Ports of other clusters of this process.
     _untold: str | None = None  # Why processes are not told of it, which is tried again.
 
     def __init__(
@@ -111,7 +112,10 @@ class Cluster:
     def __enter__(self) -> Self:
         check_home(self._asked, os.environ)
         config, *others = resolve_all(
-            self._asked, self._proxy_settings, nodes_too=self._remote is None
+            self._asked,
+            self._proxy_settings,
+            nodes_too=self._remote is None,
+            taken=self._taken,
         )
         self._proxy_settings = [config.proxy, *(other.proxy for other in others)]
         self._signals = self._new_signals()

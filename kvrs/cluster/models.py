@@ -76,10 +76,14 @@ class ModelCluster(Cluster):
         config: Config,
         progress: Progress,
         launch: UpCommand | None,
+        taken: set[int],
         tell: Callable[[Config], None],
     ) -> None:
-        """`tell` gets the configuration that the proxy has of this model, whenever it changes."""
+        """`taken`: ports of all models; `tell` gets the configuration that the proxy has of this
+        one, whenever it changes.
+        """
         super().__init__(config, progress, launch=launch)
+        self._taken = taken
         self._tell = tell
 
     def _write_proxies(self, config: Config) -> None:
@@ -115,9 +119,10 @@ class ModelClusters:
         self._base = config
         self._progress = progress
         self._told: dict[str, Config] = {}
+        taken: set[int] = set()
         self.by_name = {
             name: ModelCluster(
-                own, partial(self._say, name), launch, partial(self._told.__setitem__, name)
+                own, partial(self._say, name), launch, taken, partial(self._told.__setitem__, name)
             )
             for name, own in configs_of(config).items()
         }

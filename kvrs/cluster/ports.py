@@ -67,10 +67,15 @@ def resolve_ports(config: Config) -> Config:
 
 
 def resolve_all(
-    config: Config, proxies: Sequence[ProxySettings], *, nodes_too: bool = True
+    config: Config,
+    proxies: Sequence[ProxySettings],
+    *,
+    nodes_too: bool = True,
+    taken: set[int] | None = None,
 ) -> list[Config]:
     """The same for several proxies of one cluster: a configuration for each, in which the others
-    are its peers. Without `nodes_too` instances and agents are on other machines.
+    are its peers. Without `nodes_too` instances and agents are on other machines. No port is chosen
+    that is `taken` by other clusters of this process; those that are chosen are added.
 
     Raises:
         ConfigError: a given port is in use, or given twice; the message names it.
@@ -78,7 +83,7 @@ def resolve_all(
     document = config.model_dump(mode="json")
     sections = [proxy.model_dump(mode="json") for proxy in proxies]
     nodes = document["cluster"]["nodes"] if nodes_too else []
-    _choose(_wanted(config, nodes, sections))
+    _choose(_wanted(config, nodes, sections), set() if taken is None else taken)
     for section in sections if len(sections) > 1 else ():
         section["peers"] = [
             {
@@ -122,12 +127,12 @@ def _wanted(config: Config, nodes: list[Any], sections: list[Any]) -> list[tuple
     return wanted
 
 
-def _choose(wanted: list[tuple[Any, str, str]]) -> None:
+def _choose(wanted: list[tuple[Any, str, str]], taken: set[int]) -> None:
     """Replace every port 0 by a free port; raises ConfigError for given ports that are not
     available.
     """
     faults: list[str] = []
-    taken = {port for section, key, _ in wanted if section[key] for port in _span(section, key)}
+    taken |= {port for section, key, _ in wanted if section[key] for port in _span(section, key)}
     names: dict[tuple[str, int], str] = {}
     with contextlib.ExitStack() as held:
         for section, key, name in wanted:
