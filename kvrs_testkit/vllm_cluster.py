@@ -82,9 +82,10 @@ def document(
     ]
     proxy = {"port": 0, "admin_port": 0, "load_interval_s": 0.05, "self_test": False}
     proxy |= sections.pop("proxy", {})
+    cluster = {"backend": "vllm", "model": model, "nodes": nodes, **sections.pop("cluster", {})}
     return {
         "proxy": proxy,
-        "cluster": {"backend": "vllm", "model": model, "nodes": nodes},
+        "cluster": cluster,
         "profiles": {"prefill": "opt-13b-a100-distserve-tp1"},
         **sections,
     }

@@ -28,6 +28,7 @@ from kvrs.config.file import (
     parse_config,
     read_secrets,
 )
+from kvrs.config.models import faults_of_all
 from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
@@ -244,8 +245,11 @@ def _up_models(
     ports = {key: value for key, value in of_proxy.items() if value is not None}
     document = document_of(given)
     asked = parse_config(document | {"proxy": document.get("proxy", {}) | ports})
-    for config in configs_of(asked).values():
-        _check_exposure(config, source)
+    found = [
+        faults_in(partial(check_exposure, each, os.environ)) for each in configs_of(asked).values()
+    ]
+    if faults := faults_of_all(asked.models, found):
+        raise ConfigError(list(map(source.located, faults)))
     return asked
 
 

@@ -141,18 +141,17 @@ def parse_config(document: Any) -> Config:
 
 
 def configs_of(config: Config) -> dict[str, Config]:
-    """The whole configuration of each model of a file with `models`, by name.
-
-    Raises:
-        ConfigError: with one line per fault.
-    """
+    """The whole configuration of each of `models`, by name. Raises ConfigError."""
     faults = list(several.faults_of_entries(config, config.models)) if config.models else []
     found: dict[str, Config] = {}
+    wrong: list[list[str]] = []
     for index, model in enumerate(config.models if not faults else ()):
+        wrong.append([])
         try:
             found[model.name] = parse_config(several.document_for(config, config.models, index))
         except ConfigError as error:
-            faults += [several.named_as_in_file(fault, model, index) for fault in error.faults]
+            wrong[-1] = error.faults
+    faults += several.faults_of_all(config.models, wrong)
     if faults or (faults := list(several.faults_between(found))):
         raise ConfigError(faults)
     return found

@@ -204,7 +204,19 @@ def joined(base: Settings, documents: Mapping[str, Mapping[str, Any]]) -> dict[s
     return document
 
 
-def named_as_in_file(fault: str, model: ModelSettings, index: int) -> str:
+def faults_of_all(models: Sequence[ModelSettings], found: Sequence[Sequence[str]]) -> list[str]:
+    """The faults that were found of each model; one that all have once, as the file's."""
+    shared = set.intersection(*map(set, found)) if len(found) > 1 else set()
+    named: list[str] = []
+    for index, faults in enumerate(found):
+        for fault in faults:
+            own = _named(fault, models[index], index)
+            is_files = fault in shared and not own.startswith("models.")
+            named.append(fault if is_files else own)
+    return list(dict.fromkeys(named))
+
+
+def _named(fault: str, model: ModelSettings, index: int) -> str:
     """A fault of one model's configuration: with the path in the file of the setting it names."""
     found = re.match(r"([a-z_]+)\.?([a-z_]*)", fault)
     own = given_by(model).get(found[1]) if found is not None else None

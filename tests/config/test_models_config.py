@@ -144,12 +144,16 @@ def test_a_fault_has_the_path_in_the_file(document: dict[str, Any], fault: str) 
 def test_a_fault_of_a_shared_section_names_the_model() -> None:
     """Also where the entry has another key of the section."""
     document = two(backup={"mode": "remote"})
+    (of_both,) = faults_of(document)
     document["models"][1] |= {"backup": {"capacity_bytes": 1 << 30}}
-    found = faults_of(document)
+    assert faults_of(document) == [of_both]
+    for entry_of in document["models"]:
+        entry_of["backup"] = {"mode": "remote"}
+    assert faults_of(document) == [f"models.{index}.{of_both}" for index in (0, 1)]
+    document["models"][1] |= {"backup": {"capacity_bytes": 1 << 30}}
+    document["models"][0] |= {"backup": {"mode": "off"}}
 
-    assert found[0].endswith("(model 'a')")
-    assert found[1].startswith("backup.mode: got")
-    assert found[1].endswith("(model 'org/b-1.5')")
+    assert faults_of(document) == [f"{of_both} (model 'org/b-1.5')"]
 
 
 def test_what_is_written_for_a_proxy_is_read_as_it_was() -> None:

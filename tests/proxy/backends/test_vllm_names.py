@@ -257,3 +257,25 @@ async def test_what_is_answered_whole_goes_to_an_instance_with_the_adapter(vllms
 
     assert system.servers["d0"].bodies == []
     assert sum(len(server.bodies) for server in system.servers.values()) == 8
+
+
+async def test_a_name_of_the_configuration_is_the_model(vllms: Builder) -> None:
+    """Of the names of vLLM, the first of which is an alias then."""
+    system = await vllms(prepare=everywhere, cluster={"served_name": "alias"})
+
+    assert [*await listed(system)] == ["alias", "tiny", "lora1"]
+
+
+async def test_a_name_that_vllm_does_not_have_is_refused(vllms: Builder) -> None:
+    system = await vllms(prepare=everywhere, cluster={"served_name": "other"}, wait=False)
+
+    async def holds() -> bool:
+        rows = (await system.state())["instances"]
+        return all(row["health"] == "refused" for row in rows)
+
+    await system.until(holds)
+    async with system.http.get(f"{system.url}/readyz") as answer:
+        assert (
+            "its /v1/models names no 'other', which cluster.served_name asks for"
+            in await answer.text()
+        )
