@@ -252,7 +252,11 @@ class ModelClusters:
         for cluster in self.by_name.values():
             cluster.follow_fleet()
         if self._told != before:
-            self._write_file()
+            try:
+                self._write_file()
+            # Two models have an instance of the same id now; or a disk is full.
+            except (ConfigError, OSError) as error:
+                self._progress(f"the next start of the proxy does not know of others: {error}")
 
     def renew(self, config: Config, launch: UpCommand | None = None) -> None:
         """Raises ConfigError: it differs in more than a running cluster can change; nothing has

@@ -294,6 +294,22 @@ async def test_a_body_that_is_too_long_is_refused_by_size(system: ModelsCluster)
         assert (await small.complete("c", user=LARGE))[0] == 413
 
 
+async def test_a_model_that_is_full_leaves_the_other_its_room() -> None:
+    models = {"a": {"proxy": {"max_streams": 1}}}
+    async with open_models_cluster("a", "b", pairs=1, models=models, policy=QUICK) as system:
+        gate = asyncio.Event()
+        for script in system.scripts.values():
+            script.gate = gate
+        running = [asyncio.create_task(system.complete(model)) for model in ("a", "b")]
+        await system.until_streams("a", 1)
+        status, answer = await system.complete("a")
+        assert (status, answer["error"]["message"]) == (503, "1 of 1 streams are open")
+        running.append(asyncio.create_task(system.complete("b")))
+        await system.until_streams("b", 2)
+        gate.set()
+        assert [(await each)[0] for each in running] == [200, 200, 200]
+
+
 async def test_all_models_drain_together(system: ModelsCluster) -> None:
     """A stream of either runs to its end; new requests are refused."""
     script, gate = system.scripts["b"], asyncio.Event()
