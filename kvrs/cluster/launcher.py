@@ -274,13 +274,10 @@ class Cluster:
 
     def _bring_up(self) -> None:
         """Wait for the processes that were started, and start the proxies."""
-        self._wait_ready()
-        self._start_proxies()
-        self.wait_all_up()
-
-    def _wait_ready(self) -> None:
         supervisor = self.supervisor
         wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
+        self._start_proxies()
+        self.wait_all_up()
 
     def renew(self, config: Config, launch: UpCommand | None = None) -> None:
         """Start processes with another configuration of this cluster from now on.

@@ -13,7 +13,7 @@ from kvrs.cluster.launcher import STOP_TIMEOUT_S, Cluster
 from kvrs.cluster.processes import LaunchError, Process, Progress
 from kvrs.cluster.proxies import ProxyProcess
 from kvrs.cluster.signals import EndingSignals
-from kvrs.cluster.supervised import ProcessStatus, StartWait
+from kvrs.cluster.supervised import ProcessStatus, StartWait, wait_ready
 from kvrs.config.file import Config, configs_of, parse_config
 from kvrs.config.models import joined
 from kvrs.config.origin import UpCommand
@@ -94,7 +94,8 @@ class ModelCluster(Cluster):
 
     def wait_ready(self) -> None:
         """Raises LaunchError: a process did not start."""
-        self._wait_ready()
+        supervisor = self.supervisor
+        wait_ready(self.processes, supervisor.status, supervisor.log_tail, self._progress)
 
     def write_proxy(self, config: Config) -> None:
         self._run.write_config(config, config.proxy.id)

@@ -260,7 +260,7 @@ async def test_what_is_answered_whole_goes_to_an_instance_with_the_adapter(vllms
 
 
 async def test_a_name_of_the_configuration_is_the_model(vllms: Builder) -> None:
-    """Of the names of vLLM, the first of which is an alias then."""
+    """The first of vLLM's names is an alias then."""
     system = await vllms(prepare=everywhere, cluster={"served_name": "alias"})
 
     assert [*await listed(system)] == ["alias", "tiny", "lora1"]

@@ -136,7 +136,7 @@ async def test_a_model_that_was_never_up_has_its_name() -> None:
 
 
 async def test_an_alias_leads_to_the_model_that_has_it() -> None:
-    """Of both, to the first one; the name of a model comes before all aliases."""
+    """One that both have leads to the first; names of models come before all aliases."""
     aliases = {"a": ("of-a", "of-both", "b"), "b": ("of-b", "of-both")}
 
     def prepare(instance: Scripted) -> None:
