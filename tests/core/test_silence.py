@@ -14,6 +14,7 @@ from kvrs.core.fleet.silence import (
 )
 from kvrs.core.live import LiveStream
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs.sim.streams import Arrival, SimJournal
 from tests.core.control_world import make_config
 
@@ -123,3 +124,15 @@ def test_a_stream_waits_for_its_instance_where_no_other_could_take_it() -> None:
     gaps_s.append(progress.token_gap_s(live, D0, 6.5, 8.0))
 
     assert gaps_s == [SHORTEST_SILENCE_S, 10.0, 7.0, 7.0, SHORTEST_SILENCE_S]
+
+
+def test_a_first_token_may_take_the_queue_and_a_re_forming_longer() -> None:
+    """Both are those of the last report of the instance."""
+    instances = Instances(make_config([P0, D0], PolicySettings(), SloSettings(), BackupSettings()))
+    progress = InstanceProgress(instances, 10.0, lambda instance, is_heard: True)
+    unknown_s = progress.first_token_timeout_s(D0)
+    reforming = ReformingReport(1, "restart", 3.0, 1, [1], 0)
+
+    instances.known[D0].load = LoadReport(1, 0, 0, 9, 2.0, [], reforming=reforming)
+
+    assert (unknown_s, progress.first_token_timeout_s(D0)) == (10.0, 15.0)

@@ -4,13 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrs.config.policy import PolicyName
+from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core import rules
+from kvrs.core.books.slots import SlotBook
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import Books
 from kvrs.core.rules.auto import AUTO
 from kvrs.core.rules.base import cheapest
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from tests.core.policy_harness import member
 
@@ -83,6 +87,24 @@ def test_no_option_within_the_budget_means_abort() -> None:
         rules.BY_NAME[PolicyName.ALWAYS_MIGRATE].decide(estimates, budget_s=2.0).option
         is Option.MIGRATE
     )
+
+
+def test_tokens_at_a_slower_instance_count_for_the_choice_and_not_for_the_budget() -> None:
+    """The budget is that of the next token."""
+    settings = PolicySettings(lookahead_tokens=4)
+    view, target = ClusterView(1e9), member("d1")
+    stream = Stream(StreamId("s"), 0, 64, 0.0, produced_tokens=8, prefilled=True)
+    books = Books(view, SlotBook(1), settings)
+    (usual,) = AUTO.weigh(books, stream, [target], 0.0)
+
+    target.set_pace(2.0, 1.0, token_s=0.5)
+    (slower,) = AUTO.weigh(books, stream, [target], 0.0)
+
+    assert slower.lookahead_s == 2.0
+    assert slower.next_token_s == pytest.approx(usual.total_s)
+    later = Estimate(Option.MIGRATE, D, 3.0, lookahead_s=2.0)
+    computed = Estimate(Option.RECOMPUTE, D, 2.9, at_target_s=1.0)
+    assert AUTO.decide([later, computed], 2.95, others=1) == later
 
 
 TIMES_S = st.floats(0, 100)
