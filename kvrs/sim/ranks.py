@@ -6,6 +6,7 @@ What is simulated is which rank has what (`kvrs/sim/rank_model.py`), and when it
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -32,7 +33,7 @@ from kvrs.elastic.reforming import (
     Serve,
     UnitArrived,
 )
-from kvrs.elastic.speed import Shares, shares
+from kvrs.elastic.speed import shares
 from kvrs.elastic.units import Unit
 from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
 from kvrs.protocol.instance import ReformingReport
@@ -58,6 +59,7 @@ class SimRanks:
         self._ready_s = 0.0
         layout = hybrid(model.units, staged(model.units.layers, [range(count)]), split=model.split)
         # The pace is that of experts which are all chosen equally often.
+        self._shares = partial(shares, units=model.units, tiles=model.tiles)
         self._full = shares(layout, model.units)
         # The factors are those of this layout.
         self._paced, self._factors = layout, self._shares(layout).factors(self._full)
@@ -170,9 +172,6 @@ class SimRanks:
         layout = self._layout
         own = ranks.intersection(layout.ranks)
         return frozenset(cell for rank in own for cell in layout.cells(rank, page))
-
-    def _shares(self, layout: Layout) -> Shares:
-        return shares(layout, self._model.units, self._model.tiles)
 
     def _step_s(self, layout: Layout) -> float:
         """Seconds of a decoding step, as an engine predicts it for its layouts."""
