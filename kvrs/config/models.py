@@ -137,6 +137,9 @@ def _made_own(
         {"id": f"{peer.id}-{suffix}", "host": peer.host, "peer_port": peer.peer_port + index}
         for peer in whole.peers
     ]
+    if (numbered := whole.numbered_peers) is not None:
+        changes = {"id": f"{numbered.id}-{suffix}", "peer_port": numbered.peer_port + index}
+        found["numbered_peers"] = numbered.model_dump(mode="json") | changes
     if whole.event_log is not None:
         given = Path(whole.event_log)
         found["event_log"] = str(given.with_name(f"{given.stem}.{suffix}{given.suffix}"))
@@ -164,6 +167,11 @@ def faults_of_entries(base: Settings, models: Sequence[ModelSettings]) -> Iterat
     for peer in proxy.peers:
         if peer.workers > 1:
             yield f"proxy.peers: {peer.id!r} has {peer.workers} workers; allowed beside models: 1"
+    if proxy.numbered_peers is not None and proxy.numbered_peers.workers > 1:
+        yield (
+            f"proxy.numbered_peers.workers: got {proxy.numbered_peers.workers} beside models; "
+            f"allowed: 1"
+        )
     seen: dict[str, int] = {}
     for index, model in enumerate(models):
         if (other := seen.setdefault(model.suffix, index)) != index:

@@ -79,6 +79,23 @@ def test_each_model_has_ports_ids_and_a_share_of_its_own() -> None:
     assert a.body_budget_bytes == (512 << 20) // 3
 
 
+def test_numbered_peers_are_those_with_the_same_model() -> None:
+    numbered = {"id": "kvrs-*", "host": "kvrs-*.peers", "peer_port": 8100, "most": 3}
+    proxy = {"id": "kvrs-1", "peer_host": "10.0.0.1", "peer_port": 8100, "numbered_peers": numbered}
+
+    _, b = configs_of(parse_config(two(proxy=proxy))).values()
+
+    assert b.proxy.numbered_peers is not None
+    others = b.proxy.numbered_peers.others(b.proxy.id)
+    assert [(each.id, each.host, each.peer_port) for each in others] == [
+        ("kvrs-0-org-b-1-5", "kvrs-0.peers", 8101),
+        ("kvrs-2-org-b-1-5", "kvrs-2.peers", 8101),
+    ]
+    assert faults_of(two(proxy=proxy | {"numbered_peers": numbered | {"workers": 2}})) == [
+        "proxy.numbered_peers.workers: got 2 beside models; allowed: 1"
+    ]
+
+
 def test_a_share_is_never_below_what_a_proxy_needs() -> None:
     document = two(proxy={"mirror_bytes": 1 << 20, "body_budget_bytes": 16 << 20, "max_streams": 1})
 
