@@ -98,7 +98,6 @@ def up(
     from kvrs.tracing.settings import trace_settings
 
     of_proxy = {"port": port, "admin_port": admin_port, "workers": workers}
-    of_instances = {"tp": tp, "pp": pp}
     environ = None if no_env else os.environ
     read_config = partial(
         _up_config,
@@ -113,7 +112,8 @@ def up(
         of_proxy,
         backend,
         distserve_home,
-        of_instances,
+        {"tp": tp, "pp": pp},
+        ray,
     )
     settings = read_config()
     needed = "engine" if ray is None else "ray"
@@ -179,6 +179,7 @@ def _up_config(
     backend: Backend | None,
     distserve_home: Path | None,
     of_instances: Mapping[str, int | None],
+    ray: str | None = None,
 ) -> Config:
     """The settings of file and preset, or of the demo, overridden by the command line."""
     asked_nodes = _asked_nodes(config, nodes, pipelines, of_instances)
@@ -197,6 +198,7 @@ def _up_config(
             "--draft": draft,
             "--backend": backend,
             "--distserve-home": distserve_home,
+            "--ray": ray,
             **{f"--{key}": value for key, value in of_instances.items()},
         }
         return _up_models(given, source, of_proxy, others)

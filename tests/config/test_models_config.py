@@ -231,10 +231,12 @@ def load_config_of(file: Path) -> Config:
 
 
 def test_up_refuses_options_that_are_settings_of_each_model(file: Path) -> None:
-    found = CliRunner().invoke(app, ["up", "--config", str(file), "--tp", "2", "--proxies", "2"])
+    options = ["--tp", "2", "--proxies", "2", "--ray", "127.0.0.1:1"]
+    found = CliRunner().invoke(app, ["up", "--config", str(file), *options])
 
     assert isinstance(found.exception, ConfigError)
     assert [fault.partition(";")[0] for fault in found.exception.faults] == [
         "--proxies: got 2 beside models",
+        "--ray: got 127.0.0.1:1 beside models",
         "--tp: got 2 beside models",
     ]
