@@ -2,10 +2,11 @@
 
 Stages split a model by layers. Within a stage each KV head of a layer is either partitioned (one
 rank has it, for all sequences) or spread (every rank has its weights, and each sequence's cells of
-it are on one rank: `placing.py`); each tile of the MLP has one owner. The head's tiles belong to
-ranks of the last stage. No bit of a result depends on a layout, so it may change at any batch; its
-number rises with each change. The ranks are numbers that stay with a process for its life: a layout
-of the survivors of a loss has a gap.
+it are on one rank: `placing.py`); each tile of the MLP has one owner. Other ranks of the stage may
+have copies of experts, and then compute some of their rows (`experts.py`). The head's tiles belong
+to ranks of the last stage. No bit of a result depends on a layout, so it may change at any batch;
+its number rises with each change. The ranks are numbers that stay with a process for its life: a
+layout of the survivors of a loss has a gap.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,10 @@ from kvrs.elastic.units import COMMON, Unit, UnitKind, Units
 from kvrs.errors import LayoutError
 
 SPREAD: Final = -1  # In place of an owner.
+
+# By layer, the copies of its units of the MLP: place and rank, in ascending order. None where no
+# unit has a copy.
+Copies = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class Layout:
     vocabulary: tuple[int, ...]  # Of each tile: a rank of the last stage.
     # Turns by layer, then by base; each layer has as many bases. None where no head is spread.
     turns: Turns = ()
+    copies: Copies = ()  # Of units of experts, on ranks beside their owners.
 
     @property
     def bases(self) -> int:
@@ -90,8 +96,14 @@ class Layout:
         return of_layer[base % len(of_layer)]
 
     def tiles(self, rank: int, layer: int) -> tuple[int, ...]:
-        """Tiles of a layer's MLP that this rank has."""
-        return _owned(self.mlp[layer], rank)
+        """Tiles of a layer's MLP that this rank has, as their owner or as copies."""
+        own = _owned(self.mlp[layer], rank)
+        copied = [place for place, other in self.copies_of(layer) if other == rank]
+        return tuple(sorted((*own, *copied))) if copied else own
+
+    def copies_of(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """Place and rank of each copy of a unit of the layer's MLP."""
+        return self.copies[layer] if self.copies else ()
 
     def vocabulary_tiles(self, rank: int) -> tuple[int, ...]:
         return _owned(self.vocabulary, rank)
@@ -105,7 +117,8 @@ class Layout:
                 owner = self.attention[unit.layer][unit.place]
                 return self.stage_at(unit.layer).ranks if owner == SPREAD else (owner,)
             case UnitKind.MLP:
-                return (self.mlp[unit.layer][unit.place],)
+                copies = [rank for at, rank in self.copies_of(unit.layer) if at == unit.place]
+                return (self.mlp[unit.layer][unit.place], *copies)
             case UnitKind.VOCABULARY:
                 return (self.vocabulary[unit.place],)
 
@@ -119,6 +132,9 @@ class Layout:
                     for place, owner in enumerate(owners[layer])
                     if owner in (rank, SPREAD)
                 }
+            units |= {
+                Unit(UnitKind.MLP, layer, at) for at, own in self.copies_of(layer) if own == rank
+            }
         units |= {Unit(UnitKind.VOCABULARY, 0, place) for place in self.vocabulary_tiles(rank)}
         return frozenset(units)
 
@@ -222,8 +238,26 @@ def validate(layout: Layout, units: Units) -> None:
                 _validate_owners(f"{what} of layer {layer}", owners[layer], counts[layer], stage)
     if any(SPREAD in owners for owners in layout.attention):
         _validate_turns(layout)
+    _validate_copies(layout, units)
     last = layout.stages[-1]
     _validate_owners("vocabulary", layout.vocabulary, len(units.vocabulary_bytes), last)
+
+
+def _validate_copies(layout: Layout, units: Units) -> None:
+    if layout.copies and len(layout.copies) != units.layers:
+        raise LayoutError(f"copies of {len(layout.copies)} layers, the model has {units.layers}")
+    for layer, copies in enumerate(layout.copies):
+        owners, ranks = layout.mlp[layer], layout.stage_at(layer).ranks
+        if copies and (not units.expert_parts or layer in units.dense_layers):
+            raise LayoutError(f"copies in layer {layer}, which has no experts")
+        if list(copies) != sorted(set(copies)):
+            raise LayoutError(f"copies of layer {layer}: each once and in ascending order")
+        for place, rank in copies:
+            if place not in range(len(owners)) or rank not in ranks or rank == owners[place]:
+                raise LayoutError(
+                    f"a copy of unit {place} of layer {layer} on rank {rank}; allowed: of units 0 "
+                    f"to {len(owners) - 1}, on other ranks of {ranks} than their owner"
+                )
 
 
 def _validate_turns(layout: Layout) -> None:

@@ -6,10 +6,13 @@ no rank has two more of a layer than another. They are dealt in runs that begin 
 which keeps whole the subtrees of the sum. Of the KV heads every rank has `heads // ranks` of its
 own, and the rest is spread. The turns of ranks that are lost are dealt to the others; where ranks
 join, all turns are dealt anew.
+
+A unit of which a rank that stays has a copy becomes that rank's, and nothing of it is moved; only
+the others are dealt.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
 from kvrs.elastic.layouts import SPREAD, Layout, Stage, fresh_turns, validate
@@ -19,11 +22,16 @@ from kvrs.errors import LayoutError
 
 
 def reshaped(
-    before: Layout, units: Units, ranks: Sequence[Sequence[int]], *, spread: bool = True
+    before: Layout,
+    units: Units,
+    ranks: Sequence[Sequence[int]],
+    *,
+    spread: bool = True,
+    copies: bool = True,
 ) -> Layout:
     """The layout of these ranks, given for each stage: survivors, and perhaps ranks that join.
     Without `spread` the KV heads that are left over go to one rank each, as tiles do. A stage with
-    the ranks that it had keeps what each of them has.
+    the ranks that it had keeps what each of them has. Without `copies` units have one owner each.
 
     Raises:
         LayoutError: a stage has no rank.
@@ -35,24 +43,35 @@ def reshaped(
         stages.append(Stage(stage.first, stage.last, tuple(sorted(group))))
     given: Counter[int] = Counter()  # Bytes that each rank did not have before.
     attention, mlp = [], []
+    left: list[set[tuple[int, int]]] = []  # Copies of each layer.
     for stage, old in zip(stages, before.stages, strict=True):
         for layer in stage.layers:
             owners = before.attention[layer]
+            kept = {copy for copy in before.copies_of(layer) if copy[1] in stage.ranks}
             if stage == old:
                 attention.append(owners)
                 mlp.append(before.mlp[layer])
+                left.append(kept)
                 continue
             attention.append(
                 _heads(owners, stage, units, given)
                 if spread
                 else _tiles(owners, stage.ranks, units.attention_bytes, given)
             )
-            mlp.append(_tiles(before.mlp[layer], stage.ranks, units.mlp_of(layer), given))
+            own = _tiles(before.mlp[layer], stage.ranks, units.mlp_of(layer), given, kept)
+            mlp.append(own)
+            left.append(kept - set(enumerate(own)))
     last = stages[-1].ranks
     vocabulary = _tiles(before.vocabulary, last, units.vocabulary_bytes, given)
     turns = _turns(before, stages) if any(SPREAD in owners for owners in attention) else ()
     after = Layout(
-        before.number + 1, tuple(stages), tuple(attention), tuple(mlp), vocabulary, turns
+        number=before.number + 1,
+        stages=tuple(stages),
+        attention=tuple(attention),
+        mlp=tuple(mlp),
+        vocabulary=vocabulary,
+        turns=turns,
+        copies=tuple(tuple(sorted(own)) for own in left) if copies and any(left) else (),
     )
     validate(after, units)
     return after
@@ -124,12 +143,19 @@ def _heads(
 
 
 def _tiles(
-    owners: Sequence[int], ranks: Sequence[int], sizes: Sequence[int], given: Counter[int]
+    owners: Sequence[int],
+    ranks: Sequence[int],
+    sizes: Sequence[int],
+    given: Counter[int],
+    copies: Collection[tuple[int, int]] = (),
 ) -> tuple[int, ...]:
+    owners, is_given = _given_to_copies(owners, ranks, copies)
     own = {rank: [tile for tile, owner in enumerate(owners) if owner == rank] for rank in ranks}
     loose = [tile for tile, owner in enumerate(owners) if owner not in own]
     counts = {rank: len(tiles) for rank, tiles in own.items()}
     quotas = _quotas(counts, len(loose), given)
+    if is_given and any(counts[rank] > quotas[rank] for rank in ranks):
+        quotas = _filled(counts, len(loose), given)
     for rank in ranks:  # Only where ranks join: what is too much goes to them.
         while counts[rank] > quotas[rank]:
             loose.append(own[rank].pop())
@@ -143,6 +169,34 @@ def _tiles(
             result[tile] = rank
             given[rank] += sizes[tile]
     return tuple(result)
+
+
+def _given_to_copies(
+    owners: Sequence[int], ranks: Sequence[int], copies: Collection[tuple[int, int]]
+) -> tuple[list[int], bool]:
+    """Owners among whom a tile of a rank that is gone is given to one that has a copy of it, the
+    one with fewest tiles; and whether any is.
+    """
+    result = list(owners)
+    counts = Counter(owners)
+    found: dict[int, list[int]] = {}
+    for place, rank in sorted(copies):
+        if owners[place] not in ranks:
+            found.setdefault(place, []).append(rank)
+    for place, holders in found.items():
+        result[place] = min(holders, key=lambda rank: (counts[rank], rank))
+        counts[result[place]] += 1
+    return result, bool(found)
+
+
+def _filled(counts: dict[int, int], loose: int, given: Counter[int]) -> dict[int, int]:
+    """How many tiles each rank comes to have where none gives any away: those that have fewest get
+    the loose ones.
+    """
+    quotas = dict(counts)
+    for _ in range(loose):
+        quotas[min(quotas, key=lambda rank: (quotas[rank], given[rank], rank))] += 1
+    return quotas
 
 
 def _quotas(counts: dict[int, int], loose: int, given: Counter[int]) -> dict[int, int]:

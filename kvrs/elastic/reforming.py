@@ -1,7 +1,8 @@
 """The state machine of an instance whose ranks change, which its head drives.
 
     SERVING --loss--> (freeze, choose a way) --> MOVING --all is there--> JOINING --probe--> SERVING
-    SERVING --a rank leaves or is offered--> MOVING, while the others serve --> JOINING --> SERVING
+    SERVING --a rank leaves or is offered, or the load of experts has shifted--> MOVING, while the
+            ranks serve --> JOINING --> SERVING
 
 A further loss at any point starts again with what has arrived, in a new epoch; reports of an older
 epoch still count as bytes that are there, and as nothing else. Where no way is left the instance is
@@ -58,6 +59,13 @@ class RankOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadShifted:
+    """Other copies of experts would pay than there are (`experts.rebalance`)."""
+
+    layout: Layout  # Of the same ranks and owners.
+
+
+@dataclass(frozen=True, slots=True)
 class UnitArrived:
     epoch: int
     rank: int
@@ -86,7 +94,16 @@ class RoomMissing:
     reason: str
 
 
-Event = RanksLost | RankLeaving | RankOffered | UnitArrived | RankJoined | ProbeEnded | RoomMissing
+Event = (
+    RanksLost
+    | RankLeaving
+    | RankOffered
+    | LoadShifted
+    | UnitArrived
+    | RankJoined
+    | ProbeEnded
+    | RoomMissing
+)
 
 
 # What to do.
@@ -183,6 +200,8 @@ class Reforming:
                     ],
                     frozenset({event.rank}),
                 )
+            case LoadShifted():
+                return self._shift(event.layout)
             case UnitArrived():
                 return self._arrived_at(event)
             case RankJoined():
@@ -292,7 +311,15 @@ class Reforming:
         """Ranks change while the others serve; only from the calm."""
         if self.phase is not ReformingPhase.SERVING or fresh & set(self.layout.ranks):
             return []
-        choice = resize.to(self._situation, groups, fresh)
+        return self._change_to(resize.to(self._situation, groups, fresh))
+
+    def _shift(self, after: Layout) -> list[Action]:
+        """Copies move while the ranks serve; only from the calm, and of the layout that serves."""
+        if self.phase is not ReformingPhase.SERVING or after.stages != self.layout.stages:
+            return []
+        return self._change_to(resize.shifted(self._situation, after))
+
+    def _change_to(self, choice: PossibleWay | None) -> list[Action]:
         if choice is None:
             return []
         self.epoch += 1

@@ -8,10 +8,11 @@ OPT-66B on A100 the step of degree 3 is predicted within 4 % from degrees 2 and 
 from degree 2 alone (2026-11-23).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrs.elastic.experts import divided, pieces_of
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.units import Units
 
@@ -38,6 +39,7 @@ class Shares:
 
 
 def shares(layout: Layout, units: Units) -> Shares:
+    """Shares where all experts are chosen equally often; those with copies are divided."""
     cells = weights = rows = 0.0
     attention = sum(units.attention_bytes)
     for stage in layout.stages:
@@ -45,16 +47,22 @@ def shares(layout: Layout, units: Units) -> Shares:
             spread = len(layout.spread(layer))
             own = max(len(layout.heads(rank, layer)) for rank in stage.ranks)
             sizes = units.mlp_of(layer)
-            tiles = max(
-                sum(sizes[tile] for tile in layout.tiles(rank, layer)) for rank in stage.ranks
-            )
+            tiles = max(_tiles_bytes(layout, layer, sizes).values())
             heads = len(units.attention_bytes)
-            divided = (own + spread / len(stage.ranks)) / heads
-            cells += divided
+            share = (own + spread / len(stage.ranks)) / heads
+            cells += share
             weights += attention * (own + spread) / heads + tiles
-            rows += attention * divided + tiles
+            rows += attention * share + tiles
     whole = units.layers * attention + units.all_mlp_bytes
     return Shares(cells / units.layers, weights / whole, rows / whole)
+
+
+def _tiles_bytes(layout: Layout, layer: int, sizes: Sequence[int]) -> Mapping[int, float]:
+    """Bytes of a layer's MLP that each rank of its stage has to do with."""
+    ranks = layout.stage_at(layer).ranks
+    if layout.copies_of(layer):
+        return divided(sizes, pieces_of(layout, layer, 1).holders, ranks)
+    return {rank: sum(sizes[tile] for tile in layout.tiles(rank, layer)) for rank in ranks}
 
 
 @dataclass(frozen=True, slots=True)

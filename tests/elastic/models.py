@@ -36,13 +36,22 @@ def layouts(draw: st.DrawFn, units: Units) -> Layout:
     def owners(count: int, allowed: list[int]) -> tuple[int, ...]:
         return tuple(draw(st.sampled_from(allowed)) for _ in range(count))
 
+    def copies(layer: int, allowed: list[int]) -> tuple[tuple[int, int], ...]:
+        if not units.expert_parts or layer in units.dense_layers:
+            return ()
+        places = st.integers(0, len(units.mlp_bytes) - 1)
+        pairs = draw(st.frozensets(st.tuples(places, st.sampled_from(allowed)), max_size=5))
+        return tuple(sorted(pair for pair in pairs if mlp[layer][pair[0]] != pair[1]))
+
     bases = draw(st.integers(1, 4))
     by_layer = [list(stage.ranks) for stage in stages for _ in stage.layers]
+    mlp = tuple(owners(len(units.mlp_of(layer)), own) for layer, own in enumerate(by_layer))
     return Layout(
         number=1,
         stages=stages,
         attention=tuple(owners(len(units.attention_bytes), [*own, SPREAD]) for own in by_layer),
-        mlp=tuple(owners(len(units.mlp_of(layer)), own) for layer, own in enumerate(by_layer)),
+        mlp=mlp,
         vocabulary=owners(len(units.vocabulary_bytes), groups[-1]),
         turns=tuple(owners(bases, own) for own in by_layer),
+        copies=tuple(copies(layer, own) for layer, own in enumerate(by_layer)),
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from experiments.raidserve.throughput import answers, carry_through
 from kvrs.elastic import on_demand
-from kvrs.elastic.layouts import SPREAD, even, staged, uneven, validate
+from kvrs.elastic.layouts import SPREAD, Layout, even, staged, uneven, validate
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.plans import HOST
 from kvrs.elastic.reforming import (
@@ -18,6 +18,7 @@ from kvrs.elastic.reforming import (
     EndInstance,
     FormRanks,
     Freeze,
+    LoadShifted,
     ProbeEnded,
     ProbeStep,
     RankJoined,
@@ -214,6 +215,58 @@ def test_two_ranks_that_are_lost_at_once_are_done_without() -> None:
     assert {move.unit for move in read} == lost
     assert sum(move.bytes for move in read) == sum(map(UNITS.bytes_of, lost))
     assert own.layout.ranks == (0, 3)
+
+
+EXPERTS = replace(UNITS, expert_parts=1)
+
+
+def shifted(layout: Layout) -> LoadShifted:
+    copies = (((0, 1), (0, 2)), ((7, 0),))
+    return LoadShifted(replace(layout, copies=copies, number=layout.number + 1))
+
+
+def test_copies_come_while_the_ranks_serve() -> None:
+    """They are copied from their owners, and nothing is frozen before they are there."""
+    own = Reforming(EXPERTS, even(EXPERTS, 4), ROOM, COSTS)
+    wanted = shifted(own.layout)
+
+    began = own.handle(wanted)
+    assert own.handle(wanted) == [], "not while something else is under way"
+    done = carry_through(own, began)
+
+    assert [type(action) for action in done] == [CarryOut, Freeze, FormRanks, ProbeStep, Serve]
+    assert isinstance(done[0], CarryOut)
+    assert (done[0].way, done[0].plan.host_bytes) == (Way.RESIZE, 0)
+    assert done[0].plan.peer_bytes == 3 * 64
+    assert own.layout is wanted.layout
+
+
+def test_copies_without_room_or_of_other_ranks_do_not_come() -> None:
+    own = Reforming(EXPERTS, even(EXPERTS, 4), ROOM, COSTS)
+    least = max(own.layout.weight_bytes(rank, EXPERTS) for rank in range(4))
+
+    own.room = replace(ROOM, capacity_bytes=least + 200)
+    assert own.handle(shifted(own.layout)) == []
+    own.room = ROOM
+    assert own.handle(shifted(even(EXPERTS, 2))) == []
+    assert own.phase is ReformingPhase.SERVING
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_that_is_lost_while_copies_come_is_done_without(victim: int) -> None:
+    """Their owner, the rank that gets one, or another one; the layout of before is what counts."""
+    own = Reforming(EXPERTS, even(EXPERTS, 4), ROOM, COSTS, spread=False)
+    (began,) = own.handle(shifted(own.layout))
+    for event in answers(began)[:-1]:
+        own.handle(event)
+
+    done = carry_through(own, own.handle(RanksLost(frozenset({victim}))))
+
+    assert isinstance(done[-1], Serve)
+    assert victim not in own.layout.ranks
+    validate(own.layout, EXPERTS)
+    assert isinstance(done[1], CarryOut)
+    assert done[1].way is Way.RESHARD
 
 
 @pytest.mark.parametrize("victim", [0, 7])

@@ -105,10 +105,13 @@ class Situation:
         if (left := sum(map(len, groups))) < self.min_ranks:
             return f"{left} ranks are left, elastic.min_ranks is {self.min_ranks}"
         missing = 0
-        for spread in (True, False) if self.spread else (False,):
-            after = on_demand.reshaped(self.layout, self.units, groups, spread=spread)
-            if not (missing := self.room.missing_bytes(after, self.units)):
-                return after
+        for copies in (True, False) if self.layout.copies else (False,):
+            for spread in (True, False) if self.spread else (False,):
+                after = on_demand.reshaped(
+                    self.layout, self.units, groups, spread=spread, copies=copies
+                )
+                if not (missing := self.room.missing_bytes(after, self.units)):
+                    return after
         return f"{left} ranks are left, and the fullest lacks {missing} bytes of memory"
 
     def without(self, gone: AbstractSet[int]) -> Layout | str:
