@@ -49,6 +49,21 @@ class EngineSettings(BatchSettings):
         return page_size_tokens
 
 
+class ExpertSettings(Settings):
+    """Section `elastic.experts`: models with mixtures of experts on several ranks."""
+
+    rebalance: bool = True
+    """Ranks get copies of experts that are chosen often, and share the rows of these, where that
+    makes the ranks that have most to do faster. No bit of a result depends on it.
+    """
+    after_s: float = Field(default=2.0, ge=0.1, le=3600)
+    """Least seconds between two changes of copies, and after any other change of the ranks."""
+    half_life_s: float = Field(default=30.0, ge=0.1, le=1e6)
+    """After so long a choice of an expert counts half as much as a new one."""
+    room_share: float = Field(default=0.1, ge=0, le=8)
+    """Memory of a rank for copies, as a part of that of its own weights; 0: there are no copies."""
+
+
 class ElasticSettings(Settings):
     enabled: bool = True
     """An instance of several ranks that loses one goes on with the others, in the same process and
@@ -70,3 +85,5 @@ class ElasticSettings(Settings):
     """The least gain for which a stage is lent: min(1, (1 - busy share of the donor's stage) / busy
     share of the lost one).
     """
+    experts: ExpertSettings = ExpertSettings()
+    """Mixtures of experts on several ranks."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvrs.elastic.layouts import Layout
 from kvrs.elastic.ways.base import Way
 from kvrs.engine.core import EngineCore
 from kvrs.engine.page_port import PagePort
@@ -15,6 +16,7 @@ from kvrs.engine.ring import StageRing
 from kvrs.engine.stage_loans import StageLoans
 from kvrs.ids import NodeId
 from kvrs.profiles.tables import PrefillTable
+from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.instance import ReformingReport
 from kvrs.protocol.stages import StageInfo
 
@@ -48,6 +50,7 @@ class RankReports:
             "layout_number": layout.number + (0 if loans is None else loans.changes),
             "full_degree": len(self._ranks.full.ranks),
         }
+        facts["experts"] = self._experts(layout)
         facts |= {"rank_deaths": ranks.deaths, "stages": self._stages()}
         if loans is not None:
             restarts, facts["lends"] = loans.restarts, loans.lends
@@ -81,6 +84,15 @@ class RankReports:
             return {"held_pages": self._core.replicated_pages}
         held_page_s = self._fetch_s(now.lost_cells) or page_s
         return {"held_pages": self._core.held_pages, "held_page_s": held_page_s}
+
+    def _experts(self, layout: Layout) -> ExpertReport | None:
+        """Those of the stages that are here: hosts balance their own."""
+        ranks = self._ranks
+        groups = ranks.groups if isinstance(ranks, RanksOnNodes) else [ranks]
+        for group in groups:
+            if isinstance(group, RankGroup) and (loads := group.reformer.loads) is not None:
+                return loads.facts(layout)
+        return None
 
     def _stages(self) -> list[StageInfo]:
         nodes, loans = self._nodes, loans_of(self._ranks)

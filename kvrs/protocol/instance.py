@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from kvrs.ids import InstanceId, NodeId, StreamId
+from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.speculation import MOST_DRAFTS, DraftId, SpeculationReport
 from kvrs.protocol.stages import RestartReport, StageInfo, StageLent
@@ -290,6 +291,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     names: ModelNames | None = None  # As of `InstanceInfo`, where they change; None: as they were.
     connector: ConnectorReport | None = None  # Of vLLM; None: it has none.
     speculation: SpeculationReport | None = None  # None: it has no source of drafts.
+    experts: ExpertReport | None = None  # None: it has none, or is one process.
     # As of `InstanceInfo`, where they change; None: as they were.
     capabilities: list[Capability] | None = None
 

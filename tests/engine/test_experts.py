@@ -208,7 +208,7 @@ def test_another_order_of_experts_would_be_seen() -> None:
     found = routed(rows, router())
     by_weight = found.weights.argsort(1, descending=True)
     slots = torch.empty(3, 64, HIDDEN)
-    Experts(router(), PARTS)._fill(slots, mlp, rows, found.experts, CANONICAL)
+    Experts(router(), PARTS)._fill(slots, mlp, rows, found.experts, CANONICAL, lambda rows: {})
     weighted = (slots * found.weights.t().unsqueeze(-1)).transpose(0, 1)
     order = by_weight.unsqueeze(-1).expand(-1, -1, HIDDEN)
 
@@ -247,8 +247,8 @@ def test_experts_that_are_not_here_leave_their_slots_alone() -> None:
     )
     whole, part = torch.full((3, 32, HIDDEN), -7.0), torch.full((3, 32, HIDDEN), -7.0)
 
-    Experts(router(), PARTS)._fill(whole, mlp, rows, found.experts, CANONICAL)
-    Experts(router(), PARTS)._fill(part, own, rows, found.experts, CANONICAL)
+    Experts(router(), PARTS)._fill(whole, mlp, rows, found.experts, CANONICAL, lambda rows: {})
+    Experts(router(), PARTS)._fill(part, own, rows, found.experts, CANONICAL, lambda rows: {})
 
     is_own = torch.isin(found.experts, torch.tensor([1, 4])).t()
     assert same_bytes(part[is_own], whole[is_own])

@@ -4,7 +4,7 @@ Families differ in which parts they are made of (`loading.py`), not in how these
 decoder may be the share that one rank of an instance has: some layers, and of these some units.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -141,6 +141,9 @@ class Alone:
 
     def slots_of_expert(self, layer: int, parts: int) -> int:
         return 1
+
+    def own_runs(self, layer: int, parts: int, rows: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        return {}
 
     def slots(self, count: int, rows: Tensor) -> Tensor:
         return rows.new_empty(count, *rows.shape)

@@ -127,7 +127,7 @@ class RankGroup(StageRanks, StepHook):
         self._serving = threading.Condition()
         # Streams of each batch that is computed; under `_serving`.
         self._under_way: list[int] = []
-        self._formation: RankFormation | None = None
+        self.formation: RankFormation | None = None
         self._end: RanksLostError | None = None
         self._reformer: Reformer | None = None
         self.probed = torch.empty(0)
@@ -182,7 +182,7 @@ class RankGroup(StageRanks, StepHook):
 
     def use(self, session: int | None = None) -> dict[int, StageUse]:
         """Work and reads of each stage, in a session of a host or without one."""
-        formation, read = self._formation, self.processes.read_bytes
+        formation, read = self.formation, self.processes.read_bytes
         lines = {} if formation is None else formation.memory.lines
         return {
             stage: StageUse(
@@ -215,7 +215,7 @@ class RankGroup(StageRanks, StepHook):
         """
         assert chunks, "a batch has at least one chunk"
         with self._serving:
-            formation, losses = self._formation, self.pool.losses
+            formation, losses = self.formation, self.pool.losses
             self.streams = sum(self._under_way, len(chunks))
             if formation is None or not self.pool.is_whole:
                 raise RanksLostError(sorted(self.lost), "has died")
@@ -230,8 +230,8 @@ class RankGroup(StageRanks, StepHook):
         except RanksLostError:
             formation.end()
             with self._serving:
-                if self._formation is formation:
-                    self._formation = None
+                if self.formation is formation:
+                    self.formation = None
             raise
         finally:
             with self._serving:
@@ -245,7 +245,7 @@ class RankGroup(StageRanks, StepHook):
             RanksLostError: they do not any more.
         """
         with self._serving:
-            self._serving.wait_for(lambda: self._formation is not None or self._end is not None)
+            self._serving.wait_for(lambda: self.formation is not None or self._end is not None)
         if self._end is not None:
             raise self._end
 
@@ -304,7 +304,7 @@ class RankGroup(StageRanks, StepHook):
         """Let batches, and calls that wait for the ranks, end in RanksLostError."""
         with self._serving:
             self._end = self._end or RanksLostError(self.layout.ranks, "has ended")
-            formation, self._formation = self._formation, None
+            formation, self.formation = self.formation, None
             self._serving.notify_all()
         if formation is not None:
             formation.end()
@@ -314,7 +314,7 @@ class RankGroup(StageRanks, StepHook):
     def freeze(self, *, at_once: bool) -> None:
         """Compute nothing more in this formation; `at_once`: not even the batches under way."""
         with self._serving:
-            formation, self._formation = self._formation, None
+            formation, self.formation = self.formation, None
             if at_once and formation is not None:
                 formation.end()
             self._serving.wait_for(lambda: not self._under_way)
@@ -333,7 +333,7 @@ class RankGroup(StageRanks, StepHook):
 
     def serve(self, formation: RankFormation) -> None:
         with self._serving:
-            self.layout, self._formation = formation.layout, formation
+            self.layout, self.formation = formation.layout, formation
             self._serving.notify_all()
 
     def give_up(self, error: RanksLostError) -> None:
@@ -353,7 +353,7 @@ class RankGroup(StageRanks, StepHook):
         """Raises ConfigError, KvrsError. Returns the costs of what was done."""
         formation, times = self.start_ranks()
         self.probed = self.probe(formation)
-        self._formation = formation
+        self.formation = formation
         layout = self.layout
         most = max(layout.weight_bytes(rank, self._config.units_of_ranks) for rank in layout.ranks)
         rate = most / max(times.fetched_s - times.loaded_s, 1e-3)

@@ -348,6 +348,7 @@ def joined(parts: Sequence[tuple[range, Layout]]) -> Layout:
         # A part without spread heads has no turns, and any do for it.
         fresh = fresh_turns(joined_stages)
         turns = tuple((layout.turns or fresh)[layer] for layer, layout in by_layer)
+    copies = tuple(layout.copies_of(layer) for layer, layout in by_layer)
     return Layout(
         number=1 + sum(layout.number - 1 for _, layout in parts),
         stages=joined_stages,
@@ -355,6 +356,7 @@ def joined(parts: Sequence[tuple[range, Layout]]) -> Layout:
         mlp=tuple(layout.mlp[layer] for layer, layout in by_layer),
         vocabulary=last.vocabulary,
         turns=turns,
+        copies=copies if any(copies) else (),
     )
 
 

@@ -91,7 +91,7 @@ class ShareWorker:
         memory: FormationMemory,
         spread: RankPart | None = None,
     ) -> None:
-        self._pool, self._memory = pool, memory
+        self._pool, self._memory, self._rank = pool, memory, rank
         self._line = memory.lines[rank]
         self._exchange = SharedMemory(memory, layout, rank)
         self._spread = None
@@ -99,6 +99,8 @@ class ShareWorker:
             self._spread = SpreadHeads(layout, rank, spread, self._exchange)
             decoder = hybrid(decoder, self._spread)
         self._decoder = decoder
+        self._tiles = [each.experts.tiles for each in decoder.layers if each.experts is not None]
+        self._tiles_before = sum(each.computed for each in self._tiles)
         self._hidden = config.hidden
         tiles = config.grain.vocabulary
         self._columns = _runs([tiles[place] for place in layout.vocabulary_tiles(rank)])
@@ -118,6 +120,9 @@ class ShareWorker:
             self._exchange.send(hidden, batch)
         elif decoder.head.weights and step.logits:
             self._write_logits(decoder.logits(hidden, step), batch)
+        if self._tiles:
+            computed = sum(each.computed for each in self._tiles) - self._tiles_before
+            self._memory.note_computed(self._rank, computed)
         self._line.worked_ms.note(int(time.thread_time() * 1e3))
         self._line.done.set(batch)
 

@@ -22,6 +22,7 @@ from kvrs.elastic.reforming import (
     Event,
     FormRanks,
     Freeze,
+    LoadShifted,
     ProbeEnded,
     ProbeStep,
     RankJoined,
@@ -41,6 +42,7 @@ from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs.engine.ranks.reformed import Reformed, ReformingBegun, ReformingNow
+from kvrs.engine.ranks.routed import loads_of
 from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, status_of
 from kvrs.engine.ranks.spares import SpareRanks, stage_of
 from kvrs.engine.ranks.stages import step_factors
@@ -66,6 +68,7 @@ class ReformedGroup(Protocol):
     streams: int
     predict: Predict | None
     probed: Tensor
+    formation: RankFormation | None  # That computes; None: none does now.
 
     def freeze(self, *, at_once: bool) -> None: ...
     def form(self, epoch: int, layout: Layout) -> RankFormation: ...
@@ -98,6 +101,7 @@ class Reformer:
         self._formation: RankFormation | None = None
         self._waiting = machine.waiting
         self._spares = SpareRanks(group.processes, group.full, self._waiting)
+        self.loads = loads_of(machine.units, settings.experts, group.full)
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
         self._first_lost_s = 0.0
         self._is_stopping = self._has_ended = False
@@ -156,7 +160,8 @@ class Reformer:
         """Until `_look` has something to do."""
         if self._has_ended:
             return None
-        next_s = self._waiting.next_s()
+        moments_s = [self._waiting.next_s(), None if self.loads is None else self.loads.next_s]
+        next_s = min((each for each in moments_s if each is not None), default=None)
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     def _take(self, told: RankMessage | None) -> None:
@@ -322,6 +327,8 @@ class Reformer:
         log.warning("the ranks stay as they are", extra={"way": action.way, "cause": reason})
         for rank in action.fresh:
             self._processes.seats.pop(rank).close()
+        if self.loads is not None:
+            self.loads.put_off(time.monotonic(), reason)
         self._begun, self.now = None, None
         self._waiting.end()
         self._group.changed()
@@ -412,6 +419,8 @@ class Reformer:
             phases_s=begun.phases_s,
         )
         self.done = [*self.done[-99:], done]
+        if self.loads is not None:
+            self.loads.changed(done, plan.after, now_s)
         if done.paused and begun.is_first and not plan.moves:
             self._machine.note_join(now_s - begun.began_s - begun.start_s)
         log.warning(
@@ -445,6 +454,12 @@ class Reformer:
             for rank in sorted(self._machine.awaited):
                 log.error("a rank hangs as the ranks re-form", extra={"rank": rank})
                 self._processes.seats[rank].kill()
+        if self.loads is None or self._machine.phase is not ReformingPhase.SERVING:
+            return
+        layout = self.loads.look(self._group.layout, self._group.formation, time.monotonic())
+        if layout is not None and self._settings.enabled:
+            self._machine.room = _room_of(self._group.layout, self._machine.units)
+            self._handle(LoadShifted(layout))
 
     def _offer(self) -> None:
         """Let ranks leave that were told to, and then one that is ready join, where nothing else

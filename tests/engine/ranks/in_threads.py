@@ -123,13 +123,26 @@ def random_layout(grain: Grain, layers: int, choose: random.Random) -> Layout:
         owners = deal(grain.attention, stage)
         return tuple(SPREAD if choose.random() < chance else owner for owner in owners)
 
+    def copies(layer: int, stage: Stage) -> tuple[tuple[int, int], ...]:
+        """Copies of whole experts or of parts, each on any number of other ranks."""
+        if not grain.expert_parts or layer in grain.dense_layers or choose.random() < 0.3:
+            return ()
+        found, whole = set(), choose.random() < 0.5
+        for place, owner in enumerate(mlp[layer]):
+            if not whole or place % grain.expert_parts == 0:
+                on = choose.sample(stage.ranks, choose.randint(0, len(stage.ranks)))
+            found |= {(place, rank) for rank in on if rank != owner}
+        return tuple(sorted(found))
+
     by_layer = [stage for stage in spans for _ in stage.layers]
+    mlp = tuple(deal_mlp(layer, stage) for layer, stage in enumerate(by_layer))
     bases = [range(0)] * choose.randint(1, 5)
     return Layout(
         number=1,
         stages=tuple(spans),
         attention=tuple(heads(stage) for stage in by_layer),
-        mlp=tuple(deal_mlp(layer, stage) for layer, stage in enumerate(by_layer)),
+        mlp=mlp,
         vocabulary=deal(grain.vocabulary, spans[-1]),
         turns=tuple(deal(bases, stage) for stage in by_layer),
+        copies=tuple(copies(layer, stage) for layer, stage in enumerate(by_layer)),
     )

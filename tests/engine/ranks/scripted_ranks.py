@@ -153,6 +153,7 @@ class ScriptedGroup:
         self.lost: dict[int, float] = {}
         self.lost_devices: set[int] = set()
         self.streams, self.predict, self.probed = 0, None, torch.zeros(1)
+        self.formation = None
         self.ended: RanksLostError | None = None
         self.freezes: list[bool] = []  # Whether each was at once.
         self._news = threading.Condition()

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.process]
 
 
 def formation_of(group: RankGroup) -> RankFormation:
-    formation = group._formation
+    formation = group.formation
     assert formation is not None
     return formation
 

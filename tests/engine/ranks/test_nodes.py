@@ -304,8 +304,8 @@ def test_stages_on_nodes_compute_different_batches_at_a_time(
         head = head_of(config)
         own = head.groups[0]
         assert isinstance(own, RankGroup)
-        assert own._formation is not None
-        line, before = own._formation.memory.lines[0], own._formation._batch
+        assert own.formation is not None
+        line, before = own.formation.memory.lines[0], own.formation._batch
         try:
             with ThreadPoolExecutor(2) as threads:
                 os.kill(host.pid, signal.SIGSTOP)

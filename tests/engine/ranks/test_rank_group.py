@@ -140,8 +140,8 @@ def test_stages_compute_different_batches_at_a_time(tiny_model: Path) -> None:
     expected = [[worker.execute([chunk]) for chunk in own] for own in (chunks(), others)]
     group = group_of(tiny_model, pp=2)
     first, second = (group.layout.stages[at].ranks[0] for at in range(2))
-    assert group._formation is not None
-    lines, before = group._formation.memory.lines, group._formation._batch
+    assert group.formation is not None
+    lines, before = group.formation.memory.lines, group.formation._batch
     try:
         with ThreadPoolExecutor(2) as threads:
             os.kill(group.pids[second], signal.SIGSTOP)
@@ -165,8 +165,8 @@ def test_a_freeze_waits_for_all_batches_and_lets_no_other_begin(tiny_model: Path
     """Ranks are taken only from batches that have ended."""
     group = group_of(tiny_model, pp=2)
     second = group.pids[group.layout.stages[1].ranks[0]]
-    assert group._formation is not None
-    line, before = group._formation.memory.lines[0], group._formation._batch
+    assert group.formation is not None
+    line, before = group.formation.memory.lines[0], group.formation._batch
     try:
         with ThreadPoolExecutor(3) as threads:
             os.kill(second, signal.SIGSTOP)
@@ -177,7 +177,7 @@ def test_a_freeze_waits_for_all_batches_and_lets_no_other_begin(tiny_model: Path
             ]
             until(lambda: line.done.has_reached(before + 2))
             frozen = threads.submit(group.freeze, at_once=False)
-            until(lambda: group._formation is None)
+            until(lambda: group.formation is None)
 
             with pytest.raises(RanksLostError):
                 group.execute([Chunk(TOKENS[:9], 0, [3], logits=1)])

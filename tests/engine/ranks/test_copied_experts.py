@@ -1,0 +1,112 @@
+"""Copies of hot experts on real processes: they come while batches are computed, change no bit, and
+save the move of what is lost with its owner.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrs.config.engine import ElasticSettings, ExpertSettings
+from kvrs.elastic.units import Unit, UnitKind
+from kvrs.elastic.ways.base import Way
+from kvrs.engine.layers.proofs import same_bytes
+from kvrs.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.worker import Worker
+from kvrs.errors import RanksLostError
+from kvrs.scheduling.sequences import Chunk
+from tests.engine.ranks.test_rank_group import SETTINGS, group_of
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.process,
+    pytest.mark.usefixtures("patient"),
+]
+
+FEW_SECONDS_S = 60.0
+CHUNK = Chunk([(13 * at * at + 7) % 500 for at in range(90)], 0, range(10, 20), logits=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "skewed"
+    write_experts_model(directory, ExpertsModel.tiny("mixtral", skew=2.0), seed=5)
+    return directory
+
+
+@pytest.fixture
+def group(model: Path) -> Iterator[RankGroup]:
+    experts = ExpertSettings(after_s=0.1, room_share=1.0)
+    group = group_of(model, ElasticSettings(experts=experts), tp=3)
+    yield group
+    group.close()
+
+
+def compute_until(group: RankGroup, model: Path, copies: bool) -> None:
+    """Batches, each with the bytes of one process, until there are copies, or none."""
+    expected = Worker(model, SETTINGS).execute([CHUNK])
+    until_s = time.monotonic() + FEW_SECONDS_S
+    while bool(group.layout.copies) is not copies or group.reforming:
+        try:
+            assert same_bytes(group.execute([CHUNK]), expected)
+        except RanksLostError:
+            group.on_lost()
+        assert time.monotonic() < until_s
+    assert same_bytes(group.execute([CHUNK]), expected)
+
+
+def test_hot_experts_get_copies_while_batches_are_computed(group: RankGroup, model: Path) -> None:
+    """No process ends, nothing is read from files, and what the report says is on the ranks."""
+    first, read = group.pids, group.processes.read_bytes.total()
+
+    compute_until(group, model, copies=True)
+
+    assert group.pids == first
+    assert group.processes.read_bytes.total() == read
+    assert {each.way for each in group.reformer.done} == {Way.RESIZE}
+    loads, layout = group.reformer.loads, group.layout
+    assert loads is not None
+    report = loads.facts(layout)
+    assert report.copies == sum(map(len, layout.copies)) > 0
+    assert report.rebalances == len(group.reformer.done) > 0
+    assert report.copied_bytes == sum(each.moved["peer"] for each in group.reformer.done) > 0
+    held = {rank: {*group.processes.seats[rank].units} for rank in layout.ranks}
+    assert held == {rank: layout.held(rank) - {Unit(UnitKind.COMMON, 0, 0)} for rank in held}
+    assert min(report.tiles) > 0
+
+
+def test_a_lost_expert_with_a_copy_costs_no_byte(group: RankGroup, model: Path) -> None:
+    """Its device is gone; the rank with the copy owns it, and no move is of it."""
+    compute_until(group, model, copies=True)
+    copies = group.layout.copies
+    layer, (place, _) = next((at, own[0]) for at, own in enumerate(copies) if own)
+    owner = group.layout.mlp[layer][place]
+    lost = {
+        unit
+        for unit in group.layout.held(owner)
+        if unit.kind is UnitKind.MLP and len(group.layout.holders(unit)) > 1
+    }
+    done = len(group.reformer.done)
+    bytes_of = group.units.bytes_of
+    others = [
+        unit
+        for unit in group.layout.held(owner)
+        if unit not in lost and unit.kind is not UnitKind.COMMON
+    ]
+
+    group.lose_device(owner)
+    group.on_restart()
+    while len(group.reformer.done) == done:
+        try:
+            group.execute([CHUNK])
+        except RanksLostError:
+            group.on_lost()
+
+    reshard = group.reformer.done[done]
+    assert lost
+    assert reshard.way is Way.RESHARD
+    assert reshard.moved["read"] == reshard.host_bytes == sum(map(bytes_of, others))
+    assert reshard.peer_bytes == 0
+    assert same_bytes(group.execute([CHUNK]), Worker(model, SETTINGS).execute([CHUNK]))
