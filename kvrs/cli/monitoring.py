@@ -138,6 +138,14 @@ ROWS: dict[str, list[Panel]] = {
             ),
         ),
         Panel(
+            "Experts on ranks: skew and copies",
+            "short",
+            (
+                (f"kvrs_instance_expert_skew{_OF}", "skew of {{worker}}"),
+                (f"kvrs_instance_expert_copies{_OF}", "copies of {{worker}}"),
+            ),
+        ),
+        Panel(
             "Stages that are borrowed, and pages lent",
             "short",
             (

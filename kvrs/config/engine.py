@@ -52,6 +52,11 @@ class EngineSettings(BatchSettings):
 class ExpertSettings(Settings):
     """Section `elastic.experts`: models with mixtures of experts on several ranks."""
 
+    layout: Literal["whole", "split"] = "whole"
+    """whole: a rank has as few experts as possible, each as a whole where shares allow it. split:
+    each rank has parts of every expert, so that none has more to do whatever is chosen, and all
+    compute for every expert; for models whose experts are wide enough to have parts.
+    """
     rebalance: bool = True
     """Ranks get copies of experts that are chosen often, and share the rows of these, where that
     makes the ranks that have most to do faster. No bit of a result depends on it.

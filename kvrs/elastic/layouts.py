@@ -48,6 +48,7 @@ class Layout:
     # Turns by layer, then by base; each layer has as many bases. None where no head is spread.
     turns: Turns = ()
     copies: Copies = ()  # Of units of experts, on ranks beside their owners.
+    split: bool = False  # Each rank has parts of every expert; else as few experts as possible.
 
     @property
     def bases(self) -> int:
@@ -172,14 +173,16 @@ def uneven(
     *,
     shares: Sequence[int] | None = None,
     rotate: bool = False,
+    split: bool = False,
     number: int = 1,
 ) -> Layout:
     """Contiguous units for any number of ranks, in sizes that differ by one at most, or in
     proportion to `shares` (one number for each rank of a stage). `rotate`: the ranks take turns
-    from layer to layer at the larger shares of heads (RaidServe's cyclic placement).
+    from layer to layer at the larger shares of heads (RaidServe's cyclic placement). `split`: the
+    ranks take turns at the parts of experts, so that each has some of every expert.
 
     Raises:
-        LayoutError: a rank would have nothing to do.
+        LayoutError: a rank would have nothing to do, or experts have no parts to take turns at.
     """
     return _layout(
         units,
@@ -187,12 +190,15 @@ def uneven(
         lambda stage, layer: _dealt(len(units.attention_bytes), stage, layer * rotate, shares),
         shares,
         number,
+        split=split,
     )
 
 
-def hybrid(units: Units, stages: Sequence[Stage], *, number: int = 1) -> Layout:
+def hybrid(
+    units: Units, stages: Sequence[Stage], *, split: bool = False, number: int = 1
+) -> Layout:
     """A layout with equally many KV heads on each rank; those that are left over are spread
-    (RaidServe's hybrid attention).
+    (RaidServe's hybrid attention). `split`: as that of `uneven`.
     """
 
     def heads(stage: Stage, layer: int) -> tuple[int, ...]:
@@ -200,7 +206,7 @@ def hybrid(units: Units, stages: Sequence[Stage], *, number: int = 1) -> Layout:
         own = count // ranks
         return tuple(stage.ranks[at // own] if at < own * ranks else SPREAD for at in range(count))
 
-    return _layout(units, stages, heads, None, number)
+    return _layout(units, stages, heads, None, number, split=split)
 
 
 def staged(layers: int, groups: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
@@ -305,7 +311,12 @@ def _layout(
     heads: Callable[[Stage, int], tuple[int, ...]],
     shares: Sequence[int] | None,
     number: int,
+    *,
+    split: bool,
 ) -> Layout:
+    if split and units.expert_parts == 1:
+        raise LayoutError("experts are split, but each is one unit of this model")
+    split = split and units.expert_parts > 0
     _validate_stages(stages, units.layers)
     most = max(len(units.attention_bytes), len(units.mlp_bytes), len(units.dense_bytes))
     for stage in stages:
@@ -324,12 +335,15 @@ def _layout(
         stages=tuple(stages),
         attention=attention,
         mlp=tuple(
-            _dealt(len(units.mlp_of(layer)), stage, 0, shares)
+            _in_turns(len(units.mlp_of(layer)), stage, shares)
+            if split and layer not in units.dense_layers
+            else _dealt(len(units.mlp_of(layer)), stage, 0, shares)
             for stage in stages
             for layer in stage.layers
         ),
         vocabulary=_dealt(len(units.vocabulary_bytes), stages[-1], 0, shares),
         turns=fresh_turns(stages) if any(SPREAD in owners for owners in attention) else (),
+        split=split,
     )
     validate(layout, units)
     return layout
@@ -345,6 +359,13 @@ def _dealt(count: int, stage: Stage, turn: int, shares: Sequence[int] | None) ->
         for at, (first, last) in enumerate(pairwise(bounds))
         for _ in range(first, last)
     )
+
+
+def _in_turns(count: int, stage: Stage, shares: Sequence[int] | None) -> tuple[int, ...]:
+    """The owner of each of `count` units, of which neighbours have different ones."""
+    counts = shares or [1] * len(stage.ranks)
+    turn = [rank for rank, own in zip(stage.ranks, counts, strict=True) for _ in range(own)]
+    return tuple(turn[at % len(turn)] for at in range(count))
 
 
 def _owned(owners: Sequence[int], rank: int) -> tuple[int, ...]:

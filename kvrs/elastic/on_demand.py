@@ -58,7 +58,15 @@ def reshaped(
                 if spread
                 else _tiles(owners, stage.ranks, units.attention_bytes, given)
             )
-            own = _tiles(before.mlp[layer], stage.ranks, units.mlp_of(layer), given, kept)
+            is_split = before.split and layer not in units.dense_layers
+            own = _tiles(
+                before.mlp[layer],
+                stage.ranks,
+                units.mlp_of(layer),
+                given,
+                kept,
+                parts=units.expert_parts if is_split else 0,
+            )
             mlp.append(own)
             left.append(kept - set(enumerate(own)))
     last = stages[-1].ranks
@@ -72,6 +80,7 @@ def reshaped(
         vocabulary=vocabulary,
         turns=turns,
         copies=tuple(tuple(sorted(own)) for own in left) if copies and any(left) else (),
+        split=before.split,
     )
     validate(after, units)
     return after
@@ -148,7 +157,9 @@ def _tiles(
     sizes: Sequence[int],
     given: Counter[int],
     copies: Collection[tuple[int, int]] = (),
+    parts: int = 0,
 ) -> tuple[int, ...]:
+    """`parts`: of experts, each of which is to be on as many ranks as possible; 0: as few."""
     owners, is_given = _given_to_copies(owners, ranks, copies)
     own = {rank: [tile for tile, owner in enumerate(owners) if owner == rank] for rank in ranks}
     loose = [tile for tile, owner in enumerate(owners) if owner not in own]
@@ -158,10 +169,13 @@ def _tiles(
         quotas = _filled(counts, len(loose), given)
     for rank in ranks:  # Only where ranks join: what is too much goes to them.
         while counts[rank] > quotas[rank]:
-            loose.append(own[rank].pop())
+            loose.append(_spared(own[rank], parts))
             counts[rank] -= 1
     loose.sort()
     result = list(owners)
+    if parts:
+        _deal_parts(result, loose, own, quotas, given, sizes, parts)
+        return tuple(result)
     wanting = sorted(ranks, key=lambda rank: (counts[rank] - quotas[rank], given[rank], rank))
     for rank in wanting:
         run, loose = loose[: quotas[rank] - counts[rank]], loose[quotas[rank] - counts[rank] :]
@@ -169,6 +183,39 @@ def _tiles(
             result[tile] = rank
             given[rank] += sizes[tile]
     return tuple(result)
+
+
+def _spared(own: list[int], parts: int) -> int:
+    """Take one tile of a rank: the last, or a part of the expert of which it has most."""
+    if not parts:
+        return own.pop()
+    by_expert = Counter(tile // parts for tile in own)
+    return own.pop(max(range(len(own)), key=lambda at: (by_expert[own[at] // parts], at)))
+
+
+def _deal_parts(
+    result: list[int],
+    loose: Sequence[int],
+    own: dict[int, list[int]],
+    quotas: dict[int, int],
+    given: Counter[int],
+    sizes: Sequence[int],
+    parts: int,
+) -> None:
+    """Each loose part of an expert to a rank that has fewest of it."""
+    for tile in loose:
+        rank = min(
+            (rank for rank in own if len(own[rank]) < quotas[rank]),
+            key=lambda rank: (
+                sum(other // parts == tile // parts for other in own[rank]),
+                len(own[rank]) - quotas[rank],
+                given[rank],
+                rank,
+            ),
+        )
+        own[rank].append(tile)
+        result[tile] = rank
+        given[rank] += sizes[tile]
 
 
 def _given_to_copies(

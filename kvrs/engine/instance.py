@@ -96,7 +96,7 @@ class LoadedModel:
         directory = Path(config.cluster.model)
         reading = reading or reading_of(directory, engine.disk_bytes_per_s, engine.pace)
         units = ModelConfig.from_directory(directory).units
-        layout = layout_of(settings, units, spread=config.elastic.spread_heads)
+        layout = layout_of(settings, units, config.elastic)
         anchored = None
         if config.state_plane.enabled and layout is None:
             anchored = AnchoredMemory(config, node.id, instance_id, secret)

@@ -54,4 +54,5 @@ def layouts(draw: st.DrawFn, units: Units) -> Layout:
         vocabulary=owners(len(units.vocabulary_bytes), groups[-1]),
         turns=tuple(owners(bases, own) for own in by_layer),
         copies=tuple(copies(layer, own) for layer, own in enumerate(by_layer)),
+        split=units.expert_parts > 1 and draw(st.booleans()),
     )

@@ -313,3 +313,47 @@ def test_copies_of_dense_layers_are_refused() -> None:
 
     with pytest.raises(LayoutError, match="copies in layer 0, which has no experts"):
         validate(replace(laid_out(units, 4), copies=(((0, 3),),)), units)
+
+
+def parts_by_rank(layout: Layout, expert: int, parts: int) -> list[int]:
+    own = layout.mlp[0][expert * parts : (expert + 1) * parts]
+    return [own.count(rank) for rank in layout.ranks]
+
+
+def test_split_experts_have_parts_on_all_ranks_also_behind_a_loss_and_back() -> None:
+    """Mixtral's 8 parts on 8 ranks, 7 and 8 again: no rank has two more of an expert than another,
+    and what survivors have stays where it is.
+    """
+    units = model(experts=8, parts=8)
+    whole = uneven(units, staged(1, [range(8)]), split=True)
+
+    seven = on_demand.reshaped(whole, units, on_demand.survivors(whole, [3]), spread=False)
+    again = on_demand.reshaped(seven, units, [range(8)], spread=False)
+
+    for layout in (whole, seven, again):
+        counts = [parts_by_rank(layout, expert, 8) for expert in range(8)]
+        assert all(max(own) - min(own) <= 1 for own in counts)
+        totals = [sum(own) for own in zip(*counts, strict=True)]
+        assert max(totals) - min(totals) <= 1
+    kept = [after == before for before, after in zip(whole.mlp[0], seven.mlp[0], strict=True)]
+    assert sum(kept) == 56
+
+
+def test_split_experts_are_even_whatever_is_chosen() -> None:
+    """Where parts and ranks divide; whole ones are as uneven as the choice."""
+    units = model(experts=8, parts=8)
+    tiles = [zipf(8, 1.0, range(8))]
+    split, whole = (uneven(units, staged(1, [range(4)]), split=split) for split in (True, False))
+
+    assert skew(split, units, tiles) == pytest.approx(1.0)
+    assert skew(whole, units, tiles) > 2
+    assert rebalance(split, units, tiles, room_for(split, 64)).layout is split
+
+
+def test_shares_hold_for_split_experts_too_and_experts_without_parts_cannot_be() -> None:
+    units = model(experts=8, parts=8)
+    layout = uneven(units, staged(1, [range(2)]), shares=[3, 1], split=True)
+
+    assert parts_by_rank(layout, 0, 8) == [6, 2]
+    with pytest.raises(LayoutError, match="experts are split, but each is one unit"):
+        uneven(model(), staged(1, [range(2)]), split=True)

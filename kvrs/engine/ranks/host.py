@@ -104,7 +104,7 @@ class StageHost:
             raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         directory, settings = Path(config.cluster.model), config.cluster.engine
         self._model = model = ModelConfig.from_directory(directory)
-        layout = layout_of(instance, model.units, spread=config.elastic.spread_heads)
+        layout = layout_of(instance, model.units, config.elastic)
         assert layout is not None, "an instance with stage_hosts has several ranks"
         self._place, self._instance = place, instance
         self._keys = [stage_key(each) for each in (secret, *older)]

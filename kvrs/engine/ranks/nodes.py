@@ -357,6 +357,7 @@ def joined(parts: Sequence[tuple[range, Layout]]) -> Layout:
         vocabulary=last.vocabulary,
         turns=turns,
         copies=copies if any(copies) else (),
+        split=last.split,
     )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kvrs.config.cluster import Backend, InstanceSettings
+from kvrs.config.engine import ElasticSettings
 from kvrs.config.file import Config
 from kvrs.elastic.layouts import Layout, Stage, hybrid, staged, uneven
 from kvrs.elastic.units import Units
@@ -15,8 +16,10 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def layout_of(settings: InstanceSettings, units: Units, *, spread: bool = False) -> Layout | None:
-    """None: the instance is one process. `spread`: heads that are left over are, unless shares are
+def layout_of(
+    settings: InstanceSettings, units: Units, elastic: ElasticSettings | None = None
+) -> Layout | None:
+    """None: the instance is one process. Heads that are left over are spread, unless shares are
     asked for.
 
     Raises:
@@ -28,6 +31,13 @@ def layout_of(settings: InstanceSettings, units: Units, *, spread: bool = False)
         range(stage * settings.tp, (stage + 1) * settings.tp)
         for stage in range(settings.stage_count)
     ]
+    elastic = elastic or ElasticSettings()
+    split = elastic.experts.layout == "split"
+    if split and units.expert_parts == 1:
+        raise ConfigError(
+            "elastic.experts.layout: got 'split'; allowed: 'whole', an expert of this model is "
+            "one unit"
+        )
     try:
         stages = (
             staged(units.layers, groups)
@@ -37,9 +47,9 @@ def layout_of(settings: InstanceSettings, units: Units, *, spread: bool = False)
                 for (first, last), ranks in zip(settings.stages, groups, strict=True)
             )
         )
-        if spread and settings.shares is None:
-            return hybrid(units, stages)
-        return uneven(units, stages, shares=settings.shares)
+        if elastic.spread_heads and settings.shares is None:
+            return hybrid(units, stages, split=split)
+        return uneven(units, stages, shares=settings.shares, split=split)
     except LayoutError as error:
         raise ConfigError(f"cluster.nodes: instance {settings.id!r}: {error}") from None
 
@@ -57,7 +67,7 @@ def check_layouts(config: Config) -> None:
     faults = []
     for instance in several:
         try:
-            layout_of(instance, units, spread=config.elastic.spread_heads)
+            layout_of(instance, units, config.elastic)
         except ConfigError as error:
             faults += error.faults
     if faults:

@@ -73,6 +73,7 @@ def _instance(row: Mapping[str, Any], streams: Sequence[Mapping[str, Any]]) -> d
         "lends": row.get("lends", []),
         "degree": row.get("degree"),
         "full_degree": row.get("full_degree"),
+        "experts": row.get("experts"),
         # Of an instance that is being started again; None: of no other.
         "starts": starts,
         "reason": _restart(row) if starts else row.get("reason"),

@@ -111,6 +111,8 @@ def _instance(
         "load": None if known.load is None else msgspec.to_builtins(known.load),
         "connector": _connector(known, driver),
         "speculation": None if known.load is None else msgspec.to_builtins(known.load.speculation),
+        # None: it has none, or is one process.
+        "experts": None if known.load is None else msgspec.to_builtins(known.load.experts),
         "batches_in_flight": None if known.load is None else known.load.batches_in_flight,
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.

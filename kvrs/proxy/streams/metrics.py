@@ -288,6 +288,21 @@ class LoadMetrics:
                 registry=registry,
             )
         )
+        self._of_experts = (
+            gauge(
+                "kvrs_instance_expert_skew",
+                "Load of the rank with most to do over the mean one, for experts chosen lately.",
+            ),
+            gauge("kvrs_instance_expert_copies", "Copies of experts, beside their owners'."),
+        )
+        self._rebalances = Total(
+            Counter(
+                "kvrs_expert_rebalances",
+                "Changes of copies of experts on the worker's ranks.",
+                ["worker"],
+                registry=registry,
+            )
+        )
         self._links = Gauge(
             "kvrs_link_bytes_per_second",
             "Measured bandwidth of the link between two nodes.",
@@ -304,17 +319,24 @@ class LoadMetrics:
 
     def remove(self, worker: InstanceId) -> None:
         labels = worker, self._roles.pop(worker)
-        for gauge in (self._streams, *self._reported, *self._of_ranks):
+        for gauge in (self._streams, *self._reported, *self._of_ranks, *self._of_experts):
             gauge.remove(*labels)
 
     def measure(self, known: KnownInstance, streams: int) -> None:
         labels, load = (known.id, known.role), known.load
         self._streams.labels(*labels).set(streams)
-        reported = degrees = None
+        reported = degrees = experts = None
         if load is not None:
+            if load.experts is not None:
+                experts = load.experts.skew, load.experts.copies
+                self._rebalances.follow(load.experts.rebalances, known.id)
             reported = load.queued, load.running, load.free_pages, load.queue_delay_s
             degrees = (load.degree, load.full_degree) if load.full_degree else None
-        for gauges, values in ((self._reported, reported), (self._of_ranks, degrees)):
+        for gauges, values in (
+            (self._reported, reported),
+            (self._of_ranks, degrees),
+            (self._of_experts, experts),
+        ):
             for at, gauge in enumerate(gauges):
                 if values is None:
                     # Old values of a worker that is down would be taken for its load.

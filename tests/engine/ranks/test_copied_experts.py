@@ -17,6 +17,7 @@ from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.scheduling.sequences import Chunk
+from tests.engine.exact_models import write_model
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 
 pytestmark = [
@@ -77,9 +78,40 @@ def test_hot_experts_get_copies_while_batches_are_computed(group: RankGroup, mod
     assert min(report.tiles) > 0
 
 
+def test_split_experts_have_the_bytes_of_one_process_and_grow_back(tmp_path: Path) -> None:
+    """Each rank has parts of every expert, also once one was lost and is back."""
+    write_model("mixtral, 5 experts of 2 parts", tmp_path, seed=5)
+    experts = ExpertSettings(layout="split", after_s=0.1)
+    group = group_of(tmp_path, ElasticSettings(experts=experts), tp=2)
+    expected = Worker(tmp_path, SETTINGS).execute([CHUNK])
+    full = group.layout.ranks
+    try:
+        assert same_bytes(group.execute([CHUNK]), expected)
+        group.processes.seats[1].kill()
+        until_s = time.monotonic() + FEW_SECONDS_S
+        while len(group.reformer.done) < 2 or group.layout.ranks != full:
+            try:
+                assert same_bytes(group.execute([CHUNK]), expected)
+            except RanksLostError:
+                group.on_lost()
+            assert time.monotonic() < until_s
+        assert same_bytes(group.execute([CHUNK]), expected)
+        assert group.layout.split
+        for own in group.layout.mlp:
+            assert all(set(own[at : at + 2]) == {0, 1} for at in range(0, len(own), 2))
+    finally:
+        group.close()
+
+
 def test_a_lost_expert_with_a_copy_costs_no_byte(group: RankGroup, model: Path) -> None:
     """Its device is gone; the rank with the copy owns it, and no move is of it."""
     compute_until(group, model, copies=True)
+    loads = group.reformer.loads
+    assert loads is not None
+    # No further change of copies: one that is under way would bring more of them.
+    loads._settings = loads._settings.model_copy(update={"rebalance": False})
+    while group.reforming:
+        time.sleep(0.01)
     copies = group.layout.copies
     layer, (place, _) = next((at, own[0]) for at, own in enumerate(copies) if own)
     owner = group.layout.mlp[layer][place]

@@ -53,7 +53,7 @@ def group_of(model: Path, elastic: ElasticSettings | None = None, **ranks: objec
     instance = InstanceSettings.model_validate(
         {"id": InstanceId("d0"), "role": Role.DECODE, **ranks}
     )
-    layout = layout_of(instance, ModelConfig.from_directory(model).units)
+    layout = layout_of(instance, ModelConfig.from_directory(model).units, elastic)
     assert layout is not None
     return RankGroup(model, SETTINGS, layout, elastic)
 

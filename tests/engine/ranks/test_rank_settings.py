@@ -7,6 +7,7 @@ import pytest
 
 from kvrs.cluster.ports import resolve_ports
 from kvrs.config.cluster import InstanceSettings
+from kvrs.config.engine import ElasticSettings, ExpertSettings
 from kvrs.config.exposure import check_exposure
 from kvrs.config.file import parse_config
 from kvrs.engine.model_config import ModelConfig
@@ -142,15 +143,32 @@ def test_shares_divide_a_layer_unevenly(tiny_model: Path) -> None:
     assert [len(layout.tiles(rank, 0)) for rank in (0, 1)] == [3, 1]
 
 
+def test_experts_of_one_unit_cannot_be_split(tiny_experts: Path, tiny_model: Path) -> None:
+    """The key, its value and what is allowed; a dense model has no experts to split."""
+    two = InstanceSettings.model_validate({"id": "d0", "role": "decode", "tp": 2}, strict=False)
+    split = ElasticSettings(experts=ExpertSettings(layout="split"))
+    experts, dense = (ModelConfig.from_directory(each).units for each in (tiny_experts, tiny_model))
+
+    with pytest.raises(
+        ConfigError, match=r"elastic\.experts\.layout: got 'split'; allowed: 'whole', an expert"
+    ):
+        layout_of(two, experts, split)
+    assert layout_of(two, dense, split) == layout_of(two, dense)
+
+
 def test_heads_that_are_left_over_are_spread_where_that_is_asked_for(tiny_model: Path) -> None:
     """Two heads on three ranks; not where shares are asked for, which say what each rank has."""
     units = ModelConfig.from_directory(tiny_model).units
     three = {"id": "d0", "role": "decode", "tp": 3}
     uneven = InstanceSettings.model_validate(three | {"shares": [2, 1, 1]}, strict=False)
 
-    spread = layout_of(InstanceSettings.model_validate(three, strict=False), units, spread=True)
+    spread = layout_of(
+        InstanceSettings.model_validate(three, strict=False),
+        units,
+        ElasticSettings(spread_heads=True),
+    )
     whole = layout_of(InstanceSettings.model_validate(three, strict=False), units)
-    by_shares = layout_of(uneven, units, spread=True)
+    by_shares = layout_of(uneven, units, ElasticSettings(spread_heads=True))
 
     assert spread is not None
     assert whole is not None

@@ -71,7 +71,9 @@ def model(
 
 def group_of(model: Path, tp: int, pp: int = 1) -> RankGroup:
     settings = InstanceSettings(id=InstanceId("d0"), role=Role.DECODE, tp=tp, pp=pp)
-    layout = layout_of(settings, ModelConfig.from_directory(model).units, spread=True)
+    layout = layout_of(
+        settings, ModelConfig.from_directory(model).units, ElasticSettings(spread_heads=True)
+    )
     assert layout is not None
     return RankGroup(model, SETTINGS, layout, SPREADS)
 
