@@ -59,7 +59,8 @@ class ExpertSettings(Settings):
     """
     rebalance: bool = True
     """Ranks get copies of experts that are chosen often, and share the rows of these, where that
-    makes the ranks that have most to do faster. No bit of a result depends on it.
+    makes the ranks that have most to do faster. No bit of a result depends on it. Not for instances
+    with `stage_hosts`.
     """
     after_s: float = Field(default=2.0, ge=0.1, le=3600)
     """Least seconds between two changes of copies, and after any other change of the ranks."""

@@ -456,8 +456,11 @@ class Reformer:
                 self._processes.seats[rank].kill()
         if self.loads is None or self._machine.phase is not ReformingPhase.SERVING:
             return
-        layout = self.loads.look(self._group.layout, self._group.formation, time.monotonic())
-        if layout is not None and self._settings.enabled:
+        group, is_balanced = self._group, self._settings.enabled
+        # Its prefill is measured first, at its start, and no change may come between.
+        is_balanced &= group.predict is not None
+        layout = self.loads.look(group.layout, group.formation, time.monotonic())
+        if layout is not None and is_balanced:
             self._machine.room = _room_of(self._group.layout, self._machine.units)
             self._handle(LoadShifted(layout))
 

@@ -41,6 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group(model: Path) -> Iterator[RankGroup]:
     experts = ExpertSettings(after_s=0.1, room_share=1.0)
     group = group_of(model, ElasticSettings(experts=experts), tp=3)
+    group.predict = lambda chunks: 0.0
     yield group
     group.close()
 

@@ -13,8 +13,8 @@ from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import exchange
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 from tests.engine.exact_models import EXPERTS, LAYERS, MODELS, write_model
-from tests.engine.ranks.in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine
 

@@ -21,7 +21,7 @@ from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.seats import Ended
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
-from tests.engine.ranks.in_threads import ThreadRanks
+from kvrs_testkit.ranks_in_threads import ThreadRanks
 from tests.engine.ranks.test_rank_group import (
     SETTINGS,
     chunks,

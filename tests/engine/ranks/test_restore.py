@@ -29,7 +29,7 @@ from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.peers import PullResult
 from kvrs_testkit.ports import instance_client
-from tests.engine.ranks.in_threads import ThreadRanks
+from kvrs_testkit.ranks_in_threads import ThreadRanks
 from tests.engine.serving import SECRET
 from tests.engine.test_checkpoints_engine import agent, ask, cluster, eventually, prompt_of
 
