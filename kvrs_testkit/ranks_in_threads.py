@@ -31,7 +31,7 @@ class ThreadRanks:
         self, directory: Path, settings: EngineSettings, layout: Layout, *, apart: bool = False
     ) -> None:
         """`apart`: each rank has memory of its own, in which it finds what it has written."""
-        config, self._layout = ModelConfig.from_directory(directory), layout
+        config, self.layout = ModelConfig.from_directory(directory), layout
         geometry = geometry_of(config, settings)
         areas = Areas.of(
             layout,
@@ -83,7 +83,7 @@ class ThreadRanks:
         heads = self.pages.geometry.kv_heads
         for page, base in bases.items():
             for rank, own in self._own.items():
-                for layer, head in self._layout.cells(rank, base):
+                for layer, head in self.layout.cells(rank, base):
                     cell = layer * heads + head
                     self.pages.memory[cell, page] = own.memory[cell, page]
 
