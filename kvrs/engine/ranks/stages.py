@@ -24,7 +24,7 @@ from kvrs.engine.ranks.exchange import Areas
 from kvrs.engine.ranks.formation import Predict, RankFormation
 from kvrs.engine.ranks.futex import check_futexes
 from kvrs.engine.ranks.processes import RankMessage, RankProcesses
-from kvrs.engine.ranks.seats import END_S, Answered, Ended
+from kvrs.engine.ranks.seats import END_S, Answered, Ended, RankSeat
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import ConfigError, RanksLostError
@@ -141,6 +141,7 @@ class StageRanks:
         while awaited.total():
             told = self._next_told(awaited)
             if isinstance(told, Ended):
+                self._take_last_words(told.seat)
                 raise RanksLostError([told.seat.rank], "did not start")
             assert isinstance(told, Answered)
             awaited[told.seat.rank] -= 1
@@ -156,6 +157,24 @@ class StageRanks:
                     self.processes.fetched(told.seat, fetched)
                 case Joined():
                     pass
+
+    def _take_last_words(self, seat: RankSeat) -> None:
+        """Its end may be told before what it said last, by another thread.
+
+        Raises:
+            ConfigError: that is why it has ended.
+        """
+        until_s = time.monotonic() + END_S
+        while seat.is_loaded and (left_s := until_s - time.monotonic()) > 0:
+            try:
+                told = self.processes.told.get(timeout=left_s)
+            except Empty:
+                return
+            match told:
+                case Answered(seat=other, answer=Refused(faults=faults)) if other is seat:
+                    raise ConfigError(faults)
+                case Ended(seat=other) if other is seat:
+                    return
 
     def _next_told(self, awaited: Counter[int]) -> RankMessage | None:
         """Raises RanksLostError: those hang. None is heard as long as all load."""
