@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrs.elastic.experts import divided, pieces_of
+from kvrs.elastic.experts import Tiles, divided, pieces_of
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.units import Units
 
@@ -38,8 +38,10 @@ class Shares:
         return self.weights / whole.weights, self.rows / whole.rows
 
 
-def shares(layout: Layout, units: Units) -> Shares:
-    """Shares where all experts are chosen equally often; those with copies are divided."""
+def shares(layout: Layout, units: Units, tiles: Tiles = ()) -> Shares:
+    """Shares where experts are computed in tiles as often as that (`experts.Tiles`), or, where
+    nothing is counted, all equally often; those with copies are divided among their holders.
+    """
     cells = weights = rows = 0.0
     attention = sum(units.attention_bytes)
     for stage in layout.stages:
@@ -47,19 +49,28 @@ def shares(layout: Layout, units: Units) -> Shares:
             spread = len(layout.spread(layer))
             own = max(len(layout.heads(rank, layer)) for rank in stage.ranks)
             sizes = units.mlp_of(layer)
-            tiles = max(_tiles_bytes(layout, layer, sizes).values())
+            chosen = tiles[layer] if tiles else ()
+            mlp = max(_mlp_bytes(layout, layer, sizes, chosen).values())
             heads = len(units.attention_bytes)
             share = (own + spread / len(stage.ranks)) / heads
             cells += share
-            weights += attention * (own + spread) / heads + tiles
-            rows += attention * share + tiles
+            weights += attention * (own + spread) / heads + mlp
+            rows += attention * share + mlp
     whole = units.layers * attention + units.all_mlp_bytes
     return Shares(cells / units.layers, weights / whole, rows / whole)
 
 
-def _tiles_bytes(layout: Layout, layer: int, sizes: Sequence[int]) -> Mapping[int, float]:
-    """Bytes of a layer's MLP that each rank of its stage has to do with."""
+def _mlp_bytes(
+    layout: Layout, layer: int, sizes: Sequence[int], chosen: Sequence[float]
+) -> Mapping[int, float]:
+    """Bytes of a layer's MLP that each rank of its stage has to do with. `chosen`: how often each
+    expert is, none: equally often.
+    """
     ranks = layout.stage_at(layer).ranks
+    if sum(chosen):
+        mean, parts = sum(chosen) / len(chosen), len(sizes) // len(chosen)
+        loads = [size * chosen[at // parts] / mean for at, size in enumerate(sizes)]
+        return divided(loads, pieces_of(layout, layer, 1).holders, ranks)
     if layout.copies_of(layer):
         return divided(sizes, pieces_of(layout, layer, 1).holders, ranks)
     return {rank: sum(sizes[tile] for tile in layout.tiles(rank, layer)) for rank in ranks}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvrs.elastic.experts import Tiles
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.units import Units
 
@@ -23,6 +24,10 @@ class RankModel:
     join_s: float = 0.02  # Until ranks that have their units compute together.
     restart_s: float = 0.15  # Of the process of a rank.
     grows_after_s: float = 1.5  # A rank that was lost is offered again.
+    # Tiles of each expert by layer, where `units` have experts: how often each is chosen.
+    tiles: Tiles = ()
+    balances_after_s: float | None = None  # A change of the ranks; None: experts get no copies.
+    copy_room: float = 0.5  # For copies, as a part of a rank's own weights.
 
 
 @dataclass(frozen=True, slots=True)

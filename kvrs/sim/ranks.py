@@ -5,11 +5,13 @@ What is simulated is which rank has what (`kvrs/sim/rank_model.py`), and when it
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import assert_never
 
 import msgspec
 
-from kvrs.elastic.layouts import Layout, hybrid, staged
+from kvrs.elastic.experts import rebalance
+from kvrs.elastic.layouts import Layout, hybrid, staged, validate
 from kvrs.elastic.moving import schedule
 from kvrs.elastic.reforming import (
     Action,
@@ -18,6 +20,7 @@ from kvrs.elastic.reforming import (
     Event,
     FormRanks,
     Freeze,
+    LoadShifted,
     ProbeEnded,
     ProbeStep,
     RankJoined,
@@ -29,7 +32,7 @@ from kvrs.elastic.reforming import (
     Serve,
     UnitArrived,
 )
-from kvrs.elastic.speed import shares
+from kvrs.elastic.speed import Shares, shares
 from kvrs.elastic.units import Unit
 from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
 from kvrs.protocol.instance import ReformingReport
@@ -54,7 +57,7 @@ class SimRanks:
         self._model = model = site.rank_model
         self._ready_s = 0.0
         layout = hybrid(model.units, staged(model.units.layers, [range(count)]))
-        self._full = shares(layout, model.units)
+        self._full = shares(layout, model.units, model.tiles)
         self._paced, self._factors = layout, (1.0, 1.0)  # The factors are those of this layout.
         whole = model.units.total_bytes
         self._machine = Reforming(
@@ -74,6 +77,7 @@ class SimRanks:
         self._cells = LostCells(engine, site)
         self._start_s = 0.0  # Until the ranks of this plan run.
         self._lost: list[int] = []
+        self._balance_later(layout)
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
 
     # What the instance asks.
@@ -88,6 +92,11 @@ class SimRanks:
     @property
     def degree(self) -> int:
         return len(self._machine.layout.ranks)
+
+    @property
+    def layout(self) -> Layout:
+        """That serves, or did last."""
+        return self._machine.layout
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -112,7 +121,7 @@ class SimRanks:
         """Step times of the layout over those of all ranks."""
         if self._paced is not self._machine.layout:
             self._paced = self._machine.layout
-            self._factors = shares(self._paced, self._model.units).factors(self._full)
+            self._factors = self._shares(self._paced).factors(self._full)
         decode, prefill = self._factors
         return decode if decodes else prefill
 
@@ -157,10 +166,13 @@ class SimRanks:
         own = ranks.intersection(layout.ranks)
         return frozenset(cell for rank in own for cell in layout.cells(rank, page))
 
+    def _shares(self, layout: Layout) -> Shares:
+        return shares(layout, self._model.units, self._model.tiles)
+
     def _step_s(self, layout: Layout) -> float:
         """Seconds of a decoding step, as an engine predicts it for its layouts."""
         step_s = self._site.pace.batch_s([Chunk([0], 0, [0], logits=1)])
-        decode_factor, _ = shares(layout, self._model.units).factors(self._full)
+        decode_factor, _ = self._shares(layout).factors(self._full)
         return step_s * decode_factor
 
     def _handle(self, event: Event) -> None:
@@ -225,7 +237,7 @@ class SimRanks:
             move_bytes,
             self._cells.missing,
             self._cells.page_s,
-            *shares(after, self._model.units).factors(self._full),
+            *self._shares(after).factors(self._full),
             held_pages=self._cells.held,
             held_page_s=self._cells.held_page_s,
         )
@@ -243,6 +255,28 @@ class SimRanks:
             self._handle(RankLeaving(rank))  # A loss came first.
         if absent := set(range(self.count)).difference(stage.ranks, self._left):
             self._later(self._model.grows_after_s, RankOffered(min(absent), 0))
+        self._balance_later(layout)
+
+    def _balance_later(self, layout: Layout) -> None:
+        model = self._model
+        if model.balances_after_s is not None:
+            self._engine.later(model.balances_after_s, lambda: self._balance(layout))
+
+    def _balance(self, served: Layout) -> None:
+        """Give experts the copies that pay, if the ranks serve as they did."""
+        model, layout = self._model, self._machine.layout
+        if layout is not served:
+            return
+        bare = replace(layout, copies=())
+        room = {
+            rank: int(model.copy_room * bare.weight_bytes(rank, model.units))
+            for rank in layout.ranks
+        }
+        found = rebalance(layout, model.units, model.tiles, room).layout
+        if found is not layout:
+            # Every row of an expert has a holder, and none that is gone.
+            validate(found, model.units)
+            self._handle(LoadShifted(found))
 
     def _later(self, delay_s: float, event: Event) -> None:
         self._engine.later(delay_s, lambda: self._handle(event))

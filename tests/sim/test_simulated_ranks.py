@@ -1,15 +1,20 @@
 """Instances that lose ranks while they serve, in virtual time, by the objects of `kvrs.elastic`."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvrs.core.event_log import rerun
+from kvrs.elastic.speed import shares
+from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId
+from kvrs.sim import cluster
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.lost_cells import LostCells
 from kvrs.sim.process import InvariantError
+from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
 from kvrs.sim.scenarios import ranked, too_few_ranks
 
@@ -102,3 +107,31 @@ def test_a_rank_that_leaves_by_order_costs_its_streams_a_formation_and_no_cell()
     assert set(outcome.ended) == {"complete"}
     assert set(seen[:-1]) == {(0, 1, 3)}
     assert seen[-1] == (0, 1, 2, 3)
+
+
+EXPERTS = RankModel(
+    units=Units(4, (200_000_000,) * 6, (60_000_000,) * 48, (50_000_000,) * 8, 0, expert_parts=1),
+    tiles=[[1000 / (1 + (at * 29 + layer) % 48) for at in range(48)] for layer in range(4)],
+    balances_after_s=0.2,
+)
+
+
+def test_hot_experts_get_copies_while_ranks_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stream ends complete, nothing is read for a copy (as an invariant), and a step is
+    shorter with the copies than without.
+    """
+    monkeypatch.setattr(cluster, "RankModel", lambda: EXPERTS)
+    found = [ranked(seed) for seed in range(3)]
+
+    outcomes = [world.run() for world in found]
+
+    assert {key for outcome in outcomes for key in outcome.ended} == {"complete"}
+    copied = 0
+    for world in found:
+        for engine in world.cluster.engines.values():
+            if isinstance(engine.ranks, SimRanks) and engine.ranks.layout.copies:
+                layout, copied = engine.ranks.layout, copied + 1
+                bare = replace(layout, copies=())
+                steps = [shares(each, EXPERTS.units, EXPERTS.tiles) for each in (layout, bare)]
+                assert steps[0].weights < steps[1].weights
+    assert copied > 0
