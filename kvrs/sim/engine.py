@@ -95,7 +95,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.draining = self.hangs = False
         self.answer = None
         super().start()
-        if isinstance(self.ranks, SimPipeline):
+        if self.ranks is not None:
             self.ranks.begin()
 
     def kill(self, *, silently: bool = False) -> None:

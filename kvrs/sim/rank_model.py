@@ -27,6 +27,7 @@ class RankModel:
     # Tiles of each expert by layer, where `units` have experts: how often each is chosen.
     tiles: Tiles = ()
     balances_after_s: float | None = None  # A change of the ranks; None: experts get no copies.
+    split: bool = False  # Each rank has parts of every expert.
     copy_room: float = 0.5  # For copies, as a part of a rank's own weights.
 
 

@@ -56,9 +56,11 @@ class SimRanks:
         self._site = site
         self._model = model = site.rank_model
         self._ready_s = 0.0
-        layout = hybrid(model.units, staged(model.units.layers, [range(count)]))
-        self._full = shares(layout, model.units, model.tiles)
-        self._paced, self._factors = layout, (1.0, 1.0)  # The factors are those of this layout.
+        layout = hybrid(model.units, staged(model.units.layers, [range(count)]), split=model.split)
+        # The pace is that of experts which are all chosen equally often.
+        self._full = shares(layout, model.units)
+        # The factors are those of this layout.
+        self._paced, self._factors = layout, self._shares(layout).factors(self._full)
         whole = model.units.total_bytes
         self._machine = Reforming(
             model.units,
@@ -77,8 +79,11 @@ class SimRanks:
         self._cells = LostCells(engine, site)
         self._start_s = 0.0  # Until the ranks of this plan run.
         self._lost: list[int] = []
-        self._balance_later(layout)
         self._left: set[int] = set()  # On purpose; those of the layout are about to.
+
+    def begin(self) -> None:
+        """The instance runs."""
+        self._balance_later(self._layout)
 
     # What the instance asks.
 
