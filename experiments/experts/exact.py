@@ -90,7 +90,11 @@ def main() -> int:
 
 def measured(name: str, model: ExpertsModel, rows: int, seed: int) -> Count:
     count, choose = Count(name), random.Random(f"{name} {seed}")
-    settings = EngineSettings(page_size_tokens=PAGE_TOKENS, pages=2 * SEQUENCES * _EACH)
+    settings = EngineSettings(
+        page_size_tokens=PAGE_TOKENS,
+        pages=2 * SEQUENCES * _EACH,
+        max_batch_tokens=SEQUENCES * max(CHUNKS),
+    )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         write_experts_model(Path(directory), model, seed)
