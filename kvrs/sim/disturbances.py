@@ -199,14 +199,16 @@ class Disturbances:
             return
         engine, ranks = found
         kept = rng.random() < 0.3
-        first, *others = rng.sample(ranks.running, 2)
+        first, *others = rng.sample(ranks.layout.ranks, 2)
         if death == fault_scenarios.LATE:
             ranks.late_factor = 5.0
         match death:
             case fault_scenarios.TWO_RANKS:
                 ranks.lose([first, *others], kept)
             case fault_scenarios.TOO_MANY_RANKS:
-                ranks.lose([rank for rank in ranks.running if rank != first], memory_kept=False)
+                ranks.lose(
+                    [rank for rank in ranks.layout.ranks if rank != first], memory_kept=False
+                )
             case _:
                 ranks.lose([first], kept)
         if death == fault_scenarios.MID_MOVE:
@@ -220,7 +222,7 @@ class Disturbances:
             for engine in self._cluster.engines.values()
             if engine.is_running
             and isinstance(engine.ranks, SimRanks)
-            and len(engine.ranks.running) > 1
+            and len(engine.ranks.layout.ranks) > 1
         ]
         if not having:
             return None
@@ -237,7 +239,7 @@ class Disturbances:
         if (found := self._with_ranks(fault_scenarios.LEAVES)) is None:
             return
         engine, ranks = found
-        leaving, other = rng.sample(ranks.running, 2)
+        leaving, other = rng.sample(ranks.layout.ranks, 2)
         if not ranks.order(leaving, leaves=True):
             return
         lost = rng.choice([None, None, leaving, other])

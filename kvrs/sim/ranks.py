@@ -104,10 +104,6 @@ class SimRanks:
         return self._machine.layout
 
     @property
-    def running(self) -> tuple[int, ...]:
-        return self._machine.layout.ranks
-
-    @property
     def page_cells(self) -> int:
         return sum(map(len, self._layout.attention))
 

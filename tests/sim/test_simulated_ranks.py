@@ -85,7 +85,7 @@ def test_a_rank_that_leaves_by_order_costs_its_streams_a_formation_and_no_cell()
 
     def look() -> None:
         assert isinstance(engine.ranks, SimRanks)
-        seen.append(engine.ranks.running)
+        seen.append(engine.ranks.layout.ranks)
 
     def first() -> None:
         assert isinstance(engine.ranks, SimRanks)
