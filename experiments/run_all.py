@@ -132,6 +132,7 @@ ALL = (
     _of("pipelines", "series-wait", 8, "series"),
     _of("pipelines", "series", 8, "series --group"),
     _of("experts", "kills", 8, "kills --streams 250"),
+    _of("experts", "exact", 20, "exact --rows 200000 --jobs 4"),
     _of("experts", "balance", 2, "balance"),
     _of("experts", "simulated", 1, "simulated"),
     _of("notice", "notice", 4),
