@@ -48,9 +48,7 @@ LaunchJson = Annotated[str | None, typer.Option("--launch", hidden=True)]  # Fro
 WorkerJson = Annotated[str | None, typer.Option("--worker", hidden=True)]
 DemoTrace = Annotated[
     Path | None,
-    typer.Option(
-        help="Mooncake JSONL, Azure or BurstGPT CSV; lengths are scaled to the tiny model"
-    ),
+    typer.Option(help="A trace of a known format; lengths are scaled to the tiny model"),
 ]
 SkipBadLines = Annotated[
     bool,
@@ -131,7 +129,7 @@ Url = Annotated[str, typer.Option(help="Base of an OpenAI endpoint, such as http
 ReplayTrace = Annotated[
     Path | None,
     typer.Option(
-        help="Mooncake JSONL, Azure CSV or BurstGPT CSV, told apart by content",
+        help="JSON or CSV, Mooncake's or another known format, told apart by content",
         rich_help_panel=TRACE,
     ),
 ]
@@ -250,7 +248,7 @@ SloTbt = Annotated[
 ]
 SimulateTrace = Annotated[
     Path | None,
-    typer.Option(help="Mooncake JSONL, Azure CSV or BurstGPT CSV; without it, generated"),
+    typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),
 ]
 SimulatedStreams = Annotated[int, typer.Option(min=1, help="How many streams")]
 SimulatedRate = Annotated[float, typer.Option(help="Requests per second")]
