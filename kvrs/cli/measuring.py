@@ -81,46 +81,65 @@ def replay(
 def simulate(
     config: opt.DemoConfig = None,
     trace: opt.SimulateTrace = None,
-    requests: opt.SimulatedStreams = 100,
-    rate: opt.SimulatedRate = 8.0,
+    requests: opt.SimulatedStreams = None,
+    rate: opt.SimulatedRate = None,
+    pace: opt.SimulatedPace = None,
+    first_token: opt.SimulatedFirstToken = None,
     fault: opt.SimulatedFault = None,
     deaths: opt.RandomDeaths = 0,
     seed: opt.FirstSeed = 0,
     seeds: opt.Seeds = 1,
     proxies: opt.SimulateProxies = 1,
+    jobs: opt.Jobs = 1,
     acceptance: opt.SimulatedAcceptance = 0.6,
     policy: opt.Policies = None,
+    oracle: opt.SimulatedOracle = False,
+    slo_ttft: opt.SloTtft = 2.0,
+    slo_tpot: opt.SloTpot = 0.2,
+    slo_tbt: opt.SloTbt = None,
     out: opt.SimulationOut = None,
     json: opt.Json = False,
 ) -> None:
     """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
     given = locals()
-    from kvrs.sim.command import SimulateOptions, run_simulation
+    from kvrs.report.metrics import Slo
+    from kvrs.sim.case import SimulateOptions
+    from kvrs.sim.command import run_simulation
 
-    raise typer.Exit(run_simulation(filled(SimulateOptions, given, policy=tuple(policy or ()))))
+    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
+    options = filled(SimulateOptions, given, policy=tuple(policy or ()), slo=slo)
+    raise typer.Exit(run_simulation(options))
 
 
 def compare(
     policies: opt.Compared,
     config: opt.DemoConfig = None,
     trace: opt.SimulateTrace = None,
-    requests: opt.SimulatedStreams = 100,
-    rate: opt.SimulatedRate = 8.0,
+    requests: opt.SimulatedStreams = None,
+    rate: opt.SimulatedRate = None,
+    pace: opt.SimulatedPace = None,
+    first_token: opt.SimulatedFirstToken = None,
     fault: opt.SimulatedFault = None,
     deaths: opt.RandomDeaths = 0,
     seed: opt.FirstSeed = 0,
     seeds: opt.ComparedSeeds = 10,
     proxies: opt.SimulateProxies = 1,
+    jobs: opt.Jobs = 1,
     acceptance: opt.SimulatedAcceptance = 0.6,
+    slo_ttft: opt.SloTtft = 2.0,
+    slo_tpot: opt.SloTpot = 0.2,
+    slo_tbt: opt.SloTbt = None,
     out: opt.SimulationOut = None,
     json: opt.Json = False,
 ) -> None:
     """Simulate several policies under the same load and faults, and tell which one is better."""
     given = locals()
-    from kvrs.sim.command import SimulateOptions
+    from kvrs.report.metrics import Slo
+    from kvrs.sim.case import SimulateOptions
     from kvrs.sim.comparison import parse_policies, run_comparison
 
-    options = filled(SimulateOptions, given, policy=parse_policies(policies))
+    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
+    options = filled(SimulateOptions, given, policy=parse_policies(policies), slo=slo)
     raise typer.Exit(run_comparison(options))
 
 

@@ -11,6 +11,7 @@ from kvrs.config.policy import PolicyName
 from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
 from kvrs.explain.elastic import KvBackup
+from kvrs.sim.first_token import FirstToken
 from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import Api
 
@@ -250,8 +251,24 @@ SimulateTrace = Annotated[
     Path | None,
     typer.Option(help="JSON or CSV of a known format, as for `replay`; without it, generated"),
 ]
-SimulatedStreams = Annotated[int, typer.Option(min=1, help="How many streams")]
-SimulatedRate = Annotated[float, typer.Option(help="Requests per second")]
+SimulatedStreams = Annotated[
+    int | None, typer.Option(min=1, help="How many streams; default: all of the trace, or 100")
+]
+SimulatedRate = Annotated[
+    float | None, typer.Option(help="Requests per second; default: the trace's own, or 8")
+]
+SimulatedPace = Annotated[
+    str | None,
+    typer.Option(help="Profile (a name, or the path of one) of instances without one of their own"),
+]
+SimulatedFirstToken = Annotated[
+    FirstToken | None,
+    typer.Option(help="Where the first token comes from; default: by cluster.backend"),
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
+SimulatedOracle = Annotated[
+    bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
+]
 SimulatedFault = Annotated[Path | None, typer.Option(help="YAML list of faults")]
 RandomDeaths = Annotated[int, typer.Option(min=0, help="Or so many random deaths of all kinds")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="Seed of the first simulation")]

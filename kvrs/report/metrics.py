@@ -53,13 +53,16 @@ def percentile(values: Iterable[float], q: float) -> float | None:
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean, p50, p99 and the largest of the values that exist."""
+    """Mean, p50, p90, p99 and the largest of the values that exist."""
     known = [value for value in values if value is not None]
+    mean = sum(known) / len(known) if known else None
+    known.sort()
     return {
-        "mean": sum(known) / len(known) if known else None,
+        "mean": mean,
         "p50": percentile(known, 50),
+        "p90": percentile(known, 90),
         "p99": percentile(known, 99),
-        "max": max(known, default=None),
+        "max": known[-1] if known else None,
     }
 
 
@@ -83,6 +86,11 @@ def replay_ttft_s(record: StreamRecord, decided_s: float) -> float | None:
 def tpot_s(record: StreamRecord) -> float | None:
     times_s = record.token_times_s
     return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
+
+
+def latency_s(record: StreamRecord) -> float | None:
+    """From the moment at which the request was due to its end."""
+    return record.ended_s - record.due_s if record.completed else None
 
 
 def max_gap_s(record: StreamRecord) -> float | None:
@@ -186,5 +194,6 @@ def summary(records: Sequence[StreamRecord], slo: Slo) -> dict[str, object]:
         "tpot_s": spread(map(tpot_s, records)),
         "tbt_s": spread(gap for record in records for gap in gaps_s(record)),
         "max_gap_s": spread(map(max_gap_s, records)),
+        "latency_s": spread(map(latency_s, records)),
         "lag_s": spread(record.lag_s for record in records),
     }

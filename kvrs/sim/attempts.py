@@ -14,6 +14,7 @@ from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import SimCall, token_at
 from kvrs.sim.engine import SimEngine
+from kvrs.sim.first_token import FirstToken
 from kvrs.sim.process import Step, require
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import SimStream
@@ -40,6 +41,7 @@ class AttemptHost(Protocol):
     slots: SlotMessages
     dropped_tokens: int
     page_size_tokens: int
+    first_token: FirstToken
 
     @property
     def now_s(self) -> float: ...
@@ -216,10 +218,26 @@ class SimAttempt:
         has_own_prefill = attempt.plan.prefill is not None
         if not attempt.prefilled(now_s) or not self._is_open:
             return
+        if (
+            has_own_prefill
+            and not live.output
+            and self.host.first_token is FirstToken.PREFILL
+            and self._first_token_came(name)
+        ):
+            return
         self._connection = None
         pages = range(history_tokens // self.host.page_size_tokens)
         handed_over = (PullSource(name, None, pages, TrafficClass.HANDOFF, live.id),)
         self._decode(handed_over if has_own_prefill else ())
+
+    def _first_token_came(self, name: InstanceId) -> bool:
+        """From the prefill instance, with its answer; True if it was the only one."""
+        live, now_s = self.live, self.host.now_s
+        live.journal.append(token_at(live.id, len(live.arrival.prompt_ids)), now_s)
+        self._control.progress.delivered(name, now_s)
+        if live.journal.finished and not live.outcome:
+            self._control.end(live, Complete(), now_s)
+        return live.journal.finished
 
     def token(self, name: InstanceId, position: int, token: int, *, is_last: bool) -> None:
         """Every position comes once, in order, and only from the current attempt."""

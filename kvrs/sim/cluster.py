@@ -18,6 +18,7 @@ from kvrs.protocol.tags import root_tag
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.engine import SimEngine
+from kvrs.sim.first_token import FirstToken
 from kvrs.sim.hosts import SimHost
 from kvrs.sim.invariants import Grants
 from kvrs.sim.links import SimLinks
@@ -26,7 +27,7 @@ from kvrs.sim.process import Clock
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.rank_model import PipelineModel, RankModel
 from kvrs.sim.recovering import SimDraftModel, SimHelper
-from kvrs.sim.site import SimHolder, Site
+from kvrs.sim.site import SimHolder, Site, StreamTally
 from kvrs.sim.streams import SimJournal, SimStream
 from kvrs.sim.watches import SimWatch
 
@@ -43,6 +44,7 @@ class CarriedOutFault:
     at_s: float
     whom: str
     streams: int  # That counted on the victim.
+    instances: tuple[InstanceId, ...] = ()  # The victims; none: `whom` is one, or no instance.
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class SimCluster:
         rank_model: RankModel | None = None,
         pipeline_model: PipelineModel | None = None,
         draft_model: SimDraftModel | None = None,
+        first_token: FirstToken = FirstToken.DECODE,
     ) -> None:
         """`stay_away` is the chance that what was killed is not back for 20 s or more; `reload_s`:
         it is back after exactly so long. `is_supervised`: a moment after a process has ended, the
@@ -119,6 +122,7 @@ class SimCluster:
             rank_model or RankModel(),
             pipelines,
             hosts_of(config, self.clock, pipelines),
+            first_token,
         )
         self.engines = {
             instance.id: SimEngine(instance.id, node.id, instance.role, site, instance.ranks)
@@ -152,6 +156,10 @@ class SimCluster:
     @property
     def config(self) -> Config:
         return self._site.config
+
+    @property
+    def tally(self) -> StreamTally:
+        return self._site.tally
 
     @property
     def holders(self) -> dict[InstanceId, SimHolder]:
@@ -267,8 +275,11 @@ class SimCluster:
                 if other is not None and other is not watch:
                     proxy.after(self.rng.uniform(0.02, 1.0), partial(other.gossiped_dead, epoch))
 
-    def note(self, death: str, whom: str, streams: int) -> None:
-        self.outcome.hits.append(CarriedOutFault(death, self.clock.now_s, whom, streams))
+    def note(
+        self, death: str, whom: str, streams: int, instances: tuple[InstanceId, ...] = ()
+    ) -> None:
+        hit = CarriedOutFault(death, self.clock.now_s, whom, streams, instances)
+        self.outcome.hits.append(hit)
         self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
 
 

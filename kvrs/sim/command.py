@@ -3,70 +3,27 @@ for one seed or many, under one policy or several.
 """
 
 import json
-import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import ceil
-from pathlib import Path
-from random import Random
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
 from kvrs import __version__
-from kvrs.config.file import Config, config_digest, load_config
+from kvrs.config.file import Config, config_digest
 from kvrs.config.policy import PolicyName
-from kvrs.errors import ConfigError, numbers_out_of_range
-from kvrs.faults.language import Fault, What, load_faults
+from kvrs.faults.language import Fault
 from kvrs.report.output import claim_directory
+from kvrs.sim.case import SimulateOptions, arrivals_of, cut_requests, load_case, under
 from kvrs.sim.cluster import Outcome
-from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
-from kvrs.sim.recovering import draft_model_of
-from kvrs.sim.streams import Arrival
-from kvrs.sim.world import World
+from kvrs.sim.results import latencies, latency_table, write_results
+from kvrs.sim.seeds import Simulated, simulate
 from kvrs.tables import folded, output
-from kvrs.traces.formats import load_trace
-from kvrs.traces.generator import GeneratorSettings, generate
-from kvrs.traces.mooncake import at_rate, check_lasts, clip, replay_requests, scale, window
-
-VOCAB_SIZE = 50_000
-FIRST_ORDINARY_TOKEN = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """Options of the command line."""
-
-    config: Path | None = None  # None: the cluster of the demo.
-    trace: Path | None = None  # None: a generated one, scaled to `cluster.engine.max_model_len`.
-    requests: int = 100
-    rate: float = 8.0  # Requests per second.
-    fault: Path | None = None
-    deaths: int = 0  # Or so many at random.
-    seed: int = 0
-    seeds: int = 1  # So many, from `seed` on; a seed draws the trace, the victims and every delay.
-    proxies: int = 1
-    acceptance: float = 0.6  # Of drafts, with `speculation.source: draft`.
-    policy: Sequence[PolicyName] = ()  # One after the other; none: the configuration's.
-    json: bool = False
-    out: Path | None = None  # Directory for simulation.json.
-
-
-@dataclass(slots=True)
-class Simulated:
-    """All seeds together, under one policy."""
-
-    by_seed: dict[int, Outcome]
-    broken: dict[int, str]  # By seed: the violated invariant.
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        return list(self.by_seed.values())
 
 
 def run_simulation(options: SimulateOptions) -> int:
@@ -79,7 +36,8 @@ def run_simulation(options: SimulateOptions) -> int:
     config, faults, found = simulate_policies(options)
     document = described(options, config, found)
     if options.out is not None:
-        (options.out / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
+        written = write_results(options.out, "simulation.json", document, found)
+        Console(stderr=True).print(f"written: {written}", markup=False, soft_wrap=True)
     if options.json:
         print(json.dumps(document, indent=2))
     elif len(found) == 1:
@@ -104,17 +62,23 @@ def simulate_policies(
     Raises:
         ConfigError, TraceError: an option or a file is wrong.
     """
-    if wrong := [*numbers_out_of_range([("--rate", options.rate)], zero=False)]:
-        raise ConfigError(wrong)
-    config = load_config(options.config, os.environ)
-    faults = _faults(options, config)
+    config, faults = load_case(options)
+    arrivals_of(options, config, options.seed)  # What is wrong with them is said first.
+    cut, longest = cut_requests(options, config)
+    if cut:
+        Console(stderr=True).print(
+            f"{cut} requests were cut: to {longest} tokens of prompt and of output, half of "
+            f"cluster.engine.max_model_len",
+            style="yellow",
+            markup=False,
+        )
     if options.out is not None:
         claim_directory(options.out)
     policies = dict.fromkeys(options.policy or (config.policy.name,))
     return (
         config,
         faults,
-        {name: simulate(options, _under(config, name), faults, name.value) for name in policies},
+        {name: simulate(options, under(config, name), faults, name.value) for name in policies},
     )
 
 
@@ -126,126 +90,6 @@ def missed_faults(found: Mapping[PolicyName, Simulated], faults: Sequence[Fault]
         for outcome in simulated.outcomes
         for name in outcome.never_due
     )
-
-
-def _under(config: Config, policy: PolicyName) -> Config:
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"name": policy})})
-
-
-def simulate(
-    options: SimulateOptions, config: Config, faults: Sequence[Fault], title: str = ""
-) -> Simulated:
-    simulated = Simulated({}, {})
-    seeds = range(options.seed, options.seed + options.seeds)
-    console = Console(stderr=True)
-    shown = track(
-        seeds,
-        f"simulating {title}",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    for seed in shown:
-        world = make_world(options, config, faults, seed)
-        try:
-            simulated.by_seed[seed] = world.run()
-        except AssertionError as error:
-            simulated.broken[seed] = str(error) or repr(error)
-    return simulated
-
-
-def make_world(
-    options: SimulateOptions,
-    config: Config,
-    faults: Sequence[Fault],
-    seed: int,
-    *,
-    keep_log: bool = False,
-) -> World:
-    arrivals = _arrivals(options, config, seed)
-    deaths: list[FaultEvent] = named_deaths(faults)
-    if options.deaths:
-        rng, nodes = Random(seed), [str(node.id) for node in config.cluster.nodes]
-        has_agents = config.backup.at_agents
-        deaths = random_deaths(
-            rng,
-            options.deaths,
-            max(1.0, arrivals[-1].at_s),
-            nodes,
-            has_agents=has_agents,
-            has_ranks=any(
-                each.ranks > 1 and each.own_stages for _, each in config.cluster.instances()
-            ),
-            proxies=options.proxies,
-        )
-    return World(
-        config,
-        arrivals,
-        deaths,
-        seed=seed,
-        proxies=options.proxies,
-        keep_log=keep_log,
-        draft_model=draft_model_of(config, options.acceptance),
-    )
-
-
-def _faults(options: SimulateOptions, config: Config) -> list[Fault]:
-    if options.fault is None:
-        return []
-    if options.deaths:
-        raise ConfigError(
-            f"--deaths: got {options.deaths} with --fault {options.fault}; allowed: one of the two"
-        )
-    faults = load_faults(options.fault)
-    names = {instance.id for _, instance in config.cluster.instances()}
-    names |= {node.agent_id for node in config.cluster.nodes} if config.backup.at_agents else set()
-    nodes = {node.id for node in config.cluster.nodes}
-    wrong = [
-        f"{options.fault}: [{index}].whom: unknown name {name!r}"
-        for index, fault in enumerate(faults)
-        for name, known in _named(fault, names, nodes)
-        if not known
-    ]
-    has_hosts = any(
-        each.stage_hosts and not each.own_stages for _, each in config.cluster.instances()
-    )
-    for index, fault in enumerate(faults):
-        if fault.whom.stage is not None and (not has_hosts or fault.what is not What.KILL):
-            allowed = "kill" if has_hosts else "no stage, without instances with all in stage_hosts"
-            wrong.append(
-                f"{options.fault}: [{index}].whom.stage: got {fault.whom.stage!r} with "
-                f"{fault.what}; allowed in the simulator: {allowed}"
-            )
-    if wrong:
-        raise ConfigError(wrong)
-    return faults
-
-
-def _named(
-    fault: Fault, names: Collection[str], nodes: Collection[str]
-) -> Iterator[tuple[str, bool]]:
-    if fault.whom.id is not None:
-        yield fault.whom.id, fault.whom.id in names
-    for node in [fault.whom.node, *(fault.whom.link or ())]:
-        if node is not None:
-            yield node, node in nodes
-
-
-def _arrivals(options: SimulateOptions, config: Config, seed: int) -> list[Arrival]:
-    longest = config.cluster.engine.max_model_len
-    if options.trace is None:
-        trace = scale(
-            generate(GeneratorSettings(requests=options.requests), seed), longest // 2, longest // 4
-        )
-    else:
-        trace = window(load_trace(options.trace), options.requests)
-    trace = at_rate(clip(trace, longest // 2, longest // 2), options.rate)
-    check_lasts(trace, f"--rate: got {options.rate}")
-    requests = replay_requests(trace, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
-    return [
-        Arrival(request.arrival_s, request.prompt_ids, request.max_tokens, is_keyed=True)
-        for request in requests
-    ]
 
 
 def summary(simulated: Simulated) -> RenderableType:
@@ -264,6 +108,7 @@ def summary(simulated: Simulated) -> RenderableType:
     return Group(
         Text(verdict, style="red" if broken else "green"),
         *broken,
+        latency_table({"": simulated}),
         table,
         *([deaths] if deaths.row_count else []),
     )
@@ -279,7 +124,12 @@ def side_by_side(found: Mapping[PolicyName, Simulated]) -> RenderableType:
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns.values()))
     verdict = "All invariants held." if not broken else "Invariants were violated."
-    return Group(Text(verdict, style="red" if broken else "green"), *broken, folded(table))
+    return Group(
+        Text(verdict, style="red" if broken else "green"),
+        *broken,
+        latency_table({policy.value: simulated for policy, simulated in found.items()}),
+        folded(table),
+    )
 
 
 def broken_lines(found: Mapping[PolicyName, Simulated]) -> list[Text]:
@@ -301,6 +151,7 @@ def described(
         "trace": None if options.trace is None else options.trace.name,
         "requests": options.requests,
         "rate": options.rate,
+        "slo": asdict(options.slo),
         "fault": None if options.fault is None else options.fault.name,
         "deaths": options.deaths,
         "proxies": options.proxies,
@@ -308,8 +159,10 @@ def described(
             policy.value: {
                 "broken": {str(seed): what for seed, what in simulated.broken.items()},
                 "totals": dict(rows(simulated.outcomes)),
+                "clients": latencies(simulated),
                 "seeds": {
-                    str(seed): _measured(outcome) for seed, outcome in simulated.by_seed.items()
+                    str(seed): _measured(outcome) | _of_clients(simulated, seed)
+                    for seed, outcome in simulated.by_seed.items()
                 },
             }
             for policy, simulated in found.items()
@@ -332,6 +185,11 @@ def _measured(outcome: Outcome) -> dict[str, Any]:
         "span_s": outcome.span_s,
         "never_due": outcome.never_due,
     }
+
+
+def _of_clients(simulated: Simulated, seed: int) -> dict[str, Any]:
+    found = simulated.clients.get(seed)
+    return {} if found is None else {"clients": found.summary}
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:

@@ -11,22 +11,18 @@ from statistics import fmean
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.report.student import Interval, interval
+from kvrs.sim.case import SimulateOptions
 from kvrs.sim.cluster import Outcome
-from kvrs.sim.command import (
-    Simulated,
-    SimulateOptions,
-    broken_lines,
-    described,
-    missed_faults,
-    simulate_policies,
-)
+from kvrs.sim.command import broken_lines, described, missed_faults, simulate_policies
+from kvrs.sim.results import write_results
+from kvrs.sim.seeds import Simulated
 from kvrs.tables import folded, output
 
 COMPLETE = "complete"  # As the simulator counts streams that got all their tokens.
@@ -78,7 +74,8 @@ def run_comparison(options: SimulateOptions) -> int:
     comparisons = compare(found)
     document = described(options, config, found) | {"comparison": _document(found, comparisons)}
     if options.out is not None:
-        (options.out / "comparison.json").write_text(json.dumps(document, indent=2) + "\n")
+        written = write_results(options.out, "comparison.json", document, found)
+        Console(stderr=True).print(f"written: {written}", markup=False, soft_wrap=True)
     if options.json:
         print(json.dumps(document, indent=2))
     else:

@@ -267,9 +267,9 @@ class Disturbances:
         others = [other for other in running if other is not proxy]
         for live in open_:
             if not live.journal.resumable or not others:
-                live.outcome = CUT
+                proxy.settle(live, CUT)
                 continue
-            live.outcome = MOVED
+            proxy.settle(live, MOVED, moved=True)
             journal = mirrored(live, proxy, self._cluster.rng)
             self._moving += 1
             adopt = partial(self._adopt, self._cluster.rng.choice(others), journal)

@@ -124,5 +124,5 @@ class HalfDeaths:
 
 def _leave(proxy: SimProxy, live: SimStream) -> None:
     """The proxy reads that the client has closed its connection."""
-    live.outcome = MOVED
+    proxy.settle(live, MOVED, moved=True)
     proxy.control.close(live, proxy.now_s)

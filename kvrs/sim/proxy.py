@@ -35,7 +35,7 @@ from kvrs.sim.invariants import Grants, Invariants
 from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.site import Site
 from kvrs.sim.slots import SlotMessages
-from kvrs.sim.streams import Arrival, SimJournal, SimStream
+from kvrs.sim.streams import Arrival, SimJournal, SimRecovery, SimStream
 from kvrs.sim.watches import ReportLine, SimWatch
 
 _SELF_TEST_S = 0.05
@@ -78,10 +78,12 @@ class SimProxy:
         self.events: Counter[str] = Counter()  # By kind, as the policy got them.
         self.actions: Counter[str] = Counter()  # By kind, as it answered.
         self.recoveries: Counter[str] = Counter()
+        self.recovered: list[SimRecovery] = []
         self.given_up: Counter[str] = Counter()  # Streams by reason, with what clients were told.
         self.pauses_s: list[float] = []
         self.dropped_tokens = 0
         self.page_size_tokens = config.cluster.engine.page_size_tokens
+        self.first_token = site.first_token
         self._site = site
         self._grants = grants
         self._rng = rng
@@ -121,6 +123,8 @@ class SimProxy:
         if live.failed_at_s is not None and len(live.output) > 1:
             self.pauses_s.append(self.now_s - live.failed_at_s)
         live.failed_at_s = None
+        if live.recovery is not None:
+            live.recovery.resumed(self.now_s)
 
     def begin(self) -> None:
         interval_s = self._site.config.proxy.load_interval_s
@@ -188,7 +192,14 @@ class SimProxy:
     def adopt(self, journal: SimJournal) -> None:
         """Open a stream that has just arrived, or that another proxy had."""
         live = self.streams[journal.stream] = SimStream(journal=journal)
+        self._site.tally.begun()
         self.control.open(live, self.now_s)
+
+    def settle(self, live: SimStream, how: str, *, moved: bool = False) -> None:
+        """The stream has ended here."""
+        if not live.outcome:
+            self._site.tally.over(moved=moved)
+        live.outcome, live.ended_s = how, self.now_s
 
     def die(self) -> list[SimStream]:
         """End without a word; return the streams that were open."""
@@ -265,6 +276,14 @@ class SimShell:
             live = self.proxy.streams[action.stream]
             live.option = action.option
             live.recoveries += 1
+            live.recovery = SimRecovery(
+                action,
+                self.proxy.now_s,
+                None if live.plan is None else live.plan.decode,
+                live.produced_tokens,
+                live.journal.last_token_s,
+            )
+            self.proxy.recovered.append(live.recovery)
             self.proxy.recoveries[action.option.value] += 1
 
     def wake_at(self, at_s: float) -> None:
@@ -277,7 +296,7 @@ class SimShell:
         assert isinstance(outcome, Complete | act.GiveUp), "greedy streams continue exactly"
         how = "complete" if isinstance(outcome, Complete) else outcome.reason.value
         require(not live.outcome, f"{live.id} ends twice: {live.outcome}, {how}")
-        live.outcome = how
+        self.proxy.settle(live, how)
         if isinstance(outcome, act.GiveUp):
             self.proxy.given_up[f"{how}: {outcome.message}"] += 1
 

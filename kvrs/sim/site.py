@@ -14,12 +14,33 @@ from kvrs.protocol.tags import Tag
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.replicas import ReplicaBook, ReplicaRun
+from kvrs.sim.first_token import FirstToken
 from kvrs.sim.hosts import SimHost
 from kvrs.sim.links import SimLinks, SimTransfer
 from kvrs.sim.process import Clock, SimProcess, Step, require
 from kvrs.sim.rank_model import PipelineModel, RankModel
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
+
+
+@dataclass(slots=True)
+class StreamTally:
+    """Streams of all proxies: those that are open, and how many have ended."""
+
+    open: int = 0
+    ended: int = 0
+    changed: Callable[[int], None] = field(default=lambda ended: None)
+
+    def begun(self) -> None:
+        self.open += 1
+
+    def over(self, *, moved: bool) -> None:
+        """Moved: it goes on at another proxy."""
+        self.open -= 1
+        if not moved:
+            self.ended += 1
+            self.changed(self.ended)
+
 
 LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
 
@@ -37,6 +58,8 @@ class Site:
     rank_model: RankModel
     pipeline_model: PipelineModel
     hosts: dict[InstanceId, list[SimHost]]  # Of instances with a host for each stage.
+    first_token: FirstToken = FirstToken.DECODE
+    tally: StreamTally = field(default_factory=StreamTally)
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
 
 

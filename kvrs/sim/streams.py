@@ -1,11 +1,13 @@
 """A simulated proxy's streams: what their clients ask, and what they have got."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.live import LiveStream
+from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import Stage
@@ -22,6 +24,10 @@ class Arrival:
     is_text: bool = False  # The proxy has its ids only when prefill has answered.
     is_keyed: bool = False  # The client can resume it at another proxy.
     is_poison: bool = False  # Its decode instance ends when it works on it.
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +51,8 @@ class SimJournal:
     replayed: tuple[str, ...] = ()
     first_token_s: float | None = None
     last_token_s: float | None = None
+    # When the client got each token, of whichever proxy: journals of one stream share it.
+    received_s: "array[float]" = field(default_factory=lambda: array("d"))
 
     @property
     def max_tokens(self) -> int | None:
@@ -66,6 +74,8 @@ class SimJournal:
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
+        if len(self.output_ids) == len(self.received_s):
+            self.received_s.append(now_s)
         self.output_ids.append(token)
 
 
@@ -79,14 +89,49 @@ class Running(Protocol):
         """Report the next token as that with which it resumes."""
 
 
+@dataclass(slots=True, eq=False)
+class SimRecovery:
+    """One recovery, as `kvrs.proxy.streams.recoveries` notes it."""
+
+    action: act.Recovered
+    at_s: float
+    target: str | None
+    produced_tokens: int
+    last_token_s: float | None
+    resumed_s: float | None = None
+
+    def resumed(self, now_s: float) -> None:
+        if self.resumed_s is None:
+            self.resumed_s = now_s
+
+    def row(self) -> dict[str, Any]:
+        """With the keys of the proxy's state, as far as a report reads them."""
+        resumed_s, last_s, action = self.resumed_s, self.last_token_s, self.action
+        return {
+            "at_s": self.at_s,
+            "stream": action.stream,
+            "attempt": action.attempt,
+            "option": action.option.value,
+            "from": action.failed,
+            "to": self.target,
+            "cause": action.cause,
+            "predicted_s": action.predicted_s,
+            "real_s": None if resumed_s is None else resumed_s - self.at_s,
+            "gap_s": None if resumed_s is None or last_s is None else resumed_s - last_s,
+            "produced_tokens": self.produced_tokens,
+        }
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimStream(LiveStream):
     journal: SimJournal
     run: Running | None = None  # The attempt that may write to it.
     outcome: str = ""
+    ended_s: float | None = None
     failed_at_s: float | None = None  # Since when the client has been waiting for another attempt.
     option: Option = Option.START
     recoveries: int = 0
+    recovery: SimRecovery | None = None  # The last one.
 
     @property
     def arrival(self) -> Arrival:

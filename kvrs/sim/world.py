@@ -3,7 +3,7 @@ both. Invariants are checked as it runs.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import assert_never
@@ -14,16 +14,18 @@ from kvrs.core.model import actions as act
 from kvrs.faults.language import Phase, VictimRole, What, phase_of
 from kvrs.faults.schedule import DueFault, FaultSchedule, InstanceView
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.sim.cluster import MOVED, Outcome, SimCluster, holders_of
+from kvrs.sim.clients import stream_of
+from kvrs.sim.cluster import MOVED, Outcome, SimCluster, holders_of, open_streams
 from kvrs.sim.disturbances import Disturbances
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.fault_scenarios import FaultEvent
+from kvrs.sim.first_token import FirstToken
 from kvrs.sim.process import require
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.rank_model import PipelineModel
 from kvrs.sim.ranks import SimRanks
 from kvrs.sim.recovering import SimDraftModel
-from kvrs.sim.streams import Arrival, SimStream
+from kvrs.sim.streams import Arrival
 
 LOOK_S = 0.01  # How often the faults that are left look whether their time has come.
 STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
@@ -49,6 +51,7 @@ class World:
         keep_log: bool = False,
         pipeline_model: PipelineModel | None = None,
         draft_model: SimDraftModel | None = None,
+        first_token: FirstToken = FirstToken.DECODE,
     ) -> None:
         """Take the arguments of `SimCluster`."""
         self.cluster = SimCluster(
@@ -61,9 +64,10 @@ class World:
             keep_log=keep_log,
             pipeline_model=pipeline_model,
             draft_model=draft_model,
+            first_token=first_token,
         )
         self._disturbances = Disturbances(self.cluster)
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._deaths = {id(fault): death for death in deaths for fault in death.faults}
         self._others = [death for death in deaths if not death.faults]
         self._schedule = FaultSchedule(
@@ -73,7 +77,6 @@ class World:
         self._unread = 0  # Of them, by a proxy that is frozen.
         self._second_s = 0.0  # When the virtual second began that is under way,
         self._steps_before = 0  # and the steps until then.
-        self._open: SimStream | None = None  # One that had not ended when all were looked at last.
 
     def run(self) -> Outcome:
         """Until every stream has ended and everything is at rest.
@@ -82,16 +85,16 @@ class World:
             InvariantError, AssertionError: something happened that must not.
         """
         self.cluster.begin()
-        for number, asked in enumerate(self._arrivals):
+        for number, asked in enumerate(self.arrivals):
             self.cluster.clock.after(asked.at_s, partial(self._arrive, number, asked))
         for death in self._others:
             self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
         self.cluster.clock.after(LOOK_S, self._strike)
-        last_s = max((asked.at_s for asked in self._arrivals), default=0.0)
+        last_s = max((asked.at_s for asked in self.arrivals), default=0.0)
         policy = self.cluster.config.policy
         waits_s = policy.recovery.wait_s + policy.admission.wait_s
         self.cluster.clock.run(last_s + waits_s + LONGEST_S, self._is_over)
-        open_ = [live.id for live in self._open_streams()]
+        open_ = [live.id for proxy in self.cluster.proxies for live in open_streams(proxy)]
         require(self._is_over(), f"{len(open_)} streams never end: {open_[:5]}")
         self.cluster.outcome.span_s = self.cluster.clock.now_s
         self._come_to_rest()
@@ -112,11 +115,11 @@ class World:
             self._unread += 1
             proxy.after(0.0, partial(self._read, proxy, number, asked))
         else:
-            proxy.arrive(StreamId(f"s{number}"), asked)
+            proxy.arrive(stream_of(number), asked)
 
     def _read(self, proxy: SimProxy, number: int, asked: Arrival) -> None:
         self._unread -= 1
-        proxy.arrive(StreamId(f"s{number}"), asked)
+        proxy.arrive(stream_of(number), asked)
 
     def _is_over(self) -> bool:
         clock = self.cluster.clock
@@ -124,23 +127,11 @@ class World:
             self._second_s, self._steps_before = clock.now_s, clock.steps
         assert clock.steps - self._steps_before < STEPS_MAX, "the world does not come to rest"
         return (
-            self._sent == len(self._arrivals)
+            self._sent == len(self.arrivals)
             and not self._unread
             and not self._disturbances.is_moving
-            and self._have_all_ended()
+            and not self.cluster.tally.open
         )
-
-    def _have_all_ended(self) -> bool:
-        """Asked after every step, so most answers come from a single stream."""
-        if self._open is None or self._open.outcome:
-            self._open = next(self._open_streams(), None)
-        return self._open is None
-
-    def _open_streams(self) -> Iterator[SimStream]:
-        for proxy in self.cluster.proxies:
-            for live in proxy.streams.values():
-                if not live.outcome:
-                    yield live
 
     def _come_to_rest(self) -> None:
         """Wake and mend everything, and wait until all leases have run out."""
@@ -256,7 +247,7 @@ class World:
 
     def _carry_out(self, due: DueFault) -> None:
         fault, death = due.fault, self._deaths[id(due.fault)]
-        self.cluster.note(death.name, due.whom, len(due.streams))
+        self.cluster.note(death.name, due.whom, len(due.streams), tuple(due.instances))
         victims = [self.cluster.holders[name] for name in due.instances]
         for_s = fault.for_s or 0.0
         match fault.what:

@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
+from kvrs.sim.case import SimulateOptions
 from kvrs.sim.cluster import Outcome
-from kvrs.sim.command import Simulated, SimulateOptions, simulate_policies
+from kvrs.sim.command import simulate_policies
 from kvrs.sim.comparison import INCOMPLETE, WAITED, compare, parse_policies, verdict
+from kvrs.sim.seeds import Simulated
 
 AUTO, ROM, RECOMPUTE = PolicyName.AUTO, PolicyName.ROM, PolicyName.ALWAYS_RECOMPUTE
 
@@ -138,7 +140,8 @@ def test_simulate_shows_several_policies_side_by_side(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, given)
     found = CliRunner().invoke(app, [*given, "--json", "--out", str(tmp_path)])
 
-    (header,) = [line for line in shown.output.splitlines() if "rom" in line]
-    assert header.split() == ["rom", "auto"]
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert ["rom", "auto"] in lines
+    assert [line[1] for line in lines if line[:1] == ["TTFT"]] == ["rom", "auto"]
     assert json.loads(found.stdout) == json.loads((tmp_path / "simulation.json").read_text())
     assert list(json.loads(found.stdout)["policies"]) == ["rom", "auto"]

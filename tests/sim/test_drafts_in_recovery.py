@@ -12,8 +12,8 @@ from kvrs.errors import ConfigError
 from kvrs.faults.language import parse_faults
 from kvrs.ids import InstanceId
 from kvrs.scheduling.pace import Pace
+from kvrs.sim.case import SimulateOptions, make_world
 from kvrs.sim.cluster import Outcome
-from kvrs.sim.command import SimulateOptions, make_world
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.recovering import SimDraftModel, draft_model_of
 from kvrs.sim.streams import Arrival

@@ -9,7 +9,8 @@ from kvrs.config.file import load_config
 from kvrs.core.ledger import Ledger
 from kvrs.errors import ConfigError
 from kvrs.sim import world
-from kvrs.sim.command import SimulateOptions, run_simulation
+from kvrs.sim.case import SimulateOptions
+from kvrs.sim.command import run_simulation
 from kvrs.sim.process import Clock
 from kvrs.sim.streams import Arrival
 

@@ -1,0 +1,12 @@
+"""Where the first token of a stream comes from; imports nothing, for the command line."""
+
+from enum import StrEnum
+
+
+class FirstToken(StrEnum):
+    """The instance whose answer has the first token of a stream, where prefill is one of its
+    own.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"

@@ -1,0 +1,216 @@
+"""What `kvrs simulate` tells of its clients: latencies, goodput, a row per request, the report."""
+
+import csv
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrs.config.file import load_config
+from kvrs.errors import ConfigError, KvrsError
+from kvrs.profiles import catalog
+from kvrs.report.metrics import Slo, goodput_per_s
+from kvrs.sim import fault_scenarios
+from kvrs.sim.case import SimulateOptions, load_case, make_world
+from kvrs.sim.clients import records_of
+from kvrs.sim.command import run_simulation
+from kvrs.sim.fault_scenarios import FaultEvent
+from kvrs.sim.first_token import FirstToken
+from kvrs.sim.seeds import simulate
+from kvrs.sim.streams import Arrival
+from kvrs.sim.world import World
+
+CONFIG = """
+cluster:
+  nodes:
+  - {id: n0, instances: [{id: p0, role: prefill}, {id: d0, role: decode}]}
+  - {id: n1, instances: [{id: p1, role: prefill}, {id: d1, role: decode}]}
+backup: {mode: both, capacity_bytes: 10737418240}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def written(options: SimulateOptions, out: Path) -> tuple[Any, list[dict[str, str]], Any]:
+    """The document, the rows and the report of a run."""
+    assert run_simulation(options) == 0
+    with (out / "requests.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return (
+        json.loads((out / "simulation.json").read_text()),
+        rows,
+        json.loads((out / "report.json").read_text()),
+    )
+
+
+def test_rows_document_table_and_report_agree(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All are made of the same records."""
+    kill = tmp_path / "faults.yaml"
+    kill.write_text("- {when: {inflight_at_least: 3}, what: kill, whom: {role: decode}}")
+    out, slo = tmp_path / "out", Slo(ttft_s=0.1)
+    options = SimulateOptions(config=config, fault=kill, requests=30, out=out, slo=slo, oracle=True)
+
+    document, rows, report = written(options, out)
+
+    shown = capsys.readouterr().out
+    assert [int(row["request"]) for row in rows] == list(range(30))
+    ttft = sorted(float(row["ttft_s"]) for row in rows)
+    found = document["policies"]["auto"]["clients"]
+    assert found["arrival_ttft_s"]["mean"]["mean"] == pytest.approx(sum(ttft) / 30)
+    assert report["runs"]["fault"]["arrival_ttft_s"]["mean"] == pytest.approx(sum(ttft) / 30)
+    assert f"{sum(ttft) / 30 * 1000:.1f} ms" in shown
+    assert sum(int(row["output_tokens"]) for row in rows) == report["runs"]["fault"]["tokens"]
+    in_time = sum(float(row["ttft_s"]) <= 0.1 for row in rows)
+    assert 0 < in_time < 30
+    assert report["runs"]["fault"]["slo_met"] == in_time
+    (fault,) = report["faults"]
+    assert fault["recoveries"] == report["groups"]["interrupted"]["streams"] > 0
+    assert fault["tfs_s"] is not None
+    assert report["impact"] is not None
+    assert all(row["real_s"] > 0 for row in report["recovery_rows"])
+    assert (out / "report.html").is_file()
+
+
+def test_clients_keep_their_tokens_when_their_proxy_dies(config: Path) -> None:
+    """Every token is received once, at a time that does not go back."""
+    died = FaultEvent(fault_scenarios.PROXY_KILLED, 1.0, [])
+    arrivals = [Arrival(n / 10, (4, 5, n), 60, is_keyed=True) for n in range(20)]
+    world = World(load_config(config, {}), arrivals, [died], seed=0, proxies=2)
+    world.run()
+
+    records = records_of(world.arrivals, world.cluster.proxies)
+
+    complete = [record for record in records if record.completed]
+    assert world.cluster.outcome.adopted > 0
+    assert len(complete) == 20
+    for record in complete:
+        assert len(record.token_times_s) == record.max_tokens
+        assert all(earlier <= later for earlier, later in pairwise(record.token_times_s))
+        assert record.due_s < record.token_times_s[0]
+        assert record.ended_s >= record.token_times_s[-1]
+    assert goodput_per_s(records, Slo()) > 0
+
+
+def test_the_first_token_comes_from_prefill_where_the_backend_sends_it(config: Path) -> None:
+    """It does not wait for the hand-off and the first step of decode; the other tokens do."""
+    found = {}
+    for kind in FirstToken:
+        options = SimulateOptions(config=config, requests=20, rate=1.0, first_token=kind)
+        loaded, faults = load_case(options)
+        found[kind] = simulate(options, loaded, faults).clients[0].summary
+    prefill, decode = found[FirstToken.PREFILL], found[FirstToken.DECODE]
+
+    pace = catalog.decode_table("opt-13b-a100-distserve-tp1")
+    assert decode["arrival_ttft_s"]["p50"] - prefill["arrival_ttft_s"]["p50"] > pace.seconds_for(
+        1, 100
+    )
+    assert prefill["latency_s"]["p50"] == pytest.approx(decode["latency_s"]["p50"], rel=0.05)
+    assert prefill["tokens"] == decode["tokens"]
+
+
+@pytest.mark.process
+def test_seeds_in_several_processes_give_the_same(config: Path) -> None:
+    """In the order of the seeds, whichever ends first."""
+    found = []
+    for jobs in (1, 2):
+        options = SimulateOptions(config=config, requests=5, seeds=2, deaths=1, jobs=jobs)
+        loaded, faults = load_case(options)
+        found.append(simulate(options, loaded, faults))
+
+    assert found[0] == found[1]
+    assert list(found[0].clients) == [0, 1]
+
+
+def test_a_pace_takes_the_place_of_that_of_the_configuration(config: Path) -> None:
+    """By name or path, for instances that have none of their own."""
+    times_s = {}
+    for pace in ("opt-13b-a100-distserve-tp4", "opt-66b-a100-distserve-tp4"):
+        options = SimulateOptions(config=config, requests=5, rate=1.0, pace=pace)
+        loaded, faults = load_case(options)
+        times_s[pace] = simulate(options, loaded, faults).clients[0].summary["tpot_s"]["p50"]
+
+    small, large = times_s.values()
+    assert large > 1.5 * small
+
+
+FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (lambda path: {"pace": "no-such-model"}, r"^--pace: got 'no-such-model'; allowed: a path"),
+        (
+            lambda path: {"pace": "opt-13b-a100-kvrs-seed"},
+            r"^--pace: 'opt-13b-a100-kvrs-seed' has no decode table; allowed: ",
+        ),
+        (
+            lambda path: {"fault": path("f.yaml", FAULT.format("{id: d0, rank: 1}"))},
+            r"f\.yaml: \[0\]\.whom\.rank: got 1 of 'd0'; allowed: below 1$",
+        ),
+        (
+            lambda path: {"fault": path("f.yaml", FAULT.format("{role: both}"))},
+            r"f\.yaml: \[0\]\.whom\.role: got 'both'; allowed: decode, prefill$",
+        ),
+        (
+            lambda path: {"trace": path("t.csv", "input,output\n3,4\n")},
+            r"t\.csv:1: no column 'arrival', so that requests have no arrivals",
+        ),
+        (
+            lambda path: {"trace": path("t.csv", "arrival,input,output\n1,3,4\n"), "requests": 2},
+            r"^the trace has 1 requests, 2 were asked for$",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    config: Path,
+    tmp_path: Path,
+    given: Callable[[Callable[[str, str], Path]], dict[str, Any]],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With place and reason; nothing is written."""
+
+    def path(name: str, text: str) -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    monkeypatch.setattr("kvrs.sim.seeds.make_world", None)
+
+    with pytest.raises(KvrsError, match=reason):
+        run_simulation(SimulateOptions(config=config, out=tmp_path / "out", **given(path)))
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_agents_that_are_not_there_cannot_be_hit(config: Path, tmp_path: Path) -> None:
+    """Without checkpoints at agents there are none."""
+    config.write_text(CONFIG.replace("mode: both", "mode: 'off'"))
+    fault = tmp_path / "faults.yaml"
+    fault.write_text(FAULT.format("{role: agent}"))
+
+    with pytest.raises(ConfigError, match=r"whom\.role: got 'agent' with backup\.mode 'off'"):
+        load_case(SimulateOptions(config=config, fault=fault))
+
+
+def test_a_trace_keeps_its_own_times(config: Path, tmp_path: Path) -> None:
+    """Where no rate is asked for."""
+    trace = tmp_path / "trace.json"
+    trace.write_text("[[10, 30, 4], [11, 40, 2], [15, 9000, 3]]")
+    loaded = load_config(config, {})
+
+    for rate, times_s in ((None, [0, 1, 5]), (1.0, [0, 0.4, 2])):
+        options = SimulateOptions(config=config, trace=trace, rate=rate)
+        world = make_world(options, loaded, [], 0)
+        assert [each.at_s for each in world.arrivals] == pytest.approx(times_s)
+    assert [each.prompt_tokens for each in world.arrivals] == [30, 40, 1024]
