@@ -88,6 +88,10 @@ class InstanceSettings(Settings):
     keeps the stage's weights for the next one; a lost host is waited for, or that of another
     instance of the `group` is used (elastic.enabled).
     """
+    pace: str | None = None
+    """Profile whose time its steps take, by name, or the path of one, as `cluster.engine.pace`,
+    which it is where this is null.
+    """
     group: str | None = Field(default=None, min_length=1, max_length=64, pattern=NAME)
     """Instances of one group lend each other the hosts of their stages: a lost host's stage is also
     computed by that of another instance, until there is a new one. They have `stage_hosts` for all
@@ -274,6 +278,10 @@ class ClusterSettings(Settings):
 
     def instances(self) -> Iterator[tuple[NodeSettings, InstanceSettings]]:
         return ((node, instance) for node in self.nodes for instance in node.instances)
+
+    def pace_of(self, instance: InstanceSettings) -> str | None:
+        """The profile whose time the steps of the instance take; None: as long as they take."""
+        return instance.pace or self.engine.pace
 
     def find(self, instance_id: InstanceId) -> tuple[NodeSettings, InstanceSettings]:
         """The instance and its node.

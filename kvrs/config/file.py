@@ -324,6 +324,11 @@ def _faults_of_ranks(config: Config) -> Iterator[str]:
             yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
         if instance.ranks > 1 and config.elastic.min_ranks > instance.ranks:
             yield f"{several}; allowed with elastic.min_ranks: {config.elastic.min_ranks}: as many"
+        if instance.pace is not None and cluster.backend is not Backend.EMBEDDED:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has pace: {instance.pace}; allowed with "
+                f"backend {cluster.backend.value!r}: null"
+            )
         if instance.stage_hosts:
             yield from _faults_of_stage_hosts(config, instance)
 
@@ -392,6 +397,10 @@ def _faults_of_profiles(config: Config) -> Iterator[str]:
         ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
         ("cluster.engine.pace", config.cluster.engine.pace, (decode_table,)),
         ("speculation.pace", config.speculation.pace, (decode_table, load_s)),
+        *(
+            (f"cluster.nodes: instance {each.id!r}: pace", each.pace, (decode_table, load_s))
+            for _, each in config.cluster.instances()
+        ),
     )
     for key, wanted, tables in needed:
         if wanted is None:

@@ -94,7 +94,8 @@ class LoadedModel:
             raise ConfigError("cluster.model: missing; allowed: a Hugging Face directory")
         engine = config.cluster.engine
         directory = Path(config.cluster.model)
-        reading = reading or reading_of(directory, engine.disk_bytes_per_s, engine.pace)
+        pace = config.cluster.pace_of(settings)
+        reading = reading or reading_of(directory, engine.disk_bytes_per_s, pace)
         units = ModelConfig.from_directory(directory).units
         layout = layout_of(settings, units, spread=config.elastic.spread_heads)
         anchored = None
@@ -112,7 +113,7 @@ class LoadedModel:
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
             )
         reads = layout is None or bool(settings.own_stages)  # Hosts read at that pace themselves.
-        left_s = Pace(engine.pace).load_s if reads and engine.pace is not None else 0.0
+        left_s = Pace(pace).load_s if reads and pace is not None else 0.0
         if engine.disk_bytes_per_s is None:
             left_s = max(0.0, left_s - (time.monotonic() - started_s))
         reading.end(left_s)
@@ -150,8 +151,8 @@ class EngineInstance(ServedInstance):
         """
         loaded = loaded or LoadedModel.load(config, instance_id, secret, epoch=epoch)
         node, settings = config.cluster.find(instance_id)
-        engine = config.cluster.engine
-        pace = Pace(engine.pace) if engine.pace is not None else None
+        profile = config.cluster.pace_of(settings)
+        pace = None if profile is None else Pace(profile)
         self.worker = loaded.worker
         try:
             if isinstance(self.worker, Worker):

@@ -62,8 +62,12 @@ def profile(name: str) -> Profile:
 
 @cache
 def prefill_table(name: str) -> PrefillTable:
-    """Raises ConfigError: see `profile`."""
+    """The table, with the engine's own time at each step. Raises ConfigError: see `profile`."""
     found = profile(name)
+    return _prefill_table(found).plus(found.engine_step_s)
+
+
+def _prefill_table(found: Profile) -> PrefillTable:
     match found.prefill:
         case PrefillPoints(seconds=seconds, cached=cached):
             line = PrefillTable.from_points(found.label, found.source, seconds)
@@ -107,6 +111,13 @@ def decode_table(name: str) -> DecodeTable | DecodeGrid:
             raise ConfigError(f"{name!r} has no decode table; allowed: {', '.join(having)}")
         case _:
             assert_never(found.decode)
+
+
+def engine_step_s(name: str) -> float:
+    """Time of the engine at each step, which the decode table does not have. Raises ConfigError:
+    see `profile`.
+    """
+    return profile(name).engine_step_s
 
 
 def load_s(name: str) -> float:

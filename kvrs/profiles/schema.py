@@ -132,6 +132,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: DecodeFit | DecodeRows | None = None
     load: ModelLoad | None = None
     pages: PageTimes | None = None
+    # Of the engine at each step, beside what the tables have: to schedule, sample and send.
+    engine_step_s: Seconds = 0.0
     links: list[ProfileLink] = []
 
 

@@ -7,7 +7,7 @@ measured answers from extrapolated ones.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import gcd
@@ -131,15 +131,22 @@ class PrefillTable:
 
     def scaled(self, factor: float) -> "PrefillTable":
         """The table of an instance that takes this many times as long."""
+        return self._mapped(lambda seconds: seconds * factor)
+
+    def plus(self, step_s: float) -> "PrefillTable":
+        """The table of an engine that takes so much longer at each step."""
+        return self._mapped(lambda seconds: seconds + step_s) if step_s else self
+
+    def _mapped(self, change: Callable[[float], float]) -> "PrefillTable":
         grid = self.grid
         if grid is not None:
-            rows = [[each * factor for each in row] for row in grid.rows]
+            rows = [[change(each) for each in row] for row in grid.rows]
             grid = PrefixGrid(grid.new_step_tokens, grid.cached_step_tokens, rows)
         return PrefillTable(
             self.label,
             self.source,
             self.step_tokens,
-            [each * factor for each in self.seconds],
+            [change(each) for each in self.seconds],
             self.covered_from_tokens,
             self.covered_to_tokens,
             grid,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvrs.profiles.catalog import decode_table, load_s, prefill_table
+from kvrs.profiles.catalog import decode_table, engine_step_s, load_s, prefill_table
 from kvrs.scheduling.sequences import Chunk
 
 
@@ -15,6 +15,7 @@ class Pace:
         self.prefill = prefill_table(profile)
         self.load_s = load_s(profile)
         self._decode = decode_table(profile)
+        self._step_s = engine_step_s(profile)
 
     def batch_s(self, chunks: Sequence[Chunk]) -> float:
         """Time of one step: all its pieces of prefill as one batch, then all its decode steps as
@@ -22,7 +23,8 @@ class Pace:
 
         With overhead h and decode table D(batch, context tokens) that is
         h + sum(prefill(new given computed) - h) + D. The tables are fits of such batches, so h is
-        paid once for all pieces of prefill together.
+        paid once for all pieces of prefill together. The engine's own time at each step is part of
+        h, and is added to D where no prefill is in the step.
         """
         prefill_s = 0.0
         decode_batch = context_tokens = 0
@@ -36,4 +38,4 @@ class Pace:
                 decode_batch += len(chunk.token_ids)
                 context_tokens += chunk.first_position + 1
         decode_s = self._decode.seconds_for(decode_batch, context_tokens) if decode_batch else 0.0
-        return decode_s + (prefill_s + self.prefill.step_overhead_s if prefill_s else 0.0)
+        return decode_s + (prefill_s + self.prefill.step_overhead_s if prefill_s else self._step_s)

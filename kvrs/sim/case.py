@@ -13,8 +13,9 @@ from kvrs.config.file import Config, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.faults.language import Fault, VictimRole, What, load_faults
-from kvrs.profiles.catalog import decode_table
+from kvrs.profiles.catalog import decode_table, kv_geometry
 from kvrs.report.metrics import Slo
+from kvrs.sim.cluster import PACE
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
 from kvrs.sim.first_token import FirstToken
 from kvrs.sim.recovering import draft_model_of
@@ -74,6 +75,7 @@ def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
     if wrong := [*numbers_out_of_range(given, zero=False)]:
         raise ConfigError(wrong)
     config = _paced(load_config(options.config, os.environ), options.pace)
+    _check_paces(config)
     return config, _faults(options, config)
 
 
@@ -87,6 +89,21 @@ def _paced(config: Config, pace: str | None) -> Config:
     engine = config.cluster.engine.model_copy(update={"pace": pace})
     cluster = config.cluster.model_copy(update={"engine": engine})
     return config.model_copy(update={"cluster": cluster})
+
+
+def _check_paces(config: Config) -> None:
+    """Pages go from each instance to each other."""
+    cluster = config.cluster
+    sizes = {
+        instance.id: kv_geometry(cluster.pace_of(instance) or PACE).page_bytes
+        for _, instance in cluster.instances()
+    }
+    if len(set(sizes.values())) > 1:
+        got = ", ".join(f"{size:,} for {name}" for name, size in sizes.items())
+        raise ConfigError(
+            f"cluster.nodes: bytes of a page by the profiles of the instances: got {got}; allowed: "
+            f"profiles of one model"
+        )
 
 
 def under(config: Config, policy: PolicyName) -> Config:

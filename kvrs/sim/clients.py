@@ -1,5 +1,5 @@
-"""What the clients of a simulated cluster see: a record of each request and rows of recoveries and
-faults, as a replay has them of a real cluster.
+"""Clients of a simulated cluster as a replay records them: a record of each request, and rows of
+the faults.
 """
 
 from collections.abc import Iterable, Sequence

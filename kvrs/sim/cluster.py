@@ -15,7 +15,6 @@ from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.catalog import kv_geometry
 from kvrs.protocol.tags import root_tag
-from kvrs.scheduling.pace import Pace
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.first_token import FirstToken
@@ -27,7 +26,7 @@ from kvrs.sim.process import Clock
 from kvrs.sim.proxy import SimProxy
 from kvrs.sim.rank_model import PipelineModel, RankModel
 from kvrs.sim.recovering import SimDraftModel, SimHelper
-from kvrs.sim.site import SimHolder, Site, StreamTally
+from kvrs.sim.site import InstancePace, SimHolder, Site, StreamTally
 from kvrs.sim.streams import SimJournal, SimStream
 from kvrs.sim.watches import SimWatch
 
@@ -96,14 +95,12 @@ class SimCluster:
         self.rng = Random(seed)
         self._exits_rng = Random(f"{seed} exits") if is_supervised else None
         self.clock = Clock()
-        pace = config.cluster.engine.pace or PACE
         config = _complete(config, proxies)
+        first = next(instance for _, instance in config.cluster.instances())
+        profile = config.cluster.pace_of(first) or PACE  # The model of all is the same.
         geometry = msgspec.structs.replace(
-            kv_geometry(pace), page_size_tokens=config.cluster.engine.page_size_tokens
+            kv_geometry(profile), page_size_tokens=config.cluster.engine.page_size_tokens
         )
-        batch = config.cluster.engine
-        chunks = batch.max_batch_tokens, batch.max_model_len
-        prefill = Pace(pace).prefill
         backup = config.backup
         rate = config.transfer.link_bytes_per_s or config.policy.assumed_link_bytes_per_s
         self.links = SimLinks(
@@ -114,9 +111,7 @@ class SimCluster:
             config,
             self.clock,
             self.links,
-            Pace(pace),
-            prefill.chunked(*chunks),
-            prefill.shared(*chunks),
+            paces_of(config),
             geometry,
             root_tag("simulated"),
             rank_model or RankModel(),
@@ -242,7 +237,9 @@ class SimCluster:
         """Drafts until its own model is read: the way into its GPU is the last part."""
         helper = SimHelper(engine.id, self.engines, model, self.config, self.clock)
         helper.begin()
-        self.clock.after(max(model.load_s, back_s - self._site.pace.load_s), helper.end)
+        self.clock.after(
+            max(model.load_s, back_s - self._site.paces[engine.id].pace.load_s), helper.end
+        )
 
     def _tell(self, proxy: SimProxy, event: ev.Event) -> None:
         proxy.control.tell(event, self.clock.now_s)
@@ -281,6 +278,14 @@ class SimCluster:
         hit = CarriedOutFault(death, self.clock.now_s, whom, streams, instances)
         self.outcome.hits.append(hit)
         self.log.append(f"{self.clock.now_s:.6f} {death}: {whom}, {streams} streams")
+
+
+def paces_of(config: Config) -> dict[InstanceId, InstancePace]:
+    """Those of instances of one profile are the same object."""
+    cluster = config.cluster
+    profiles = {each.id: cluster.pace_of(each) or PACE for _, each in cluster.instances()}
+    paces = {name: InstancePace.of(name, cluster.engine) for name in {*profiles.values()}}
+    return {instance: paces[name] for instance, name in profiles.items()}
 
 
 def hosts_of(config: Config, clock: Clock, model: PipelineModel) -> dict[InstanceId, list[SimHost]]:

@@ -58,6 +58,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.poisoned: Callable[[StreamId], None] | None = None  # Ends this process.
         self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
+        self._pace = site.paces[name]
         self._settings = site.config.cluster.engine
         self._size = self._settings.page_size_tokens
         self._reset()
@@ -198,7 +199,7 @@ class SimEngine(SimPagePool, RankedEngine):
         return run.call.stream
 
     def info(self) -> InstanceInfo:
-        table = self._site.prefill
+        table = self._pace.prefill
         return InstanceInfo(
             self.id,
             self.node,
@@ -220,7 +221,7 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def load(self) -> LoadReport:
         scheduler, now_s = self.scheduler, self.clock.now_s
-        compute_s = scheduler.queued_s(self._site.queued_prefill)
+        compute_s = scheduler.queued_s(self._pace.queued_prefill)
         admission_s = self.places.expected_s(now_s, scheduler.waiting, scheduler.running)
         links = self.meter.measurements(now_s)
         return LoadReport(
@@ -273,7 +274,7 @@ class SimEngine(SimPagePool, RankedEngine):
         for sequence, chunk in batch:
             self._verify(sequence, chunk)
         self.flights.append(batch)
-        seconds = self._site.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
+        seconds = self._pace.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
         compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
         compute(seconds, lambda: self._complete(batch))
         return True

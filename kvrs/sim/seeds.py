@@ -16,7 +16,7 @@ from kvrs.report import metrics
 from kvrs.report.report import Report, build_report
 from kvrs.sim.case import SimulateOptions, make_world
 from kvrs.sim.clients import fault_rows, records_of
-from kvrs.sim.cluster import Outcome
+from kvrs.sim.cluster import PACE, Outcome
 from kvrs.sim.world import World
 from kvrs.traces.records import StreamRecord
 
@@ -40,7 +40,7 @@ class Simulated:
 
 @dataclass(slots=True)
 class ClientsView:
-    """What clients saw in the run of one seed."""
+    """The run of one seed, as its clients saw it."""
 
     summary: dict[str, Any]  # `kvrs.report.metrics.summary`
     requests: list[dict[str, Any]]  # A row for each.
@@ -175,7 +175,7 @@ def _report(
         "trace": "generated" if options.trace is None else options.trace.name,
         "rate": options.rate,
         "requests": len(records),
-        "pace": world.cluster.config.cluster.engine.pace,
+        "pace": config.cluster.engine.pace or PACE,
         "seed": seed,
         "fault": None if options.fault is None else options.fault.name,
         "deaths": options.deaths,

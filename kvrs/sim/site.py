@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrs.config.engine import EngineSettings
 from kvrs.config.file import Config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -46,13 +47,25 @@ LATENCY_S = 0.0002  # One way, between any two processes of the cluster.
 
 
 @dataclass(frozen=True, slots=True)
+class InstancePace:
+    """The times of an instance."""
+
+    pace: Pace
+    prefill: PrefillTable  # Of one prompt alone, in chunks.
+    queued_prefill: PrefillTable  # The same, where prompts share steps.
+
+    @classmethod
+    def of(cls, profile: str, engine: EngineSettings) -> "InstancePace":
+        pace, chunks = Pace(profile), (engine.max_batch_tokens, engine.max_model_len)
+        return cls(pace, pace.prefill.chunked(*chunks), pace.prefill.shared(*chunks))
+
+
+@dataclass(frozen=True, slots=True)
 class Site:
     config: Config
     clock: Clock
     links: SimLinks
-    pace: Pace
-    prefill: PrefillTable  # Of every instance alone, in chunks.
-    queued_prefill: PrefillTable  # The same, where prompts share steps.
+    paces: dict[InstanceId, "InstancePace"]
     geometry: KvGeometry
     root: Tag
     rank_model: RankModel

@@ -1,4 +1,4 @@
-"""What `kvrs simulate` tells of its clients: latencies, goodput, a row per request, the report."""
+"""Clients in `kvrs simulate`: latencies, goodput, a row per request, the report."""
 
 import csv
 import json
@@ -7,12 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.config.file import load_config
 from kvrs.errors import ConfigError, KvrsError
+from kvrs.ids import StreamId
 from kvrs.profiles import catalog
-from kvrs.report.metrics import Slo, goodput_per_s
+from kvrs.report.metrics import Slo, goodput_per_s, tpot_s
 from kvrs.sim import fault_scenarios
 from kvrs.sim.case import SimulateOptions, load_case, make_world
 from kvrs.sim.clients import records_of
@@ -83,7 +85,7 @@ def test_rows_document_table_and_report_agree(
 
 def test_clients_keep_their_tokens_when_their_proxy_dies(config: Path) -> None:
     """Every token is received once, at a time that does not go back."""
-    died = FaultEvent(fault_scenarios.PROXY_KILLED, 1.0, [])
+    died = FaultEvent(fault_scenarios.PROXY_KILLED, 1.0)
     arrivals = [Arrival(n / 10, (4, 5, n), 60, is_keyed=True) for n in range(20)]
     world = World(load_config(config, {}), arrivals, [died], seed=0, proxies=2)
     world.run()
@@ -141,6 +143,35 @@ def test_a_pace_takes_the_place_of_that_of_the_configuration(config: Path) -> No
 
     small, large = times_s.values()
     assert large > 1.5 * small
+
+
+def test_each_instance_may_have_a_pace_of_its_own(config: Path) -> None:
+    """From a file as well; the time of the engine at each step is added to each."""
+    source = catalog.profile("opt-13b-a100-distserve-tp4")
+    path = config.with_name("slower.json")
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(source, engine_step_s=0.05)))
+    text = CONFIG.replace("{id: d1,", f"{{id: d1, pace: '{path}',")
+    config.write_text(text.replace("cluster:", f"cluster:\n  engine: {{pace: {source.label}}}"))
+    options = SimulateOptions(config=config, requests=20, rate=1.0)
+    loaded, faults = load_case(options)
+    world = make_world(options, loaded, faults, 0)
+    world.run()
+
+    steps: dict[str, list[float]] = {"d0": [], "d1": []}
+    for record in records_of(world.arrivals, world.cluster.proxies):
+        live = world.cluster.proxies[0].streams[StreamId(record.stream)]
+        assert live.plan is not None
+        steps[live.plan.decode].append(tpot_s(record) or 0.0)
+
+    assert min(steps["d1"]) - min(steps["d0"]) == pytest.approx(0.05, abs=0.005)
+
+
+def test_paces_of_two_models_are_refused(config: Path) -> None:
+    """Their pages could not go from one to the other."""
+    config.write_text(CONFIG.replace("{id: d1,", "{id: d1, pace: opt-66b-a100-distserve-tp4,"))
+
+    with pytest.raises(ConfigError, match=r"^cluster\.nodes: bytes of a page by the profiles"):
+        load_case(SimulateOptions(config=config))
 
 
 FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"

@@ -81,7 +81,7 @@ def test_a_mooncake_file_is_known_by_its_first_line(tmp_path: Path) -> None:
     ],
 )
 def test_plain_traces_are_arrival_input_and_output(tmp_path: Path, text: str) -> None:
-    """As CSV or JSON, and as other simulators write them."""
+    """Both CSV and JSON do, and the forms of other simulators."""
     requests = load_trace(written(tmp_path, text)).requests
 
     assert [(r.arrival_s, r.input_tokens, r.output_tokens) for r in requests] == [

@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrs.config.cluster import stage_host_id
-from kvrs.config.engine import EngineSettings
+from kvrs.config.cluster import InstanceSettings, stage_host_id
 from kvrs.config.file import Config, load_config, read_secrets
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.models.reading import reading_of
@@ -133,7 +132,7 @@ class StageHost:
         )
         ranks, units = layout.stages[stage].ranks, model.units_of_ranks
         own_bytes = sum(units.bytes_of(unit) for rank in ranks for unit in layout.held(rank))
-        paced_s = _load_s(directory, settings) * own_bytes / units.total_bytes
+        paced_s = _load_s(directory, config, instance) * own_bytes / units.total_bytes
         time.sleep(max(0.0, began_s + paced_s - time.monotonic()))
         self._load_s = time.monotonic() - began_s
         hosts = {each.id: each.remote_stages[stage] for each in others}
@@ -274,11 +273,12 @@ class StageHost:
                     await self._sender.serve(link, session)
 
 
-def _load_s(directory: Path, engine: EngineSettings) -> float:
+def _load_s(directory: Path, config: Config, instance: InstanceSettings) -> float:
     """The least that a whole model takes, by the rate of the disk or the pace."""
-    if engine.disk_bytes_per_s is not None:
-        return reading_of(directory, engine.disk_bytes_per_s, engine.pace).expected_s
-    return 0.0 if engine.pace is None else Pace(engine.pace).load_s
+    rate, pace = config.cluster.engine.disk_bytes_per_s, config.cluster.pace_of(instance)
+    if rate is not None:
+        return reading_of(directory, rate, pace).expected_s
+    return 0.0 if pace is None else Pace(pace).load_s
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

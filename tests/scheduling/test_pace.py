@@ -1,0 +1,30 @@
+"""The time of a step by a profile."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvrs.profiles import catalog
+from kvrs.scheduling.pace import Pace
+from kvrs.scheduling.sequences import Chunk
+
+NAME = "opt-13b-a100-distserve-tp1"
+PREFILL = Chunk(list(range(64)), 0, [0], logits=1)
+DECODE = Chunk([7], 99, [0], logits=1)
+
+
+@pytest.mark.parametrize("chunks", [[PREFILL], [DECODE], [PREFILL, DECODE], [PREFILL, PREFILL]])
+def test_the_time_of_the_engine_is_added_once_a_step(tmp_path: Path, chunks: list[Chunk]) -> None:
+    """Whatever is in it; the table of prefill has it for each of a prompt's chunks."""
+    slower = msgspec.structs.replace(catalog.profile(NAME), engine_step_s=0.01)
+    path = tmp_path / "slower.json"
+    path.write_bytes(msgspec.json.encode(slower))
+    before, after = Pace(NAME), Pace(str(path))
+
+    assert after.batch_s(chunks) - before.batch_s(chunks) == pytest.approx(0.01)
+    for tokens, steps in ((512, 1), (1536, 3)):
+        one, other = (
+            each.prefill.chunked(512, 2048).seconds_for(tokens) for each in (before, after)
+        )
+        assert other - one == pytest.approx(0.01 * steps)
