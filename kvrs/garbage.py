@@ -2,6 +2,10 @@
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SELDOM = 100_000
 
 
 def collect_nothing_yet() -> None:
@@ -23,3 +27,16 @@ def keep_what_is_there() -> None:
     gc.freeze()
     gc.collect()  # Counts how many are old, which are none now.
     gc.enable()
+
+
+@contextmanager
+def collect_seldom() -> Iterator[None]:
+    """For what makes many objects that live for a while, and few circles: young ones are collected
+    after a hundred thousand, not after some hundred.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(_SELDOM, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)

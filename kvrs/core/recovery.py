@@ -172,7 +172,7 @@ class RecoveryPolicy:
         return {
             "policy": self._settings.name.value,
             **self._view.snapshot(),
-            "slots": self._slots.snapshot(),
+            "slots": self.slots(),
             "streams": stages,
             "waiting": waiting,
             "checkpoints": {
@@ -182,6 +182,10 @@ class RecoveryPolicy:
             "retries": self._starter.retries.snapshot(len(streams)),
             "corrections": self._decisions.corrections.snapshot(),
         }
+
+    def slots(self) -> dict[str, dict[str, int]]:
+        """By target: slots that are held, streams that wait for one, and the limit."""
+        return self._slots.snapshot()
 
     @property
     def replay_tokens_max(self) -> int:

@@ -110,7 +110,10 @@ class Sequence:
         """How many tokens are left to compute here, if all pulls succeed. At least one while the
         sequence is not finished.
         """
-        return self.uncomputed_tokens - sum(map(len, self.arrived)) - sum(map(len, self.awaited))
+        left = len(self.token_ids) - self.computed_tokens
+        if self.arrived or self.awaited:
+            left -= sum(map(len, self.arrived)) + sum(map(len, self.awaited))
+        return left
 
     def again(self, pulls: Iterable[range]) -> "Sequence":
         """The same attempt from its beginning: what was computed of it is gone."""
@@ -129,6 +132,8 @@ class Sequence:
 
     def extend_tags(self, page_size_tokens: int) -> None:
         """Tag the pages that `token_ids` has filled since the last call."""
+        if len(self.token_ids) < (len(self.tags) + 1) * page_size_tokens:
+            return
         for start in range(
             len(self.tags) * page_size_tokens,
             len(self.token_ids) - page_size_tokens + 1,

@@ -76,7 +76,8 @@ class SimAgent(SimKeeper):
     def commit(self, run: IncomingRange, index: int, content: Tag | None) -> None:
         if run.slots[index] is None:
             return
-        require(content == run.tags[index], f"{self.id} is sent another page than it was promised")
+        if content != run.tags[index]:
+            require(False, f"{self.id} is sent another page than it was promised")
         slot = self.book.commit(run, index)
         if slot is not None:
             self._contents[slot] = run.tags[index]

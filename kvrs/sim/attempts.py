@@ -34,6 +34,10 @@ _FAULTS = {
 }
 
 
+# A token on its way to a proxy: the attempt, the instance, position, token, and if it is the last.
+Delivery = tuple["SimAttempt", InstanceId, int, int, bool]
+
+
 class AttemptHost(Protocol):
     """The proxy of an attempt."""
 
@@ -47,6 +51,9 @@ class AttemptHost(Protocol):
     def now_s(self) -> float: ...
     def after(self, delay_s: float, step: Step) -> None:
         """Do this later, unless the proxy has died by then."""
+
+    def deliver(self, at_s: float, came: Delivery) -> None:
+        """Take a token at that time, unless the proxy has died by then."""
 
     def engine(self, name: InstanceId) -> SimEngine: ...
     def delay_s(self, name: InstanceId) -> float:
@@ -74,7 +81,9 @@ class Connection:
     def token(self, position: int, token: int, *, is_last: bool) -> None:
         # Also when the proxy has closed the connection: the engine does not know yet, and what it
         # sends must not count.
-        self._later(lambda: self._attempt.token(self._engine.id, position, token, is_last=is_last))
+        attempt, engine = self._attempt, self._engine
+        came = attempt, engine.id, position, token, is_last
+        attempt.host.deliver(self._arrives_s(), came)
 
     def broke(self, cause: str) -> None:
         self._later(lambda: self._attempt.broke(self._engine.id, cause))
@@ -96,9 +105,15 @@ class Connection:
         self._engine.call(self._sent_s - now_s, step, refused)
 
     def _later(self, step: Step) -> None:
+        host = self._attempt.host
+        host.after(self._arrives_s() - host.now_s, step)
+
+    def _arrives_s(self) -> float:
+        """When the next message reaches the proxy."""
         now_s, delay_s = self._times_s()
-        self._arrival_s = max(self._arrival_s + IN_ORDER_S, now_s + delay_s)
-        self._attempt.host.after(self._arrival_s - now_s, step)
+        next_s, at_s = self._arrival_s + IN_ORDER_S, now_s + delay_s
+        self._arrival_s = at_s if at_s > next_s else next_s
+        return self._arrival_s
 
     def _times_s(self) -> tuple[float, float]:
         host = self._attempt.host
@@ -247,11 +262,13 @@ class SimAttempt:
             late = ev.StreamEnded if is_last else ev.StreamResumed
             self._late(late(live.id, self._attempt.number))
             return
-        have = len(live.output)
-        require(position == have, f"{live.id}: token {position} comes after {have} others")
-        right = token_at(live.id, len(live.arrival.prompt_ids) + position)
-        require(token == right, f"{live.id}: token {position} is another one")
-        live.journal.append(token, now_s)
+        journal = live.journal
+        # Texts are made only for what is wrong: every token comes by here.
+        if position != (have := len(journal.output_ids)):
+            require(False, f"{live.id}: token {position} comes after {have} others")
+        if token != token_at(live.id, len(live.arrival.prompt_ids) + position):
+            require(False, f"{live.id}: token {position} is another one")
+        journal.append(token, now_s)
         self._silence.heard_s = now_s
         if not self._attempt.has_resumed or self._is_expected:
             self._is_expected = False
@@ -260,7 +277,8 @@ class SimAttempt:
             self._attempt.resumed(now_s)
             self.host.resumed(live)
         self._control.progress.delivered(name, now_s)
-        require(is_last == live.journal.finished, f"{live.id} ends after {len(live.output)} tokens")
+        if is_last != journal.finished:
+            require(False, f"{live.id} ends after {len(live.output)} tokens")
         if is_last and not live.outcome:
             self._control.end(live, Complete(), now_s)
 
@@ -282,7 +300,7 @@ class SimAttempt:
         """The answer has the ids of a prompt that came as text."""
         journal = self.live.journal
         if journal.prompt_ids is None:
-            journal.prompt_ids = list(journal.arrival.prompt_ids)
+            journal.prompt_ids = journal.arrival.prompt_ids
 
     def _fail(self, cause: str) -> None:
         """Report it a moment later, when the loss of the whole instance may be known."""

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 from zlib import crc32
 
@@ -23,7 +24,12 @@ Batch = list[tuple[Sequence, Chunk]]
 
 def token_at(stream: StreamId, position: int) -> int:
     """The model's token at a position: every attempt gets the same, as with greedy decoding."""
-    return crc32(f"{stream}:{position}".encode()) % 50_000
+    return crc32(b"%d" % position, _begun(stream)) % 50_000
+
+
+@lru_cache(maxsize=1 << 14)
+def _begun(stream: StreamId) -> int:
+    return crc32(f"{stream}:".encode())
 
 
 class Reply(Protocol):

@@ -3,6 +3,7 @@ that they make. What is wrong with them is found before anything runs.
 """
 
 import os
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvrs.traces.mooncake import (
     at_rate,
     check_lasts,
     clip,
-    replay_requests,
+    prompt_token_ids,
     scale,
     window,
 )
@@ -48,6 +49,7 @@ class SimulateOptions:
     config: Path | None = None  # None: the cluster of the demo.
     trace: Path | None = None  # None: a generated one, scaled to `cluster.engine.max_model_len`.
     requests: int | None = None  # None: all of the trace, or 100 generated ones.
+    first_request: int = 0  # Of the trace.
     rate: float | None = None  # Requests per second. None: the trace's own, or 8.
     pace: str | None = None  # Of instances that have none of their own; None: the configuration's.
     first_token: FirstToken | None = None  # Where it comes from; None: by the backend.
@@ -74,7 +76,12 @@ def load_case(options: SimulateOptions) -> tuple[Config, list[Fault]]:
     given = [] if options.rate is None else [("--rate", options.rate)]
     if wrong := [*numbers_out_of_range(given, zero=False)]:
         raise ConfigError(wrong)
-    config = _paced(load_config(options.config, os.environ), options.pace)
+    return prepared(load_config(options.config, os.environ), options)
+
+
+def prepared(config: Config, options: SimulateOptions) -> tuple[Config, list[Fault]]:
+    """The configuration with the pace of the options, and the faults. Raises: see `load_case`."""
+    config = _paced(config, options.pace)
     _check_paces(config)
     return config, _faults(options, config)
 
@@ -233,10 +240,17 @@ def arrivals_of(options: SimulateOptions, config: Config, seed: int) -> list[Arr
     if rate is not None:
         trace = at_rate(trace, rate)
         check_lasts(trace, f"--rate: got {rate}")
-    requests = replay_requests(trace, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN)
     return [
-        Arrival(request.arrival_s, request.prompt_ids, request.max_tokens, is_keyed=True)
-        for request in requests
+        Arrival(
+            each.arrival_s,
+            array(
+                "I",
+                prompt_token_ids(each, trace.block_tokens, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN),
+            ),
+            each.output_tokens,
+            is_keyed=True,
+        )
+        for each in trace.requests
     ]
 
 
@@ -245,7 +259,8 @@ def _source(options: SimulateOptions, longest: int, seed: int) -> Trace:
         settings = GeneratorSettings(requests=options.requests or GENERATED_REQUESTS)
         return scale(generate(settings, seed), longest // 2, longest // 4)
     trace = load_trace(options.trace)
-    return window(trace, options.requests or len(trace.requests))
+    first = options.first_request
+    return window(trace, options.requests or len(trace.requests) - first, first)
 
 
 def cut_requests(options: SimulateOptions, config: Config) -> tuple[int, int]:

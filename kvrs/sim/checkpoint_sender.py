@@ -33,21 +33,23 @@ class SimCheckpointSender:
             InstanceId, int
         ] = {}  # With the number of the round; agents that none is under way to are not in it.
         self._numbers = 0
+        self._order = site.number_of
         self._pauses_s: dict[InstanceId, float] = {}
         self.pinned_pages = 0
 
     def look(self) -> None:
         """Begin a round to every agent for which there is something to do."""
-        for name, holder in self._site.holders.items():
-            if isinstance(holder, SimKeeper) and name not in self._rounds:
-                due_in_s = self._engine.backlog.due_in_s(name, self._engine.clock.now_s)
-                if due_in_s is not None:
-                    self._numbers += 1
-                    self._rounds[name] = self._numbers
-                    self._engine.later(
-                        due_in_s + max(SHORTEST_S, self._settings.gather_s),
-                        partial(self._round, holder, self._numbers),
-                    )
+        names = [name for name in self._engine.backlog.waited_for if name not in self._rounds]
+        for name in sorted(names, key=self._order):
+            holder, now_s = self._site.holders[name], self._engine.clock.now_s
+            due_in_s = self._engine.backlog.due_in_s(name, now_s)
+            if isinstance(holder, SimKeeper) and due_in_s is not None:
+                self._numbers += 1
+                self._rounds[name] = self._numbers
+                self._engine.later(
+                    due_in_s + max(SHORTEST_S, self._settings.gather_s),
+                    partial(self._round, holder, self._numbers),
+                )
 
     def _round(self, agent: SimKeeper, number: int) -> None:
         """Ask about what has not been asked, then send one batch."""

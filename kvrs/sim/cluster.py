@@ -326,7 +326,6 @@ def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:
     kept = proxy.control.policy.kept(live.id)
     return replace(
         journal,
-        prompt_ids=journal.prompt_ids and list(journal.prompt_ids),
         output_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
         owner_epoch=journal.owner_epoch + 1,
         attempt=0,

@@ -272,7 +272,9 @@ class SimEngine(SimPagePool, RankedEngine):
         if not batch:
             return False
         for sequence, chunk in batch:
-            self._verify(sequence, chunk)
+            if (run := self.runs.get(sequence)) is not None and not run.verified:
+                run.verified = True
+                self._verify(sequence, chunk)
         self.flights.append(batch)
         seconds = self._pace.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
         compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
@@ -281,14 +283,12 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def _verify(self, sequence: Sequence, chunk: Chunk) -> None:
         """Check that the pages of a chunk hold the KV of its history, however it got there."""
-        run = self.runs.get(sequence)
-        if run is not None and not run.verified:
-            run.verified = True
-            for index in range(chunk.first_position // self._size):
-                right = self.contents.get(chunk.pages[index]) == sequence.tags[index]
-                require(right, f"{self.id} computes {sequence.stream} with a wrong page {index}")
-                gone = self.ranks is not None and self.ranks.gone(chunk.pages[index])
-                require(not gone, f"{self.id} computes {sequence.stream} with cells that are gone")
+        what = f"{self.id} computes {sequence.stream}"
+        for index in range(chunk.first_position // self._size):
+            right = self.contents.get(chunk.pages[index]) == sequence.tags[index]
+            require(right, f"{what} with a wrong page {index}")
+            gone = self.ranks is not None and self.ranks.gone(chunk.pages[index])
+            require(not gone, f"{what} with cells that are gone")
 
     def _complete(self, batch: Batch) -> None:
         if self.hangs:
@@ -418,8 +418,12 @@ def _note_computed(engine: SimEngine, batch: Batch) -> _Drafted:
     whose pages may have no tags yet.
     """
     size = engine.pages.page_size_tokens
+    contents = engine.contents
     for sequence, chunk in batch:
         end = chunk.first_position + len(chunk.token_ids) - chunk.drafts
+        if end % size and end == chunk.first_position + 1 and not chunk.drafts:
+            contents.pop(chunk.pages[-1], None)
+            continue
         for index in range(chunk.first_position // size, end // size):
             engine.received(chunk.pages[index], sequence.tags[index])
         if end % size and not chunk.drafts:

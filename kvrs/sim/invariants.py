@@ -121,6 +121,7 @@ class Invariants:
         # What instances that are about to come up have taken over.
         self._taken_over: dict[InstanceId, ev.PagesKept] = {}
         self._writers: dict[StreamId, _Writer] = {}
+        self._fetching: dict[StreamId, _Writer] = {}  # Of them, those that hold slots, or did.
 
     def observe(self, now_s: float, event: ev.Event, actions: Sequence[act.Action]) -> None:
         """Apply one event, and check what the policy answers, action by action."""
@@ -290,6 +291,8 @@ class Invariants:
         writer.attempt, writer.plan, writer.runs = start.attempt, start.plan, True
         writer.instance = start.plan.prefill or start.plan.decode
         writer.fetching_since_s = now_s if start.plan.runs else None
+        if start.plan.runs:
+            self._fetching[start.stream] = writer
         writer.stays_until_s = None
 
     def _check_redirect(self, action: act.Redirect, event: ev.Event) -> None:
@@ -400,12 +403,15 @@ class Invariants:
         """Check that one proxy's transfers into a target are within the limit. It may have more
         than the target's agent has granted: the agent could not be asked.
         """
+        if not self._fetching:
+            return Counter()
+        for stream, writer in list(self._fetching.items()):
+            if writer.fetching_since_s is None or self._writers.get(stream) is not writer:
+                del self._fetching[stream]
         fetching = Counter(
             writer.plan.decode
-            for stream, writer in self._writers.items()
-            if writer.plan is not None
-            and writer.fetching_since_s is not None
-            and not self._streams[stream].outcome
+            for stream, writer in self._fetching.items()
+            if writer.plan is not None and not self._streams[stream].outcome
         )
         most = self._config.policy.slots_max
         for target, count in fetching.items():
@@ -414,9 +420,7 @@ class Invariants:
 
     def check_slot_book(self, policy: RecoveryPolicy) -> None:
         """A slot that is held is held for a transfer."""
-        held = {
-            target: row["held"] for target, row in policy.snapshot()["slots"].items() if row["held"]
-        }
+        held = {target: row["held"] for target, row in policy.slots().items() if row["held"]}
         fetching = dict(self.check_slots())
         require(held == fetching, f"slots are held: {held}, and used: {fetching}")
 

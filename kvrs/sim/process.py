@@ -1,6 +1,7 @@
 """Virtual time, and processes that live in it and can be killed, frozen and brought back."""
 
 from collections.abc import Callable
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -28,12 +29,14 @@ class Clock:
         self._order = count()
 
     def after(self, delay_s: float, step: Step) -> None:
-        heappush(self._agenda, (self.now_s + max(0.0, delay_s), next(self._order), step))
+        at_s = self.now_s + delay_s if delay_s > 0.0 else self.now_s
+        heappush(self._agenda, (at_s, next(self._order), step))
 
     def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
         """Until that time, or until it is done, or until there is nothing left to do."""
-        while self._agenda and self._agenda[0][0] <= until_s and not done():
-            self.now_s, _, step = heappop(self._agenda)
+        agenda = self._agenda
+        while agenda and agenda[0][0] <= until_s and not done():
+            self.now_s, _, step = heappop(agenda)
             self.steps += 1
             step()
 
@@ -58,7 +61,7 @@ class OwnTime:
 
     def after(self, delay_s: float, step: Step) -> None:
         """Do this later, unless the proxy has died by then."""
-        self._clock.after(delay_s, lambda: self._do(step))
+        self._clock.after(delay_s, partial(self.do, step))
 
     def freeze(self) -> None:
         if self._deferred is None:
@@ -67,13 +70,14 @@ class OwnTime:
     def wake(self) -> None:
         deferred, self._deferred = self._deferred or [], None
         for step in deferred:
-            self._do(step)
+            self.do(step)
 
     def end(self) -> None:
         """The proxy has died."""
         self._is_over, self._deferred = True, None
 
-    def _do(self, step: Step) -> None:
+    def do(self, step: Step) -> None:
+        """Now, or when it wakes."""
         if self._is_over:
             return
         if self._deferred is None:
@@ -126,7 +130,7 @@ class SimProcess:
     def later(self, delay_s: float, step: Step) -> None:
         """Do this, in this life."""
         life = self.life
-        self.clock.after(delay_s, lambda: self._do(life, step, None))
+        self.clock.after(delay_s, partial(self._do, life, step, None))
 
     def call(self, delay_s: float, step: Step, refused: Step | None = None) -> None:
         """Ask the process that lives here when the message arrives; `refused` when there is none,

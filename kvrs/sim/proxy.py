@@ -29,7 +29,7 @@ from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 from kvrs.sim.agent import SimAgent
-from kvrs.sim.attempts import SimAttempt
+from kvrs.sim.attempts import Delivery, SimAttempt
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.invariants import Grants, Invariants
 from kvrs.sim.process import OwnTime, Step, require
@@ -90,6 +90,8 @@ class SimProxy:
         self._lost = lost
         nodes = {holder.id: holder.node for holder in site.holders.values()}
         self.invariants = Invariants(config, nodes, self.streams)
+        self._deliveries: dict[float, list[Delivery]] = {}  # On their way, by their time.
+        self.told = 0  # Events.
         self._delays_s = {holder: rng.uniform(0.0001, 0.003) for holder in site.holders}
         self.slots = SlotMessages(name, self.control.slots, site, grants, rng, self.after)
 
@@ -103,14 +105,33 @@ class SimProxy:
         """Do this later, unless this proxy has died by then."""
         self.time.after(delay_s, step)
 
+    def deliver(self, at_s: float, came: Delivery) -> None:
+        """Tokens of one batch of an instance arrive together: in one step."""
+        together = self._deliveries.get(at_s)
+        if together is None:
+            together = self._deliveries[at_s] = []
+            self._site.clock.after(at_s - self.now_s, partial(self._arrive, at_s))
+        together.append(came)
+
+    def _arrive(self, at_s: float) -> None:
+        together = self._deliveries.pop(at_s)
+        self._site.clock.steps += len(together) - 1  # Each of them counts.
+        self.time.do(partial(_take, together))
+
     def engine(self, name: InstanceId) -> SimEngine:
         engine = self._site.holders[name]
         assert isinstance(engine, SimEngine)
         return engine
 
     def delay_s(self, name: InstanceId) -> float:
-        cut_s = self.cut_until_s.get(name, 0.0) - self.now_s
-        return self._delays_s[name] + max(0.0, cut_s)
+        delay_s = self._delays_s[name]
+        if self.cut_until_s:
+            delay_s += max(0.0, self.cut_until_s.get(name, 0.0) - self.now_s)
+        return delay_s
+
+    def be_near(self) -> None:
+        """Messages between it and any process take no time, for comparisons with what has none."""
+        self._delays_s = dict.fromkeys(self._delays_s, 0.0)
 
     def late_news_s(self) -> float | None:
         return self._rng.uniform(0.0, 1.0) if self._rng.random() < 0.3 else None
@@ -181,7 +202,7 @@ class SimProxy:
     def arrive(self, stream: StreamId, arrival: Arrival) -> None:
         count = len(arrival.prompt_ids)
         guess = self._rng.randint(1, 2 * count) if arrival.is_text else count
-        ids = None if arrival.is_text else list(arrival.prompt_ids)
+        ids = None if arrival.is_text else arrival.prompt_ids
         self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids))
 
     def watch_anew(self, known: KnownInstance) -> None:
@@ -241,6 +262,11 @@ class SimProxy:
                 self.after(delay_s, lambda: unknown(name, lost, self.now_s))
 
         holder.call(delay_s, apply)
+
+
+def _take(together: list[Delivery]) -> None:
+    for attempt, instance, position, token, is_last in together:
+        attempt.token(instance, position, token, is_last=is_last)
 
 
 class SimShell:
@@ -306,7 +332,8 @@ class SimShell:
         self.proxy.invariants.observe(now_s, event, actions)
         self.proxy.events[type(event).__name__] += 1
         self.proxy.actions.update(type(action).__name__ for action in actions)
-        if self.proxy.events.total() % BOOK_EVERY == 0:
+        self.proxy.told += 1
+        if self.proxy.told % BOOK_EVERY == 0:
             self.proxy.after(
                 0.0, lambda: self.proxy.invariants.check_slot_book(self.proxy.control.policy)
             )

@@ -74,6 +74,13 @@ class Site:
     first_token: FirstToken = FirstToken.DECODE
     tally: StreamTally = field(default_factory=StreamTally)
     holders: dict[InstanceId, "SimHolder"] = field(default_factory=dict)  # Instances and agents.
+    _numbers: dict[InstanceId, int] = field(default_factory=dict)
+
+    def number_of(self, name: InstanceId) -> int:
+        """The place of a holder among all, which does not change."""
+        if len(self._numbers) < len(self.holders):
+            self._numbers.update({each: number for number, each in enumerate(self.holders)})
+        return self._numbers[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +169,8 @@ class SimPagePool(SimKeeper):
 
     def commit(self, run: ReplicaRun, index: int, content: Tag | None) -> None:
         if (page := run.taken[index]) is not None:
-            require(content == run.tags[index], f"{self.id} is sent another page than was promised")
+            if content != run.tags[index]:
+                require(False, f"{self.id} is sent another page than was promised")
             self.received(page, run.tags[index])
             self.replicas.arrived(run, index)
 
@@ -247,10 +255,9 @@ class Fetch:
                 # The checksum was right, so what has come is what lay there: it had better be what
                 # was asked for.
                 asked, got = self._asked.tags[self._pages], self._opened.contents[self._pages]
-                require(
-                    got == asked,
-                    f"{self._source.id} delivers another page than {self._target.id} asked for",
-                )
+                if got != asked:
+                    source, target = self._source.id, self._target.id
+                    require(False, f"{source} delivers another page than {target} asked for")
                 self._page(self._pages)
             self._pages += 1
         return True

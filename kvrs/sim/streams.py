@@ -1,7 +1,7 @@
 """A simulated proxy's streams: what their clients ask, and what they have got."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ class Arrival:
     """A client's request and its time."""
 
     at_s: float
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]  # An array where there are many requests.
     max_tokens: int
     is_text: bool = False  # The proxy has its ids only when prefill has answered.
     is_keyed: bool = False  # The client can resume it at another proxy.
@@ -38,8 +38,8 @@ class SimJournal:
     arrival: Arrival
     arrived_s: float
     prompt_tokens_guess: int
-    prompt_ids: list[int] | None = None
-    output_ids: list[int] = field(default_factory=list)
+    prompt_ids: Sequence[int] | None = None
+    output_ids: MutableSequence[int] = field(default_factory=lambda: array("I"))
     owner_epoch: int = 0
     attempt: int = 0
     deadlines: ev.Deadlines = field(default_factory=ev.Deadlines)

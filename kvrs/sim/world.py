@@ -13,6 +13,7 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.model import actions as act
 from kvrs.faults.language import Phase, VictimRole, What, phase_of
 from kvrs.faults.schedule import DueFault, FaultSchedule, InstanceView
+from kvrs.garbage import collect_seldom
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.sim.clients import stream_of
 from kvrs.sim.cluster import MOVED, Outcome, SimCluster, holders_of, open_streams
@@ -84,6 +85,10 @@ class World:
         Raises:
             InvariantError, AssertionError: something happened that must not.
         """
+        with collect_seldom():
+            return self._run()
+
+    def _run(self) -> Outcome:
         self.cluster.begin()
         for number, asked in enumerate(self.arrivals):
             self.cluster.clock.after(asked.at_s, partial(self._arrive, number, asked))

@@ -18,7 +18,7 @@ Invariants, which `check` and the tests hold it to:
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -108,6 +108,7 @@ class CheckpointBacklog:
         self._deliveries: dict[Followed, list[CheckpointDelivery]] = {}
         self._current: dict[tuple[StreamId, InstanceId], CheckpointDelivery] = {}
         self._holders: defaultdict[InstanceId, _Holder] = defaultdict(_Holder)
+        self._waited_for: dict[InstanceId, None] = {}  # Holders with deliveries that wait.
         self._begun = 0
 
     def held(self, sequence: Followed) -> dict[InstanceId, int]:
@@ -189,6 +190,11 @@ class CheckpointBacklog:
             if waiting
             else None
         )
+
+    @property
+    def waited_for(self) -> Collection[InstanceId]:
+        """The holders for which something is waiting."""
+        return self._waited_for
 
     def offers(self, holder: InstanceId, now_s: float) -> list[CheckpointDelivery]:
         """Deliveries to be offered to the holder, before any `ranges`."""
@@ -273,7 +279,7 @@ class CheckpointBacklog:
             siblings.remove(delivery)
             if not siblings:
                 del self._deliveries[delivery.sequence]
-            self._holders[delivery.holder].waiting.pop(delivery, None)
+            self._wait(delivery, waits=False)
             self.lag_pages -= delivery.lag_pages
 
     def endings(self, holder: InstanceId) -> list[CheckpointDelivery]:
@@ -288,8 +294,8 @@ class CheckpointBacklog:
     def busy_holders(self) -> int:
         """How many holders have deliveries with a lag."""
         return sum(
-            any(delivery.lag_pages for delivery in holder.waiting)
-            for holder in self._holders.values()
+            any(delivery.lag_pages for delivery in self._holders[name].waiting)
+            for name in self._waited_for
         )
 
     @property
@@ -317,6 +323,9 @@ class CheckpointBacklog:
         assert all(delivery.waits for delivery in all_of_them if delivery.ended), (
             "an ended delivery that waits for nothing"
         )
+        assert self._waited_for.keys() == {
+            name for name, holder in self._holders.items() if holder.waiting
+        }
         for name, holder in self._holders.items():
             assert set(holder.waiting) == {
                 one for one in all_of_them if one.holder == name and one.waits
@@ -334,10 +343,13 @@ class CheckpointBacklog:
     def _settle(self, delivery: CheckpointDelivery, lag_pages: int) -> None:
         """Update indexes and counters for a delivery that had that lag before."""
         self.lag_pages += delivery.lag_pages - lag_pages
+        self._wait(delivery, waits=delivery.waits)
+        if delivery.ended and not delivery.waits:
+            self.drop(delivery)
+
+    def _wait(self, delivery: CheckpointDelivery, *, waits: bool) -> None:
         waiting = self._holders[delivery.holder].waiting
-        if delivery.waits:
-            waiting[delivery] = None
-        else:
-            waiting.pop(delivery, None)
-            if delivery.ended:
-                self.drop(delivery)
+        if waits:
+            waiting[delivery] = self._waited_for[delivery.holder] = None
+        elif waiting.pop(delivery, delivery) is None and not waiting:
+            del self._waited_for[delivery.holder]

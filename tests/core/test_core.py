@@ -151,7 +151,7 @@ def test_a_stream_that_has_all_its_text_is_no_victim() -> None:
     """Only its formal end was missing."""
     driver = Driver()
     live = driver.decoding()
-    live.journal.output_ids += [7] * 9
+    live.journal.output_ids.extend([7] * 9)
     assert live.journal.finished
     assert live.instance is not None
 
@@ -167,7 +167,7 @@ def test_a_driver_with_a_tokenizer_gives_the_end_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr(SimJournal, "finished", False)
     driver = Driver(can_give_end=True)
     live = driver.decoding()
-    live.journal.output_ids += [7] * 9
+    live.journal.output_ids.extend([7] * 9)
     assert live.instance is not None
     begun = len(driver.calls_of("begin_attempt"))
 
