@@ -9,6 +9,7 @@ EXTRAS = {
     "engine": _ENGINE,
     "report": ("matplotlib", "numpy"),
     "ray": (*_ENGINE, "ray"),
+    "tune": ("optuna",),
     "tracing": (
         "opentelemetry.exporter.otlp.proto.http",
         "opentelemetry.sdk",

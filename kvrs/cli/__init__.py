@@ -38,6 +38,7 @@ for command in (
     measuring.replay,
     measuring.simulate,
     measuring.compare,
+    measuring.tune,
     measuring.report,
     inspecting.explain,
     inspecting.incidents,

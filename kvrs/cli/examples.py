@@ -19,6 +19,10 @@ _EXAMPLES = {
         "kvrs compare --policies auto,rom,always_recompute --deaths 3 --seeds 20",
         "kvrs compare --policies auto,rom --trace conversation_trace.jsonl --fault faults.yaml",
     ],
+    "tune": [
+        "kvrs tune --space space.yaml --goal recovery_p99 --deaths 3 --jobs 2",
+        "kvrs tune --space space.yaml --goal goodput --trace conversation_trace.jsonl",
+    ],
     "report": ["kvrs report out/replay --out page", "kvrs report out/auto out/rom --out page"],
     "explain": [
         "kvrs explain --profile opt-13b-a100-kvrs-seed --prompt-tokens 1477 --bandwidth 25Gbit/s",

@@ -143,6 +143,42 @@ def compare(
     raise typer.Exit(run_comparison(options))
 
 
+def tune(
+    space: opt.TuneSpace,
+    goal: opt.TuneGoal,
+    trials: opt.TuneTrials = 30,
+    config: opt.DemoConfig = None,
+    trace: opt.SimulateTrace = None,
+    held_out: opt.TuneHeldOut = None,
+    requests: opt.SimulatedStreams = None,
+    rate: opt.SimulatedRate = None,
+    pace: opt.SimulatedPace = None,
+    first_token: opt.SimulatedFirstToken = None,
+    fault: opt.SimulatedFault = None,
+    deaths: opt.RandomDeaths = 0,
+    seed: opt.FirstSeed = 0,
+    seeds: opt.TuneSeeds = 5,
+    held_out_seeds: opt.TuneHeldOutSeeds = 10,
+    jobs: opt.Jobs = 1,
+    proxies: opt.SimulateProxies = 1,
+    acceptance: opt.SimulatedAcceptance = 0.6,
+    slo_ttft: opt.SloTtft = 2.0,
+    slo_tpot: opt.SloTpot = 0.2,
+    slo_tbt: opt.SloTbt = None,
+    json: opt.Json = False,
+) -> None:
+    """Search for better values of settings in the simulator, and test them on a held-out load."""
+    given = locals()
+    check_extras("tune")
+    from kvrs.report.metrics import Slo
+    from kvrs.sim.case import SimulateOptions
+    from kvrs.sim.tuning import TuneOptions, run_tuning
+
+    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, tbt_s=slo_tbt)
+    case = filled(SimulateOptions, given, slo=slo)
+    raise typer.Exit(run_tuning(filled(TuneOptions, given), case))
+
+
 def report(
     files: opt.Files,
     out: opt.PageOut = None,

@@ -12,6 +12,7 @@ from kvrs.config.proxy import MOST_WORKERS
 from kvrs.explain.decision import CheckpointAt
 from kvrs.explain.elastic import KvBackup
 from kvrs.sim.first_token import FirstToken
+from kvrs.sim.goals import Goal
 from kvrs.traces.presets import PRESETS
 from kvrs.traces.records import Api
 
@@ -280,6 +281,20 @@ Policies = Annotated[
         help=f"In place of the configuration's; several are shown side by side: {POLICIES}",
     ),
 ]
+TuneSpace = Annotated[
+    Path, typer.Option(help="YAML: for each setting, by its path, a list of values or low and high")
+]
+TuneGoal = Annotated[Goal, typer.Option(help="What is to become better")]
+TuneTrials = Annotated[int, typer.Option(min=1, help="Proposals that are simulated")]
+TuneSeeds = Annotated[int, typer.Option(min=1, help="Simulations of each proposal")]
+TuneHeldOut = Annotated[
+    Path | None,
+    typer.Option(
+        help="Trace on which the best is tested; default: the second half of --trace, or other "
+        "seeds"
+    ),
+]
+TuneHeldOutSeeds = Annotated[int, typer.Option(min=2, help="Pairs of runs of that test")]
 Compared = Annotated[
     str, typer.Option(metavar="A,B,...", help=f"Policies, with commas between: {POLICIES}")
 ]

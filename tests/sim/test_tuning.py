@@ -1,0 +1,159 @@
+"""`kvrs tune`: a search in the simulator, and a gain that only a held-out load may show."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import yaml
+
+from kvrs.errors import ConfigError
+from kvrs.report.metrics import Slo
+from kvrs.sim import tuning
+from kvrs.sim.case import SimulateOptions
+from kvrs.sim.cluster import Outcome
+from kvrs.sim.goals import Goal
+from kvrs.sim.tuning import TuneOptions, Tuning, load_space, recovery_p99_s, run_tuning
+
+CONFIG = """
+cluster:
+  engine: {max_batch_tokens: 16, max_running: 4}
+  nodes:
+  - {id: n0, instances: [{id: p0, role: prefill}, {id: d0, role: decode}]}
+"""
+# The longer prompts of a load wait for the budget of a step.
+BATCHES = "cluster.engine.max_batch_tokens: [16, 512]\ncluster.engine.max_running: [4, 64]\n"
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> SimulateOptions:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return SimulateOptions(config=path, requests=15, rate=4.0, seeds=2, slo=Slo(ttft_s=0.5))
+
+
+def options(tmp_path: Path, space: str, goal: Goal = Goal.GOODPUT, **given: Any) -> TuneOptions:
+    path = tmp_path / "space.yaml"
+    path.write_text(space)
+    return TuneOptions(space=path, goal=goal, **{"trials": 4, "held_out_seeds": 3, **given})
+
+
+def test_a_gain_on_the_held_out_load_is_printed_as_yaml(
+    tmp_path: Path, case: SimulateOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines above it are comments, so that the output is a piece of a configuration."""
+    given = options(tmp_path, BATCHES)
+
+    assert run_tuning(given, case) == 0
+
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown) == {
+        "cluster": {"engine": {"max_batch_tokens": 512, "max_running": 64}}
+    }
+    assert "# on the held-out load, 3 seeds, 95 %: gain +" in shown
+    assert run_tuning(given, replace(case, json=True)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_shown"]
+    assert found["gain"]["mean"] > found["gain"]["half_width"]
+    assert found["found"] > found["base"]
+
+
+def test_values_that_change_nothing_are_no_gain(
+    tmp_path: Path, case: SimulateOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without faults nothing recovers, whatever the settings of recoveries are."""
+    given = options(tmp_path, "policy.lookahead_tokens: {low: 0, high: 64}\n", trials=2)
+
+    assert run_tuning(given, case) == 0
+
+    shown = capsys.readouterr()
+    assert "gain: none (" in shown.out
+    assert yaml.safe_load(shown.out) is None
+    assert "no gain is shown: nothing to change" in shown.err
+
+
+def test_noise_is_no_gain(
+    tmp_path: Path, case: SimulateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of many proposals looks better in the search, where it was chosen."""
+
+    def noisy(goal: Goal, simulated: object, seed: int) -> float:
+        return rng.random()
+
+    rng = Random(7)
+    monkeypatch.setattr(tuning, "cost", noisy)
+    given = options(tmp_path, "policy.handshake_s: {low: 0.001, high: 0.1, log: true}\n")
+    quick = replace(case, requests=1)
+
+    found = Tuning(given, quick).run()
+
+    assert found.found > found.base
+    assert not found.is_shown
+
+
+def test_the_second_half_of_a_trace_is_held_out(tmp_path: Path, case: SimulateOptions) -> None:
+    """The search does not see it; another trace takes its place."""
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps([[n, 20 + n, 3] for n in range(9)]))
+    given = options(tmp_path, BATCHES)
+
+    search, held_out = Tuning(given, replace(case, trace=trace, requests=None))._loads(
+        replace(case, trace=trace, requests=None)
+    )
+
+    assert (search.first_request, search.requests) == (0, 4)
+    assert (held_out.first_request, held_out.requests) == (4, 5)
+    assert {search.seed, search.seed + 1}.isdisjoint(range(held_out.seed, held_out.seed + 3))
+    other = Tuning(replace(given, held_out=trace), case)._loads(case)[1]
+    assert (other.trace, other.requests) == (trace, None)
+
+
+def test_a_stream_that_was_lost_counts_as_a_long_pause() -> None:
+    """Giving up is no quick recovery."""
+    quick = Outcome(ended=Counter(complete=10), pauses_s=[0.1] * 5)
+    lost = Outcome(ended=Counter(complete=9, aborted=1), pauses_s=[0.1] * 4)
+
+    assert recovery_p99_s(quick) == pytest.approx(0.1)
+    assert recovery_p99_s(lost) > 10
+
+
+@pytest.mark.parametrize(
+    ("space", "reason"),
+    [
+        ("policy.name: [auto, fast]\n", r"space\.yaml: .*: policy\.name: got 'fast'; "),
+        ("policy.nmae: [auto]\n", r"space\.yaml: .*: policy\.nmae: unknown key; "),
+        ("policy.slots_max: {low: 5, high: 5}\n", r"policy\.slots_max: got low 5 and high 5; all"),
+        ("policy.handshake_s: {low: 0, high: 1, log: true}\n", r"allowed: low below high, above 0"),
+        ("policy.slots_max: {low: 5}\n", r"space\.yaml: Object missing required field `high`"),
+        ("preset: [kvrs, fast]\n", r"space\.yaml: preset: got 'fast'; allowed: best, "),
+        ("{}\n", r"space\.yaml: no settings; allowed: one or more$"),
+        ("a: [1\n", r"space\.yaml: not YAML"),
+    ],
+)
+def test_a_wrong_space_is_refused(
+    tmp_path: Path, case: SimulateOptions, space: str, reason: str
+) -> None:
+    """Each end of it is tried before anything is simulated."""
+    with pytest.raises(ConfigError, match=reason):
+        Tuning(options(tmp_path, space), case)
+
+
+def test_recoveries_need_faults(tmp_path: Path, case: SimulateOptions) -> None:
+    """Without any, all values are equally good."""
+    with pytest.raises(ConfigError, match=r"^--fault, --deaths: missing"):
+        Tuning(options(tmp_path, BATCHES, Goal.RECOVERY_P99), case)
+
+
+def test_presets_may_be_compared(tmp_path: Path, case: SimulateOptions) -> None:
+    """A preset lies below the configuration."""
+    assert case.config is not None
+    case.config.write_text(CONFIG + "  - {id: n1, instances: [{id: d1, role: decode}]}\n")
+    lumen = tuning.config_with(case.config, {"preset": "lumen", "policy.slots_max": 7})
+
+    assert lumen.policy.name.value == "always_restore"
+    assert lumen.policy.slots_max == 7
+    assert lumen.cluster.engine.max_running == 4
+    assert load_space(options(tmp_path, "preset: [lumen]").space) == {"preset": ["lumen"]}
