@@ -84,7 +84,7 @@ def test_it_is_explained_and_recovers_streams(tree: Path) -> None:
         run(tree, "explain", "--profile", profile, "--prompt-tokens", "1477", "--json")
     )
     run(tree, "simulate", "--requests", "60", "--deaths", "8", "--seed", "3", "--out", "out")
-    (outcome,) = (json.loads(path.read_bytes()) for path in (tree / "out").glob("*.json"))
+    (outcome,) = (json.loads(path.read_bytes()) for path in (tree / "out").glob("simulation.json"))
 
     options = [each["option"] for each in explained["answer"]["options"]]
     assert {"fast_recompute", "recompute"} <= set(options)
