@@ -10,16 +10,18 @@ same one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import assert_never
+
+import msgspec
 
 from kvrs.config.backup import Placement
 from kvrs.ids import InstanceId, NodeId, along_ring
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementCandidate:
-    """A row of the load table: an agent that is up."""
+class PlacementCandidate(msgspec.Struct, frozen=True, gc=False):
+    """A row of the load table: an agent that is up. A stream has one of each agent made, so that
+    they are many in a large cluster.
+    """
 
     holder: InstanceId
     node: NodeId
