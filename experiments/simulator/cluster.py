@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def kills_of(count: int, span_s: float, seed: int) -> list[Fault]:
-    """Of decode instances, evenly over the run; each waits for four streams."""
+    """Kills of decode instances, evenly over the run; each waits for four streams."""
     rows = [
         {
             "when": {"at_s": span_s * (number + 1) / (count + 2), "inflight_at_least": 4},
@@ -118,7 +118,7 @@ def compare(requests: Sequence[ReplayRequest], faults: list[Fault], seed: int) -
 
 
 def error(row: Row) -> float:
-    """Of the median."""
+    """The error of the median."""
     return float(row["simulated_p50_s"] / row["real_p50_s"] - 1)
 
 

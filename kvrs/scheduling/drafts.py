@@ -43,7 +43,9 @@ def with_drafts(
 
 def take_back(sequence: Sequence, chunk: Chunk, pages: PageManager) -> None:
     """Release the page that drafts had beyond what the sequence needs."""
+    if not chunk.drafts:
+        return
     needed = pages_for(len(sequence.token_ids), pages.page_size_tokens)
-    if chunk.drafts and len(sequence.pages) > needed:
+    if len(sequence.pages) > needed:
         pages.release(sequence.pages[needed:])
         del sequence.pages[needed:]

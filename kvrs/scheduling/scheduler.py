@@ -280,8 +280,7 @@ class BatchScheduler:
         prefilling = [
             one
             for one in ready
-            if one.phase is not SequencePhase.WAITING
-            and len(one.token_ids) - one.computed_tokens > 1
+            if one.phase is not SequencePhase.WAITING and one.uncomputed_tokens > 1
         ]
         if proposals is not None:
             # Prefill has half of what decode steps leave, or more.
@@ -361,13 +360,11 @@ class BatchScheduler:
                 sequence.extend_tags(self._page_size)
                 self._queued_tokens += len(tokens)
             self._change(sequence, end, sequence.arrived, sequence.awaited)
-            if pages := range(first // self._page_size, end // self._page_size):
-                register(self._pages, sequence, pages)
+            register(self._pages, sequence, range(first // self._page_size, end // self._page_size))
             self._settle(sequence)
             if first < sequence.history_tokens <= end:
                 self._queue.advance(sequence)
-            if chunk.drafts:
-                take_back(sequence, chunk, self._pages)
+            take_back(sequence, chunk, self._pages)
             if not chunk.logits and sequence.uncomputed_tokens == 0:
                 prefilled.append(sequence)
         return prefilled
@@ -421,10 +418,6 @@ class BatchScheduler:
         """Set how many leading tokens are computed; what has arrived right behind them counts as
         computed.
         """
-        if not (arrived or awaited or sequence.arrived or sequence.awaited):
-            self._queued_tokens += sequence.computed_tokens - computed
-            sequence.computed_tokens = computed
-            return
         before = sequence.work_tokens
         while arrived and arrived[0].start == computed:
             computed, arrived = arrived[0].stop, arrived[1:]

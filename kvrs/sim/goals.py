@@ -9,7 +9,7 @@ class Goal(StrEnum):
 
     @property
     def sign(self) -> float:
-        """What a value of the goal is multiplied by to be a cost."""
+        """Factor by which a value of the goal becomes a cost."""
         return 1.0 if self is Goal.RECOVERY_P99 else -1.0
 
     @property

@@ -153,7 +153,7 @@ def cost(goal: Goal, simulated: Simulated, seed: int) -> float:
 
 
 def recovery_p99_s(outcome: Outcome) -> float:
-    """Of the pauses of recovered streams; one that was lost had a long one."""
+    """The pause p99 of recovered streams; one that was lost had a long one."""
     lost = sum(outcome.ended.values()) - outcome.ended[COMPLETE]
     return percentile([*outcome.pauses_s, *[_LOST_S] * lost], 99) or 0.0
 

@@ -1,12 +1,12 @@
 """Where checkpoints are kept."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvrs.config.backup import Placement
 from kvrs.core.books.placement import PlacementCandidate, load_s, place

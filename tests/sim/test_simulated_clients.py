@@ -14,6 +14,7 @@ from kvrs.config.file import load_config
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.ids import StreamId
 from kvrs.profiles import catalog
+from kvrs.report import metrics
 from kvrs.report.metrics import Slo, goodput_per_s, tpot_s
 from kvrs.sim import fault_scenarios
 from kvrs.sim.case import SimulateOptions, load_case, make_world
@@ -21,7 +22,8 @@ from kvrs.sim.clients import records_of
 from kvrs.sim.command import run_simulation
 from kvrs.sim.fault_scenarios import FaultEvent
 from kvrs.sim.first_token import FirstToken
-from kvrs.sim.seeds import simulate
+from kvrs.sim.results import latencies
+from kvrs.sim.seeds import ClientsView, Simulated, simulate
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 
@@ -131,6 +133,20 @@ def test_seeds_in_several_processes_give_the_same(config: Path) -> None:
 
     assert found[0] == found[1]
     assert list(found[0].clients) == [0, 1]
+
+
+def test_latencies_of_several_seeds_are_means_with_intervals() -> None:
+    """The interval is that of the seeds, not that of the requests."""
+    summary = metrics.summary([], Slo())
+    values = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
+    runs = [summary | {"tpot_s": values}, summary | {"tpot_s": values | {"mean": 3.0}}]
+    views = {seed: ClientsView(run, [], None) for seed, run in enumerate(runs)}
+
+    found = latencies(Simulated({}, {}, views))
+
+    assert found["tpot_s"]["mean"] == {"mean": 2.0, "half_width": pytest.approx(12.7062)}
+    assert found["tpot_s"]["p99"] == {"mean": 3.0, "half_width": 0.0}
+    assert found["arrival_ttft_s"]["p50"] == {"mean": None, "half_width": None}
 
 
 def test_a_pace_takes_the_place_of_that_of_the_configuration(config: Path) -> None:

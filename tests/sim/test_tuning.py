@@ -12,11 +12,12 @@ import yaml
 
 from kvrs.errors import ConfigError
 from kvrs.report.metrics import Slo
+from kvrs.report.student import Interval
 from kvrs.sim import tuning
 from kvrs.sim.case import SimulateOptions
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.goals import Goal
-from kvrs.sim.tuning import TuneOptions, Tuning, load_space, recovery_p99_s, run_tuning
+from kvrs.sim.tuning import Tuned, TuneOptions, Tuning, load_space, recovery_p99_s, run_tuning
 
 CONFIG = """
 cluster:
@@ -92,6 +93,19 @@ def test_noise_is_no_gain(
 
     assert found.found > found.base
     assert not found.is_shown
+
+
+@pytest.mark.parametrize(
+    ("gain", "shown"),
+    [((0.3, 0.2), True), ((0.1, 0.2), False), ((-0.3, 0.2), False), ((0.3, None), False)],
+)
+def test_an_interval_with_zero_in_it_shows_nothing(
+    gain: tuple[float, float | None], shown: bool
+) -> None:
+    """Nor does a single run, which has none."""
+    tuned = Tuned({}, 1.0, 1.0, Interval(*gain, 5), 1.0)
+
+    assert tuned.is_shown is shown
 
 
 def test_the_second_half_of_a_trace_is_held_out(tmp_path: Path, case: SimulateOptions) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
-from itertools import permutations
 from typing import Any, assert_never
 
 from kvrs.core.fleet.known import Health, KnownInstance
@@ -152,10 +151,18 @@ class SelfTests:
     @property
     def _tests_kv(self) -> bool:
         """Where the configuration has no two instances that could exchange KV, none is tested."""
-        present = [each for each in self._known.values() if each.health is not Health.REMOVED]
-        return self._may_test_kv and any(
-            _can_exchange(one.role, other.role) for one, other in permutations(present, 2)
-        )
+        if not self._may_test_kv:
+            return False
+        # Asked at each report: the first two that could end it, of however many.
+        roles: list[Role] = []
+        for one in self._known.values():
+            if one.health is Health.REMOVED:
+                continue
+            if any(_can_exchange(one.role, o) or _can_exchange(o, one.role) for o in roles):
+                return True
+            if one.role not in roles:
+                roles.append(one.role)
+        return False
 
     # The life of an instance.
 
