@@ -163,7 +163,7 @@ def arrivals(case: Case, seed: int) -> list[Arrival]:
     found = []
     for number, asked in enumerate(generate(settings, seed).requests):
         tokens = min(asked.input_tokens, setup.most_prompt)
-        prompt = array("I", ((number * 7919 + position) % 50_000 for position in range(tokens)))
+        prompt = array("H", ((number * 7919 + position) % 50_000 for position in range(tokens)))
         output = min(asked.output_tokens, setup.most_output)
         found.append(Arrival(asked.arrival_s, prompt, output))
     return found

@@ -244,7 +244,7 @@ def arrivals_of(options: SimulateOptions, config: Config, seed: int) -> list[Arr
         Arrival(
             each.arrival_s,
             array(
-                "I",
+                "H",  # Ids of the vocabulary take two bytes.
                 prompt_token_ids(each, trace.block_tokens, VOCAB_SIZE, seed, FIRST_ORDINARY_TOKEN),
             ),
             each.output_tokens,

@@ -39,7 +39,7 @@ class SimJournal:
     arrived_s: float
     prompt_tokens_guess: int
     prompt_ids: Sequence[int] | None = None
-    output_ids: MutableSequence[int] = field(default_factory=lambda: array("I"))
+    output_ids: MutableSequence[int] = field(default_factory=lambda: array("H"))
     owner_epoch: int = 0
     attempt: int = 0
     deadlines: ev.Deadlines = field(default_factory=ev.Deadlines)
