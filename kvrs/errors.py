@@ -100,6 +100,17 @@ class RequestError(KvrsError):
         self.headers = headers or {}
 
 
+class UnknownFieldsError(RequestError):
+    """The body of a request has fields that its endpoint does not know, all of which it names."""
+
+    def __init__(self, names: Iterable[str], allowed: Iterable[str]) -> None:
+        self.names = tuple(names)
+        first = self.names[0]
+        super().__init__(
+            f"{first[:80]!r} is not known; allowed: {', '.join(allowed)}", param=first[:80]
+        )
+
+
 class TransferError(KvrsError):
     """A page transfer failed: peer gone, refused at the hand-shake, bad frame, bad checksum, or too
     slow.

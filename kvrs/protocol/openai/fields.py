@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UnknownFieldsError
 
 # Backends, as `cluster.backend` names them.
 EMBEDDED, DISTSERVE, VLLM = "embedded", "distserve", "vllm"
@@ -256,9 +256,10 @@ def check_fields(
     """Those of the given fields that mean something to kvrs or to the engine behind it, undecoded.
 
     Raises:
-        RequestError: a field is not known there, or refused.
+        RequestError: a field is refused there, or (UnknownFieldsError) not known.
     """
     kept: dict[str, msgspec.Raw] = {}
+    unknown: list[str] = []
     as_they_are = _kept_as_they_are(api, backend)
     for name, value in given.items():
         # The same as an absent field, but not every engine accepts it.
@@ -270,10 +271,8 @@ def check_fields(
             kept[name] = value
             continue
         if (row := rows(api).get(name)) is None:
-            raise RequestError(
-                f"{name[:80]!r} is not known; allowed: {', '.join(takes(api, backend))}",
-                param=name[:80],
-            )
+            unknown.append(name)
+            continue
         if _is_neutral(value, row):
             continue
         treatment = row.treatment(backend)
@@ -281,6 +280,8 @@ def check_fields(
             raise not_supported(name, value, row.neutral, row.instead)
         if treatment in (Treatment.UNDERSTOOD, Treatment.PASSED, Treatment.WHOLE):
             kept[name] = value
+    if unknown:
+        raise UnknownFieldsError(unknown, takes(api, backend))
     return kept
 
 

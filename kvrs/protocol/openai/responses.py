@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.protocol.openai.fields import is_among
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
@@ -95,15 +95,14 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     fields = {name: value for name, value in fields.items() if value is not None}
+    allowed_fields = {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}
+    if unknown := [name for name in fields if name not in allowed_fields]:
+        raise UnknownFieldsError(unknown, sorted(allowed_fields))
     for name, value in fields.items():
-        if name in _NEUTRAL:
-            if not is_among(value, _NEUTRAL[name]):
-                neutral = (*_NEUTRAL[name], None)
-                allowed = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
-                raise _not_supported(name, value, allowed)
-        elif name not in {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES}:
-            allowed = ", ".join(sorted({*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}))
-            raise RequestError(f"{name[:80]!r} is not known; allowed: {allowed}", param=name[:80])
+        if name in _NEUTRAL and not is_among(value, _NEUTRAL[name]):
+            neutral = (*_NEUTRAL[name], None)
+            allowed = " or ".join(msgspec.json.encode(each).decode() for each in neutral)
+            raise _not_supported(name, value, allowed)
     for name in _SWITCHES:
         if not isinstance(fields.get(name, False), bool):
             raise _not_supported(name, fields[name], "true or false")

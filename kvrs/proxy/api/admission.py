@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 from multidict import CIMultiDictProxy
 
-from kvrs.config.proxy import Inexact, ProxySettings
+from kvrs.config.proxy import Inexact, ProxySettings, UnknownFields
 from kvrs.core.fleet.known import Instances, Replays
 from kvrs.core.fleet.names import ServedName
 from kvrs.core.fleet.self_tests import Continues
@@ -30,6 +30,7 @@ from kvrs.proxy.api import generate
 from kvrs.proxy.api.bodies import ClientBodies
 from kvrs.proxy.api.choices import Merger
 from kvrs.proxy.api.tenants import Tenant, Tenants
+from kvrs.proxy.api.unknown_fields import UnknownFieldDropper
 from kvrs.proxy.mirror.headers import KEY, LAST_EVENT, ResumeRequest, parse_resume_headers, reopened
 from kvrs.proxy.mirror.records import Record
 from kvrs.proxy.mirror.replication import Mirror
@@ -104,6 +105,8 @@ class Admissions:
         self._clock = clock
         self._tenants = tenants
         self._large = large
+        drops = settings.unknown_fields is UnknownFields.DROP
+        self._dropper = UnknownFieldDropper(metrics) if drops else None
         self._budget = ByteBudget(settings.body_budget_bytes, settings.max_body_bytes)
         self._marked = lru_cache(maxsize=1024)(partial(_marked, secrets.token_bytes(16)))
         metrics.request_bytes.set_function(lambda: self._budget.held_bytes)
@@ -206,9 +209,14 @@ class Admissions:
     ) -> Parsed:
         """Parse a body; `max_elements` is found by its length if it is not known yet."""
         most = self._max_elements(len(body)) if max_elements is None else max_elements
+        read = self.tolerant(read)
         if len(body) <= LARGE_BYTES:
             return read(body, max_elements=most)
         return await self._large.run(len(body), partial(read, body, max_elements=most))
+
+    def tolerant(self, read: Callable[..., Parsed]) -> Callable[..., Parsed]:
+        """The parser of bodies with what `proxy.unknown_fields` says of unknown fields."""
+        return read if self._dropper is None else partial(self._dropper.read, read)
 
     def _read_key(self, call: ClientCall) -> None:
         """Read the headers of a stream that can be resumed."""

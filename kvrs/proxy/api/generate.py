@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrs.errors import RequestError
+from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.openai.fields import EMBEDDED
 from kvrs.protocol.openai.requests import CompletionRequest
@@ -51,10 +51,7 @@ def read_generate(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if unknown := sorted(fields.keys() - set(ALLOWED)):
-        raise RequestError(
-            f"{unknown[0]!r:.80} is not known; allowed: {', '.join(ALLOWED)}",
-            param=unknown[0][:80],
-        )
+        raise UnknownFieldsError(unknown, ALLOWED)
     # DistServe decodes greedily, whatever its default says.
     if bytes(fields.get("temperature", b"null")) == b"null":
         fields["temperature"] = msgspec.Raw(b"0")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.names import is_served_at
-from kvrs.errors import ConfigError, RequestError, UpstreamError
+from kvrs.errors import ConfigError, RequestError, UnknownFieldsError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.large_work import LargeWork
 from kvrs.protocol.openai.chunks import error_body
@@ -127,7 +127,8 @@ class Passed:
         Raises:
             RequestError: the body is wrong, or no engine here has the endpoint.
         """
-        fields = await self._large.run(len(body), partial(_fields, path, body))
+        read = self._admissions.tolerant(partial(_fields, path))
+        fields = await self._large.run(len(body), partial(read, body))
         model = decode_as(_MODEL, bytes(fields.get("model", b"null")), "model")
         found = find_model(self._control.instances, model)
         if self._backend == VLLM:
@@ -223,8 +224,6 @@ def _fields(path: str, body: bytes) -> Fields:
     given = decode_as(_FIELDS, body)
     fields = {name: value for name, value in given.items() if bytes(value) != b"null"}
     allowed = ("model", *FIELDS[path])
-    if (unknown := next((name for name in fields if name not in allowed), None)) is not None:
-        raise RequestError(
-            f"{unknown[:80]!r} is not known; allowed: {', '.join(allowed)}", param=unknown[:80]
-        )
+    if unknown := [name for name in fields if name not in allowed]:
+        raise UnknownFieldsError(unknown, allowed)
     return fields
