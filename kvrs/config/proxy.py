@@ -96,6 +96,61 @@ class PeerSettings(Settings):
             yield PeerSettings(id=name, host=self.host, peer_port=self.peer_port + offset)
 
 
+class NumberedPeersSettings(Settings):
+    id: str = Field(min_length=2, max_length=MOST_ID)
+    """Ids of all proxies, with `*` for the number: `kvrs-*` stands for kvrs-0, kvrs-1, ..."""
+    host: str = Field(min_length=2)
+    """Their names, with `*` for the number. A proxy whose name DNS does not have is no peer."""
+    peer_port: int = Field(ge=1, le=65535)
+    """`proxy.peer_port` of each."""
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
+    """`proxy.workers` of each."""
+    most: int = Field(default=8, ge=2, le=MOST_PEERS)
+    """How many there may be at a time: numbers go from 0 to one less."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for key in ("id", "host"):
+            if (got := getattr(self, key)).count("*") != 1:
+                raise ValueError(f"{key}: got {got!r}; allowed: a name with one *")
+        self.peer(self.most - 1)
+        if self.most * self.workers > MOST_PEERS + 1:
+            raise ValueError(
+                f"most: got {self.most} with workers: {self.workers}; allowed: "
+                f"{MOST_PEERS + 1} processes in all"
+            )
+        return self
+
+    def peer(self, number: int) -> PeerSettings:
+        return PeerSettings(
+            id=self.id.replace("*", str(number)),
+            host=self.host.replace("*", str(number)),
+            peer_port=self.peer_port,
+            workers=self.workers,
+        )
+
+    def others(self, me: str) -> list[PeerSettings]:
+        """All that there may be but the proxy `me`, or the proxy that `me` is a worker of."""
+        own = (me, proxy_of_worker(me))
+        return [one for one in map(self.peer, range(self.most)) if one.id not in own]
+
+    def faults(self, proxy: "ProxySettings") -> Iterator[str]:
+        """Differences of a proxy from what the others know of it."""
+        if len(self.others(proxy.id)) == self.most:
+            yield (
+                f"proxy.id: got {proxy.id!r} with proxy.numbered_peers; allowed: "
+                f"{self.peer(0).id} to {self.peer(self.most - 1).id}"
+            )
+        elif proxy.id in {self.peer(number).id for number in range(self.most)}:
+            for key in ("peer_port", "workers"):
+                got, wanted = getattr(proxy, key), getattr(self, key)
+                if got != wanted:
+                    yield (
+                        f"proxy.numbered_peers.{key}: got {wanted}; allowed: proxy.{key} of each "
+                        f"of these proxies, {got} here"
+                    )
+
+
 class ProxySettings(Settings):
     id: str = Field(default="proxy-0", min_length=1, max_length=MOST_ID, pattern=NAME)
     """Its name among proxies, nodes and agents: letters, digits and `._-`."""
@@ -174,6 +229,11 @@ class ProxySettings(Settings):
     """Port for the other proxies (docs/guide/proxies.md). 0: none."""
     peers: list[PeerSettings] = Field(default=[], max_length=MOST_PEERS)
     """The other proxies, each as {id: proxy-1, host: 127.0.0.1, peer_port: 8012, workers: 1}."""
+    numbered_peers: NumberedPeersSettings | None = None
+    """Peers that come and go under numbered names, such as pods of a StatefulSet: {id: kvrs-*,
+    host: kvrs-*.kvrs-peers, peer_port: 8002}. Each proxy has the same section, and one of these
+    ids.
+    """
     mirror: MirrorMode = Field(default=MirrorMode.ASYNC, strict=False)
     """Mirroring of streams with an Idempotency-Key to a peer. sync: no token is sent to the client
     before a peer has it.

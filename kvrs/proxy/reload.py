@@ -15,6 +15,7 @@ import msgspec
 
 from kvrs.config.file import Config, config_digest, parse_config
 from kvrs.config.origin import ConfigFile
+from kvrs.config.proxy import PeerSettings
 from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
 from kvrs.core.fleet.services import Found, with_services
 from kvrs.errors import ConfigError
@@ -55,6 +56,9 @@ class Reloads:
         awaited = [service.id for service in config.cluster.services]
         self.orders = FleetOrders(config.proxy.id, nodes_of(config), awaited)
         self.found: Found = {}
+        self.found_peers: list[PeerSettings] = []  # Of `proxy.numbered_peers`.
+        self._file_digest: str | None = None  # None: not asked for since the file was read.
+        self._file_config = config
         self._file: Nodes = self.orders.nodes
         self._read = read
         self._origin = read if isinstance(read, ConfigFile) else None
@@ -73,9 +77,12 @@ class Reloads:
 
     @property
     def source_digest(self) -> str:
-        """Digest of the file that an operator edits, where that is another one."""
-        launch = None if self._origin is None else self._origin.launch
-        return self.digest if launch is None else launch.digest
+        """Digest of the file that an operator edits, without what was found or ordered since."""
+        if self._origin is not None and (launch := self._origin.launch) is not None:
+            return launch.digest
+        if self._file_digest is None:
+            self._file_digest = config_digest(self._file_config)
+        return self._file_digest
 
     def describe(self) -> dict[str, Any]:
         """The proxy's row in the state, as far as it says which configuration is in use."""
@@ -95,16 +102,17 @@ class Reloads:
         Raises:
             ConfigError: the file, or what it names, has faults; nothing has changed.
         """
-        nodes: Nodes = []
+        files: list[Config] = []
 
         def read() -> Config:
-            found = self._read()
-            nodes.extend(nodes_of(found))
-            below = with_services(nodes, found.cluster.services, self.found)
-            return with_nodes(found, self.orders.over(below))
+            files.append(found := self._read())
+            below = with_services(nodes_of(found), found.cluster.services, self.found)
+            with_all = with_peers(found, [*found.proxy.peers, *self.found_peers])
+            return with_nodes(with_all, self.orders.over(below))
 
         result = await self._logged(self._take(read))
-        self._file = nodes
+        self._file_config, self._file_digest = files[0], None
+        self._file = nodes_of(files[0])
         self._read_below()
         if (origin := self._origin) is None:
             return result
@@ -126,6 +134,16 @@ class Reloads:
         await self._take(read)
         self.found = found
         self._read_below()
+
+    async def follow_peers(self, found: list[PeerSettings]) -> None:
+        """Take over the peers that have a name now, beside those of the file.
+
+        Raises:
+            ConfigError: they cannot be; nothing has changed.
+        """
+        peers = [*self._file_config.proxy.peers, *found]
+        await self._take(lambda: with_peers(self.config, peers))
+        self.found_peers = found
 
     def _read_below(self) -> None:
         """Tell the orders what they lie over."""
@@ -223,6 +241,15 @@ class Reloads:
 
 def nodes_of(config: Config) -> Nodes:
     return [node.model_dump(mode="json") for node in config.cluster.nodes]
+
+
+def with_peers(config: Config, peers: list[PeerSettings]) -> Config:
+    """Raises ConfigError: they have faults."""
+    if peers == config.proxy.peers:
+        return config
+    document = _plain(config)
+    document["proxy"]["peers"] = [peer.model_dump(mode="json") for peer in peers]
+    return parse_config(document)
 
 
 def with_nodes(config: Config, nodes: Nodes) -> Config:

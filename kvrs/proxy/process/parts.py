@@ -24,6 +24,7 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
 from kvrs.proxy.fleet.following import FleetFollower
 from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.fleet.peer_names import PeerNames
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
@@ -94,6 +95,7 @@ class Parts:
     fleet: Fleet
     follower: FleetFollower
     services: ServiceNames
+    peer_names: PeerNames
 
 
 def build(
@@ -157,6 +159,7 @@ def build(
         fleet,
         follower,
         ServiceNames(reloads),
+        PeerNames(reloads, lambda: mirror.peers.live_ids),
     )
 
 
