@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast package test-vllm check check-sentinels lint format reference hashes audit clean
+.PHONY: install demo test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts hashes audit clean
 
 install: .venv/.installed
 
@@ -105,6 +105,22 @@ format: install
 # The example and docs/guide/configuration.md, from the settings classes.
 reference: install
 	$(BIN)/python -m kvrs.config.reference
+	$(BIN)/kvrs alerts > deploy/helm/files/alerts.yaml
+	$(BIN)/kvrs dashboard > deploy/helm/files/dashboard.json
+
+# The plain manifest is the chart's, for those without helm. This needs helm itself.
+manifests:
+	{ sed '/^---/,$$d' deploy/kubernetes/kvrs.yaml; helm template kvrs deploy/helm --namespace default; } \
+		> out.yaml && mv out.yaml deploy/kubernetes/kvrs.yaml
+
+# The chart as helm's library renders it, and the schemas of Kubernetes: 350 MB of their own.
+test-charts: install .venv-charts/.installed
+	$(BIN)/python -m pytest -q tests/packaging/test_helm.py tests/packaging/test_deploy.py
+
+.venv-charts/.installed:
+	$(PYTHON) -m venv .venv-charts
+	.venv-charts/bin/python -m pip install --disable-pip-version-check helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
+	@touch $@
 
 clean:
 	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-audit out

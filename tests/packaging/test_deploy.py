@@ -12,6 +12,7 @@ import yaml
 
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config, load_config
+from tests.packaging.charts import findings_of_restricted
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ENVIRONMENT = {"KVRS_SECRET": "x" * 32, "KVRS_ADMIN_TOKEN": "y" * 32}
@@ -27,14 +28,13 @@ def documents() -> dict[str, list[dict[str, Any]]]:
 
 
 def configs(directory: Path) -> dict[str, Config]:
-    """The configuration of each pod, as its proxy reads it."""
-    (config_map,) = documents()["ConfigMap"]
-    loaded = {}
-    for name, text in config_map["data"].items():
-        path = directory / name
-        path.write_text(text)
-        loaded[path.stem] = load_config(path, ENVIRONMENT | {"KVRS_POD": path.stem})
-    return loaded
+    """The configuration of each pod, as its proxy reads it: one file for all."""
+    (config_map,), (pods,) = documents()["ConfigMap"], documents()["StatefulSet"]
+    ((name, text),) = config_map["data"].items()
+    path = directory / name
+    path.write_text(text)
+    names = [f"kvrs-{number}" for number in range(pods["spec"]["replicas"])]
+    return {pod: load_config(path, ENVIRONMENT | {"KVRS_POD": pod}) for pod in names}
 
 
 def test_the_image_is_slim_and_runs_as_no_root() -> None:
@@ -57,19 +57,20 @@ def test_the_image_is_slim_and_runs_as_no_root() -> None:
 
 
 def test_each_pod_has_a_configuration_that_can_run(tmp_path: Path) -> None:
-    """Every replica has its file, its own id, the others as peers by the headless service."""
+    """Every replica has its own id, and the others as peers by the headless service."""
     (pods,) = documents()["StatefulSet"]
     found = configs(tmp_path)
 
-    assert [*found] == [f"kvrs-{number}" for number in range(pods["spec"]["replicas"])]
     for name, config in found.items():
-        others = [*found.keys() - {name}]
+        numbered = config.proxy.numbered_peers
+        assert numbered is not None
+        others = {peer.id: peer.host for peer in numbered.others(name)}
+        service = pods["spec"]["serviceName"]
         assert config.proxy.id == name
-        assert [peer.id for peer in config.proxy.peers] == others
-        hosts = [f"{other}.{pods['spec']['serviceName']}" for other in others]
-        assert [peer.host for peer in config.proxy.peers] == hosts
+        assert found.keys() - {name} <= others.keys()
+        assert others == {other: f"{other}.{service}" for other in others}
+        assert f"{name}.{service}" in config.security.hosts
         assert [*faults_of_proxy(config, ENVIRONMENT)] == []
-    assert len({config.cluster.model_dump_json() for config in found.values()}) == 1
 
 
 def test_manifests_go_with_the_configuration(tmp_path: Path) -> None:
@@ -100,12 +101,24 @@ def test_manifests_go_with_the_configuration(tmp_path: Path) -> None:
     assert mounted == {volume["name"] for volume in spec["volumes"]}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "clients"}
     (budget,) = found["PodDisruptionBudget"]
-    assert budget["spec"]["minAvailable"] < pods["spec"]["replicas"]
+    assert budget["spec"]["maxUnavailable"] < pods["spec"]["replicas"]
     assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert pods["spec"]["updateStrategy"]["type"] == "RollingUpdate"
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    for name in ("KVRS_SECRET", "KVRS_ADMIN_TOKEN"):
-        assert "secretKeyRef" in environment[name]
+    assert findings_of_restricted(spec) == []
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["topologySpreadConstraints"]
+    assert container["startupProbe"]["httpGet"] == {"path": "/healthz", "port": "clients"}
+    optional = {
+        name: each["secretKeyRef"].get("optional", False)
+        for name, each in environment.items()
+        if "secretKeyRef" in each
+    }
+    assert optional == {
+        "KVRS_SECRET": False,
+        "KVRS_ADMIN_TOKEN": False,
+        "KVRS_KEYS": True,
+        "KVRS_VLLM_API_KEY": True,
+    }
 
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in (DEPLOY / "systemd").iterdir()))
