@@ -9,6 +9,7 @@ EXTRAS = {
     "engine": _ENGINE,
     "report": ("matplotlib", "numpy"),
     "ray": (*_ENGINE, "ray"),
+    "kubernetes": ("kubernetes_asyncio",),
     "tracing": (
         "opentelemetry.exporter.otlp.proto.http",
         "opentelemetry.sdk",

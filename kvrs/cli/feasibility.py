@@ -80,10 +80,12 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield faults that keep a process of this configuration from starting or serving on this
     machine.
     """
+    from kvrs.proxy.fleet.pods import check_pods
     from kvrs.proxy.process.workers import check_shared_ports
 
     yield from faults_in(partial(trace_settings, environ))
     yield from faults_in(partial(check_shared_ports, config))
+    yield from faults_in(partial(check_pods, config.cluster.services))
     yield from _faults_of_model(config)
     for key, path, read in private_files(config, environ):
         # Where there is none, `kvrs up` makes a secret for itself.
@@ -320,7 +322,7 @@ def _hosts(config: Config) -> Iterator[str]:
         yield from (node.agent.host, node.agent.pages_at, node.agent.gossip_at)
         for instance in node.instances:
             yield from (instance.host, instance.pages_at)
-    yield from (service.host for service in config.cluster.services)
+    yield from (service.host for service in config.cluster.services if service.host is not None)
 
 
 def _resolve(name: str, answered: set[str]) -> None:

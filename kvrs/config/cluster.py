@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -166,6 +166,10 @@ class InstanceSettings(Settings):
         return self.connector_port or self.port
 
 
+_LABEL = r"[A-Za-z0-9._/-]+=[A-Za-z0-9._-]+"
+_SELECTOR = f"^{_LABEL}(,{_LABEL})*$"
+
+
 class NodeSettings(Settings):
     id: NodeId = Field(min_length=1, max_length=64, pattern=NAME)
     """Its name, unique in the cluster: letters, digits and `._-`."""
@@ -189,12 +193,24 @@ class ServiceSettings(Settings):
         min_length=1, max_length=24, pattern=NAME
     )  # With an address after it an instance's id.
     """Its name, unique in the cluster: the instance at 10.0.0.7 is `ID-10.0.0.7`."""
-    host: Host
+    host: Host | None = None
     """A name that DNS answers with the address of each instance."""
+    pods: str | None = Field(default=None, max_length=512, pattern=_SELECTOR)
+    """In place of a name, labels of pods: `kvrs.io/role=decode,kvrs.io/model=m`. The API of
+    Kubernetes tells at once which there are; needs `pip install 'kvrs[kubernetes]'`.
+    """
+    namespace: str = Field(default="default", min_length=1, max_length=63, pattern=NAME)
+    """That of the pods."""
     port: int = Field(ge=1, le=65535)
     """Port of the HTTP API, the same for all of them."""
     role: Role = Field(strict=False)
     """prefill or decode."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if (self.host is None) == (self.pods is None):
+            raise ValueError("allowed: one of host and pods")
+        return self
 
     def node(self, address: str) -> NodeSettings:
         """The node of the instance at a numeric address."""

@@ -27,6 +27,7 @@ from kvrs.http import HttpPort, naming_port
 from kvrs.ids import NodeId
 from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
+from kvrs.proxy.fleet.pods import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
@@ -86,6 +87,7 @@ class Proxy:
                 or an unknown profile, or the model's tokenizer cannot be read.
         """
         _check_addresses(self._config)
+        check_pods(self._config.cluster.services)
         self._capacity = capacity_of(self._config)
         try:
             self._tls = TlsOfPorts.load(self._config)
@@ -223,6 +225,7 @@ class Proxy:
         for port in self._ports:
             await port.stop_listening()
         if parts is not None:
+            await parts.services.close()
             await parts.driver.close()
         for port in self._ports:
             await port.close()

@@ -44,7 +44,7 @@ def test_the_image_is_slim_and_runs_as_no_root() -> None:
     last = max(index for index, (word, _) in enumerate(steps) if word == "FROM")
 
     assert {word for word, _ in steps} <= {
-        *("FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "STOPSIGNAL"),
+        *("FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "USER", "EXPOSE", "STOPSIGNAL"),
         *("ENTRYPOINT", "CMD"),
     }
     assert all("-slim" in rest for word, rest in steps if word == "FROM")

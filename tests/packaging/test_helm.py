@@ -136,7 +136,8 @@ def test_pods_are_restricted_and_guarded(name: str, tmp_path: Path) -> None:
     proxy, labels = config.proxy, pods["template"]["metadata"]["labels"].items()
 
     assert findings_of_restricted(spec) == []
-    assert spec["automountServiceAccountToken"] is False
+    assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
+    assert ("serviceAccountName" in spec) == (name == "labelled-values.yaml")
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     spread = {each["topologyKey"]: each for each in spec["topologySpreadConstraints"]}
     assert spread["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
@@ -295,6 +296,23 @@ def test_the_number_of_proxies_may_follow_the_load() -> None:
     assert not any(kind == "HorizontalPodAutoscaler" for kind, _ in found({}))
     with pytest.raises(ChartError, match="9 proxies of 4 workers; allowed: 33 processes in all"):
         rendered({"replicas": 9, "config": {"proxy": {"workers": 4}}})
+
+
+@pytest.mark.process
+@needs_helm
+def test_proxies_may_list_the_pods_of_their_services_and_nothing_else() -> None:
+    """In the namespaces that the services name, and only where one has pods."""
+    manifests = found(example("labelled-values.yaml"))
+
+    roles = [each for (kind, _), each in manifests.items() if kind == "Role"]
+    assert [each["metadata"]["namespace"] for each in roles] == ["engines"]
+    assert roles[0]["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    ]
+    (subject,) = manifests["RoleBinding", "east-pods"]["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": "east", "namespace": "prod"}
+    assert ("ServiceAccount", "east") in manifests
+    assert not any("Role" in kind or "Account" in kind for kind, _ in found({}))
 
 
 @pytest.mark.process

@@ -24,6 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {*sum(EXTRAS.values(), ())}
 # Distributions whose modules have other names.
 MODULES = {
+    "kubernetes-asyncio": "kubernetes_asyncio",
     "opentelemetry-api": "opentelemetry.trace",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
     "opentelemetry-sdk": "opentelemetry.sdk",

@@ -20,6 +20,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ int ((.Values.config.proxy).workers | default 1) }}
 {{- end }}
 
+{{- /* Namespaces of the pods that proxies watch, as JSON. */}}
+{{- define "kvrs.namespaces" -}}
+{{- $found := list }}
+{{- range .Values.config.cluster.services }}
+{{- if .pods }}{{- $found = append $found (.namespace | default "default") }}{{ end }}
+{{- end }}
+{{- $found | uniq | toJson }}
+{{- end }}
+
 {{- /* How many proxies there may be: kvrs takes 33 processes, workers included. */}}
 {{- define "kvrs.most" -}}
 {{- $workers := int (include "kvrs.workers" .) }}

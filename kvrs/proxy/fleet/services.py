@@ -1,4 +1,4 @@
-"""Looks up the host names of `cluster.services`, and has the fleet follow their addresses."""
+"""Looks up names and pods of `cluster.services`, and has the fleet follow their addresses."""
 
 import asyncio
 import logging
@@ -7,6 +7,7 @@ from kvrs.config.cluster import ServiceSettings
 from kvrs.core.fleet.services import Found, changed, newer, single_changes
 from kvrs.errors import ConfigError
 from kvrs.names import all_addresses
+from kvrs.proxy.fleet.pods import PodsUnknownError, PodWatches
 from kvrs.proxy.reload import Reloads
 
 log = logging.getLogger(__name__)
@@ -23,18 +24,23 @@ class ServiceNames:
     def __init__(self, reloads: Reloads) -> None:
         self._reloads = reloads
         self._faults: dict[str, str] = {}  # That were logged, by service; "": of changes.
+        self._pods = PodWatches()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_UP_S)
+            await self._pods.wait(LOOK_UP_S)
             await self.look_up()
+
+    async def close(self) -> None:
+        await self._pods.close()
 
     async def look_up(self) -> None:
         """Once, and follow what is found."""
         services = self._reloads.config.cluster.services
         if not (services or self._reloads.found):
             return
+        await self._pods.follow(services)
         found = await asyncio.gather(*map(self._addresses, services))
         answers = {service.id: each for service, each in zip(services, found, strict=True)}
         wanted = newer(self._reloads.found, services, answers)
@@ -46,10 +52,15 @@ class ServiceNames:
         fault: str | None = None
         found: frozenset[str] = frozenset()
         try:
-            async with asyncio.timeout(LOOK_UP_S):
-                found = await all_addresses(service.host)
+            if service.host is None:
+                found = await self._pods.addresses(service, LOOK_UP_S)
+            else:
+                async with asyncio.timeout(LOOK_UP_S):
+                    found = await all_addresses(service.host)
         except OSError as error:
             fault = f"{service.host}: {error.strerror or 'no answer'}"
+        except PodsUnknownError as error:
+            fault = f"pods {service.pods}: {error}"
         self._log(service.id, fault, "name not resolved")
         return found
 

@@ -1,0 +1,160 @@
+"""Instances that are pods with labels, which come and go by the API of Kubernetes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvrs.config.cluster import ServiceSettings
+from kvrs.config.file import parse_config
+from kvrs.errors import ConfigError
+from kvrs.protocol.instance import Role
+from kvrs.proxy.fleet import pods, services
+from kvrs.proxy.fleet.pods import check_pods
+from kvrs.proxy.server import Proxy
+from kvrs_testkit.kubernetes_api import PodsApi
+from kvrs_testkit.scripted import SECRET, Script
+from kvrs_testkit.scripted_model import expected_ids
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
+from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Vllms, document
+
+pytest.importorskip("kubernetes_asyncio", reason="the extra kubernetes is not installed")
+pytestmark = pytest.mark.network
+
+P2, D2, D3 = "prefill-127.0.0.2", "decode-127.0.0.2", "decode-127.0.0.3"
+
+
+class _Pods(Vllms):
+    """Servers at addresses of loopback, and pods that the API tells of."""
+
+    api: PodsApi
+
+    async def until_there(self, *names: str) -> None:
+        async def is_so() -> bool:
+            return {row["id"] for row in (await self.state())["instances"]} == {*names}
+
+        await self.until(is_so)
+
+
+@pytest.fixture
+async def labelled(
+    vllm_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncIterator[_Pods]:
+    """One prefill and two decode servers. Nothing is found by the turn of the clock."""
+    monkeypatch.setattr(services, "LOOK_UP_S", 3600.0)
+    monkeypatch.setattr(pods, "_WAIT_S", (0.05, 0.05))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    async with AsyncExitStack() as stack:
+        shared, servers = VllmScript(), dict[str, ScriptedVllm]()
+        ports = {"prefill": 0, "decode": 0}
+        for name in (P2, D2, D3):
+            role, host = name.split("-")
+            server = ScriptedVllm(name, name, role=role, script=shared, host=host, port=ports[role])
+            await server.start()
+            stack.push_async_callback(server.close)
+            ports[role], servers[name] = server.port, server
+        rows = [
+            {"id": role, "pods": f"kvrs.io/role={role},kvrs.io/model=m", "port": port, "role": role}
+            for role, port in ports.items()
+        ]
+        whole: dict[str, Any] = document(vllm_model, {"p0": 0, "d0": 0, "d1": 0})
+        whole["cluster"] |= {"nodes": [], "services": rows, "drain_s": 0.0}
+        api = PodsApi()
+        await api.start()
+        stack.push_async_callback(api.close)
+        monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
+        api.put("p-0", "127.0.0.2", role="prefill", model="m")
+        api.put("d-0", "127.0.0.2", role="decode", model="m")
+        api.put("d-9", "127.0.0.9", role="decode", model="other")
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        proxy = Proxy(parse_config(whole), SECRET)
+        system = _Pods(proxy, Script(), {}, {}, http)
+        system.api, system.shared, system.servers = api, shared, servers
+        await proxy.start()
+        stack.push_async_callback(proxy.close)
+        yield system
+
+
+async def test_a_pod_comes_and_another_is_drained_without_a_lost_token(labelled: _Pods) -> None:
+    """One that is ordered to end leaves while it still runs; those of another model are none of
+    ours.
+    """
+    system, api = labelled, labelled.api
+    await system.until_there(P2, D2)
+    await system.until_health(**{P2: "up", D2: "up"})
+    system.shared.gate, system.shared.gate_at = asyncio.Event(), 3
+    asked = [asyncio.create_task(system.ids()) for _ in range(3)]
+    await system.until_streams_hold(3, count=3)
+
+    api.put("d-1", None, role="decode", model="m")
+    api.put("d-1", "127.0.0.3", role="decode", model="m")
+    await system.until_there(P2, D2, D3)
+    await system.until_health(**{D3: "up"})
+    api.put("d-8", "127.0.0.8", role="decode", model="other")
+    api.end("d-0")
+    await system.until_there(P2, D3)
+    system.shared.gate.set()
+
+    assert await asyncio.gather(*asked) == [expected_ids(PROMPT, TOKENS)] * 3
+    assert {(of, to) for _, of, to in await system.causes()} == {(D2, D3)}
+    assert system.shared.violations == []
+
+
+async def test_an_api_that_fails_takes_no_instance_away(
+    labelled: _Pods, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A watch that ends, expires or is refused begins again with a list of what there is."""
+    system, api = labelled, labelled.api
+    await system.until_there(P2, D2)
+
+    for end, wanted in ((api.cut, (P2, D2, D3)), (api.expire, (P2, D2))):
+        lists = api.lists
+        api.refusal = 403
+        end()
+        await system.until(lambda: _is_refused(caplog))
+        caplog.clear()
+        assert {row["id"] for row in (await system.state())["instances"]} >= {P2, D2}
+        if D3 in wanted:
+            api.put("d-1", "127.0.0.3", role="decode", model="m")
+        else:
+            api.remove("d-1")
+        api.refusal = None
+        await system.until_there(*wanted)
+        assert api.lists > lists
+
+
+async def _is_refused(caplog: pytest.LogCaptureFixture) -> bool:
+    causes = [record.__dict__.get("cause", "") for record in caplog.records]
+    return any("HTTP 403" in cause for cause in causes)
+
+
+@pytest.mark.parametrize(
+    ("service", "said"),
+    [
+        ({}, "one of host and pods"),
+        ({"host": "a.test", "pods": "a=b"}, "one of host and pods"),
+        ({"pods": "kvrs.io/role"}, "pods: got 'kvrs.io/role'"),
+        ({"pods": "a=b", "namespace": ""}, "namespace"),
+    ],
+)
+def test_a_service_is_a_name_or_pods(service: dict[str, Any], said: str) -> None:
+    row = {"id": "a", "port": 1, "role": "decode"} | service
+
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"cluster": {"backend": "vllm", "services": [row]}})
+
+
+def test_pods_without_their_client_are_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the check of the file, and at the start of the proxy."""
+    monkeypatch.setattr("kvrs.errors.find_spec", lambda module: None)
+    row = ServiceSettings(id="a", pods="a=b", port=1, role=Role.DECODE)
+
+    with pytest.raises(ConfigError, match=r"pip install 'kvrs\[kubernetes\]'"):
+        check_pods([row])
+    check_pods([])
