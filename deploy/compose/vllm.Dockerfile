@@ -1,0 +1,13 @@
+# vLLM's build for processors in the environment of `make test-vllm`, with the kvrs connector.
+FROM python:3.11-slim
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 \
+ && rm -rf /var/lib/apt/lists/*
+COPY tests/vllm/install.sh tests/vllm/requirements.txt /tmp/vllm/
+RUN PYTHON=python3 bash /tmp/vllm/install.sh /opt/vllm
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY kvrs ./kvrs
+COPY distserve_patches ./distserve_patches
+RUN /opt/vllm/bin/python -m pip install --no-cache-dir '.[vllm]'
+ENV PATH=/opt/vllm/bin:$PATH VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+ENTRYPOINT ["vllm", "serve", "/models/model", "--host", "0.0.0.0", "--port", "8100"]
