@@ -44,10 +44,16 @@ test-fast: install
 	$(PYTEST) -m "not (process or network or engine or distserve or vllm or gpu or package)" \
 		$(SLOW_FOLDERS:%=--ignore=tests/%)
 
-# The wheel, built from the sdist and installed without extras into an empty environment. After lint:
+# The wheel, built from the sdist and installed without extras into an empty environment; both stay in
+# out/package with a bill of materials and hashes. After lint:
 # for a moment the sdist lies in the checkout, where ruff would see it.
 package: lint
-	$(BIN)/python -m pytest -q -s -m package tests/packaging
+	rm -rf out/package && mkdir -p out/package
+	KVRS_PACKAGE_DIR=$(CURDIR)/out/package $(BIN)/python -m pytest -q -s -m package tests/packaging
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed \
+		--report out/package-report.json --constraint constraints.txt out/package/*.whl
+	$(BIN)/python -m tests.packaging.bill out/package-report.json > out/package/sbom.cdx.json
+	cd out/package && sha256sum * > SHA256SUMS
 
 # Real vLLM on this machine's CPU, in environments of its own (3 GB each), also the oldest version that
 # the connector runs in: about twenty minutes on two cores, with the installation.

@@ -46,8 +46,9 @@ class Install(NamedTuple):
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
     folder = tmp_path_factory.mktemp("install")
     python = [sys.executable, "-m"]
-    run(*python, "build", "--outdir", str(folder / "dist"), str(ROOT))
-    (wheel,) = (folder / "dist").glob("*.whl")
+    dist = Path(os.environ.get("KVRS_PACKAGE_DIR") or folder / "dist")
+    run(*python, "build", "--outdir", str(dist), str(ROOT))
+    (wheel,) = dist.glob("*.whl")
     run(*python, "venv", str(folder / "venv"))
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     empty_mb = megabytes(packages)
