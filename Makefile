@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts hashes audit clean
+.PHONY: install demo demo-vllm test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts hashes audit clean
 
 install: .venv/.installed
 
@@ -28,6 +28,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 
 demo: .venv/.demo
 	$(BIN)/kvrs demo
+
+# The same before real vLLM on this machine's CPU, with the connector: one stream, whose server is killed.
+# A quarter of an hour with the installation (3 GB), three minutes without.
+demo-vllm: install .venv-vllm/.installed
+	KVRS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m experiments.demo_vllm.run --out out/demo-vllm
 
 # In parallel: tests of whole clusters in one worker, those of networks in another, every other file in
 # a worker that is free. One worker more than cores, since most tests of processes wait.

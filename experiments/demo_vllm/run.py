@@ -1,0 +1,208 @@
+"""One stream of real vLLM, whose server is killed in the middle: what a client and an operator see,
+as a terminal session that is kept as a picture (`make demo-vllm`).
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from experiments.record import Record
+from kvrs.load.admin import AdminClient
+from kvrs_testkit.vllm_servers import PYTHON_ENV, START_TIMEOUT_S, VllmServers, connector_config
+
+TOKENS = 240
+KILL_AT = 120
+SEED = 7
+PROMPT = "ka lo mi ren sta vor ti el"
+_WIDTH = 92
+_LOOK_AGAIN_S = 0.2
+_WITHIN_S = START_TIMEOUT_S + 120.0
+
+
+class Streamed(NamedTuple):
+    """A stream to its end: the text, how often it finished, and the longest wait for an event."""
+
+    text: str
+    tokens: int
+    finishes: int
+    is_whole: bool  # It ended with [DONE], without an error event.
+    longest_gap_s: float
+
+
+class Session:
+    """The part of the terminal that is kept."""
+
+    def __init__(self) -> None:
+        self.console = Console(record=True, width=_WIDTH, highlight=False)
+
+    def step(self, text: str) -> None:
+        self.console.print(Text.assemble(("▸ ", "bold green"), (text, "bold")))
+
+    def line(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def picture(self) -> str:
+        """An SVG that names no font of another site."""
+        svg = self.console.export_svg(title="kvrs before vLLM", unique_id="kvrs")
+        return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+
+
+def main() -> int:
+    options = _options()
+    record = Record(SEED, timed=False)
+    session = Session()
+    with tempfile.TemporaryDirectory() as directory:
+        config = connector_config(Path(directory))
+        with VllmServers(config, options.python) as servers:
+            print("starting two servers of vLLM and two agents (a minute or two) ...", flush=True)
+            servers.start_all()
+            figures = show(servers, session)
+    text = session.console.export_text(clear=False)
+    is_void = record.keep(options.out, "demo_vllm", figures, text)
+    if options.out is not None:
+        path = options.out / "demo_vllm.svg"
+        path.write_text(session.picture())
+        print(f"\nthe terminal as a picture: {path}")
+    return 1 if is_void or not figures["is_exact"] else 0
+
+
+def show(servers: VllmServers, session: Session) -> dict[str, Any]:
+    """Run the stream undisturbed and with the kill; return the figures."""
+    config = servers.config
+    servers.start_proxy(config)
+    url = f"http://{config.proxy.host}:{config.proxy.port}"
+    admin = AdminClient(f"http://{config.proxy.admin_host}:{config.proxy.admin_port}")
+    until_tested(admin, len(servers.names))
+    clean = stream(url, servers.model, "undisturbed")
+
+    session.step(f"vLLM on processors, {' and '.join(servers.names)}, with the kvrs connector")
+    session.line("  an agent on each node, kvrs proxy in front; all self-tests have passed")
+    session.step(f"POST /v1/completions, stream, {TOKENS} tokens, greedy")
+    killed: list[str] = []
+
+    def strike() -> None:
+        (row,) = admin.state()["streams"]
+        killed.append(row["decode"])
+        servers.kill(row["decode"])
+
+    found = stream(url, servers.model, "killed", at=KILL_AT, strike=strike)
+    recovery = admin.state()["recoveries"][-1]
+    (victim,) = killed
+    before, behind = _around_the_middle(found.text)
+    session.line(f"  {before} ...", "dim")
+    session.step(f"SIGKILL of all processes of {victim}, after {KILL_AT} tokens")
+    session.line(f"  ... {behind}", "dim")
+    session.line(f"  {found.tokens} tokens, {found.finishes} finish, [DONE]", "dim")
+    is_exact = found.is_whole and found.finishes == 1 and found.text == clean.text
+    figures = {
+        "is_exact": is_exact,
+        "tokens": found.tokens,
+        "killed_at_token": KILL_AT,
+        "victim": victim,
+        "went_to": recovery["to"],
+        "option": recovery["option"],
+        "loaded_tokens": recovery["loaded_tokens"],
+        "computed_tokens": recovery["computed_tokens"],
+    }
+    session.step("GET /kvrs/v1/state, the last of `recoveries`")
+    shown = ("option", "from", "to", "loaded_tokens", "computed_tokens")
+    session.line("  " + ", ".join(f"{key} {recovery[key]}" for key in shown))
+    session.step("the same request without a kill")
+    session.line("  the same text" if is_exact else "  ANOTHER TEXT", "bold" if is_exact else "red")
+    # On this machine, now: the clock is part of no kept figure.
+    print(f"\nlongest pause of the stream: {found.longest_gap_s * 1000:.0f} ms", flush=True)
+    return figures
+
+
+def until_tested(admin: AdminClient, instances: int) -> None:
+    """Wait until all are up and have passed their self-tests.
+
+    Raises:
+        TimeoutError: they have not within minutes.
+    """
+    until_s = time.monotonic() + _WITHIN_S
+    while time.monotonic() < until_s:
+        rows = admin.state()["instances"]
+        ready = [
+            row for row in rows if row["health"] == "up" and (row["self_test"] or {}).get("done")
+        ]
+        if len(ready) == instances:
+            return
+        time.sleep(_LOOK_AGAIN_S)
+    raise TimeoutError(f"of {instances} servers not all are up and tested")
+
+
+def stream(
+    url: str, model: str, salt: str, *, at: int = 0, strike: Callable[[], None] | None = None
+) -> Streamed:
+    """Read a greedy stream; after `at` tokens call `strike` once. `salt` keeps caches apart."""
+    body = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+    request = urllib.request.Request(  # noqa: S310 - our own URL
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    text, tokens, finishes, is_whole, gap_s = "", 0, 0, False, 0.0
+    with urllib.request.urlopen(request, timeout=_WITHIN_S) as answer:  # noqa: S310 - our own URL
+        last_s = None
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            if line.strip() == b"data: [DONE]":
+                is_whole = True
+                break
+            now_s = time.monotonic()
+            gap_s, last_s = max(gap_s, now_s - (last_s or now_s)), now_s
+            for choice in json.loads(line[6:]).get("choices", []):
+                text += choice["text"]
+                tokens += len(choice.get("token_ids") or [])
+                finishes += choice["finish_reason"] is not None
+            if strike is not None and tokens >= at:
+                strike()
+                strike = None
+    return Streamed(text, tokens, finishes, is_whole, gap_s)
+
+
+def _around_the_middle(text: str) -> tuple[str, str]:
+    """Some words before and behind the middle, on one line each."""
+    words = " ".join(text.split())
+    middle, length = len(words) // 2, _WIDTH - 8
+    return words[middle - length : middle], words[middle : middle + length]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder for the result and the picture")
+    parser.add_argument(
+        "--python",
+        default=os.environ.get(PYTHON_ENV),
+        help=f"interpreter of an environment with vLLM (default: {PYTHON_ENV})",
+    )
+    options = parser.parse_args()
+    if options.python is None:
+        parser.error(
+            f"--python, or {PYTHON_ENV}: an environment with vLLM (make demo-vllm has one)"
+        )
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
