@@ -144,6 +144,7 @@ def test_pods_are_restricted_and_guarded(name: str, tmp_path: Path) -> None:
     assert spec["affinity"]["podAntiAffinity"]
     assert spec["terminationGracePeriodSeconds"] > proxy.drain_delay_s + proxy.drain_s
     assert proxy.drain_delay_s > 0
+    assert pods["podManagementPolicy"] == "OrderedReady"  # No two drain at the same time.
     probes = {key: container[key]["httpGet"]["path"] for key in container if "Probe" in key}
     assert probes == {
         "startupProbe": "/healthz",

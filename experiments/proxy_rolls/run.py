@@ -1,0 +1,240 @@
+"""Proxies that are updated one after the other, and whose number changes, under load.
+
+Processes of `kvrs proxy` before scripted instances. Clients find them as pods are found behind a
+Service of Kubernetes: by `/readyz`, and seconds late.
+"""
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from experiments.record import Record
+from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
+from kvrs_testkit.proxy_process import config_of, started_process, until_logged
+from kvrs_testkit.resuming import Clients, Had, Way
+from kvrs_testkit.scripted_model import expected_ids
+
+SEED = 11
+REQUESTS = 1000
+PER_S = 15.0
+TOKENS = 20
+KEYED, KEYED_PER_S, KEYED_TOKENS = 200, 5.0, 400  # 20 s: they outlast the delay.
+PAUSE_S = 0.05  # Between two tokens.
+PERIOD_S = 1.0  # Of the readiness probe, as in deploy/.
+FAILURES = 3  # One after the other, until a proxy counts as not ready; as in deploy/.
+LAG_S = 3.0  # From a change of readiness to the last client that knows of it.
+DRAIN_DELAY_S = 10.0  # As in deploy/.
+SETTLE_S = 5.0
+
+
+class Proxies:
+    """Processes by number, each with a file and a port that it keeps."""
+
+    def __init__(
+        self, system: ProxyCluster, stack: AsyncExitStack, folder: Path, count: int
+    ) -> None:
+        self._stack = stack
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+        ports = free_ports(count + 1)
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports[:count]]
+        self._files = []
+        for number, port in enumerate(ports[:count]):
+            (directory := folder / str(number)).mkdir()
+            peers = {
+                "id": "proxy-*",
+                "host": "127.0.1.1*",
+                "peer_port": ports[count],
+                "most": count,
+            }
+            own: dict[str, Any] = {
+                "id": f"proxy-{number}",
+                "port": port,
+                "peer_host": f"127.0.1.1{number}",
+                "peer_port": ports[count],
+                "numbered_peers": peers,
+                "drain_delay_s": DRAIN_DELAY_S,
+                "drain_s": 60.0,
+            }
+            self._files.append(config_of(system, directory, **own))
+
+    async def start(self, number: int) -> None:
+        process = await self._stack.enter_async_context(started_process(self._files[number]))
+        await until_logged(process, b"proxy ready")
+        assert process.stderr is not None
+        self._running[number] = process
+
+    async def stop(self, number: int) -> int:
+        """SIGTERM, as to a pod; the exit status."""
+        process = self._running.pop(number)
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+        assert process.returncode is not None
+        return process.returncode
+
+
+class Endpoints:
+    """The proxies that a Service has: those that were ready LAG_S ago."""
+
+    def __init__(self, http: aiohttp.ClientSession, urls: list[str]) -> None:
+        self._http, self._urls = http, urls
+        self._seen: list[tuple[float, list[str]]] = []
+
+    async def run(self) -> None:
+        failures = dict.fromkeys(self._urls, FAILURES)
+        while True:
+            ready = await asyncio.gather(*map(self._is_ready, self._urls))
+            for url, is_ready in zip(self._urls, ready, strict=True):
+                failures[url] = 0 if is_ready else failures[url] + 1
+            now = [url for url in self._urls if failures[url] < FAILURES]
+            self._seen.append((time.monotonic(), now))
+            await asyncio.sleep(PERIOD_S)
+
+    async def until(self, count: int) -> None:
+        while len(self.known()) != count:
+            await asyncio.sleep(0.1)
+
+    def known(self) -> list[str]:
+        before_s = time.monotonic() - LAG_S
+        return next((urls for at_s, urls in reversed(self._seen) if at_s <= before_s), [])
+
+    async def _is_ready(self, url: str) -> bool:
+        try:
+            async with self._http.get(
+                f"{url}/readyz", timeout=aiohttp.ClientTimeout(1.0)
+            ) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+def body_of(rng: random.Random, tokens: int) -> dict[str, Any]:
+    return {
+        "prompt": [rng.randrange(4, 200) for _ in range(8)],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+
+
+async def loaded(
+    clients: Clients, way: Way, count: int, per_s: float, task: asyncio.Task[None]
+) -> list[Had]:
+    """Send requests at a steady rate, all of them and until the task is done."""
+    rng = random.Random(SEED)
+    running: list[asyncio.Task[Had]] = []
+    while len(running) < count or not task.done():
+        number = len(running)
+        read = clients.read(number % count, way, f"key-{number}", rng.randrange(1 << 20))
+        running.append(asyncio.create_task(read))
+        await asyncio.sleep(1 / per_s)
+    await task
+    return list(await asyncio.gather(*running))
+
+
+def figures_of(found: list[Had], bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    wanted = [expected_ids(each["prompt"], each["max_tokens"]) for each in bodies]
+    refusals: Counter[str] = sum((had.refusals for had in found), Counter())
+    return {
+        "requests": len(found),
+        "exact": sum(had.done and had.ids == wanted[had.request] for had in found),
+        "failed": sum(had.failure is not None for had in found),
+        "asked_again": sum(had.asked > 1 for had in found),
+        "resumed": sum(had.breaks > 0 for had in found),
+        "refusals": dict(refusals),
+    }
+
+
+async def update(folder: Path) -> dict[str, Any]:
+    """Two proxies get SIGTERM one after the other, and start again; clients have no key, and ask
+    once.
+    """
+    return await _run(folder, 2, Way.PLAIN, REQUESTS, PER_S, TOKENS, _updates)
+
+
+async def scale(folder: Path) -> dict[str, Any]:
+    """Two proxies become four, and two again; clients have keys, and resume where they are told."""
+    return await _run(folder, 4, Way.CONTINUE, KEYED, KEYED_PER_S, KEYED_TOKENS, _scales)
+
+
+async def _run(
+    folder: Path, most: int, way: Way, count: int, per_s: float, tokens: int, change: Any
+) -> dict[str, Any]:
+    rng = random.Random(SEED)
+    bodies = [body_of(rng, tokens) for _ in range(count)]
+    async with AsyncExitStack() as stack:
+        system = await stack.enter_async_context(open_proxy_cluster(pairs=2))
+        system.script.pause_s = PAUSE_S
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        )
+        proxies = Proxies(system, stack, folder, most)
+        endpoints = Endpoints(http, proxies.urls)
+        for number in range(2):
+            await proxies.start(number)
+        polling = asyncio.create_task(endpoints.run())
+        stack.callback(polling.cancel)
+        await endpoints.until(2)
+        changing = asyncio.create_task(change(proxies, endpoints))
+        clients = Clients(http, endpoints.known, bodies)
+        found = await loaded(clients, way, count, per_s, changing)
+    return figures_of(found, bodies)
+
+
+async def _updates(proxies: Proxies, endpoints: Endpoints) -> None:
+    for number in range(2):
+        await asyncio.sleep(SETTLE_S)
+        assert await proxies.stop(number) == 0
+        await proxies.start(number)
+        await endpoints.until(2)
+
+
+async def _scales(proxies: Proxies, endpoints: Endpoints) -> None:
+    await asyncio.sleep(SETTLE_S)
+    for number in (2, 3):
+        await proxies.start(number)
+    await endpoints.until(4)
+    await asyncio.sleep(SETTLE_S)
+    for number in (3, 2):  # One after the other, as a StatefulSet with OrderedReady.
+        assert await proxies.stop(number) == 0
+    await endpoints.until(2)
+    await asyncio.sleep(SETTLE_S)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    record = Record(SEED, timed=False)
+    rows = {}
+    for name, part in {"update": update, "scale 2 to 4 to 2": scale}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            rows[name] = asyncio.run(part(Path(folder)))
+    console = Console(record=True, width=100)
+    table = Table("", "requests", "exact", "failed", "asked again", "broke off and resumed")
+    for name, row in rows.items():
+        keys = ("requests", "exact", "failed", "asked_again", "resumed")
+        table.add_row(name, *(str(row[key]) for key in keys))
+    console.print(table)
+    is_void = record.keep(options.out, "proxy_rolls", {"rows": rows}, console.export_text())
+    missed = [row for row in rows.values() if row["failed"] or row["exact"] < row["requests"]]
+    missed += [rows["update"]] if rows["update"]["asked_again"] else []
+    return 1 if missed or is_void else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
