@@ -28,7 +28,8 @@ def differences() -> str:
 
 
 _NOT_BUILT = (
-    "AnchorTP, experts: they move with their ranks, and their loads are not balanced after a loss.",
+    "AnchorTP, experts: copies are not weighed against the speed of single ranks, and an instance "
+    "with hosts of stages makes none.",
     "KevlarFlow, its ring in the simulator: replicas are whole pages at the next instance there; "
     "the engine sends the part of each stage from host to host.",
     "All of them: no figure is of a GPU.",

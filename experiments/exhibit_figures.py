@@ -37,6 +37,7 @@ KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
 THROUGHPUT = "raidserve/results/throughput.json"
 PLANS = "anchortp/results/plans.json"
+EXPERTS = "experts/results/simulated.json"
 SHARES = "raidserve/results/shares.json"
 IN_PLACE = "measured_once/results/in_place.json"
 COMPUTED = "measured_once/results/raidserve_computed.json"
@@ -639,6 +640,15 @@ def planned_shares() -> dict[str, tuple[float, float]]:
     }
     full = found["full reload"][0]
     return {name: (least / full, most / full) for name, (least, most) in found.items()}
+
+
+def experts() -> str:
+    rows = {(row["exponent"], row["variant"]): row["behind"] for row in kept(EXPERTS)["rows"]}
+    return "; ".join(
+        f"Zipf {exponent:g}: {off:.0f} to {rows[exponent, 'on']:.0f} tokens/s"
+        for (exponent, variant), off in rows.items()
+        if variant == "off"
+    )
 
 
 def capacity() -> str:
