@@ -214,6 +214,8 @@ class RankGroup(StageRanks, StepHook):
             RanksLostError: the batch is not computed; KV of its positions may be written in part.
         """
         assert chunks, "a batch has at least one chunk"
+        tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        assert tokens <= self.settings.max_batch_tokens, "the ranks' slots have room for no more"
         with self._serving:
             formation, losses = self.formation, self.pool.losses
             self.streams = sum(self._under_way, len(chunks))

@@ -77,6 +77,14 @@ def compute_on(group: RankGroup, chunk: Chunk) -> None:
         group.execute([chunk])
 
 
+def test_a_batch_beyond_the_slots_of_the_ranks_is_not_computed(pair: RankGroup) -> None:
+    """They would write past their slots of the memory that they share."""
+    most = SETTINGS.max_batch_tokens
+    batch = [Chunk([1] * 16, 0, [page], logits=1) for page in range(most // 16 + 1)]
+    with pytest.raises(AssertionError, match="room for no more"):
+        pair.execute(batch)
+
+
 def test_a_batch_is_given_up_if_cells_are_lost_meanwhile(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
