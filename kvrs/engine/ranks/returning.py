@@ -204,9 +204,12 @@ class StageReturn:
         Raises:
             KvrsError: it refuses, or there is no host for too long.
         """
-        until_s = time.monotonic() + HOST_WAIT_S
+        began_s = time.monotonic()
+        until_s, due_s = began_s + HOST_WAIT_S, began_s + self._stage.ready.load_s
         while not home.done():
-            for donor in self._donors if self.borrows else ():
+            # A host that is not there by when it was to be may be far from it.
+            asks = self.borrows or time.monotonic() >= due_s
+            for donor in self._donors if asks else ():
                 if (found := await self._ask(donor)) is not None:
                     if not home.done():
                         return found
@@ -220,7 +223,8 @@ class StageReturn:
                     f"node {self._own.peer.node!r} ({self._own.peer.host}:{self._own.peer.port})"
                 )
                 raise KvrsError(f"no host of the stage on {where} for {HOST_WAIT_S:.0f} s")
-            await asyncio.wait({home}, timeout=min(left_s, _AGAIN_S) if self.borrows else left_s)
+            again_s = _AGAIN_S if asks else max(0.0, due_s - time.monotonic())
+            await asyncio.wait({home}, timeout=min(left_s, again_s) if self._donors else left_s)
         home.result()
         return None
 

@@ -49,8 +49,8 @@ class ScriptedHost:
 
 
 class Hosts:
-    def __init__(self, seed: int, layout: Layout) -> None:
-        self.rng, self.layout = random.Random(seed), layout
+    def __init__(self, seed: int, layout: Layout, load_s: float) -> None:
+        self.rng, self.layout, self.load_s = random.Random(seed), layout, load_s
         self.of = {name: ScriptedHost() for name in ("own", "donor")}
 
     async def while_others_go_on(self) -> None:
@@ -82,7 +82,7 @@ class ScriptedConnection:
             raise KvrsError("it is not there")
         facts = StageFacts(b"", {}, None)
         pages = None if loan is None else [*LENT]
-        return StageReady(1, facts, self.now, self.use, 1e9, pages, [])
+        return StageReady(1, facts, self.now, self.use, self._hosts.load_s, pages, [])
 
     async def execute(self, chunks: Sequence[Chunk], *options: object) -> Tensor:
         """Write the tokens of each chunk, at some time until the end."""
@@ -115,35 +115,55 @@ class ScriptedConnection:
         self.give_up()
 
 
-@pytest.mark.parametrize("seed", range(40))
-async def test_what_was_written_is_at_home(
-    seed: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def away(
+    seed: int, load_s: float, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[HostedStage, Hosts]:
+    """A stage that has lost its host, with a donor. `load_s`: of a host."""
     model, settings = ModelConfig.from_directory(tiny_model), EngineSettings(pages=PAGES)
     instance = InstanceSettings(id=InstanceId("d0"), role=Role.DECODE, pp=2)
     layout = layout_of(instance, model.units)
     assert layout is not None
-    hosts = Hosts(seed, layout)
+    hosts = Hosts(seed, layout, load_s)
     monkeypatch.setattr(hosted_module, "StageConnection", hosts.connection)
     donor = at("d1-stage-1", InstanceId("d1"))
     calls = StageCalls()
     calls.on_cells = lambda loss: None
     calls.on_tags = no_tags
-    own, lender = hosts.of["own"], hosts.of["donor"]
-    own.is_there.set()
-    lender.is_there.set()
+    for host in hosts.of.values():
+        host.is_there.set()
     stage = HostedStage(at("d0-stage-1"), model, settings, layout, 1, [donor], calls)
     await stage.open()
+    own = hosts.of["own"]
+    own.is_there.clear()
+    own.pages = dict.fromkeys(range(PAGES), "")
+    lost = stage.connection.error = RanksLostError([1], "is lost")
+    assert stage.connection.on_error is not None
+    stage.connection.on_error(lost)
+    return stage, hosts
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_what_was_written_is_at_home(
+    seed: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, hosts = await away(seed, 1e9, tiny_model, monkeypatch)
     try:
-        own.is_there.clear()
-        own.pages = dict.fromkeys(range(PAGES), "")
-        lost = stage.connection.error = RanksLostError([1], "is lost")
-        assert stage.connection.on_error is not None
-        stage.connection.on_error(lost)
         await once(lambda: stage.loan is not None)
         expected = await lent_and_written(stage, hosts, seed)
         assert stage.loan is None
+        own = hosts.of["own"]
         assert {page: own.pages[page] for page in expected} == expected
+    finally:
+        await stage.close()
+
+
+async def test_a_host_that_is_not_back_in_time_is_replaced(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would load sooner than a donor lends, and is not there by then: its link is cut."""
+    stage, _ = await away(0, 0.02, tiny_model, monkeypatch)
+    try:
+        await once(lambda: stage.loan is not None)
     finally:
         await stage.close()
 
