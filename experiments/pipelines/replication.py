@@ -1,12 +1,12 @@
 """Cost of replicas at a peer for undisturbed streams (KevlarFlow, Figure 9): latency of requests,
 and CPU time of a token.
 
-    python -m experiments.pipelines.replication [--rounds 40]
+    python -m experiments.pipelines.replication [--rounds 40] [--hosts]
 
 Two instances keep replicas of each other's streams (`backup.mode: peer`). The same load runs with
 and without them, in turns: the calls of one half name no peer. Batches take as long as at a
-profile, so that pages are sent while something else would compute. These are instances of one
-process, not such with a host for each stage.
+profile, so that pages are sent while something else would compute. Each instance is one process,
+or with `--hosts` two stages in hosts, which bring each other the parts of pages.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from kvrs_testkit.processes import Processes
 PROFILE = "llama-3.1-70b-a100-vllm-tp4"
 PEERS = {"d0": InstanceId("d1"), "d1": InstanceId("d0")}
 STREAMS = 8  # Of each instance.
+STAGES = 2
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 160), (120, 200)
 SETTLES_S = 30.0
 MOST_P99 = 0.028  # Published.
@@ -51,11 +52,15 @@ class Side:
         return self.name == "on"
 
 
-def settings(profile: str | None) -> Config:
-    nodes = [
-        {"id": f"n{number}", "instances": [{"id": name, "role": "both"}]}
-        for number, name in enumerate(PEERS)
-    ]
+def settings(profile: str | None, *, hosts: bool) -> Config:
+    nodes: list[dict[str, Any]] = []
+    for number, name in enumerate(PEERS):
+        instance: dict[str, Any] = {"id": name, "role": "both"}
+        if hosts:
+            stages = [{"node": f"n{number}-{stage}"} for stage in range(STAGES)]
+            instance |= {"pp": STAGES, "group": "g", "stage_hosts": stages}
+            nodes += [{"id": stage["node"]} for stage in stages]
+        nodes.append({"id": f"n{number}", "instances": [instance]})
     engine = {"pages": 2048, "max_running": STREAMS, "pace": profile}
     return parse_config(
         {
@@ -67,8 +72,11 @@ def settings(profile: str | None) -> Config:
 
 
 class Bench:
-    def __init__(self, processes: Processes, session: aiohttp.ClientSession, seed: int) -> None:
-        self._processes = processes
+    def __init__(
+        self, processes: Processes, session: aiohttp.ClientSession, names: Sequence[str], seed: int
+    ) -> None:
+        """`names`: of the processes whose CPU time counts."""
+        self._processes, self._names = processes, names
         self.rig = Rig(processes, session, PROFILE)
         self._seed = seed
 
@@ -106,13 +114,25 @@ class Bench:
             await asyncio.sleep(0.05)
 
     def _cpu_s(self) -> float:
-        return sum(process_cpu_s(self._processes.pid(name)) for name in PEERS)
+        started = (self._processes.pid(name) for name in self._names)
+        return sum(process_cpu_s(pid) for first in started for pid in family_of(first))
 
 
-async def measure(processes: Processes, rounds: int, seed: int) -> tuple[Side, Side]:
+def family_of(pid: int) -> list[int]:
+    """The process and those below it: ranks of a host."""
+    found = [pid]
+    for each in found:
+        for task in Path(f"/proc/{each}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+async def measure(
+    processes: Processes, names: Sequence[str], rounds: int, seed: int
+) -> tuple[Side, Side]:
     order, sides = random.Random(seed), (Side("off"), Side("on"))
     async with session_for(processes) as session:
-        bench = Bench(processes, session, seed)
+        bench = Bench(processes, session, names, seed)
         await bench.rig.meet()
         for side in sides:  # The first rounds warm up.
             await bench.round(Side(side.name), -1)
@@ -162,12 +182,15 @@ def missed(latency: dict[str, Any], off: Side, on: Side) -> list[str]:
     return found
 
 
-def as_text(latency: dict[str, Any], off: Side, on: Side, profile: str | None) -> str:
+def as_text(
+    latency: dict[str, Any], off: Side, on: Side, profile: str | None, *, hosts: bool
+) -> str:
+    of_hosts = f" of {STAGES} stages in hosts" if hosts else ""
     cost, half = paired(off.cpu_s, on.cpu_s)
     cpu_ms = [statistics.median(side.cpu_s) * 1e3 for side in (off, on)]
     lines = [
         f"replicas at the peer on and off in turns, {len(on.cpu_s)} rounds each of {STREAMS} "
-        f"streams at each of two instances; "
+        f"streams at each of two instances{of_hosts}; "
         + ("real computation" if profile is None else f"the pace of {profile}"),
         *(
             f"latency {key}: off {row['off_s']:.3f} s, on {row['on_s']:.3f} s: "
@@ -188,21 +211,29 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--hosts", action="store_true", help="instances with hosts of stages")
     parser.add_argument("--real", action="store_true", help="compute at the own pace")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     profile = None if options.real else PROFILE
-    with Processes(settings(profile)) as processes:
-        processes.start(*PEERS)
-        processes.wait_ready(*PEERS)
-        off, on = asyncio.run(measure(processes, options.rounds, options.seed))
+    config = settings(profile, hosts=options.hosts)
+    hosts = [
+        str(instance.stage_host_id(stage))
+        for _, instance in config.cluster.instances()
+        for stage in instance.remote_stages
+    ]
+    names = [*hosts, *PEERS]
+    with Processes(config) as processes:
+        processes.start(*names)
+        processes.wait_ready(*names)
+        off, on = asyncio.run(measure(processes, names, options.rounds, options.seed))
     latency = changes(off.latencies_s, on.latencies_s)
-    text = as_text(latency, off, on, profile)
+    text = as_text(latency, off, on, profile, hosts=options.hosts)
     print(text, end="")
     figures = {"latency": latency, "off": vars(off), "on": vars(on)}
-    name = "replication-real" if options.real else "replication"
+    name = "replication" + "-hosts" * options.hosts + "-real" * options.real
     is_void = record.keep(options.out, name, figures, text)
     return 1 if missed(latency, off, on) or is_void else 0
 
