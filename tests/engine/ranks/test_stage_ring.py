@@ -247,8 +247,11 @@ async def test_replicas_give_way_and_come_again(tiny_model: Path, tmp_path: Path
         pages = other.instance.pages
         tokens = await expected(other, 1)
 
-        def fill() -> None:
-            """Streams of its own take all but what is left of a few replicas."""
+        async def fill() -> None:
+            """Streams of its own take all but what is left of a few replicas. The sender hears of
+            the last part before the books do, which have a pin until then.
+            """
+            await other.engine.until(lambda: pages.free_pages == PAGES)
             taken = pages.allocate(PAGES - 3)
             assert taken is not None
             pages.release(taken)
@@ -256,13 +259,13 @@ async def test_replicas_give_way_and_come_again(tiny_model: Path, tmp_path: Path
         run = await own.engine.begin(body("a", 1))
         first = await own.stopped(run, 100)
         assert len(pages.replicas) == first
-        fill()
+        await fill()
         assert (len(pages.replicas), pages.replicas.dropped) == (3, first - 3)
         own.engine.may_compute.set()
         count = await own.stopped(run, 130)
         assert len(pages.replicas) == count
         assert all(stage.replica_dropped_pages > 0 for stage in own.stages)
-        fill()
+        await fill()
         own.engine.computed.clear()
         group.kill("d0", 1)
         own.engine.may_compute.set()
