@@ -124,6 +124,7 @@ ALL = (
     _of("pipelines", "capacity", 10, "capacity"),
     _of("pipelines", "loans", 7, "loans"),
     _of("pipelines", "replication", 15, "replication"),
+    _of("pipelines", "replication-hosts", 2, "replication --hosts --rounds 4"),
     _of("pipelines", "table1", 60, "table1 --jobs 2"),
     _of("pipelines", "table1-full", 10, "table1 --clock full --scenes 1 --keep table1-full"),
     _of(
