@@ -19,13 +19,11 @@ from kvrs.proxy.server import Proxy
 from kvrs_testkit.kubernetes_api import PodsApi
 from kvrs_testkit.scripted import SECRET, Script
 from kvrs_testkit.scripted_model import expected_ids
-from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Vllms, document
+from tests.proxy.backends.at_addresses import D2, D3, P2, three_servers
 
 pytest.importorskip("kubernetes_asyncio", reason="the extra kubernetes is not installed")
 pytestmark = pytest.mark.network
-
-P2, D2, D3 = "prefill-127.0.0.2", "decode-127.0.0.2", "decode-127.0.0.3"
 
 
 class _Pods(Vllms):
@@ -49,14 +47,7 @@ async def labelled(
     monkeypatch.setattr(pods, "_WAIT_S", (0.05, 0.05))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     async with AsyncExitStack() as stack:
-        shared, servers = VllmScript(), dict[str, ScriptedVllm]()
-        ports = {"prefill": 0, "decode": 0}
-        for name in (P2, D2, D3):
-            role, host = name.split("-")
-            server = ScriptedVllm(name, name, role=role, script=shared, host=host, port=ports[role])
-            await server.start()
-            stack.push_async_callback(server.close)
-            ports[role], servers[name] = server.port, server
+        shared, servers, ports = await three_servers(stack)
         rows = [
             {"id": role, "pods": f"kvrs.io/role={role},kvrs.io/model=m", "port": port, "role": role}
             for role, port in ports.items()

@@ -14,13 +14,12 @@ from kvrs.proxy.fleet import services
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.scripted import SECRET, Script
 from kvrs_testkit.scripted_model import expected_ids
-from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.vllm_cluster import PROMPT, TOKENS, Vllms, document
+from tests.proxy.backends.at_addresses import D2, D3, P2, three_servers
 
 pytestmark = pytest.mark.network
 
 PREFILL, DECODE = "prefill.test", "decode.test"
-P2, D2, D3 = "prefill-127.0.0.2", "decode-127.0.0.2", "decode-127.0.0.3"
 
 
 class _Named(Vllms):
@@ -66,14 +65,7 @@ async def named(vllm_model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """One prefill and two decode servers; the names have no address yet."""
     monkeypatch.setattr(services, "LOOK_UP_S", 0.05)
     async with AsyncExitStack() as stack:
-        shared, servers = VllmScript(), dict[str, ScriptedVllm]()
-        ports = {"prefill": 0, "decode": 0}
-        for name in (P2, D2, D3):
-            role, host = name.split("-")
-            server = ScriptedVllm(name, name, role=role, script=shared, host=host, port=ports[role])
-            await server.start()
-            stack.push_async_callback(server.close)
-            ports[role], servers[name] = server.port, server
+        shared, servers, ports = await three_servers(stack)
         rows = [
             {"id": role, "host": f"{role}.test", "port": port, "role": role}
             for role, port in ports.items()
