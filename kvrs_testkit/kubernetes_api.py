@@ -20,6 +20,7 @@ class PodsApi:
         self.pods: dict[str, dict[str, Any]] = {}
         self.lists = 0  # How many were asked for.
         self.refusal: int | None = None  # Status of all answers.
+        self.refused_watches: tuple[int, str] | None = None  # Status and body of their answers.
         self.url = ""
         self._version = 100
         self._watching: dict[asyncio.Queue[dict[str, Any] | None], dict[str, str]] = {}
@@ -96,6 +97,9 @@ class PodsApi:
         selector = request.query.get("labelSelector", "")
         wanted = dict(each.split("=") for each in selector.split(",") if each)
         if request.query.get("watch") in ("true", "True"):
+            if self.refused_watches is not None:
+                status, body = self.refused_watches
+                return web.Response(status=status, text=body)
             return await self._watch(request, wanted)
         self.lists += 1
         items = [

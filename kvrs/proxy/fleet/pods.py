@@ -6,6 +6,7 @@ addresses stay. The client is imported where a service has pods: that takes a se
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from kvrs.errors import ConfigError, MissingExtraError, check_extras
 log = logging.getLogger(__name__)
 
 _WATCH_S = 300  # Then the API ends a watch, and the next one begins with a list.
+_LATE_S = 30.0  # An API that is silent for longer than this is gone.
 _WAIT_S = (1.0, 30.0)  # After a failure: the first time, and at most.
 _CLUSTER_ENV = "KUBERNETES_SERVICE_HOST"  # In pods.
 
@@ -71,7 +73,7 @@ class PodWatch:
                 self._failed(f"HTTP {error.status}: {error.reason}")
             except aiohttp.ClientResponseError as error:
                 self._failed(f"HTTP {error.status}: {error.message}")
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._failed(f"an answer that is none of the API: {error!r:.200}")
             except (aiohttp.ClientError, OSError, client.ConfigException) as error:
                 self._failed(str(error))
@@ -81,7 +83,8 @@ class PodWatch:
     async def _watch_once(self, client: Any, api: Any) -> None:
         """List, then follow events until the API ends them."""
         pods = client.CoreV1Api(api)
-        asked = {"label_selector": self._selector, "_preload_content": False}
+        asked: dict[str, Any] = {"label_selector": self._selector, "_preload_content": False}
+        asked |= {"_request_timeout": _WATCH_S + _LATE_S}
         answer = await pods.list_namespaced_pod(self._namespace, **asked)
         answer.raise_for_status()
         listed = await answer.json()
@@ -90,17 +93,17 @@ class PodWatch:
         self._is_listed.set()
         self._tell(before)
         self._cause = ""
-        watch = client.Watch(return_type="object")
-        async with watch.stream(
-            pods.list_namespaced_pod,
-            self._namespace,
-            label_selector=self._selector,
-            resource_version=listed["metadata"]["resourceVersion"],
-            timeout_seconds=_WATCH_S,
-        ) as events:
-            async for event in events:
+        asked |= {"resource_version": listed["metadata"]["resourceVersion"]}
+        asked |= {"watch": True, "timeout_seconds": _WATCH_S}
+        async with await pods.list_namespaced_pod(self._namespace, **asked) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                event = json.loads(line)
+                kind, pod = event["type"], event["object"]
+                if kind == "ERROR":
+                    raise client.ApiException(status=pod.get("code"), reason=pod.get("message"))
                 before = self._addresses.all
-                self._addresses.take(event["type"], event["raw_object"])
+                self._addresses.take(kind, pod)
                 self._tell(before)
 
     def _tell(self, before: frozenset[str]) -> None:
@@ -158,7 +161,7 @@ def _imported() -> Any:
     """The parts of the client's package that are used here, under one name."""
     from types import SimpleNamespace
 
-    from kubernetes_asyncio import client, config, watch
+    from kubernetes_asyncio import client, config
 
     return SimpleNamespace(
         ApiClient=client.ApiClient,
@@ -166,7 +169,6 @@ def _imported() -> Any:
         ConfigException=config.ConfigException,
         Configuration=client.Configuration,
         CoreV1Api=client.CoreV1Api,
-        Watch=watch.Watch,
         load_incluster_config=config.load_incluster_config,
         load_kube_config=config.load_kube_config,
     )

@@ -106,7 +106,7 @@ async def test_an_api_that_fails_takes_no_instance_away(
         lists = api.lists
         api.refusal = 403
         end()
-        await system.until(lambda: _is_refused(caplog))
+        await system.until(lambda: _is_told(caplog, "HTTP 403"))
         caplog.clear()
         assert {row["id"] for row in (await system.state())["instances"]} >= {P2, D2}
         if D3 in wanted:
@@ -118,9 +118,37 @@ async def test_an_api_that_fails_takes_no_instance_away(
         assert api.lists > lists
 
 
-async def _is_refused(caplog: pytest.LogCaptureFixture) -> bool:
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (403, '{"kind": "Status"}', "HTTP 403"),
+        (200, '{"kind": "Status"}', "none of the API"),
+        (200, "[]", "none of the API"),
+        (200, "no JSON", "none of the API"),
+        (200, '{"type": "ADDED", "object": "d-1"}', "none of the API"),
+        (200, '{"type": "ADDED", "object": {"metadata": "d-1"}}', "none of the API"),
+        (200, '{"type": "ERROR", "object": {"code": 410, "message": "too old"}}', "HTTP 410"),
+        (200, '{"type": "ERROR", "object": "too old"}', "none of the API"),
+    ],
+)
+async def test_a_watch_with_another_answer_begins_again(
+    labelled: _Pods, caplog: pytest.LogCaptureFixture, status: int, body: str, said: str
+) -> None:
+    system, api = labelled, labelled.api
+    await system.until_there(P2, D2)
+
+    api.refused_watches = (status, body)
+    api.cut()
+    await system.until(lambda: _is_told(caplog, said))
+    api.refused_watches = None
+    api.put("d-1", "127.0.0.3", role="decode", model="m")
+
+    await system.until_there(P2, D2, D3)
+
+
+async def _is_told(caplog: pytest.LogCaptureFixture, said: str) -> bool:
     causes = [record.__dict__.get("cause", "") for record in caplog.records]
-    return any("HTTP 403" in cause for cause in causes)
+    return any(said in cause for cause in causes)
 
 
 @pytest.mark.parametrize(
