@@ -5,7 +5,7 @@ the simulator, a proxy before scripted instances in memory, and real processes.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
 from typing import Any
@@ -76,6 +76,8 @@ class Load:
 
 ONE_STREAM = Load(streams=1)
 FLOW = Load(streams=40, every_s=0.125, tokens=150)  # Some come while instances are paused.
+# Their histories take longer to compute at few instances than a stage is away.
+LONG_FLOW = replace(FLOW, prompt_tokens=300)
 
 
 class Condition(StrEnum):
@@ -120,6 +122,8 @@ class Expected:
     to: set[str] | None = None  # The decode instances that took them.
     lost: set[str] | None = None  # Instances and agents that were given up.
     options: set[str] | None = None
+    # Instances at which streams stayed until their end, in the same attempt, with the option.
+    stayed: set[tuple[str, str]] | None = None
     recovers: bool | None = True  # Some stream moves, and every victim of a loss does; or none.
     attempts: int | None = 2  # The most that a stream that moves has needed.
     pause_s: float | None = None  # No stream that moved was silent for longer.
@@ -213,6 +217,7 @@ def seen_in(found: Found, entries: list[Entry]) -> dict[str, Any]:
         "to": to,
         "lost": lost,
         "options": {each.option.value for each in recovered},
+        "stayed": _stayed(entries),
         "recovers": bool(moved) and (victims <= moved or "complete" not in found.ended),
         "attempts": max((each.attempt for each in recovered), default=None),
         "failed": sum(isinstance(event, ev.AttemptFailed) for event, _ in entries),
@@ -243,6 +248,24 @@ def check(row: Scenario, found: Found) -> None:
 
 def _starts(entries: Iterable[Entry]) -> list[act.Start]:
     return [each for _, actions in entries for each in actions if isinstance(each, act.Start)]
+
+
+def _stayed(entries: Iterable[Entry]) -> set[tuple[str, str]]:
+    """Instance and option of streams that stayed and had no other attempt after."""
+    last: dict[str, int] = {}
+    stays: dict[str, act.Recovered] = {}  # The last one of each stream.
+    for _, actions in entries:
+        for each in actions:
+            if isinstance(each, act.Start):
+                last[each.stream] = each.attempt
+            elif isinstance(each, act.Recovered) and each.option.stays:
+                assert each.attempt == last[each.stream], "a stream that stays has another attempt"
+                stays[each.stream] = each
+    return {
+        (str(each.failed), each.option.value)
+        for each in stays.values()
+        if each.attempt == last[each.stream]
+    }
 
 
 def _instances_of(plan: act.Plan) -> set[str]:

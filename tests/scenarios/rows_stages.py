@@ -4,7 +4,7 @@ from functools import partial
 
 from kvrs_testkit.scenarios import (
     BOTH,
-    FLOW,
+    LONG_FLOW,
     NO_HOSTS,
     STAGES,
     Expected,
@@ -14,21 +14,23 @@ from kvrs_testkit.scenarios import (
     kill,
 )
 
-_pipelines = partial(Scenario, load=FLOW, not_scripted=NO_HOSTS, not_real=STAGES)
+_pipelines = partial(Scenario, load=LONG_FLOW, not_scripted=NO_HOSTS, not_real=STAGES)
 
 
 def _host(name: str, stage: int, at_s: float) -> Row:
     return fault("kill", {"id": name, "stage": stage}, at_s=at_s)
 
 
+SUBSTITUTED = {("d0", "substitute")}
+
 STAGE_ROWS = [
     _pipelines(
         name="host-lost",
-        rule="Its stage is borrowed: no instance is lost, and no stream waits for the load.",
+        rule="Its stage is borrowed: no instance is lost, and some streams keep their attempts.",
         faults=(_host("d0", 1, 3.0),),
         nodes=(BOTH, BOTH),
         stages=2,
-        expected=Expected(lost=set(), left={"d0"}, pause_s=1.0),
+        expected=Expected(lost=set(), left={"d0"}, stayed=SUBSTITUTED, pause_s=1.0),
     ),
     _pipelines(
         name="host-lost-twice",
@@ -36,7 +38,7 @@ STAGE_ROWS = [
         faults=(_host("d0", 0, 3.0), _host("d0", 1, 3.0)),
         nodes=(BOTH, BOTH, BOTH),
         stages=2,
-        expected=Expected(lost=set(), left={"d0"}, pause_s=1.0),
+        expected=Expected(lost=set(), left={"d0"}, stayed=SUBSTITUTED, pause_s=1.0),
     ),
     _pipelines(
         name="lender-lost-while-it-lends",
@@ -44,7 +46,9 @@ STAGE_ROWS = [
         faults=(_host("d0", 1, 3.0), _host("d0", 1, 4.0)),
         nodes=(BOTH, BOTH, BOTH),
         stages=2,
-        expected=Expected(lost=set(), left={"d0", "d1"}, attempts=None, pause_s=1.0),
+        expected=Expected(
+            lost=set(), left={"d0", "d1"}, stayed=SUBSTITUTED, attempts=None, pause_s=1.0
+        ),
     ),
     _pipelines(
         name="borrower-lost",
@@ -53,7 +57,7 @@ STAGE_ROWS = [
         nodes=(BOTH, BOTH),
         stages=2,
         back_s=1.0,
-        expected=Expected(lost={"d0"}, left={"d0"}, pause_s=1.0),
+        expected=Expected(lost={"d0"}, left={"d0"}, stayed=set(), pause_s=1.0),
     ),
     _pipelines(
         name="all-refuse",
@@ -62,6 +66,14 @@ STAGE_ROWS = [
         nodes=(BOTH, BOTH),
         stages=2,
         settings={"elastic": {"lend_pages": 0.01}},
-        expected=Expected(lost=set(), left={"d0"}, pause_s=1.0),
+        expected=Expected(lost=set(), left={"d0"}, stayed=set(), pause_s=1.0),
+    ),
+    _pipelines(
+        name="no-lender-and-nowhere-to-go",
+        rule="Streams wait for the own host in their attempts.",
+        faults=(*kill("d1", at_s=2.0), _host("d0", 1, 4.0)),
+        nodes=(BOTH, BOTH),
+        stages=2,
+        expected=Expected(lost={"d1"}, stayed={("d0", "in_place")}),
     ),
 ]

@@ -11,6 +11,7 @@ from kvrs.core.event_log import LogEntry, read
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId
 from kvrs.sim.fault_scenarios import named_deaths
+from kvrs.sim.rank_model import PipelineModel
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 from kvrs_testkit.scenarios import (
@@ -25,6 +26,8 @@ from kvrs_testkit.scenarios import (
 )
 from tests.scenarios.rows import ROWS
 
+# A host computes in a fifth of the time in which its stage has a batch: else a loan gains nothing.
+PIPELINES = PipelineModel(computing_share=0.2)
 ANSWERS = {Condition.FAILS: "HTTP 500", Condition.BUSY: "HTTP 503"}
 
 
@@ -46,6 +49,7 @@ def simulated(row: Scenario, seed: int) -> Found:
         seed=seed,
         reload_s=row.back_s,
         keep_log=True,
+        pipeline_model=PIPELINES,
     )
     for engine in world.cluster.engines.values():
         engine.is_plain = row.is_vllm
