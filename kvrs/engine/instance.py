@@ -237,6 +237,7 @@ class EngineInstance(ServedInstance):
             pages,
             replicas.book,
             config.backup,
+            config.transfer,
             clock=time.monotonic,
             released=lambda: self.core.wake(),
         )

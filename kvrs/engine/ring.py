@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvrs.config.backup import BackupSettings
+from kvrs.config.transfer import TransferSettings
 from kvrs.engine.checkpoints import PageSending
 from kvrs.engine.ranks.connection import PartsRefusedError
 from kvrs.engine.ranks.link import (
@@ -84,6 +85,7 @@ class StageRing(PageSending):
         pages: PageManager,
         book: ReplicaBook,
         settings: BackupSettings,
+        transfer: TransferSettings,
         clock: Callable[[], float],
         released: Callable[[], None],
     ) -> None:
@@ -92,8 +94,15 @@ class StageRing(PageSending):
         own = {stage.at.instance: RingStage(stage) for stage in ranks.remote}
         self._stages = own
         holders: dict[InstanceId, Peer] = {name: each.stage.at for name, each in own.items()}
-        super().__init__(pages, self, holders, settings, clock, released)
         self._most_arriving = min(settings.staging_pages, max(1, pages.pages // 4))
+        if (rate := transfer.link_bytes_per_s) is not None:
+            # A link carries them in a third of the time after which their host gives up.
+            layers = max(len(stage.layers) for stage in ranks.remote)
+            part_bytes = ranks.geometry.page_bytes * layers // ranks.geometry.layers
+            most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
+            pinned = min(settings.staging_pages, most)
+            settings = settings.model_copy(update={"staging_pages": pinned})
+        super().__init__(pages, self, holders, settings, clock, released)
         # What arrives, by the stage and the number of its offer.
         self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
         self._is_draining: Callable[[], bool] = lambda: False

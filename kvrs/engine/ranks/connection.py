@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kvrs.config.transfer import TransferSettings
 from kvrs.engine.ranks.link import (
     VERSION,
     WORDS,
@@ -60,9 +61,11 @@ from kvrs.engine.ranks.wire import batch_of
 from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId
 from kvrs.names import first_address
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell, Part
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.handshake import PeerRefusedError, introduce
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
 from kvrs.transfer.stream import SocketStream, page_socket
 
@@ -90,9 +93,13 @@ class StageAt:
     peer: Peer
     own: Identity  # Its epoch is that of the sessions.
     key: bytes
-    stall_timeout_s: float
+    transfer: TransferSettings
     # The instance that has the host, where it is another one.
     lender: InstanceId | None = None
+
+    @property
+    def stall_timeout_s(self) -> float:
+        return self.transfer.stall_timeout_s
 
     @property
     def lost(self) -> str:
@@ -132,10 +139,18 @@ class StageConnection:
     """Belongs to one event loop."""
 
     def __init__(
-        self, at: StageAt, stage: int, ranks: Sequence[int], part_bytes: int, most_bytes: int
+        self,
+        at: StageAt,
+        stage: int,
+        ranks: Sequence[int],
+        part_bytes: int,
+        most_bytes: int,
+        links: SendingLinks,
     ) -> None:
-        """`part_bytes`: of a page, that the stage has; `most_bytes`: of a result."""
-        self._at, self._stage, self._ranks = at, stage, ranks
+        """`part_bytes`: of a page, that the stage has; `most_bytes`: of a result; `links`: of this
+        event loop.
+        """
+        self._at, self._stage, self._ranks, self._sending = at, stage, ranks, links
         self._part_bytes, self._most_bytes = part_bytes, most_bytes
         self._batch = 0
         # An error: the batch is not computed.
@@ -197,6 +212,8 @@ class StageConnection:
             payload_bytes = most_page_payload(self._part_bytes)
             link, _ = await open_link(self._at, begin, payload_bytes, PagesDone)
             links.append(link)
+            # An instance waits for its pages.
+            link.limit(self._sending.to(self._at.peer.node), TrafficClass.HANDOFF)
         except BaseException:
             for link in links:
                 link.stream.close()

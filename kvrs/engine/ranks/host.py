@@ -55,9 +55,12 @@ from kvrs.garbage import collect_nothing_yet, keep_what_is_there
 from kvrs.http import naming_port
 from kvrs.ids import InstanceId
 from kvrs.logs import log_to_stderr
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.pace import Pace
 from kvrs.transfer.handshake import admit
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity, Peer
+from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import HANDSHAKE_TIMEOUT_S
 from kvrs.transfer.stream import SocketStream, page_socket
 
@@ -140,13 +143,13 @@ class StageHost:
             name: Peer(stage_host_id(name, stage), at.node, at.host, at.port)
             for name, at in hosts.items()
         }
-        stall_s, own = self._stall_timeout_s, self._identity
+        own = partial(StageAt, own=self._identity, key=self._keys[0], transfer=config.transfer)
+        self._links = SendingLinks(config.transfer, SendingFaults(), place.node)
         self._sender = PartsSender(
-            self.group,
-            {name: StageAt(peer, own, self._keys[0], stall_s) for name, peer in peers.items()},
+            self.group, {name: own(peer) for name, peer in peers.items()}, self._links
         )
         senders = frozenset(peer.instance for peer in peers.values())
-        self._receiver = PartsReceiver(self.group, self._sessions, senders, stall_s)
+        self._receiver = PartsReceiver(self.group, self._sessions, senders, self._stall_timeout_s)
 
     async def serve(
         self,
@@ -268,6 +271,8 @@ class StageHost:
                 case StageChannel.BATCHES:
                     await self._orders.batches(link, session)
                 case StageChannel.PAGES:
+                    # An instance waits for its pages.
+                    link.limit(self._links.to(client.node), TrafficClass.HANDOFF)
                     await self._orders.pages(link, session)
                 case _:
                     await self._sender.serve(link, session)

@@ -39,6 +39,8 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.parts import Part
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.sequences import Chunk, pages_for
+from kvrs.transfer.links import SendingLinks
+from kvrs.transfer.send_faults import SendingFaults
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class HostedStage:
             ranks=ranks,
             part_bytes=of_layers(geometry, self.layers).page_bytes,
             most_bytes=padded_rows(settings.max_batch_tokens) * self.width * FLOAT_BYTES,
+            # Of its own, as its event loop is: other stages are at other nodes.
+            links=SendingLinks(at.transfer, SendingFaults(), at.own.node),
         )
         # Pages of a loan: at most, and fewer than that may not hold the longest stream.
         longest = pages_for(min(settings.max_model_len, config.max_positions), size)

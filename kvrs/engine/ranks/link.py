@@ -12,8 +12,10 @@ message was checked.
 import asyncio
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -27,10 +29,12 @@ from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.wire import WireChunk
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.secrets import derive
 from kvrs.protocol.session import SESSION_MAC_BYTES
 from kvrs.protocol.tags import TAG_BYTES, Tag
+from kvrs.transfer.links import Sender, SendingLink
 from kvrs.transfer.stream import SocketStream, StalledError
 
 VERSION = 5
@@ -424,6 +428,12 @@ class StageLink:
         self._decoder = msgspec.msgpack.Decoder(kinds)
         self._most_payload_bytes = most_payload_bytes
         self._sending = asyncio.Lock()
+        self._sender: Callable[[], AbstractContextManager[SocketStream | Sender]]
+        self._sender = lambda: nullcontext(stream)
+
+    def limit(self, link: SendingLink, traffic: TrafficClass) -> None:
+        """Send as one of the transfers of that class over the link to the other end's node."""
+        self._sender = partial(link.sending, self.stream, traffic)
 
     async def send(self, message: ToStage | FromStage, payload: Tensor | None = None) -> None:
         """`payload`: of any kind of number, contiguous.
@@ -436,9 +446,10 @@ class StageLink:
         start = _HEADER.pack(len(body), len(data)) + body
         async with self._sending:
             seal = self.stream.session.seal
-            await self.stream.send(start, seal(start))
-            if data:
-                await self.stream.send(data, seal(data))
+            with self._sender() as sender:
+                await sender.send(start, seal(start))
+                if data:
+                    await sender.send(data, seal(data))
 
     async def receive(self, timeout_s: float | None = None) -> tuple[Any, Tensor]:
         """The next message, and its payload as bytes, perhaps none. Waits until it begins, without

@@ -163,7 +163,7 @@ class RanksOnNodes(StepHook):
                 )
             for stage, host in instance.remote_stages.items():
                 peer = Peer(instance.stage_host_id(stage), host.node, host.host, host.port)
-                at = StageAt(peer, own, stage_key(secret), config.transfer.stall_timeout_s)
+                at = StageAt(peer, own, stage_key(secret), config.transfer)
                 donors = []
                 for _, other in config.cluster.donors(instance.id):
                     there = other.remote_stages[stage]

@@ -37,6 +37,8 @@ from kvrs.engine.ranks.link import (
 from kvrs.engine.ranks.sessions import StageRefusedError, StageSession, StageSessions
 from kvrs.errors import TransferError
 from kvrs.ids import InstanceId
+from kvrs.protocol.page_messages import TrafficClass
+from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import Identity
 
 log = logging.getLogger(__name__)
@@ -45,9 +47,11 @@ log = logging.getLogger(__name__)
 class PartsSender:
     """Brings parts to the hosts of others. Belongs to the event loop of its host."""
 
-    def __init__(self, group: RankGroup, peers: Mapping[InstanceId, StageAt]) -> None:
+    def __init__(
+        self, group: RankGroup, peers: Mapping[InstanceId, StageAt], links: SendingLinks
+    ) -> None:
         """`peers`: hosts of the same stage, by the instance that has them."""
-        self._group, self._peers = group, peers
+        self._group, self._peers, self._sending = group, peers, links
         self._links: dict[InstanceId, StageLink] = {}
         self._locks = {name: asyncio.Lock() for name in peers}
 
@@ -94,6 +98,7 @@ class PartsSender:
             if (link := self._links.get(order.to)) is None:
                 begin = Begin(VERSION, StageChannel.PARTS)
                 link, _ = await open_link(at, begin, 0, PagesDone)
+                link.limit(self._sending.to(at.peer.node), TrafficClass.CHECKPOINT)
                 self._links[order.to] = link
             return await self._offer(link, order, at.stall_timeout_s)
         except BaseException:

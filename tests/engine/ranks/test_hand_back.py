@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvrs.config.cluster import InstanceSettings
 from kvrs.config.engine import EngineSettings
+from kvrs.config.transfer import TransferSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks import hosted as hosted_module
@@ -206,7 +207,8 @@ async def lent_and_written(stage: HostedStage, hosts: Hosts, seed: int) -> dict[
 
 def at(name: str, lender: InstanceId | None = None) -> StageAt:
     peer = Peer(InstanceId(name), NodeId("n1"), "127.0.0.1", 1)
-    return StageAt(peer, Identity(InstanceId("d0"), NodeId("n0"), 1, "", 0), b"", 60.0, lender)
+    own = Identity(InstanceId("d0"), NodeId("n0"), 1, "", 0)
+    return StageAt(peer, own, b"", TransferSettings(stall_timeout_s=60.0), lender)
 
 
 def no_tags() -> "Future[list[Tag]]":

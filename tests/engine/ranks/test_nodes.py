@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvrs.config.file import Config
+from kvrs.config.transfer import TransferSettings
 from kvrs.engine.layers.proofs import same_bytes
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.random_model import write_tiny_model
@@ -60,6 +61,7 @@ from tests.engine.ranks.on_nodes import (
 pytestmark = [pytest.mark.engine, pytest.mark.network, pytest.mark.process]
 
 LIMIT_S = 60.0
+TRANSFER = TransferSettings(stall_timeout_s=10.0)
 
 
 def parent_of(pid: int) -> int:
@@ -87,7 +89,7 @@ def connected(config: Config) -> RemoteStage:
     )
     (host,) = config.cluster.nodes[0].instances[0].stage_hosts
     peer = Peer(InstanceId("d0-stage-1"), host.node, host.host, host.port)
-    return RemoteStage(StageAt(peer, own, stage_key(SECRET), 10.0), model, settings, layout, 1)
+    return RemoteStage(StageAt(peer, own, stage_key(SECRET), TRANSFER), model, settings, layout, 1)
 
 
 # The contract of a group of stages.
