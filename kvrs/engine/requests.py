@@ -2,6 +2,7 @@
 
 import asyncio
 import collections.abc
+import math
 import secrets
 from dataclasses import dataclass, field
 
@@ -98,6 +99,7 @@ class GenerationRun:
     )  # None: aborted, or failed.
     grammar: Grammar | None = None  # What the output has to be; None: any text.
     failure: str | None = None  # Why the engine lost it, if it did.
+    failure_code: str = "engine_failed"  # The part of it that proxies pass on to clients.
     times: RunTimes = field(default_factory=RunTimes)
 
     @property
@@ -156,6 +158,9 @@ class GenerationRun:
         if self.grammar is not None:
             row = self.grammar.apply(row, logits)
         token_id = sample(row, self.params, position)
+        if math.isnan(row[token_id]):
+            self.failure = f"logits at position {position}: got nan; allowed: numbers"
+            self.failure_code = "not_a_number"
         return Sampled(
             token_id,
             None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs),

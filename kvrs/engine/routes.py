@@ -255,5 +255,5 @@ class InstanceHandlers:
 
 def _failure_body(run: GenerationRun) -> bytes:
     if run.failure is not None:
-        return error_body(run.failure, kind="server_error", code="engine_failed")
+        return error_body(run.failure, kind="server_error", code=run.failure_code)
     return error_body("this attempt was superseded", kind="conflict", code="fenced")

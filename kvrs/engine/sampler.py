@@ -5,6 +5,7 @@ So an attempt that continues a stream elsewhere draws what the lost one would ha
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,14 @@ def sample(logits_row: Tensor, params: SamplingParams, position: int) -> int:
 
     Each token has Gumbel noise of its own, and the one that is the likeliest with it is drawn: a
     draw of the distribution in which models that differ a little mostly agree. Equal logits are
-    ordered by id, the lowest first.
+    ordered by id, the lowest first. The first one that is no number is drawn before all others.
     """
     logits = logits_row.numpy()
-    if params.temperature < _GREEDY_BELOW:
-        return int(logits.argmax())
+    likeliest = int(logits.argmax())
+    if params.temperature < _GREEDY_BELOW or math.isnan(logits[likeliest]):
+        return likeliest
     scaled = logits.astype(np.float64) / params.temperature
-    scaled -= scaled.max()
+    scaled -= scaled[likeliest]
     noise = gumbel_noise(params.seed, position, len(scaled))
     if params.top_p >= 1 and params.min_p <= 0 and not 0 < params.top_k < len(scaled):
         return int((scaled + noise).argmax())
