@@ -56,7 +56,9 @@ class RankReports:
             restarts, facts["lends"] = loans.restarts, loans.lends
             facts["restarts"] = restarts.recent.reports()
             facts["adopted_pages"] = restarts.adopted_pages
-        if (now := ranks.reforming) is None:
+        now = ranks.reforming
+        # Ranks that stay compute while copies of experts move: no stream needs to be decided on.
+        if now is None or (not now.way.pauses and now.after.ranks == layout.ranks):
             return facts | {"degree": len(layout.ranks)}
         core = self._core
         decode, prefill = self._ranks.factors(now.after)
