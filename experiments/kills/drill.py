@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 
 from experiments.kills.schedule import schedule
 from experiments.record import Record
+from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config, parse_config
@@ -29,6 +31,7 @@ from kvrs.demo import (
     run_load,
     scaled_requests,
 )
+from kvrs.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs.faults.language import Fault, parse_faults
 from kvrs.load.passes import Run
 from kvrs.report.report import Report, build_report
@@ -144,18 +147,25 @@ def demo(options: argparse.Namespace) -> Config:
 
 def of_ranks(options: argparse.Namespace) -> Config:
     """Decode of two ranks, of three and of two stages, fed by prefill of one rank and of two, so
-    that every page moves between degrees.
+    that every page moves between degrees. With `experts` copies of them move meanwhile.
     """
     stages: dict[str, Any] = {"id": "d2", "role": "decode", "pp": 2}
     if options.on_nodes:
         stages["stage_hosts"] = [{"node": "n0", "port": 0}]
+    cluster: dict[str, Any] = {"engine": {"pages": 1024}}
+    more: dict[str, Any] = {}
+    if options.experts:
+        write_experts_model(options.directory, ExpertsModel.tiny("mixtral", skew=1.0), options.seed)
+        cluster["model"] = str(options.directory)
+        more["elastic"] = {"experts": {"after_s": 0.5, "half_life_s": 2.0, "room_share": 1.0}}
     return _config(
         options,
         [
             [{"id": "p0", "role": "prefill", "tp": 2}, {"id": "d0", "role": "decode", "tp": 2}],
             [{"id": "p1", "role": "prefill"}, {"id": "d1", "role": "decode", "tp": 3}, stages],
         ],
-        {"engine": {"pages": 1024}},
+        cluster,
+        **more,
     )
 
 
@@ -246,8 +256,12 @@ def run(name: str, options: argparse.Namespace) -> int:
     requests = requests_of(series, options)
     deaths = series.deaths(options.streams / series.rate, options.seed)
     faults = [fault for _, of_kind in deaths for fault in of_kind]
-    config = series.config(options)
-    faulted, clean = with_and_without(config, requests, faults, options.seed, console)
+    with TemporaryDirectory() as directory:
+        options.directory = Path(directory)  # Of a model that the series makes.
+        config = series.config(options)
+        faulted, clean, rebalances = with_and_without(
+            config, requests, faults, options.seed, console
+        )
     settings = {
         "policy": options.policy.value,
         "backup": config.backup.mode.value,
@@ -257,11 +271,14 @@ def run(name: str, options: argparse.Namespace) -> int:
         faulted.records, clean.records, faulted.recoveries, faulted.faults, settings
     )
     figures = settings | summary(faulted, report, series.counted)
+    if options.experts:
+        figures["rebalances"] = rebalances
     figures |= {"by_kind": by_kind(faulted, deaths), "longest_pauses": longest(report)}
     misses = missed(figures, series)
     lines = [f"MISSED: {each}" for each in misses] or ["PASSED"]
     kinds = [f"{kind}: {counts}" for kind, counts in figures["by_kind"].items()]
     parts = longest_words(figures["longest_pauses"])
+    kinds += [f"changes of copies of experts: {rebalances}"] if options.experts else []
     text = as_text(report, hit_words(figures), *kinds, parts, "\n".join(lines))
     print(text, end="")
     record.keep(options.out, name_of(name, options), figures, text)
@@ -270,7 +287,8 @@ def run(name: str, options: argparse.Namespace) -> int:
 
 def name_of(name: str, options: argparse.Namespace) -> str:
     """The name of the result: the series and what is not its default."""
-    more = ["on-nodes"] if options.on_nodes else []
+    more = ["experts"] if options.experts else []
+    more += ["on-nodes"] if options.on_nodes else []
     more += [options.policy.value] if options.policy is not PolicyName.AUTO else []
     if name != "everything" and options.backup is not BackupMode.OFF:
         more.append(options.backup.value)
@@ -283,14 +301,18 @@ def with_and_without(
     faults: list[Fault],
     seed: int,
     console: Console,
-) -> tuple[Run, Run]:
-    """The requests through one cluster twice, first with the faults, then undisturbed."""
+) -> tuple[Run, Run, int]:
+    """The requests through one cluster twice, first with the faults, then undisturbed; and how
+    often copies of experts have changed until then.
+    """
     with Cluster(
         config, lambda line: console.print(f"  {line}", style="dim", markup=False)
     ) as cluster:
         faulted = run_load(cluster, requests, faults, seed, console, "with deaths")
         cluster.wait_all_up(RETURN_S)
-        return faulted, run_load(cluster, requests, [], seed, console, "without")
+        clean = run_load(cluster, requests, [], seed, console, "without")
+        rows = rows_of(cluster.state()).values()
+        return faulted, clean, sum(row["experts"]["rebalances"] for row in rows if row["experts"])
 
 
 def summary(run: Run, report: Report, counted: str = "inflight") -> dict[str, Any]:
@@ -329,6 +351,8 @@ def missed(figures: dict[str, Any], series: Series) -> list[str]:
         found.append(f"a kill hit {hit} streams; bar {series.hit_at_least}")
     if figures["kills_left"]:
         found.append(f"{figures['kills_left']} faults never came due")
+    if figures.get("rebalances") == 0:
+        found.append("copies of experts never moved")
     found += [f"never: {kind}" for kind, of in figures["by_kind"].items() if not of["deaths"]]
     is_auto = series.has_pause_bars and figures["policy"] == PolicyName.AUTO.value
     return found + [

@@ -40,6 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "proxies": {"type": int, "choices": range(2, 9), "metavar": "2..8"},
     "mirror": {"choices": ["async", "sync"]},
     "mix": {"action": "store_true", "help": "with each proxy a decode instance"},
+    "experts": {"action": "store_true", "help": "of a mixture, with copies that move"},
     "on_nodes": {"action": "store_true", "help": "stages on two nodes"},
     "gpu": {"action": "store_true", "help": "servers share one; with --option restore, recompute"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
@@ -77,7 +78,9 @@ PARTS: dict[tuple[str, str], Part] = {
         _vllm, ("option", "damage", "streams", "kills", "gpu", "replays"), PYTHON_ENV
     ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
-    ("rank", "embedded"): Part(partial(drill.run, "rank"), ("policy", "streams", "on_nodes")),
+    ("rank", "embedded"): Part(
+        partial(drill.run, "rank"), ("policy", "streams", "experts", "on_nodes")
+    ),
     ("proxy", "embedded"): Part(proxies.run, ("api", "kills", "proxies", "mirror", "mix")),
     ("everything", "embedded"): Part(partial(drill.run, "everything"), ("policy", "streams")),
     ("everything", "distserve"): Part(
