@@ -18,7 +18,9 @@ from kvrs.explain.elastic import KvBackup
 from kvrs.tables import show
 
 # Parameters of `kvrs explain` that only `--elastic` has, and those that it has as well.
-_OF_ELASTIC = frozenset(("elastic", "tp", "lost", "requests", "context", "backup"))
+_OF_ELASTIC = frozenset(
+    ("elastic", "tp", "lost", "requests", "context", "backup", "zipf", "room_share")
+)
 _OF_BOTH = frozenset(("bandwidth", "local_bandwidth", "host_bandwidth"))
 _OF_DRAFTS = frozenset(("draft", "acceptance", "depth", "batch", "disk"))
 
@@ -55,6 +57,8 @@ def explain(
     requests: opt.ElasticRequests = 56,
     context: opt.ElasticContext = "16k",
     backup: opt.ElasticBackup = KvBackup.OFF,
+    zipf: opt.ElasticZipf = None,
+    room_share: opt.ElasticRoomShare = None,
     draft: opt.DraftProfile = None,
     acceptance: opt.Acceptance = 0.6,
     depth: opt.Depth = 4,

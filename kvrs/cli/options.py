@@ -366,6 +366,17 @@ ElasticRequests = Annotated[
 ElasticContext = Annotated[
     str, typer.Option(help="Tokens of each, as 16384 or 16k", rich_help_panel=ELASTIC)
 ]
+ElasticZipf = Annotated[
+    float | None,
+    typer.Option(help="Exponent of the choice of experts [1]", rich_help_panel=ELASTIC),
+]
+ElasticRoomShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Room for copies of experts, as a part of a rank's weights [0.1]",
+        rich_help_panel=ELASTIC,
+    ),
+]
 ElasticBackup = Annotated[
     KvBackup, typer.Option(help="Where else their KV is", rich_help_panel=ELASTIC)
 ]

@@ -22,13 +22,25 @@ class ModelShape:
 
     def units(self, weight_bytes: int = 2) -> Units:
         """Every expert's tiles are units of their own."""
-        grain = Grain.of(
+        units = self._units(self._grain, weight_bytes)
+        return replace(units, mlp_bytes=units.mlp_bytes * self.experts)
+
+    def expert_units(self, weight_bytes: int = 2) -> Units:
+        """The units that engines have: the parts of every expert."""
+        grain = self._grain.with_experts(self.experts, self.intermediate, frozenset())
+        return self._units(grain, weight_bytes)
+
+    @property
+    def _grain(self) -> Grain:
+        return Grain.of(
             heads=self.heads,
             kv_heads=self.kv_heads,
             intermediate=self.intermediate,
             vocab=self.vocab,
         )
-        units = Units.of(
+
+    def _units(self, grain: Grain, weight_bytes: int) -> Units:
+        return Units.of(
             grain,
             layers=self.layers,
             hidden=self.hidden,
@@ -37,7 +49,6 @@ class ModelShape:
             weight_bytes=weight_bytes,
             common_bytes=0 if self.tied else self.vocab * self.hidden * weight_bytes,
         )
-        return replace(units, mlp_bytes=units.mlp_bytes * self.experts)
 
 
 SHAPES = {

@@ -29,6 +29,7 @@ from kvrs.elastic.speed import Degree, Speed, shares
 from kvrs.elastic.units import Units
 from kvrs.elastic.ways.base import Costs, PossibleWay, Room, StreamAtRisk
 from kvrs.errors import ConfigError, LayoutError
+from kvrs.explain.experts import explain_experts
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import LoadReport, ReformingReport, Role, assumed_instance
@@ -73,6 +74,10 @@ class ElasticQuestion:
     host_bytes_per_s: float
     peer_bytes_per_s: float
     bytes_per_s: float  # Between nodes.
+    # Of models with experts: how skewed their choice is, and the part of a rank's weights that it
+    # has room for as copies.
+    zipf: float | None = None
+    room_share: float | None = None
 
     @property
     def rates(self) -> LinkRates:
@@ -81,17 +86,28 @@ class ElasticQuestion:
 
 def explain_elastic(question: ElasticQuestion) -> dict[str, Any]:
     """The answer as JSON has it: bytes that move on demand, by kind; the ladder of planners, the
-    quickest first; the ways of the instance, the one that it takes first; RaidServe's seconds.
+    quickest first; the ways of the instance, the one that it takes first; RaidServe's seconds; and
+    `experts` of a model that has some.
 
     Raises:
         ConfigError: profile or degrees do not allow it.
     """
     profile = catalog.profile(question.profile)
-    units = shape_of(profile.model).units()
+    shape = shape_of(profile.model)
+    units, experts = shape.units(), {}
     try:
         before = even(units, question.tp)
         dead = frozenset(before.ranks[question.tp - question.lost :])
         after = on_demand.reshaped(before, units, on_demand.survivors(before, sorted(dead)))
+        if question.zipf is not None and question.room_share is not None:
+            experts["experts"] = explain_experts(
+                shape,
+                question.tp,
+                question.lost,
+                question.rates,
+                zipf=question.zipf,
+                room_share=question.room_share,
+            )
     except LayoutError as error:
         raise ConfigError(f"--tp, --lost: {error}") from None
     tokens = question.requests * question.context_tokens
@@ -106,6 +122,7 @@ def explain_elastic(question: ElasticQuestion) -> dict[str, Any]:
             {"kind": kind.name.lower(), "host_bytes": host_bytes, "peer_bytes": peer_bytes}
             for kind, (host_bytes, peer_bytes) in found.bytes_by_kind().items()
         ],
+        **experts,
         "ladder": _ladder(question, units, found, dead, kv_bytes),
         "ways": _Case(question, units, before, dead).ways(),
         "raidserve_s": raidserve_s(question.peer_bytes_per_s),

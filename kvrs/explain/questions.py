@@ -9,9 +9,11 @@ from math import inf, isfinite
 from typing import Any
 
 from kvrs.config.backup import BackupSettings
+from kvrs.config.engine import ExpertSettings
 from kvrs.config.policy import PolicySettings
 from kvrs.core import options
 from kvrs.core.model.estimates import Option
+from kvrs.elastic.shapes import shape_of
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.explain.decision import Question, explain
 from kvrs.explain.drafts import DraftQuestion, explain_drafts
@@ -32,6 +34,8 @@ _BANDWIDTH = re.compile(
 _TOKENS = re.compile(r"([0-9]{1,9})(k?)")
 _FACTOR = re.compile(r"[0-9]+(\.[0-9]+)?")
 _MAX_TOKENS = 1 << 24
+# Options of models with experts, their usual values and the largest ones.
+_OF_EXPERTS = {"zipf": (1.0, 8), "room_share": (ExpertSettings().room_share, 8)}
 _CORRECTED = {each.option for each in options.ALL}
 # Of the profile, and of the question all but those that the profile and the policy stand for.
 _LABELS = ("label", "model", "dtype", "gpu", "cpu", "tp", "engine", "version", "kind", "source")
@@ -86,7 +90,12 @@ def elastic_document(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: there is no such profile; or other options are wrong, all named at once.
     """
     profile = _profile(given, "elastic")
-    _check(_faults_of_elastic(given))
+    _check(_faults_of_elastic(given, profile.model))
+    of_experts = {
+        name: usual if given[name] is None else given[name]
+        for name, (usual, _) in _OF_EXPERTS.items()
+        if shape_of(profile.model).experts > 1
+    }
     question = ElasticQuestion(
         profile=given["elastic"],
         tp=given["tp"],
@@ -97,6 +106,7 @@ def elastic_document(given: Mapping[str, Any]) -> dict[str, Any]:
         host_bytes_per_s=_host_bytes_per_s(given, RAIDSERVE_HOST_BYTES_PER_S),
         peer_bytes_per_s=_local_bytes_per_s(given, profile),
         bytes_per_s=parse_bandwidth(given["bandwidth"], "--bandwidth"),
+        **of_experts,
     )
     answer = explain_elastic(question)
     return {"version": 1, "question": question, "answer": answer, "notes": CONTRADICTIONS}
@@ -180,7 +190,14 @@ def _faults_of_decision(given: Mapping[str, Any]) -> Iterator[str]:
             yield from error.faults
 
 
-def _faults_of_elastic(given: Mapping[str, Any]) -> Iterator[str]:
+def _faults_of_elastic(given: Mapping[str, Any], model: str) -> Iterator[str]:
+    for name, (_, most) in _OF_EXPERTS.items():
+        if given[name] is None:
+            continue
+        if shape_of(model).experts == 1:
+            yield f"{_flag(name)}: got {given[name]}; allowed: none, {model} has no experts"
+        elif not 0 <= given[name] <= most:  # Also of what is no number.
+            yield f"{_flag(name)}: got {given[name]}; allowed: 0 to {most}"
     yield from _out_of_range(given, "tp", 2, 1 << 10)
     yield from _out_of_range(given, "lost", 1, max(1, given["tp"] - 1))
     yield from _out_of_range(given, "requests", 1, 1 << 16)

@@ -13,6 +13,7 @@ from kvrs.explain.elastic import raidserve_s
 
 RAIDSERVE = ("--elastic", "llama-3.1-70b-h100-vllm-tp8", "--backup", "host")
 BARE = (*RAIDSERVE[:2], "--backup", "off")
+EXPERTS = ("--elastic", "mixtral-8x22b-h100-vllm-tp8")
 
 
 @cache
@@ -80,6 +81,39 @@ def test_without_a_backup_every_way_recomputes() -> None:
     assert "cells" not in {each["kind"] for each in answer["moved"]}
 
 
+def test_experts_with_copies_cost_a_loss_fewer_bytes() -> None:
+    """An eighth of all experts without copies, whole or split; with them as much less as the lost
+    ranks had of what others have too. Copies make whole experts as even as they have room for.
+    """
+    answer = answer_to(*EXPERTS, "--zipf", "0.5", "--room-share", "1")
+
+    experts = answer["experts"]
+    of_layers = 56 * 8 * experts["expert_bytes"]
+    assert experts["expert_bytes"] == 3 * 6144 * 16384 * 2
+    assert (experts["count"], experts["parts"]) == (8, 8)
+    assert [way["layout"] for way in experts["ways"]] == ["whole", "whole, with copies", "split"]
+    bare, copied, split = experts["ways"]
+    assert bare["host_bytes"] == split["host_bytes"] == of_layers // 8
+    assert bare["copies"] == split["copies"] == 0
+    assert copied["copies"] * experts["expert_bytes"] == 8 * copied["copy_bytes"]
+    assert copied["host_bytes"] < 0.7 * bare["host_bytes"]
+    assert copied["moving_s"] < bare["moving_s"] == split["moving_s"]
+    assert {each["kind"]: each for each in answer["moved"]}["mlp"]["host_bytes"] == of_layers // 8
+    assert split["skew"] == pytest.approx(1.0)
+    assert copied["skew"] < 1.05 < 1.5 < bare["skew"]
+    assert f"{copied['host_bytes']:,}" in explained(*EXPERTS, "--zipf", "0.5", "--room-share", "1")
+
+
+def test_without_room_experts_have_no_copies_and_dense_models_no_experts() -> None:
+    """By itself room is that of `elastic.experts`."""
+    bare, copied, _ = answer_to(*EXPERTS, "--room-share", "0")["experts"]["ways"]
+    usual = answer_to(*EXPERTS)["experts"]["ways"][1]
+
+    assert bare | {"layout": ""} == copied | {"layout": ""}
+    assert 0 < usual["copy_bytes"] <= 0.1 * answer_to(*EXPERTS)["weight_bytes"]
+    assert "experts" not in answer_to(*RAIDSERVE)
+
+
 def test_people_and_programs_get_the_same_figures() -> None:
     page, answer = explained(*RAIDSERVE), answer_to(*RAIDSERVE)
 
@@ -103,6 +137,13 @@ def test_people_and_programs_get_the_same_figures() -> None:
         (("--requests", "0"), "--requests: got 0; allowed: 1 to 65536"),
         (("--context", "16M"), "--context: got '16M'"),
         (("--context", "0"), "--context: got '0'"),
+        (
+            ("--zipf", "1"),
+            "--zipf: got 1.0; allowed: none, meta-llama/Llama-3.1-70B has no experts",
+        ),
+        (("--room-share", "0"), "--room-share: got 0.0; allowed: none"),
+        ((*EXPERTS, "--zipf", "nan"), "--zipf: got nan; allowed: 0 to 8"),
+        ((*EXPERTS, "--room-share", "8.1"), "--room-share: got 8.1; allowed: 0 to 8"),
         (("--elastic", "none"), "--elastic: got 'none'"),
         (("--host-bandwidth", "50"), "--host-bandwidth: got '50'"),
         (("--elastic", "opt-13b-a100-kvrs-seed"), "states no tensor parallel degree"),
