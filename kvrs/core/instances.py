@@ -62,7 +62,7 @@ class InstanceEvents:
         self._view.set_self_tested(member, event)
         member.gpu_degraded = info.id in self._gpu_degraded
         member.drain_ordered = info.id in self._drain_ordered
-        self._view.update()
+        self._view.update(member)
         self._restarts.up(member, now_s)
         self._ledger.kv_locations.instance_up(member)
         if sum(m.info.role is info.role for m in self._view.members.values()) == 1:
@@ -98,7 +98,7 @@ class InstanceEvents:
     def _drain(self, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:
         """Streams on an instance that is about to end are moved while their KV is still there."""
         member.draining = True
-        self._view.update()
+        self._view.update(member)
         # With every report, so that one which re-forms is waited for.
         if self._can_move_from(member):
             self._leave_kv(member, produced)
@@ -181,7 +181,7 @@ class InstanceEvents:
         if member is None:
             return
         member.gpu_degraded = treatment is not None
-        self._view.update()
+        self._view.update(member)
         if treatment is Failing.MOVE and member.is_drained:
             cause = f"moved: its GPU is {event.state.value}: {event.reason}"
             self._move(member, cause, event.produced_tokens, now_s)
@@ -218,7 +218,7 @@ class InstanceEvents:
         if member is None:
             return
         member.drain_ordered = isinstance(event, ev.DrainOrdered)
-        self._view.update()
+        self._view.update(member)
         if isinstance(event, ev.DrainEnded):
             self._starter.place_idle(now_s)
         elif event.moves and self._can_move_from(member):

@@ -173,7 +173,7 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
     for pages, node in holders:
         open_ = (
             member
-            for member in view.on_node(node)
+            for member in view.by_node.get(node, ())
             if member.decodes
             and not member.is_drained
             and view.is_healthy(member)
@@ -237,14 +237,17 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     have fewer than `limit` streams; where none has, the assigned one.
     """
     targets = [assigned] if assigned.streams < limit else []
+    is_free, tokens = _is_free(stream, barred_too=False), stream.tokens
     for member in view.decoders:
         if len(targets) == TARGETS_MAX or member.streams >= limit:
             break
         if (
             member is not assigned
-            and view.is_healthy(member)
-            and _may_have(view, member, stream, barred_too=False)
-            and (member.continues(stream.tokens) or not assigned.continues(stream.tokens))
+            and (
+                (is_free and member.own_prefill is None and member.is_clear(view.now_s))
+                or (view.is_healthy(member) and _may_have(view, member, stream, barred_too=False))
+            )
+            and (not tokens or member.continues(tokens) or not assigned.continues(tokens))
         ):
             targets.append(member)
     return targets or [assigned]
@@ -351,13 +354,19 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if not target.pulls:
             return target
     best: Member | None = None
-    for member in view.on_node(target.node):
+    is_free = _is_free(stream, barred_too=False)
+    for member in view.by_node.get(target.node, ()):
         if (
             member.prefills
             and not member.is_drained
             and (best is None or member.queue_s < best.queue_s)
-            and view.takes_recovery(member)
-            and _may_have(view, member, stream, barred_too=False)
+            and (
+                (is_free and member.is_clear(view.now_s))
+                or (
+                    view.takes_recovery(member)
+                    and _may_have(view, member, stream, barred_too=False)
+                )
+            )
         ):
             best = member
     if best is not None:

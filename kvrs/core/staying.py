@@ -64,7 +64,7 @@ class Staying:
         ready_s = now_s + report.ready_in_s
         queue_s = home.reported_queue_s if before is None else before.queue_s
         home.reforming = now = PredictedReforming(report, ready_s, event.token_s, queue_s)
-        self._view.update()
+        self._view.update(home)
         home.reported_queue_s = queue_s + report.ready_in_s
         home.set_pace(report.decode_factor, report.prefill_factor, event.token_s)
         for stream_id, pages in report.missing_pages.items():
@@ -90,7 +90,7 @@ class Staying:
         if home.reforming is not None:
             home.reported_queue_s = home.reforming.queue_s
             home.reforming = None
-            self._view.update()
+            self._view.update(home)
             self._starter.place_idle(now_s)
 
     def is_stale_token(self, stream: Stream, now_s: float) -> bool:

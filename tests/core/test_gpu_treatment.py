@@ -115,7 +115,7 @@ def test_a_history_is_not_computed_on_a_failing_gpu() -> None:
 
     well = prefill_for(view, members[InstanceId("d1")], stream)
     members[InstanceId("p1")].gpu_degraded = True
-    view.update()
+    view.update(members[InstanceId("p1")])
 
     assert (well, prefill_for(view, members[InstanceId("d1")], stream)) == (
         members[InstanceId("p1")],

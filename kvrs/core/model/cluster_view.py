@@ -242,61 +242,76 @@ class ClusterView:
         # Sorted by rank, so that the least loaded are found without a search.
         self.decoders: list[Member] = []  # That are not drained, the least loaded first.
         self.prefillers: list[Member] = []  # That are not drained.
-        self._by_node: dict[NodeId, list[Member]] = {}
+        self.by_node: dict[NodeId, list[Member]] = {}
+        self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
 
     def add(self, info: InstanceInfo, prefill: PrefillTable | None = None) -> Member:
         """`prefill`: its table; None: that which it has measured itself."""
         assert info.id not in self.members, info.id
         table = prefill or PrefillTable.from_measured(info.prefill)
         member = self.members[info.id] = Member(info, table)
-        self._by_node.setdefault(info.node, []).append(member)
+        self.by_node.setdefault(info.node, []).append(member)
         if member.decodes:
             self._set_ranked(member, True)
-        self.update()
+        self.update(member)
         return member
 
     def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
         member.moves_kv, member.tokens = event.moves_kv, event.tokens
         member.restores = event.moves_kv if event.restores is None else event.restores
-        self.update()
+        self.update(member)
 
     def remove(self, member: Member) -> None:
         del self.members[member.id]
-        self._by_node[member.node].remove(member)
+        self.by_node[member.node].remove(member)
         if member.is_ranked:
             self._set_ranked(member, False)
-        self.update()
+        self._leaving.pop(member.id, None)
+        self._update(member.node)
 
-    def update(self) -> None:
-        """After a change of the members. An instance is drained only if another healthy one has its
-        role; if all are degraded, none is drained. One that is to end counts also one that re-forms
-        as healthy: that will serve.
-        """
+    def update(self, changed: Member) -> None:
+        """After a change of a member's facts, or of a reason to drain it."""
+        if changed.must_drain:
+            self._leaving[changed.id] = changed
+        self._update(changed.node)
+
+    def _update(self, changed: NodeId) -> None:
         members = self.members.values()
         kinds = {member.tokens for member in members if member.decodes and member.tokens}
         self.tokens_differ = len(kinds) > 1
-        self._update_drained()
+        if self._leaving:
+            self._update_drained()
         self.prefillers = [each for each in members if each.prefills and not each.is_drained]
-        for prefill in members:
-            prefill.own_decoders = [
-                member
-                for member in self._by_node[prefill.node]
-                if member.decodes and not member.is_drained and member.takes_from(prefill)
-            ]
+        self._update_pairs(changed)
 
     def _update_drained(self) -> None:
+        """An instance is drained only if another healthy one has its role; if all are degraded,
+        none is drained. One that is to end counts also one that re-forms as healthy: that will
+        serve.
+        """
         members = self.members.values()
-        candidates = [each for each in members if each.must_drain or each.is_drained]
-        if not candidates:
-            return
         healthy = [each for each in members if not each.must_drain]
         lasting = [each for each in members if not each.is_to_end]
-        for member in candidates:
+        for member in [*self._leaving.values()]:
             others = lasting if member.is_to_end else healthy
             is_drained = member.must_drain and have_roles_of(member, others)
-            if is_drained != member.is_drained and member.decodes:
-                self._set_ranked(member, not is_drained)
-            member.is_drained = is_drained
+            if is_drained != member.is_drained:
+                member.is_drained = is_drained
+                if member.decodes:
+                    self._set_ranked(member, not is_drained)
+                self._update_pairs(member.node)
+            if not member.must_drain:
+                del self._leaving[member.id]
+
+    def _update_pairs(self, node: NodeId) -> None:
+        there = self.by_node[node]
+        for prefill in there:
+            if prefill.prefills:
+                prefill.own_decoders = [
+                    member
+                    for member in there
+                    if member.decodes and not member.is_drained and member.takes_from(prefill)
+                ]
 
     def count_stream(self, member: Member, change: int) -> None:
         """Keep the order of the decode instances while one gains or loses streams."""
@@ -337,7 +352,8 @@ class ClusterView:
 
     def is_healthy(self, decode: Member) -> bool:
         """An interrupted stream should go on there."""
-        return self.has_prefill(decode) and self.takes_recovery(decode)
+        has_prefill = decode.own_prefill is None or self.has_prefill(decode)
+        return has_prefill and (decode.is_clear(self.now_s) or self.takes_recovery(decode))
 
     def has_prefill(self, decode: Member) -> bool:
         """A history can be computed for the instance: without its own server's prefill instance, an
@@ -349,17 +365,21 @@ class ClusterView:
         """Where a stream of this name can go on: the healthy decode instances that serve it, least
         loaded first. Where none answers well, all that are not busy.
         """
-        possible = [
-            member
-            for member in self.decoders
-            if (member.own_prefill is None or self.has_prefill(member))
-            and not self.is_busy(member)
-            and (not name or name in member.names)
-        ]
-        return [member for member in possible if self.is_healthy(member)] or possible
-
-    def on_node(self, node: NodeId) -> list[Member]:
-        return self._by_node.get(node, [])
+        healthy: list[Member] = []
+        possible: list[Member] = []
+        for member in self.decoders:
+            if (name and name not in member.names) or (
+                member.own_prefill is not None and not self.has_prefill(member)
+            ):
+                continue
+            if member.is_clear(self.now_s):
+                healthy.append(member)
+            elif self.is_busy(member):
+                continue
+            elif self.takes_recovery(member):
+                healthy.append(member)
+            possible.append(member)
+        return healthy or possible
 
     def reload(self, assumed_link_bytes_per_s: float) -> None:
         """Assume another bandwidth of the links that are not measured."""
@@ -396,7 +416,7 @@ class ClusterView:
 
     def queueing_delay_s(self, node: NodeId) -> float:
         """The wait of a stream that came to this node now."""
-        members = self.on_node(node)
+        members = self.by_node.get(node, ())
         decoders = [member.queue_s for member in members if member.decodes]
         return min(decoders or [member.queue_s for member in members], default=0.0)
 
