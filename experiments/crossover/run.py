@@ -125,10 +125,14 @@ def auto_pick(prefill: Member, target: Member, cell: Cell) -> Option:
     bytes_per_s, handshake_s = cell.gbit_per_s / 8 * 1e9, PolicySettings().handshake_s
     history, size_bytes = cell.prompt_tokens + cell.produced_tokens, target.bytes_per_token
     transfer_s = handshake_s + cell.prompt_tokens * size_bytes / bytes_per_s
-    migrate = estimate_fetch(Option.MIGRATE, target, history, cell.prompt_tokens, transfer_s)
-    compute_s = prefill.prefill.seconds_for(history)
+    history_s = target.prefill.seconds_for(history)
+    migrate = estimate_fetch(
+        Option.MIGRATE, target, history, history_s, cell.prompt_tokens, transfer_s
+    )
+    table = prefill.prefill
+    compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
     recompute = estimate_recompute(
-        prefill, target, history, compute_s, handshake_s=handshake_s, bytes_per_s=inf
+        prefill, target, history, compute_s, extrapolated, handshake_s=handshake_s, bytes_per_s=inf
     )
     return AUTO.decide([migrate, recompute]).option
 

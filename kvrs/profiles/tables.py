@@ -200,12 +200,6 @@ class PrefillTable:
     def covers(self, tokens: int) -> bool:
         return self.covered_from_tokens <= tokens <= self._covered_to_tokens
 
-    def covers_extra(self, prefix: int, new: int) -> bool:
-        """`extra` would answer from measurement."""
-        if self.grid is None:
-            return self.covers(prefix + new)
-        return new >= self.covered_from_tokens and self.grid.covers(prefix, new)
-
     def seconds_for(self, tokens: int) -> float:
         """Prefill time of `tokens` tokens without any prefix."""
         last = self._last_tokens
@@ -231,6 +225,17 @@ class PrefillTable:
         if self.grid is not None:
             return self.grid.seconds_for(prefix, new)
         return self.seconds_for(prefix + new) - self.seconds_for(prefix) + self.step_overhead_s
+
+    def behind(self, prefix: int, tokens: int, whole_s: float) -> tuple[float, bool]:
+        """Prefill time of the rest of `tokens` tokens behind a computed `prefix`, as `extra` has
+        it, and whether that is measured. `whole_s`: the time of all of them, which is known.
+        """
+        if self.grid is not None:
+            new = tokens - prefix
+            is_covered = new >= self.covered_from_tokens and self.grid.covers(prefix, new)
+            return self.grid.seconds_for(prefix, new), is_covered
+        seconds = whole_s - self.seconds_for(prefix) + self.step_overhead_s
+        return seconds, self.covered_from_tokens <= tokens <= self._covered_to_tokens
 
 
 class DecodeTable(msgspec.Struct, frozen=True):

@@ -129,7 +129,7 @@ def test_a_cached_prefix_is_predicted_as_the_source_has_it() -> None:
 
     assert table.extra(7680, 512) == pytest.approx(0.0271971, rel=0.01)
     assert table.extra(30720, 2048) == pytest.approx(0.1587027, rel=0.01)
-    assert table.covers_extra(30720, 2048)
+    assert table.behind(30720, 32768, table.seconds_for(32768)) == (table.extra(30720, 2048), True)
 
 
 def test_links_are_there() -> None:

@@ -117,7 +117,13 @@ def test_lengths_outside_the_grid_are_marked() -> None:
     """
     table = PrefillTable.from_grid("t", "s", PrefixGrid(100, 1000, ROWS), covered_from_tokens=50)
 
-    assert table.covers_extra(1000, 200)
-    assert not table.covers_extra(1001, 100)
-    assert not table.covers_extra(100, 201)
-    assert not table.covers_extra(100, 49)
+    def is_covered(prefix: int, new: int) -> bool:
+        tokens = prefix + new
+        seconds, is_covered = table.behind(prefix, tokens, table.seconds_for(tokens))
+        assert seconds == table.extra(prefix, new)
+        return is_covered
+
+    assert is_covered(1000, 200)
+    assert not is_covered(1001, 100)
+    assert not is_covered(100, 201)
+    assert not is_covered(100, 49)

@@ -57,6 +57,7 @@ class Case(msgspec.Struct, gc=False):
     queue_s: float  # Before the target.
     history_tokens: int
     history_s: float  # What the target would take to compute the whole history.
+    extrapolated: bool  # That is outside what was measured.
     wanted_pages: int  # Worth fetching; 0 also where no KV of the history is left.
     sources: Sequence[KvSource]
     slot_wait_s: float  # Expected until the target has a slot for a fetch.
@@ -107,10 +108,19 @@ def case_of(books: Books, stream: Stream, target: Member, now_s: float) -> Case:
             sources = sources_of(books.view, stream, target, wanted)
             if sources:
                 slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
-    history_s = target.prefill.seconds_for(history_tokens)
-    queue_s = target.queue_s
+    table, queue_s = target.prefill, target.queue_s
+    history_s, extrapolated = table.seconds_for(history_tokens), not table.covers(history_tokens)
     return Case(
-        books, stream, target, queue_s, history_tokens, history_s, wanted, sources, slot_wait_s
+        books,
+        stream,
+        target,
+        queue_s,
+        history_tokens,
+        history_s,
+        extrapolated,
+        wanted,
+        sources,
+        slot_wait_s,
     )
 
 
@@ -226,6 +236,7 @@ def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Es
         option,
         target,
         case.history_tokens,
+        case.history_s,
         pages * target.page_size_tokens,
         transfer_s,
         case.queue_s + wait_s,
@@ -243,6 +254,7 @@ def estimate_fetch(
     option: Option,
     target: Member,
     history_tokens: int,
+    history_s: float,
     prefix_tokens: int,
     transfer_s: float = 0.0,
     queue_s: float = 0.0,
@@ -250,12 +262,11 @@ def estimate_fetch(
     source: InstanceId | None = None,
     second: InstanceId | None = None,
 ) -> Estimate:
-    """Queue, then `prefix_tokens` of the history at the target after `transfer_s`, and the rest
-    computed there.
+    """Queue, then `prefix_tokens` of the history, all of which would take `history_s`, at the
+    target after `transfer_s`, and the rest computed there.
     """
-    rest = history_tokens - prefix_tokens
     table = target.prefill
-    compute_s = table.extra(prefix_tokens, rest)
+    compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     at_target_s = compute_s - table.step_overhead_s
     raw_s = queue_s + transfer_s + compute_s
     return Estimate(
@@ -265,7 +276,7 @@ def estimate_fetch(
         queue_s,
         transfer_s,
         compute_s,
-        not table.covers_extra(prefix_tokens, rest),
+        not is_covered,
         raw_s,
         at_target_s if at_target_s > 0 else 0.0,
         source,

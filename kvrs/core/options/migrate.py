@@ -91,14 +91,14 @@ def estimate_cached(
 
     The queue at the target counts only as far as it outlasts that.
     """
-    rest, table = history_tokens - prefix_tokens, holder.prefill
-    compute_s = table.extra(prefix_tokens, rest)
+    table = holder.prefill
+    history_s = table.seconds_for(history_tokens)
+    compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
     transfer_s = handshake_s + history_tokens * (holder.bytes_per_token / bytes_per_s)
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s
         raw_s = target_queue_s
-    extrapolated = not table.covers_extra(prefix_tokens, rest)
     return Estimate(
         _MIGRATE,
         target.id,
@@ -106,7 +106,7 @@ def estimate_cached(
         queue_s,
         transfer_s,
         compute_s,
-        extrapolated,
+        not is_covered,
         raw_s,
         source=holder.id,
         by_prefill=True,

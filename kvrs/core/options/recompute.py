@@ -35,19 +35,21 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     queue_s, view = case.queue_s, books.view
     factors = books.factors
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
-    prefill = prefill_for(view, target, case.stream)
+    prefill, there = prefill_for(view, target, case.stream), None
     # Without a hand-off that moves KV the target would compute the history once more.
     is_handed_off = target.own_prefill is not None or (prefill.moves_kv and target.moves_kv)
     fetches = target.pulls and prefill.retains  # From there.
     is_migration = not fetches and has_cached(case.stream, prefill)
     if prefill is not target and is_handed_off and not is_migration:
-        table, here_s = prefill.prefill, queue_s + case.history_s
-        compute_s = case.history_s if table is target.prefill else table.seconds_for(history)
+        table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
+        if table is not target.prefill:
+            compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
         there = estimate_recompute(
             prefill,
             target,
             history,
             compute_s,
+            extrapolated,
             factor,
             prefill.queue_s,
             queue_s,
@@ -55,18 +57,16 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             view.bytes_per_s(prefill.node, target.node),
         )
         # A server with a prefill instance of its own computes nowhere else.
-        if there.raw_s <= here_s or target.own_prefill is not None:
+        if there.raw_s <= queue_s + case.history_s or target.own_prefill is not None:
             estimates.append(there)
             return
-        estimates.append(_here(case, factor))
+    estimates.append(
+        estimate_recompute(
+            target, target, history, case.history_s, case.extrapolated, factor, queue_s
+        )
+    )
+    if there is not None:
         estimates.append(there)
-        return
-    estimates.append(_here(case, factor))
-
-
-def _here(case: Case, factor: float) -> Estimate:
-    target, history = case.target, case.history_tokens
-    return estimate_recompute(target, target, history, case.history_s, factor, case.queue_s)
 
 
 def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
@@ -91,6 +91,7 @@ def estimate_recompute(
     target: Member,
     history_tokens: int,
     compute_s: float,
+    extrapolated: bool,
     factor: float = 1.0,
     queue_s: float = 0.0,
     target_queue_s: float = 0.0,
@@ -113,7 +114,6 @@ def estimate_recompute(
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s
         raw_s = target_queue_s
-    extrapolated = not prefill.prefill.covers(history_tokens)
     return Estimate(
         _RECOMPUTE,
         target.id,

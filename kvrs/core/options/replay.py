@@ -49,8 +49,13 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
 
 def _prompt_of(case: Case) -> Case:
     """The case of the prompt alone."""
-    tokens = case.stream.prompt_tokens
-    return replace(case, history_tokens=tokens, history_s=case.target.prefill.seconds_for(tokens))
+    tokens, table = case.stream.prompt_tokens, case.target.prefill
+    return replace(
+        case,
+        history_tokens=tokens,
+        history_s=table.seconds_for(tokens),
+        extrapolated=not table.covers(tokens),
+    )
 
 
 def _decode_s(case: Case) -> float:

@@ -29,6 +29,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             _REUSE,
             target,
             case.history_tokens,
+            case.history_s,
             pages * target.page_size_tokens,
             transfer_s=more_s,
             queue_s=case.queue_s + wait_s,

@@ -2,9 +2,15 @@
 
 import pytest
 
+from kvrs.config.policy import PolicySettings
+from kvrs.core.books.slots import SlotBook
 from kvrs.core.model import actions as act
-from kvrs.core.model.estimates import Option
-from kvrs.core.options.recompute import estimate_recompute
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.streams import Stream
+from kvrs.core.options.base import Books, case_of
+from kvrs.core.options.recompute import RECOMPUTE, estimate_recompute
+from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
 
 
@@ -17,6 +23,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
         member("d1"),
         history_tokens=110,
         compute_s=0.110,
+        extrapolated=False,
         bytes_per_s=204_800.0,
         queue_s=0.5,
         handshake_s=0.01,
@@ -26,6 +33,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
         member("b1"),
         history_tokens=110,
         compute_s=0.110,
+        extrapolated=False,
         bytes_per_s=204_800.0,
         handshake_s=0.01,
     )
@@ -35,13 +43,24 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
 
 
 def test_an_estimate_from_beyond_the_table_is_marked() -> None:
-    """`Estimate.extrapolated` shows that the table was used outside its measured range."""
-    within, beyond = (
-        estimate_recompute(member("p1"), member("d1"), tokens, tokens / 1e3, bytes_per_s=1e9)
-        for tokens in (400, 401)
-    )
+    """`Estimate.extrapolated` shows that the table was used outside its measured range: of the
+    prefill instance, and of the target.
+    """
+    view, slots = ClusterView(1e9), SlotBook(1)
+    for up in (instance_up("p1"), instance_up("d1")):
+        view.add(up.info, up.prefill)
+    target, marks = view.members[InstanceId("d1")], []
+    target.prefill = target.full_prefill.scaled(0.9)
 
-    assert (within.extrapolated, beyond.extrapolated) == (False, True)
+    for tokens in (400, 401):
+        found: list[Estimate] = []
+        stream = Stream(StreamId("s"), 0, tokens, 0.0)
+        RECOMPUTE.estimate(
+            case_of(Books(view, slots, PolicySettings()), stream, target, 0.0), found
+        )
+        marks.append({each.source: each.extrapolated for each in found})
+
+    assert marks == [{None: False, "p1": False}, {None: True, "p1": True}]
 
 
 @pytest.mark.parametrize(("queue_s", "sources"), [(0.0, {"p1", None}), (9.0, {"p1"})])
