@@ -186,9 +186,9 @@ class Control(Generic[S]):
 
     def close(self, live: S, now_s: float) -> None:
         """Take the stream out of all books, however it ended; safe to call again."""
-        self._shell.end_attempt(live)
         if self.streams.get(live.id) is not live:
             return  # Closed before; its client may have resumed it as another one.
+        self._shell.end_attempt(live)
         del self.streams[live.id]
         self._shell.stream_closed(live)
         # A stream that is resumed elsewhere needs what is kept of it; unrenewed leases run out.
@@ -290,7 +290,7 @@ class Control(Generic[S]):
         if journal.finished:
             self.end(live, Complete(), now_s)
             return False
-        if live.remaining_tokens == 0 and self._can_give_end and not journal.replayed:
+        if self._can_give_end and not journal.replayed and live.remaining_tokens == 0:
             assert live.plan is not None
             self._shell.give_end(live, live.plan)
             return False

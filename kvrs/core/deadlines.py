@@ -56,7 +56,10 @@ def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
     places in the order, and its streams take them by the deadlines of their own: a tenant that
     names tight ones overtakes itself only.
     """
-    ordered = sorted(streams, key=lambda stream: (due_s(stream), stream.number))
+    ordered = list(streams)
+    if len(ordered) < 2:
+        return ordered
+    ordered.sort(key=lambda stream: (due_s(stream), stream.number))
     if all(stream.tenant == ordered[0].tenant for stream in ordered):
         return ordered
     of_tenant: dict[str, list[Stream]] = {}

@@ -156,7 +156,7 @@ class Decisions:
         the attempt was no recovery.
         """
         attempt, decision = stream.attempt, stream.attempt.decision
-        if decision is None or not (stream.recovers or decision.chosen.option.stays):
+        if decision is None or (decision.chosen.option is Option.START and not stream.recovers):
             return None
         chosen, real_s = decision.chosen, now_s - attempt.started_s
         # A replay is not there to be fast.

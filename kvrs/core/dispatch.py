@@ -25,14 +25,10 @@ def assign(
     """A target for each victim that has any; `loads` names the targets, without the victims."""
     loads = dict(loads)
     assigned: dict[StreamId, InstanceId] = {}
-    at_home = [
-        victim
-        for victim in victims
-        if how is not Dispatch.LEAST_LOADED and _open(victim, loads, victim.homes)
-    ]
     # Victims with a holder are placed first, so that the others fill what is left.
-    for victim in at_home:
-        _send(victim, _least(_open(victim, loads, victim.homes), loads), assigned, loads)
+    for victim in victims if how is not Dispatch.LEAST_LOADED else ():
+        if victim.homes and (homes := _open(victim, loads, victim.homes)):
+            _send(victim, _least(homes, loads), assigned, loads)
     for victim in victims:
         if victim.stream not in assigned and (allowed := _open(victim, loads, loads)):
             _send(victim, _least(allowed, loads), assigned, loads)

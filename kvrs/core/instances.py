@@ -129,39 +129,27 @@ class InstanceEvents:
     def ended(
         self, event: ev.InstanceLost | ev.InstanceRemoved | ev.InstanceExited, now_s: float
     ) -> None:
+        name, member = event.instance, self._view.members.get(event.instance)
         match event:
             case ev.InstanceLost():
-                self._lost(event, now_s)
+                if member is not None and event.epoch >= member.info.epoch:
+                    produced, may_live = event.produced_tokens, event.may_live
+                    victims = self._lose(member, event.cause, produced, now_s, may_live=may_live)
+                    self._starter.gather(victims, now_s)
             case ev.InstanceRemoved():
-                self._removed(event, now_s)
+                if member is not None:
+                    member.drain_ordered = True  # What runs there is not to blame.
+                    victims = self._lose(member, "removed", event.produced_tokens, now_s)
+                    self._starter.gather(victims, now_s)
+                self._drain_ordered.discard(name)
+                self._gpu_degraded.discard(name)
+                self._restarts.forget(name)
             case ev.InstanceExited():
-                self._exited(event, now_s)
+                is_external = event.is_external
+                freed = self._incidents.exited(name, event.epoch, now_s, is_external=is_external)
+                self._place_freed(freed, now_s)
             case _:
                 assert_never(event)
-
-    def _lost(self, event: ev.InstanceLost, now_s: float) -> None:
-        member = self._view.members.get(event.instance)
-        if member is not None and event.epoch >= member.info.epoch:
-            victims = self._lose(
-                member, event.cause, event.produced_tokens, now_s, may_live=event.may_live
-            )
-            self._starter.gather(victims, now_s)
-
-    def _removed(self, event: ev.InstanceRemoved, now_s: float) -> None:
-        member, victims = self._view.members.get(event.instance), []
-        if member is not None:
-            member.drain_ordered = True  # What runs there is not to blame.
-            victims = self._lose(member, "removed", event.produced_tokens, now_s)
-        self._drain_ordered.discard(event.instance)
-        self._gpu_degraded.discard(event.instance)
-        self._restarts.forget(event.instance)
-        self._starter.gather(victims, now_s)
-
-    def _exited(self, event: ev.InstanceExited, now_s: float) -> None:
-        freed = self._incidents.exited(
-            event.instance, event.epoch, now_s, is_external=event.is_external
-        )
-        self._place_freed(freed, now_s)
 
     def agent_lost(self, event: ev.HolderLost, now_s: float) -> None:
         """No request ends an agent: what dies with it on its node dies with the node."""

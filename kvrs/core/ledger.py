@@ -48,7 +48,7 @@ class Ledger:
         """
         if stream.stage is Stage.QUEUED:
             self.slots.leave(stream.id)
-        self.timers.clear(stream.id)
+        self.timers.alarms_s.pop(stream.id, None)
         decode = self.view.members[plan.decode]
         runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
         chosen = decision.chosen
@@ -100,7 +100,7 @@ class Ledger:
     def resume(self, stream: Stream) -> None:
         """The attempt has brought a token to the client, and nothing more is waited for."""
         self.arrived(stream)
-        self.timers.clear(stream.id)
+        self.timers.alarms_s.pop(stream.id, None)
         if stream.reserved:
             quarantine.end(stream)
         if stream.checkpoints:
@@ -123,7 +123,7 @@ class Ledger:
 
     def clear_stay_deadline(self, stream: Stream) -> None:
         """The instance that the attempt stayed at has done its part."""
-        self.timers.clear(stream.id)
+        self.timers.alarms_s.pop(stream.id, None)
         stream.attempt.stay_deadline = None
 
     def wait(self, stream: Stream, now_s: float) -> None:
@@ -165,8 +165,9 @@ class Ledger:
     def _run(self, stream: Stream, stage: Stage, member: Member, decode: Member) -> None:
         """The attempt is at this member now, and decodes there or will at `decode`."""
         attempt = stream.attempt
-        if attempt.runs_on is not None:
-            _leave_members(stream)
+        for left in (attempt.runs_on, attempt.decodes_on):
+            if left is not None:
+                left.running.discard(stream.id)
         if attempt.decodes_on is not decode:
             if attempt.decodes_on is not None:
                 self.view.count_stream(attempt.decodes_on, -1)
@@ -184,27 +185,25 @@ class Ledger:
     def _leave(self, stream: Stream) -> None:
         """Out of every book: the attempt is over, or the wait."""
         self.slots.release(stream.id)
-        self.slots.leave(stream.id)
+        if stream.stage is Stage.QUEUED:
+            self.slots.leave(stream.id)
         self._end_attempt(stream)
 
     def _end_attempt(self, stream: Stream) -> None:
         attempt = stream.attempt
         self.settle_bookings(stream)
-        self.timers.clear(stream.id)
+        self.timers.alarms_s.pop(stream.id, None)
         if stream.reserved:
             quarantine.end(stream)
-        self.outliers.left(stream)
-        _leave_members(stream)
+        for member in (attempt.runs_on, attempt.decodes_on):
+            if member is not None:
+                member.running.discard(stream.id)
+                if stream.id in member.health.awaited or member.health.probe == stream.id:
+                    self.outliers.left(stream, member)
         attempt.runs_on = attempt.decision = attempt.stay_deadline = None
         if attempt.decodes_on is not None:
             self.view.count_stream(attempt.decodes_on, -1)
             attempt.decodes_on = None
-
-
-def _leave_members(stream: Stream) -> None:
-    for member in (stream.attempt.runs_on, stream.attempt.decodes_on):
-        if member is not None:
-            member.running.discard(stream.id)
 
 
 def _put_on_link(attempt: AttemptState, link: Link, size_bytes: int) -> None:

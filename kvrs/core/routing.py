@@ -4,6 +4,7 @@ recoveries to the few targets worth weighing.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
 
 from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.core import handoff
@@ -11,7 +12,7 @@ from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.dispatch import Victim
 from kvrs.core.model.cluster_view import ClusterView, Member
 from kvrs.core.model.streams import Stream
-from kvrs.ids import InstanceId
+from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
 # How many targets are looked at per victim: a bound on the time of one decision.
@@ -167,19 +168,23 @@ def victim_of(view: ClusterView, stream: Stream, *, barred_too: bool) -> Victim:
     if stream.tokens and view.tokens_differ:
         excluded_epochs |= _foreign(view, stream, excluded_epochs)
     # With equal pages an agent comes first: its checkpoint survives the instances beside it.
-    holders = [(kept.pages, kept.agent.node) for kept in stream.checkpoints.values() if kept.pages]
-    holders += [(kept.pages, kept.member.node) for kept in stream.holders.values() if kept.pages]
-    holders.sort(key=lambda holder: holder[0], reverse=True)
+    holders: list[tuple[int, NodeId]] = []
+    for stored in stream.checkpoints.values():
+        holders.append((stored.pages, stored.agent.node))
+    for held in stream.holders.values():
+        holders.append((held.pages, held.member.node))
+    if len(holders) > 1:
+        holders.sort(key=itemgetter(0), reverse=True)
     for pages, node in holders:
-        open_ = (
-            member
-            for member in view.by_node.get(node, ())
+        homes = tuple(
+            member.id
+            for member in (view.by_node.get(node, ()) if pages else ())
             if member.decodes
             and not member.is_drained
+            and member.id not in excluded_epochs
             and view.is_healthy(member)
             and stream.is_served_at(member)
         )
-        homes = tuple(member.id for member in open_ if member.id not in excluded_epochs)
         if homes:
             return Victim(stream.id, homes, pages, excluded_epochs)
     return Victim(stream.id, excluded_epochs=excluded_epochs)

@@ -226,7 +226,8 @@ class Starter:
     def forget(self, stream: Stream) -> None:
         self._gathered.pop(stream.id, None)
         self.held_back.pop(stream.id, None)
-        self._incidents.left(stream.id, is_refused=False)
+        if self._incidents.losses or self._incidents.cases:
+            self._incidents.left(stream.id, is_refused=False)
         self._ledger.forget(stream)
 
     def _back_off(self, stream: Stream, now_s: float) -> None:
@@ -333,7 +334,8 @@ class Starter:
     def _start(self, stream: Stream, plan: act.Plan, decision: Decision, now_s: float) -> None:
         prefill = None if plan.prefill is None else self._view.members[plan.prefill]
         decode = self._view.members[plan.decode]
-        if places := self._ledger.checkpoints.place(stream, decode, prefill):
+        checkpoints = self._ledger.checkpoints
+        if checkpoints.are_kept and (places := checkpoints.place(stream, decode, prefill)):
             plan = msgspec.structs.replace(plan, places=places)
         self.held_back.pop(stream.id, None)
         self._ledger.begin(stream, plan, decision, now_s)
@@ -341,7 +343,7 @@ class Starter:
             stream.recovery.note_start()
         number, chosen = stream.attempt.number, decision.chosen
         self._actions.append(act.Start(stream.id, number, plan))
-        if number == 1:
+        if number == 1 and self.retries.used:
             self.retries.started(len(self._ledger.streams), now_s)
         if stream.recovers:
             record = act.Recovered(

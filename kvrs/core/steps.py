@@ -83,17 +83,12 @@ class Steps:
         stream = self._ledger.streams.get(stream_id)
         if stream is None:
             method = self._table[type(event)][None]
-        elif self._is_late(stream, event):
-            return
+        elif isinstance(event, _OF_ATTEMPT) and event.attempt != stream.attempt.number:
+            return  # `Ignored.LATE`, in any stage: an attempt that has a successor.
         else:
             method = self._table[type(event)][stream.stage]
         if method is not None:
             method(stream, event, now_s)
-
-    @staticmethod
-    def _is_late(stream: Stream, event: StreamEvent) -> bool:
-        """`Ignored.LATE`, in any stage: an attempt that has a successor."""
-        return isinstance(event, _OF_ATTEMPT) and event.attempt != stream.attempt.number
 
     def _method(self, cell: Cell) -> _Method | None:
         """The method for a cell of the table; None: the event is ignored."""
@@ -107,13 +102,16 @@ class Steps:
     # A stream begins.
 
     def _admit(self, _: None, event: ev.StreamArrived, now_s: float) -> None:
+        deadlines = self._deadlines
+        if event.deadlines is not ev.NO_DEADLINES:
+            deadlines = deadlines_of(event.deadlines, self._slo)
         stream = Stream(
             event.stream,
             self._arrivals,
             max(1, event.prompt_tokens),
             now_s,
             event.most_tokens,
-            self._deadlines_of(event.deadlines),
+            deadlines,
             self._deadlines,
             event.tenant,
             now_s,
@@ -123,7 +121,6 @@ class Steps:
         self._arrivals += 1
         self._ledger.admit(stream)
         # No other is placed with it, and nothing has failed it.
-        self._decisions.begin(now_s)
         self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
@@ -134,7 +131,7 @@ class Steps:
             event.prompt_tokens,
             now_s,
             event.most_tokens,
-            self._deadlines_of(event.deadlines),
+            deadlines_of(event.deadlines, self._slo),
             self._deadlines,
             event.tenant,
             arrived_s=now_s - event.age_s,
@@ -149,11 +146,6 @@ class Steps:
         self._arrivals += 1
         self._ledger.admit(stream)
         self._starter.place_all([stream], now_s)
-
-    def _deadlines_of(self, requested: ev.Deadlines) -> ev.Deadlines:
-        return (
-            self._deadlines if requested is ev.NO_DEADLINES else deadlines_of(requested, self._slo)
-        )
 
     # Its attempt progresses.
 
@@ -191,15 +183,18 @@ class Steps:
         if planned is not None and not (leaves and planned.is_drained):
             decode = hand_off_to(view, stream, prefill, planned, self._settings)
             cause = "a suspected request runs apart on the only decode instance"
-            if not stream.is_served_at(planned):
-                cause = "the decode instance has unloaded the adapter during prefill"
         if planned is None or decode is None:
             if planned is not None:
                 self._halt(stream)
+                if not stream.is_served_at(planned):
+                    cause = "the decode instance has unloaded the adapter during prefill"
             self._starter.end_attempt(stream, cause, plan.decode, now_s)
             self._starter.place_all([stream], now_s)
             return
-        if planned.own_prefill != prefill.id:  # Else one call, which is at decode already.
+        # Else the plan holds: it is one call, which is at decode already, or nothing has changed.
+        if planned.own_prefill != prefill.id and (
+            decode is not planned or self._ledger.checkpoints.are_kept
+        ):
             plan = self._redirect(stream, plan, prefill, decode)
         self._ledger.hand_off(stream, plan, prefill, decode)
 
@@ -224,7 +219,8 @@ class Steps:
         if home is not None:
             self._ledger.outliers.answered(stream, home)
         self._ledger.resume(stream)
-        self._ledger.incidents.progressed(stream.id)
+        if (incidents := self._ledger.incidents).losses or incidents.cases:
+            incidents.progressed(stream.id)
         stream.note_resumed(now_s)
         stream.needs_replay = event.needs_replay
 
@@ -301,7 +297,8 @@ class Steps:
         attempt = stream.attempt
         there = attempt.runs_on if attempt.resumed else None
         self._starter.forget(stream)
-        if there is not None and there.health.note_room(now_s):
+        is_paused = there is not None and there.health.busy_until_s is not None
+        if there is not None and is_paused and there.health.note_room(now_s):
             self._starter.place_first(now_s)
 
     def _halt(self, stream: Stream) -> None:

@@ -93,7 +93,7 @@ def test_simulator_notices_a_rule_that_refuses_at_the_second_death(
     real = IncidentBook.judge
 
     def judge(self: IncidentBook, stream: object, now_s: float) -> Verdict:
-        case = self._cases.get(stream)  # type: ignore[call-overload]
+        case = self.cases.get(stream)  # type: ignore[call-overload]
         if case is not None and len(case.deaths) > 1 and case.deaths[-1].is_alone:
             return Verdict(Ruling.REFUSE)
         return real(self, stream, now_s)  # type: ignore[arg-type]

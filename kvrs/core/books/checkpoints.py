@@ -19,6 +19,7 @@ class Checkpoints:
     def __init__(self, view: ClusterView, settings: BackupSettings) -> None:
         self._view = view
         self._settings = settings
+        self.are_kept = settings.mode is not BackupMode.OFF
 
     def place(
         self, stream: Stream, decode: Member, prefill: Member | None
@@ -27,8 +28,6 @@ class Checkpoints:
         are kept where they still serve.
         """
         mode = self._settings.mode
-        if mode is BackupMode.OFF:
-            return ()
         node, need_bytes = decode.node, _need_bytes(stream, decode)
         chosen: list[Agent] = []
         if not (decode.checkpoints or (prefill is not None and prefill.checkpoints)):

@@ -176,9 +176,9 @@ class _Evidence:
 
 class IncidentBook:
     def __init__(self, settings: RecoverySettings) -> None:
-        self._losses: list[_Loss] = []  # In their order.
-        self._cases: dict[StreamId, _Case] = {}
-        self._evidence = _Evidence(self._losses, self._cases)
+        self.losses: list[_Loss] = []  # In their order.
+        self.cases: dict[StreamId, _Case] = {}
+        self._evidence = _Evidence(self.losses, self.cases)
         self._exits: dict[tuple[InstanceId, int], tuple[bool, float]] = {}
         self._nodes_lost_s: dict[NodeId, float] = {}
         self.reload(settings)
@@ -213,7 +213,7 @@ class IncidentBook:
             self._charge(stream, loss, now_s, is_alone=stream == alone)
 
     def _loss_of(self, process: LostInstance, now_s: float, *, may_live: bool) -> _Loss:
-        for known in self._losses:
+        for known in self.losses:
             is_other_part = (
                 known.process.server == process.server
                 and known.process.instance != process.instance
@@ -222,7 +222,7 @@ class IncidentBook:
             if is_other_part:
                 return known
         loss = _Loss(process, now_s, may_live, is_internal=False)
-        self._losses.append(loss)
+        self.losses.append(loss)
         return loss
 
     def _most_likely(self, suspects: Mapping[StreamId, bool]) -> StreamId | None:
@@ -235,7 +235,7 @@ class IncidentBook:
         return ranked[0] if len(ranked) == 1 else None
 
     def _charge(self, stream: StreamId, loss: _Loss, now_s: float, *, is_alone: bool) -> None:
-        case = self._cases.setdefault(stream, _Case())
+        case = self.cases.setdefault(stream, _Case())
         key = loss.process.instance, loss.process.epoch
         broke_s = case.broken.pop(key, case.doubted.pop(key, now_s))
         case.doubt_reports(now_s)
@@ -254,7 +254,7 @@ class IncidentBook:
         """How the process ended; returns the streams whose cases that changes."""
         self._forget_old(now_s)
         self._exits[instance, epoch] = is_external, now_s
-        found = [each for each in self._losses if _is_of(each, instance, epoch)]
+        found = [each for each in self.losses if _is_of(each, instance, epoch)]
         if not is_external:
             for loss in found:
                 loss.is_internal = True
@@ -264,7 +264,7 @@ class IncidentBook:
     def _free_broken(self, instance: InstanceId, epoch: int) -> list[StreamId]:
         """No stream whose attempt broke there caused that."""
         freed, key = [], (instance, epoch)
-        for stream, case in self._cases.items():
+        for stream, case in self.cases.items():
             case.doubted.pop(key, None)
             if case.broken.pop(key, None) is not None:
                 freed.append(stream)
@@ -277,7 +277,7 @@ class IncidentBook:
         self._nodes_lost_s[node] = now_s
         return self._clear(
             loss
-            for loss in self._losses
+            for loss in self.losses
             if loss.process.node == node and now_s - loss.lost_s < _LOST_WITH_ITS_NODE_S
         )
 
@@ -286,20 +286,20 @@ class IncidentBook:
         place.
         """
         silent = [
-            loss for loss in self._losses if loss.may_live and loss.process.instance == instance
+            loss for loss in self.losses if loss.may_live and loss.process.instance == instance
         ]
         for loss in silent:
             loss.may_live = False
         if had_not_ended:
             self._clear(silent)
-            self._losses[:] = [loss for loss in self._losses if loss not in silent]
+            self.losses[:] = [loss for loss in self.losses if loss not in silent]
 
     def alive(self, instance: InstanceId, epoch: int, now_s: float) -> list[StreamId]:
         """It reports; returns the streams whose connection broke there and that are suspected of
         nothing else. If the report was under way for long, the death still finds them.
         """
         freed, key = [], (instance, epoch)
-        for stream, case in self._cases.items():
+        for stream, case in self.cases.items():
             broke_s = case.broken.get(key, inf)
             if now_s - broke_s >= _ALIVE_AFTER_S:
                 case.doubted[key] = case.broken.pop(key)
@@ -312,7 +312,7 @@ class IncidentBook:
         for loss in losses:
             cleared += sorted(loss.suspects)
             for stream in loss.suspects:
-                case = self._cases[stream]
+                case = self.cases[stream]
                 case.deaths = [death for death in case.deaths if death.loss is not loss]
             loss.suspects.clear()
         return cleared
@@ -321,7 +321,7 @@ class IncidentBook:
 
     def broke(self, stream: StreamId, instance: InstanceId, epoch: int, now_s: float) -> None:
         """An attempt that had brought nothing broke there, without an error."""
-        case = self._cases.setdefault(stream, _Case())
+        case = self.cases.setdefault(stream, _Case())
         case.doubt_reports(now_s)
         case.broken[instance, epoch] = now_s
         wait_s = min(FIRST_WAIT_S, self._longest_wait_s)
@@ -330,7 +330,7 @@ class IncidentBook:
 
     def broke_at(self, stream: StreamId, instance: InstanceId, epoch: int, now_s: float) -> bool:
         """True if its attempt broke there, so shortly before that the instance died of it."""
-        case = self._cases.get(stream)
+        case = self.cases.get(stream)
         if case is None:
             return False
         key = instance, epoch
@@ -339,18 +339,18 @@ class IncidentBook:
 
     def progressed(self, stream: StreamId) -> None:
         """It has a token: no instance died of it."""
-        if self._losses or self._cases:
-            self._cases.pop(stream, None)
-            for loss in self._losses:
+        if self.losses or self.cases:
+            self.cases.pop(stream, None)
+            for loss in self.losses:
                 loss.suspects.discard(stream)
                 loss.others.discard(stream)
 
     def left(self, stream: StreamId, *, is_refused: bool) -> None:
         """It has ended, without a token since the deaths that it is suspected of."""
-        if not self._losses and not self._cases:
+        if not self.losses and not self.cases:
             return
-        self._cases.pop(stream, None)
-        for loss in self._losses:
+        self.cases.pop(stream, None)
+        for loss in self.losses:
             if stream in loss.suspects or stream in loss.others:
                 loss.is_explained |= is_refused
                 loss.is_undecided |= stream in loss.suspects
@@ -360,21 +360,21 @@ class IncidentBook:
     # Questions.
 
     def is_suspect(self, stream: StreamId) -> bool:
-        case = self._cases.get(stream)
+        case = self.cases.get(stream)
         return case is not None and case.is_open
 
     def in_doubt(self, stream: StreamId) -> set[InstanceId]:
         """Instances where an attempt of another stream broke: they may have died of that."""
         return {
             instance
-            for other, case in self._cases.items()
+            for other, case in self.cases.items()
             if other != stream
             for instance, _ in case.broken
         }
 
     def judge(self, stream: StreamId, now_s: float) -> Verdict:
         """The ruling on a stream that has no attempt."""
-        case = self._cases.get(stream)
+        case = self.cases.get(stream)
         if case is None or not case.is_open:
             return _FREE
         if not is_past(until_s := case.news_until_s(self._longest_wait_s), now_s):
@@ -397,7 +397,7 @@ class IncidentBook:
     def postpone(self, now_s: float) -> None:
         """The wait to run apart begins now: there was nowhere to run."""
         until_s = now_s + min(FIRST_WAIT_S, self._longest_wait_s)
-        for case in self._cases.values():
+        for case in self.cases.values():
             case.isolated_until_s = max(case.isolated_until_s, until_s)
 
     def _is_poison(self, stream: StreamId, case: _Case, now_s: float) -> bool:
@@ -432,10 +432,10 @@ class IncidentBook:
         if len(case.deaths) < 2 or not hit:
             return -inf
         own_s = hit[-1].loss.lost_s
-        return min(self._losses[-1].lost_s + STORM_S, own_s + self._longest_wait_s)
+        return min(self.losses[-1].lost_s + STORM_S, own_s + self._longest_wait_s)
 
     def _forget_old(self, now_s: float) -> None:
-        self._losses[:] = [loss for loss in self._losses if now_s - loss.lost_s < KEPT_S]
+        self.losses[:] = [loss for loss in self.losses if now_s - loss.lost_s < KEPT_S]
         self._exits = {key: each for key, each in self._exits.items() if now_s - each[1] < KEPT_S}
 
 

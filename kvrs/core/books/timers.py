@@ -16,19 +16,16 @@ SLACK_S = 0.005
 
 class Timers:
     def __init__(self) -> None:
-        self._alarm_s: dict[StreamId, float] = {}
+        self.alarms_s: dict[StreamId, float] = {}  # Of each stream that has one.
         # May hold alarms that were moved or cleared since.
         self.heap: list[tuple[float, int, StreamId]] = []
         self._count = 0  # Equal times are due in the order in which they were set.
         self._requested_s: float | None = None
 
     def set(self, stream: StreamId, at_s: float) -> None:
-        self._alarm_s[stream] = at_s
+        self.alarms_s[stream] = at_s
         self._count += 1
         heappush(self.heap, (at_s, self._count, stream))
-
-    def clear(self, stream: StreamId) -> None:
-        self._alarm_s.pop(stream, None)
 
     def woken(self, now_s: float) -> None:
         """The driver's wake-up: the requested one if its time has come, else an older one that no
@@ -43,7 +40,7 @@ class Timers:
         if earliest_s is None or earliest_s > now_s + SLACK_S:
             return None
         stream = heappop(self.heap)[2]
-        del self._alarm_s[stream]
+        del self.alarms_s[stream]
         return stream
 
     def next_wake(self, now_s: float) -> act.WakeAt | None:
@@ -60,7 +57,7 @@ class Timers:
     def _earliest_s(self) -> float | None:
         while self.heap:
             at_s, _, stream = self.heap[0]
-            if self._alarm_s.get(stream) == at_s:
+            if self.alarms_s.get(stream) == at_s:
                 return at_s
             heappop(self.heap)
         return None

@@ -66,17 +66,18 @@ class Outliers:
                 health.readmitted_s = now_s
                 self._actions.append(act.Readmitted(member.id, member.info.epoch))
             health.consecutive, health.refuses_wrongly = 0, False
-            health.open()
+            if health.pauses or health.busies:
+                health.open()
         if stream.refusals:
             self._contradict(stream, member)
 
     def _contradict(self, stream: Stream, accepting: Member) -> None:
         """An instance has accepted what others refused: the fault was theirs."""
-        for name, refusal in list(stream.refusals.items()):
-            refuser = self._view.members.get(name)
+        for refusal in stream.refusals:
+            refuser = self._view.members.get(refusal.instance)
             if refuser is not None and not refuser.prefills and not accepting.decodes:
                 continue  # Of the next stage, which this answer does not prove.
-            stream.forget_refusal(name)
+            stream.forget_refusal(refusal.instance)
             if refuser is None or refuser is accepting or refuser.info.epoch != refusal.epoch:
                 continue
             is_probe = refusal.is_probe and refuser.health.until_s is not None
@@ -93,7 +94,7 @@ class Outliers:
         health.left(stream.id)
         match event.failure:
             case ev.FailureKind.REFUSED:
-                stream.note_refusal(event.instance, RefusedBy(member.info.epoch, is_probe))
+                stream.note_refusal(RefusedBy(event.instance, member.info.epoch, is_probe))
                 if is_probe:  # The cause is known later: the next probe may come then.
                     health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
             case ev.FailureKind.BUSY:
@@ -118,7 +119,7 @@ class Outliers:
         is_refusal = event.failure is ev.FailureKind.REFUSED
         if not is_refusal or stream.first_token_sent or event.produced_tokens:
             return False
-        if any(name != event.instance for name in stream.refusals):
+        if any(each.instance != event.instance for each in stream.refusals):
             return True
         member = self._view.members.get(event.instance)
         if member is not None and member.health.refuses_wrongly:
@@ -135,19 +136,13 @@ class Outliers:
             )
         )
 
-    def left(self, stream: Stream) -> None:
-        """The attempt is over, for whatever reason."""
-        attempt = stream.attempt
-        for member in (attempt.runs_on, attempt.decodes_on):
-            if member is None:
-                continue
-            health = member.health
-            is_overdue = stream.id in health.awaited and health.is_overdue(
-                self._view.now_s, member.reported_queue_s
-            )
-            health.left(stream.id)
-            if is_overdue and not health.is_ejected:
-                self._pause(member, "it answers nothing", FAILURE_PAUSE_S)
+    def left(self, stream: Stream, member: Member) -> None:
+        """The attempt, which was to answer there, is over, for whatever reason."""
+        health = member.health
+        is_overdue = health.is_overdue(self._view.now_s, member.reported_queue_s)
+        health.left(stream.id)
+        if is_overdue and not health.is_ejected:
+            self._pause(member, "it answers nothing", FAILURE_PAUSE_S)
 
     def _charge(self, member: Member, cause: str, *, is_probe: bool) -> None:
         health = member.health

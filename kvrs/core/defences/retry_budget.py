@@ -16,26 +16,23 @@ _KEPT_SHARE = 0.25
 
 class RetryBudget:
     def __init__(self) -> None:
-        self._used = 0.0  # Tokens that are not refilled yet; more than there are: given in advance.
+        self.used = 0.0  # Tokens that are not refilled yet; more than there are: given in advance.
         self._refilled_s = 0.0
         self.delayed = 0  # Attempts that had to wait for a token.
 
     def started(self, open_streams: int, now_s: float) -> None:
         """A new stream has its first attempt."""
-        if not self._used:
-            self._refilled_s = now_s
-            return
-        self._refill(open_streams, now_s)
-        self._used = max(0.0, self._used - SHARE)
+        self._refill(_capacity(open_streams), now_s)
+        self.used = max(0.0, self.used - SHARE)
 
     def take(self, open_streams: int, now_s: float) -> float:
         """The token of an attempt of a stream that has begun: how long until it may be used. Tokens
         are given out in advance, in the order in which they are asked for.
         """
-        self._refill(open_streams, now_s)
-        self._used += 1.0
         capacity = _capacity(open_streams)
-        wait_s = max(0.0, self._used - capacity) * REFILL_S / capacity
+        self._refill(capacity, now_s)
+        self.used += 1.0
+        wait_s = max(0.0, self.used - capacity) * REFILL_S / capacity
         self.delayed += wait_s > 0
         return wait_s
 
@@ -43,24 +40,25 @@ class RetryBudget:
         """The token of an attempt of a stream that has not begun, if there are enough for the
         others.
         """
-        self._refill(open_streams, now_s)
-        if self._used + 1.0 > (1 - _KEPT_SHARE) * _capacity(open_streams):
+        capacity = _capacity(open_streams)
+        self._refill(capacity, now_s)
+        if self.used + 1.0 > (1 - _KEPT_SHARE) * capacity:
             self.delayed += 1
             return False
-        self._used += 1.0
+        self.used += 1.0
         return True
 
     def snapshot(self, open_streams: int) -> dict[str, float]:
         """Plain data for people."""
         return {
-            "used": self._used,
+            "used": self.used,
             "capacity": _capacity(open_streams),
             "delayed": self.delayed,
         }
 
-    def _refill(self, open_streams: int, now_s: float) -> None:
+    def _refill(self, capacity: float, now_s: float) -> None:
         passed_s = max(0.0, now_s - self._refilled_s)
-        self._used = max(0.0, self._used - _capacity(open_streams) * passed_s / REFILL_S)
+        self.used = max(0.0, self.used - capacity * passed_s / REFILL_S)
         self._refilled_s = now_s
 
 

@@ -5,7 +5,6 @@ Each record is written from one module: a stream's facts and its recovery from h
 attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -63,6 +62,7 @@ class StoredCheckpoint:
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):
     """A 4xx that may be the fault of the instance, in this epoch."""
 
+    instance: InstanceId
     epoch: int
     is_probe: bool  # The stream was to find out whether the instance works again.
 
@@ -189,8 +189,6 @@ class RecoveryState:
 
 # The value for most streams, never changed.
 NOWHERE: frozenset[str] = frozenset()
-NO_EPOCHS: Mapping[InstanceId, int] = {}
-NO_REFUSALS: Mapping[InstanceId, RefusedBy] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -216,14 +214,13 @@ class Stream:
     adopted: bool = False
     first_token_sent: bool = False
     needs_replay: bool = False  # Only `Option.REPLAY` continues it exactly.
-    # Epochs of instances that failed this stream.
-    excluded_epochs: Mapping[InstanceId, int] = field(default_factory=lambda: NO_EPOCHS)
+    excluded_epochs: frozenset[tuple[InstanceId, int]] = frozenset()  # That failed this stream.
     # Instances where it would not be apart, while it is to be.
     avoided: frozenset[str] = NOWHERE
     # Instances that are kept from other streams for it (`quarantine.py`).
     reserved: tuple[Member, ...] = ()
     # Instances that refused it, as long as no other one has accepted it.
-    refusals: Mapping[InstanceId, RefusedBy] = field(default_factory=lambda: NO_REFUSALS)
+    refusals: tuple[RefusedBy, ...] = ()
 
     stage: Stage = Stage.WAITING
     attempt: AttemptState = field(default_factory=AttemptState)
@@ -248,20 +245,21 @@ class Stream:
         return self.adopted or self.attempt.number > 1
 
     def bars(self, member: Member) -> bool:
-        return self.excluded_epochs.get(member.id) == member.info.epoch
+        return (member.id, member.info.epoch) in self.excluded_epochs
 
     def is_served_at(self, member: Member) -> bool:
         """The instance has the model, alias or adapter that the stream is of."""
         return not self.name or self.name in member.names
 
     def exclude(self, member: Member) -> None:
-        self.excluded_epochs = {**self.excluded_epochs, member.id: member.info.epoch}
+        self.excluded_epochs |= {(member.id, member.info.epoch)}
 
-    def note_refusal(self, instance: InstanceId, refused: RefusedBy) -> None:
-        self.refusals = {**self.refusals, instance: refused}
+    def note_refusal(self, refused: RefusedBy) -> None:
+        self.forget_refusal(refused.instance)
+        self.refusals = (*self.refusals, refused)
 
     def forget_refusal(self, instance: InstanceId) -> None:
-        self.refusals = {name: each for name, each in self.refusals.items() if name != instance}
+        self.refusals = tuple(each for each in self.refusals if each.instance != instance)
 
     def note_tokens(self, produced_tokens: int) -> None:
         self.produced_tokens = max(self.produced_tokens, produced_tokens)
