@@ -38,7 +38,7 @@ def test_where_none_takes_parts_all_reasons_are_told() -> None:
 
 
 def ring_of(bytes_per_s: float | None = None) -> StageRing:
-    """Of d0, with two stages of one and of three layers, each of 1000 bytes of a page."""
+    """The ring of d0, with two stages of one and of three layers, 1000 bytes of a page each."""
     pages = PageManager(400, 16)
     stages = [
         SimpleNamespace(at=Peer(InstanceId(f"d0-stage-{at}"), f"n{at}", "", 0), layers=layers)  # type: ignore[arg-type]
