@@ -11,15 +11,14 @@ rate is another. A run goes on from the cells that are kept, if the code has not
 import argparse
 import sys
 from array import array
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unittest.mock import patch
 
 from experiments.cells import Cells
 from experiments.record import Record
+from experiments.virtual_time import token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.ids import StreamId
@@ -31,7 +30,7 @@ from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.recovering import SimDraftModel
-from kvrs.sim.streams import Arrival, SimJournal
+from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
@@ -79,6 +78,9 @@ class Setup:
     schemes: tuple[Scheme, ...]
     draft: SimDraftModel | None = None
     draft_text: str = ""
+    pages: int = 4000
+    max_running: int = 64
+    max_batch_tokens: int = 512
 
 
 OPT = Setup(
@@ -140,9 +142,9 @@ def config_of(case: Case, scheme: Scheme) -> Config:
             "cluster": {
                 "engine": {
                     "pace": case.setup.pace,
-                    "pages": 4000,
-                    "max_running": 64,
-                    "max_batch_tokens": 512,
+                    "pages": case.setup.pages,
+                    "max_running": case.setup.max_running,
+                    "max_batch_tokens": case.setup.max_batch_tokens,
                     "max_model_len": case.setup.most_prompt + case.setup.most_output,
                 },
                 "nodes": nodes,
@@ -185,13 +187,6 @@ def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
         {"when": {"at_s": fault_s}, "what": "kill", "whom": {"id": f"w{n:02}"}}
         for n in range(case.failures if fails else 0)
     ]
-    times_s: defaultdict[StreamId, list[float]] = defaultdict(list)
-    append = SimJournal.append
-
-    def noted(self: SimJournal, token: int, now_s: float) -> None:
-        times_s[self.stream].append(now_s)
-        append(self, token, now_s)
-
     world = World(
         config_of(case, scheme),
         asked,
@@ -200,7 +195,7 @@ def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
         reload_s=case.setup.reload_s,
         draft_model=case.setup.draft if scheme.drafts else None,
     )
-    with patch.object(SimJournal, "append", noted):
+    with token_times() as times_s:
         outcome = world.run()
     assert set(outcome.ended) == {"complete"}, outcome.ended
     (proxy,) = world.cluster.proxies

@@ -1,0 +1,272 @@
+"""LUMEN's experiments B.1 to B.5 at the paper's operating point, in virtual time: Llama-3-70B, the
+chunks and the batches of its section 6.1, 1.4 requests/s of a worker.
+
+    python -m experiments.lumen.paper --jobs 2              # B.1; results/
+    python -m experiments.lumen.paper --exhibits B.2 B.3 --jobs 2
+    python -m experiments.lumen.paper --fit                 # how the factor was fitted
+
+The factor on the times of the profile is fitted to one figure of a run without a failure, the time
+per token at four workers; all other figures are output. A run has fewer requests than the paper's:
+it begins two minutes before the failure, and ends five after it. It goes on from the cells that are
+kept, if the code has not changed since.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from experiments.cells import Cells
+from experiments.lumen.run import (
+    DRAFT,
+    FIXED,
+    LLAMA,
+    PROGRESSIVE,
+    SCHEDULING,
+    STOP,
+    TARGET,
+    WHOLE,
+    ByCase,
+    Case,
+    Row,
+    Run,
+    Setup,
+    by_case,
+    change,
+    figures,
+    is_shown,
+    mean,
+    shown,
+    simulate,
+)
+from experiments.record import Record
+from kvrs.profiles import catalog
+from kvrs.report import metrics
+from kvrs.report.impact import impact_window
+from kvrs.scheduling.pace import Pace
+from kvrs.sim.recovering import SimDraftModel
+from kvrs.traces.records import StreamRecord
+
+SLOWER = 1.82
+PUBLISHED_TPOT_S, PUBLISHED_TTFT_S = 0.1389, 1.16  # Four workers without a failure (section 3.1).
+PER_S, SPAN_S = 1.4, 420.0  # Requests/s of a worker; the failure comes after a third.
+EXHIBITS = {
+    "B.1": ("10x1",),
+    "B.2": ("10x1:1.2", "10x1:1.5", "10x1:1.7", "10x1:2.1"),
+    "B.3": ("10x2", "10x3", "10x4", "10x5"),
+    "B.4": ("4x1", "8x2", "16x4", "32x8", "64x16"),
+    "B.5": ("8x1", "16x1", "32x1", "64x1"),
+}
+SCHEMES = (STOP, FIXED, SCHEDULING, PROGRESSIVE, WHOLE)
+
+
+def slowed(label: str, factor: float, directory: Path) -> str:
+    """The file of a profile whose batches take this many times as long."""
+    profile: dict[str, Any] = msgspec.to_builtins(catalog.profile(label))
+    prefill, decode = profile["prefill"], profile["decode"]
+    prefill["seconds"] = {at: factor * each for at, each in prefill["seconds"].items()}
+    prefill["cached"]["seconds_per_token_pair"] *= factor
+    for name in ("small_ms", "large_ms"):
+        decode[name] = [factor * each for each in decode[name]]
+    path = directory / f"{label}.json"
+    path.write_bytes(msgspec.json.encode(profile))
+    return str(path)
+
+
+def setup_of(factor: float, directory: Path) -> Setup:
+    """The setup of the profiles that are so much slower; their files lie in the directory."""
+    assert LLAMA.draft is not None
+    draft = SimDraftModel(
+        Pace(slowed(DRAFT, factor, directory)), LLAMA.draft.load_s, LLAMA.draft.acceptance
+    )
+    return replace(
+        LLAMA,
+        pace=slowed(TARGET, factor, directory),
+        per_s=PER_S,
+        pages=30_000,  # 157 GB of the four GPUs.
+        max_running=512,
+        max_batch_tokens=1024,
+        schemes=SCHEMES,
+        draft=draft,
+    )
+
+
+def case_of(setup: Setup, text: str) -> Case:
+    """As many requests of a worker as come in the span."""
+    case = Case.of(setup, text)
+    return replace(case, setup=replace(setup, requests=round(case.per_s * SPAN_S)))
+
+
+def measured(name: str, setup: Setup) -> dict[str, Row]:
+    """The rows of a cell, by scheme."""
+    text, _, seed = name.partition("#")
+    case = case_of(setup, text)
+    clean = simulate(case, STOP, int(seed), fails=False)
+    found = {}
+    for scheme in setup.schemes:
+        run = simulate(case, scheme, int(seed), fails=True)
+        found[scheme.name] = figures(run, clean, case.setup) | of_window(run, clean)
+    return found
+
+
+def of_window(run: Run, clean: Run) -> Row:
+    """Means of the requests in the failure-impact window, of those that were interrupted and of the
+    others (Tables 1 and 4), and of the same without a failure.
+    """
+    replay = {
+        record.index: found
+        for record in run.records
+        if record.index in run.interrupted
+        and (found := metrics.replay_ttft_s(record, run.fault_s)) is not None
+    }
+    impact = impact_window(run.records, clean.records, replay, run.fault_s)
+    ordered = sorted(run.records, key=lambda record: (record.due_s, record.index))
+    first = impact.first_bucket
+    if first is None:
+        within = []
+    else:
+        end = None if impact.end_bucket is None else impact.end_bucket * impact.bucket_requests
+        within = ordered[first * impact.bucket_requests : end]
+    twins = {record.index: record for record in clean.records}
+    hit = [record for record in ordered if record.index in run.interrupted]
+    others = [record for record in within if record.index not in run.interrupted]
+
+    def ttft_s(record: StreamRecord) -> float:
+        return replay.get(record.index, metrics.arrival_ttft_s(record) or 0.0)
+
+    return {
+        "in_window": len(within),
+        "window_ttft_s": _mean([ttft_s(record) for record in within]),
+        "window_tpot_s": _mean([metrics.tpot_s(record) or 0.0 for record in within]),
+        "window_clean_ttft_s": _mean(
+            [metrics.arrival_ttft_s(twins[record.index]) or 0.0 for record in within]
+        ),
+        "window_clean_tpot_s": _mean(
+            [metrics.tpot_s(twins[record.index]) or 0.0 for record in within]
+        ),
+        "others_ttft_s": _mean([ttft_s(record) for record in others]),
+        "others_tpot_s": _mean([metrics.tpot_s(record) or 0.0 for record in others]),
+        "hit_tpot_s": _mean([metrics.tpot_s(record) or 0.0 for record in hit]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    """0: there are none."""
+    return fmean(values) if values else 0.0
+
+
+COLUMNS = (
+    ("window s", "window_s", 1.0),
+    ("TTFT s", "window_ttft_s", 1.0),
+    ("TPOT ms", "window_tpot_s", 1e3),
+    ("replay TTFT s", "replay_ttft_s", 1.0),
+    ("TPOT ms of hit", "hit_tpot_s", 1e3),
+)
+
+
+def as_text(found: ByCase) -> str:
+    """A row for each scheme of a case, and one for the same requests without a failure."""
+    lines = [
+        f"splitwise-conv lengths, {PER_S}/s of a worker unless named, {SPAN_S:g} s; {TARGET} and "
+        f"its drafts, {SLOWER:g} times as slow; back after {LLAMA.reload_s:.3g} s",
+        "means of the seeds; in brackets against stop-and-restart, seed by seed; * where the "
+        "interval excludes 0",
+        f"{'case':10}{'scheme':18}{'seeds':>6}{'hit':>5}"
+        + "".join(f"{title:>24}" for title, _, _ in COLUMNS),
+    ]
+    for case, rows in found.items():
+        for scheme, by_seed in rows.items():
+            line = f"{case:10}{scheme:18}{len(by_seed):>6}{mean(by_seed, 'interrupted'):>5.0f}"
+            for _, key, scale in COLUMNS:
+                cell = f"{mean(by_seed, key) * scale:.2f}"
+                if scheme != STOP.name and (by := change(rows, scheme, key)) is not None:
+                    cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
+                line += f"{cell:>24}"
+            lines.append(line.rstrip())
+        stop = rows[STOP.name]
+        ttft_s, tpot_s = (mean(stop, f"window_clean_{key}") for key in ("ttft_s", "tpot_s"))
+        lines.append(f"{case:10}{'no failure':29}{'':24}{ttft_s:>24.2f}{tpot_s * 1e3:>24.2f}")
+        lines.append(
+            f"{case:10}{'':29}of the TTFT of the others under stop-and-restart "
+            f"{mean(stop, 'queue_share'):.0%} is queueing"
+        )
+        still_open = sum(not row["is_closed"] for each in rows.values() for row in each.values())
+        if still_open:
+            lines.append(f"{case:10}{'':29}{still_open} windows were open when the run ended")
+    lines += [
+        "",
+        "window: failure-impact window of LUMEN section 6.1, with TTFT and TPOT of the requests in "
+        "it; hit: interrupted requests",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def fit(directory: Path, factors: Sequence[float]) -> None:
+    """Print TTFT and TPOT without a failure at four workers, beside the published ones."""
+    for factor in factors:
+        within = directory / f"{factor:g}"
+        within.mkdir()
+        case = case_of(setup_of(factor, within), "4x1")
+        records = simulate(case, STOP, 0, fails=False).records
+        middle = records[len(records) // 3 :]
+        ttft_s = fmean(metrics.arrival_ttft_s(record) or 0.0 for record in middle)
+        tpot_s = fmean(metrics.tpot_s(record) or 0.0 for record in middle)
+        print(
+            f"{factor:g} times as slow: TTFT {ttft_s:.2f} s ({PUBLISHED_TTFT_S}), TPOT "
+            f"{1e3 * tpot_s:.1f} ms ({1e3 * PUBLISHED_TPOT_S:.1f})",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--exhibits", nargs="+", choices=list(EXHIBITS), default=["B.1"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if options.fit:
+            fit(Path(directory), (1.7, 1.8, 1.82, 1.84, 1.9, 2.0))
+            return 0
+        setup = setup_of(SLOWER, Path(directory))
+        record = Record(*range(options.seeds), timed=False)
+        cells = Cells(options.out, "paper", {"slower": SLOWER, "span_s": SPAN_S})
+        names = [
+            f"{case}#{seed}"
+            for seed in range(options.seeds)
+            for exhibit in options.exhibits
+            for case in EXHIBITS[exhibit]
+        ]
+        missing = [name for name in names if name not in cells.found]
+        # They keep their garbage: to look for it takes a sixth of the time.
+        with ProcessPoolExecutor(
+            options.jobs, get_context("spawn"), initializer=gc.disable, max_tasks_per_child=1
+        ) as pool:
+            found = {name: pool.submit(partial(measured, setup=setup), name) for name in missing}
+            cells.measure(names, options.limit_s, lambda name: found[name].result())
+            for future in found.values():
+                future.cancel()
+    rows = by_case(cells.found)
+    text = as_text(rows)
+    print(text, end="")
+    cells.keep(record, {"cases": rows}, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
