@@ -46,8 +46,8 @@ class Lender:
     """An instance that is asked for a loan."""
 
     pages: int  # All of its pages.
-    spare_pages: int  # That no stream holds.
-    lent_pages: int  # By now.
+    spare_pages: int  # That no stream holds, or that are lent at other stages.
+    lent_pages: int  # By now, at that stage; and others that no stream has, which it cannot lend.
     busy: float  # The share of the time in which the stage computes.
     lend_pages: float  # Section `elastic`, as `least_gain`.
     least_gain: float

@@ -8,6 +8,7 @@ borrowed stage has no memory as well.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import ParamSpec
@@ -58,7 +59,13 @@ class StageLoans(StepHook):
     @property
     def held_pages(self) -> int:
         """Pages that no stream may use."""
-        return len(self._unused) + sum(len(pages) for _, pages in self._lent.values())
+        return len({*self._unused, *self._pages_lent()})
+
+    def _pages_lent(self, stage: int | None = None) -> Counter[int]:
+        """Pages that are lent, with their loans; `stage`: at that one only."""
+        lent = self._lent.items()
+        found = (pages for (at, _), (_, pages) in lent if stage in (None, at))
+        return Counter(page for pages in found for page in pages)
 
     def start(
         self,
@@ -152,8 +159,7 @@ class StageLoans(StepHook):
 
     def _take(self, found: Iterable[tuple[RemoteStage, StageLoan, Mapping[int, int]]]) -> set[Tag]:
         taken: set[Tag] = set()
-        lent = {page for _, pages in self._lent.values() for page in pages}
-        kept = sorted({*range(self._pages.pages)} - {*self._unused} - lent)
+        kept = sorted({*range(self._pages.pages)} - {*self._unused} - {*self._pages_lent()})
         for stage, loan, adopted in found:
             if not stage.take(loan, kept, adopted):
                 continue  # It has gone home, without what the lender has.
@@ -193,14 +199,19 @@ class StageLoans(StepHook):
         """
         held: dict[Tag, int] = {}
         shared: dict[Tag, int] = {}
+        lent, again = self._pages_lent(), self._lent_elsewhere(stage)
         for tag in dict.fromkeys(asked.wanted.tags):
             if len(held) + len(shared) == count:
                 break
-            if (found := self._pages.parts.lend(tag, stage.cells)) is not None:
+            if (found := self._pages.parts.lend(tag, stage.cells, lent)) is not None:
                 page, in_use = found
                 (shared if in_use else held)[tag] = page
-        others = self._pages.allocate(count - len(held))
-        assert others is not None, "they are spare"
+        others = [page for page in again if page not in {*held.values()}][: count - len(held)]
+        for page in others:
+            self._pages.parts.lend_again(page, stage.cells)
+        fresh = self._pages.allocate(count - len(held) - len(others))
+        assert fresh is not None, "they are spare"
+        others += fresh
         copies = list(zip(shared.values(), others, strict=False))
         tags = [*held, *shared]
         pages = [*held.values(), *others]
@@ -219,15 +230,22 @@ class StageLoans(StepHook):
             refusal = "it is draining"
         elif self._ranks.now.reforming is not None or self._ranks.loans or not stage.is_whole:
             refusal = "it lacks a stage itself"
+        again = len(self._lent_elsewhere(stage))
         return Lender(
             pages=self._pages.pages,
-            spare_pages=self._pages.free_pages - self._pages.leased_pages,
-            lent_pages=self.held_pages,
+            spare_pages=self._pages.free_pages - self._pages.leased_pages + again,
+            lent_pages=self.held_pages - again,
             busy=stage.busy(time.monotonic()),
             lend_pages=self._elastic.lend_pages,
             least_gain=self._elastic.least_gain,
             refusal=refusal,
         )
+
+    def _lent_elsewhere(self, stage: RemoteStage) -> list[int]:
+        """Pages that are lent at other stages: of this one nothing uses them."""
+        lent, here = self._pages_lent(), self._pages_lent(stage.stages.start)
+        is_lent_only = self._pages.parts.is_lent_only
+        return [page for page in lent if page not in here and is_lent_only(page, lent[page])]
 
     def _over(self, stage: RemoteStage, loan: int | None) -> None:
         """That loan is over; None: all of the stage are, with its host or the session there."""

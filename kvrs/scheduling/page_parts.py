@@ -1,6 +1,6 @@
 """Pages of which cells come from others one after the other, or are lent to others."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvrs.ids import StreamId
@@ -80,9 +80,12 @@ class PageParts:
             damaged.spoil(page)
         self._pages.release([page])
 
-    def lend(self, tag: Tag, cells: Cells) -> tuple[int, bool] | None:
+    def lend(
+        self, tag: Tag, cells: Cells, loans: Mapping[int, int] = {}
+    ) -> tuple[int, bool] | None:
         """The page that has these cells of that tag, with one more hard pin, and whether it is in
-        use here: if not, it lacks them from now on. None: there is none.
+        use here: if not, it lacks them from now on. None: there is none. `loans`: how many pins of
+        pages are those of loans, of other cells.
         """
         page, damaged = self._page_by_tag.get(tag), self._pages.damaged
         is_whole = page is not None
@@ -90,7 +93,7 @@ class PageParts:
             page = damaged.by_tag.get(tag)
         if page is None or not self.has(tag, cells):
             return None
-        in_use = bool(self._pages.references[page] or self._soft_pins[page])
+        in_use = not self.is_lent_only(page, loans.get(page, 0))
         self._pages.pin(page)
         if in_use:
             return page, True
@@ -104,3 +107,15 @@ class PageParts:
             damaged.begin(page, cells)
         self.lent.add(page)
         return page, False
+
+    def is_lent_only(self, page: int, loans: int) -> bool:
+        """It has no pin but those of so many loans, or none."""
+        return self._pages.references[page] == loans and not self._soft_pins[page]
+
+    def lend_again(self, page: int, cells: Cells) -> None:
+        """One more hard pin to a page of a loan of other cells: these are lent too, whatever is in
+        them.
+        """
+        self._pages.pin(page)
+        if page in self._pages.damaged:
+            self._pages.damaged.lack(page, cells)

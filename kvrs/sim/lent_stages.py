@@ -20,7 +20,8 @@ class LentStages:
         self, host: SimHost, owner: StageUser, borrower: StageUser, busy: float, unused_pages: int
     ) -> SimLoan | str:
         """A loan, or why there is none. `busy`: the share of the time in which the borrower's
-        stage computed; `unused_pages`: of the lender, since it borrows itself.
+        stage computed; `unused_pages`: of the lender, since it borrows itself. Pages that are lent
+        at other stages are lent first.
         """
         engine, elastic = self._site.config.cluster.engine, self._site.config.elastic
         own, refusal = self._engine.pages, None
@@ -30,10 +31,13 @@ class LentStages:
             refusal = "it is draining"
         elif not all(self._passage.at) or self._passage.loans:
             refusal = "it lacks a stage itself"
+        lent = {page for loan in self.loans for page in loan.pages}
+        here = {page for loan in self.loans if loan.host.stage == host.stage for page in loan.pages}
+        again = sorted(lent - here)
         lender = Lender(
             pages=own.pages,
-            spare_pages=own.free_pages - own.leased_pages,
-            lent_pages=unused_pages + sum(len(loan.pages) for loan in self.loans),
+            spare_pages=own.free_pages - own.leased_pages + len(again),
+            lent_pages=unused_pages + len(here),
             busy=self._passage.busy(host.stage),
             lend_pages=elastic.lend_pages,
             least_gain=elastic.least_gain,
@@ -43,8 +47,12 @@ class LentStages:
         answer = terms(lender, engine.pages, min(engine.pages, longest), busy)
         if isinstance(answer, str):
             return answer
-        pages = own.allocate(answer)
-        assert pages is not None, "they are spare"
+        pages = again[:answer]
+        for page in pages:
+            own.pin(page)
+        fresh = own.allocate(answer - len(pages))
+        assert fresh is not None, "they are spare"
+        pages += fresh
         host.loan = loan = SimLoan(host, owner, borrower, pages)
         self.loans.append(loan)
         self._changed()

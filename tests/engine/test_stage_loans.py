@@ -104,7 +104,8 @@ class World:
     def __init__(self, **elastic: float) -> None:
         self.pages, self.core = PageManager(PAGES, 16), ScriptedCore()
         self.stage = ScriptedStage()
-        self.ranks = ScriptedRanks([self.stage])
+        self.first_stage = ScriptedStage(range(1), frozenset({(0, 0)}))
+        self.ranks = ScriptedRanks([self.first_stage, self.stage])
         settings = ElasticSettings.model_validate(elastic)
         self.loans = StageLoans(cast(RanksOnNodes, self.ranks), settings, self.pages)
         self.is_draining = False
@@ -114,15 +115,19 @@ class World:
     def _changed(self) -> None:
         self.changes += 1
 
-    async def ask(self, loan: int = 1, wanted: LoanWanted = WANTED) -> Sequence[int] | str:
-        assert self.stage.on_asked is not None
-        self.stage.on_asked(LoanAsked(loan, D1, wanted))
+    async def ask(
+        self, loan: int = 1, wanted: LoanWanted = WANTED, stage: ScriptedStage | None = None
+    ) -> Sequence[int] | str:
+        stage = stage or self.stage
+        assert stage.on_asked is not None
+        stage.on_asked(LoanAsked(loan, D1, wanted))
         await settled()
-        return self.stage.told[-1][1]
+        return stage.told[-1][1]
 
-    async def over(self, loan: int | None) -> None:
-        assert self.stage.on_over is not None
-        self.stage.on_over(loan)
+    async def over(self, loan: int | None, stage: ScriptedStage | None = None) -> None:
+        stage = stage or self.stage
+        assert stage.on_over is not None
+        stage.on_over(loan)
         await settled()
 
     def borrow(self, pages: range = range(100, 116)) -> StageLoan:
@@ -239,6 +244,86 @@ async def test_all_loans_end_with_the_host() -> None:
 
 def replace_pages(pages: int) -> LoanWanted:
     return LoanWanted(pages, 1, 0.5)
+
+
+async def test_pages_that_are_lent_at_a_stage_are_lent_at_the_others_too() -> None:
+    """Nothing else uses them there, so that a second stage costs no page; they come back with the
+    end of the last loan.
+    """
+    world = World()
+    second = await world.ask()
+    first = await world.ask(stage=world.first_stage)
+
+    assert isinstance(second, list)
+    assert first == second
+    assert world.loans.lends == [StageLent(D1, stage, PAGES // 2) for stage in (1, 0)]
+    assert world.loans.held_pages == PAGES // 2
+    assert await world.ask(2) == "0 pages could be lent; allowed: 4 or more"
+    assert world.pages.free_pages == PAGES // 2
+
+    await world.over(1)
+    assert world.pages.free_pages == PAGES // 2
+    assert await world.ask(2) == second
+    await world.over(None)
+    await world.over(1, world.first_stage)
+    assert (world.pages.free_pages, world.loans.held_pages) == (PAGES, 0)
+    world.pages.check()
+
+
+async def test_what_a_loan_lacks_at_another_stage_is_taken_of_spare_pages() -> None:
+    """Not beyond the part that may be lent."""
+    world = World()
+    second = await world.ask(wanted=replace_pages(10))
+    first = await world.ask(stage=world.first_stage)
+
+    assert isinstance(second, list)
+    assert isinstance(first, list)
+    assert first[:10] == second
+    assert len({*first}) == world.loans.held_pages == PAGES // 2
+    world.pages.check()
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+async def test_a_page_with_parts_of_all_stages_is_lent_at_each(is_wanted: bool) -> None:
+    """For what is in it or for what comes into it: no copy, and nothing is left of it."""
+    world = World()
+    cached = filled(world.pages, 3)
+    tags = page_tags(root_tag("s"), range(48), 16)
+    for stage in world.ranks.remote:
+        wanted = tags[:2] if is_wanted or stage is world.first_stage else []
+        lent = await world.ask(wanted=LoanWanted(8, 4, 0.5, wanted), stage=stage)
+        assert {*lent[:2]} == {*cached[:2]}
+    orders = [stage.orders[-1] for stage in world.ranks.remote]
+    assert all(isinstance(each, LendPages) and not each.copies for each in orders)
+    assert not any(
+        world.pages.parts.has(tags[at], stage.cells)
+        for stage in world.ranks.remote
+        for at in range(2)
+    )
+    for stage in world.ranks.remote:
+        await world.over(1, stage)
+    assert world.pages.match(tags) == []
+    world.pages.check()
+    assert world.pages.free_pages == PAGES
+
+
+async def test_a_page_into_which_a_part_comes_is_not_lent_again() -> None:
+    """It is lent at one stage, and another instance's host writes into its part of the other."""
+    world = World()
+    world.pages.replicas.most = PAGES
+    filled(world.pages, 1)
+    (tag,) = page_tags(root_tag("s"), range(16), 16)
+    whole = world.stage.cells | world.first_stage.cells
+    lent = await world.ask(wanted=LoanWanted(8, 4, 0.5, [tag]))
+    page = world.pages.parts.expect(StreamId("s"), tag, whole)
+    assert page is not None
+    assert page == lent[0]
+
+    assert page not in await world.ask(stage=world.first_stage)
+    world.pages.parts.leave(page, whole)
+    await world.over(1, world.first_stage)
+    assert page in await world.ask(stage=world.first_stage)
+    world.pages.check()
 
 
 async def test_pages_without_memory_are_given_up_while_a_stage_is_borrowed() -> None:

@@ -34,9 +34,9 @@ STAGE_ROWS = [
     ),
     _pipelines(
         name="host-lost-twice",
-        rule="Two of one instance have two lenders.",
+        rule="One lender has both stages of an instance that has lost two.",
         faults=(_host("d0", 0, 3.0), _host("d0", 1, 3.0)),
-        nodes=(BOTH, BOTH, BOTH),
+        nodes=(BOTH, BOTH),
         stages=2,
         expected=Expected(lost=set(), left={"d0"}, stayed=SUBSTITUTED, pause_s=1.0),
     ),

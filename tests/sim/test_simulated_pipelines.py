@@ -187,18 +187,23 @@ def test_a_lender_that_is_lost_while_it_lends_is_replaced_by_the_next() -> None:
     assert outcome.ended == {"complete": 16}
 
 
-def test_two_lost_stages_are_borrowed_of_two_lenders() -> None:
-    """The first has lent all the pages that it may."""
-    found = world((D0, 0, KILL_S), (D0, 1, KILL_S), instances=3)
+def test_two_lost_stages_are_borrowed_of_one_lender() -> None:
+    """It lends the same pages at both."""
+    found = world((D0, 0, KILL_S), (D0, 1, KILL_S), instances=2)
 
     def look() -> tuple[object, ...]:
-        return tuple(str(pipeline(found, D0).host_of(stage).owner) for stage in range(3))
+        own, lender = pipeline(found, D0), pipeline(found, D1)
+        first, second = (loan.pages for loan in lender.lent.loans)
+        pages = found.cluster.engines[D1].pages
+        owners = tuple(str(own.host_of(stage).owner) for stage in range(3))
+        return (*owners, first == second, pages.pages - pages.free_pages >= len(first))
 
     seen = seen_at(found, look, KILL_S + 1.0)
     outcome = found.run()
 
-    assert seen == [("d1", "d2", "d0")]
+    assert seen == [("d1", "d1", "d0", True, True)]
     assert outcome.ended == {"complete": 16}
+    assert found.cluster.engines[D1].pages.free_pages == 2048
 
 
 def test_without_elastic_a_lost_host_ends_its_instance() -> None:

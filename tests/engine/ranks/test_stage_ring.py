@@ -192,12 +192,13 @@ async def test_a_borrower_computes_what_no_replica_has_and_nothing_else(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """The lender has all full pages, and lends those very ones; of a page that its own stream uses
-    a copy. Both are exact, and the borrower also once its host is back.
+    a copy; and the same pages at each stage where both are lost. Both are exact, and the borrower
+    also once its hosts are back.
     """
     async with group_of(tiny_model, tmp_path) as group:
         own, lender = group.members
         part_bytes = own.ranks.geometry.page_bytes // 2
-        for family, is_shared in ((1, False), (2, True)):
+        for family, is_shared, lost in ((1, False, [1]), (2, True, [1]), (3, False, [0, 1])):
             name, tokens = f"ours {family}", await expected(lender, family)
             theirs = await lender.engine.begin(body("theirs", family)) if is_shared else None
             if theirs is not None:
@@ -211,10 +212,12 @@ async def test_a_borrower_computes_what_no_replica_has_and_nothing_else(
             assert sent(own) == [each + fresh_bytes for each in before]
 
             own.engine.computed.clear()
-            group.kill("d0", 1)
+            for stage in lost:
+                group.kill("d0", stage)
             own.engine.may_compute.set()
-            await own.engine.until(lambda: own.borrows)
+            await own.engine.until(lambda lost=lost: own.borrows and [*own.ranks.loans] == lost)  # type: ignore[misc]
             loan = own.ranks.loans[1]
+            assert all(each.pages == loan.pages for each in own.ranks.loans.values())
             assert await own.engine.rest_of(run) == tokens
             assert own.engine.computed[0].start == count * P
             assert sum(map(len, own.engine.computed)) == 70 + TOKENS - 1 - count * P
@@ -224,7 +227,8 @@ async def test_a_borrower_computes_what_no_replica_has_and_nothing_else(
             assert len(loan.tags) == count
             assert not {*used} & {*loan.pages}
 
-            await group.start("d0", 1)
+            for stage in lost:
+                await group.start("d0", stage)
             await own.engine.until(lambda: not own.ranks.loans)
             if theirs is not None:
                 lender.engine.may_compute.set()
