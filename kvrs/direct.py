@@ -383,7 +383,7 @@ class DirectConnection(asyncio.Protocol):
             transport.close()
             return
         self._wait_for_request()
-        if not self._is_full:
+        if not self._is_full and (self._is_paused or self._behind):
             self._read_on()
 
     def _read_on(self) -> None:

@@ -213,7 +213,7 @@ class Attempt(Generic[S]):
         control, live = self._control, self.live
         if instance != self.plan.decode:
             control.fences.left(instance, live.id)
-        control.progress.delivered(instance, now_s)
+        control.progress.delivered[instance].last_s = now_s
         if control.instances.retains(instance):
             control.leases.hold(instance, live.id)
         control.tell(ev.PrefillDone(live.id, self.number, history_tokens), now_s)

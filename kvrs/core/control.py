@@ -197,11 +197,7 @@ class Control(Generic[S]):
             let_go(instance, live.id)
         if live.copies:
             self.checkpoints.ended(live)
-        for instance in self.fences.instances(live.id):
-            # One that is up drops the attempt because its connection is closed; one that is cut
-            # off cannot know.
-            if self.instances.is_up(instance):
-                self.fences.left(instance, live.id)
+        self.fences.ended(live.id, self.instances.is_up)
         self.tell(ev.StreamEnded(live.id, live.journal.attempt), now_s)
 
     # Events, in the order in which they came; actions may cause more of them.

@@ -52,7 +52,9 @@ class Ledger:
         decode = self.view.members[plan.decode]
         runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
         chosen = decision.chosen
-        self.outliers.started(stream, plan)
+        for member in (runs_on, decode):
+            if member.health.until_s is not None or member.health.busy_until_s is not None:
+                self.outliers.started(stream, member)
         stream.attempt = attempt = AttemptState(
             stream.attempt.number + 1, plan, chosen.option, now_s, decision
         )

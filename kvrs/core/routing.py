@@ -29,13 +29,14 @@ def pair_for(
     """Prefill and decode instance for a stream from its beginning; the same one twice where an
     instance does both, or computes the prompt since there is no prefill instance.
     """
-    prefill = least_work(view, stream, barred_too=barred_too)
+    is_free = _is_free(stream)
+    prefill = least_work(view, stream, is_free, barred_too=barred_too)
     if prefill is None:
         alone = _least_prompts(view, stream, barred_too=barred_too)
         return None if alone is None else (alone, alone)
-    return _pair_of(view, prefill, stream, barred_too=barred_too, closed_too=False) or _pair_of(
-        view, prefill, stream, barred_too=barred_too, closed_too=True
-    )
+    return _pair_of(
+        view, prefill, stream, is_free, barred_too=barred_too, closed_too=False
+    ) or _pair_of(view, prefill, stream, is_free, barred_too=barred_too, closed_too=True)
 
 
 def computing_prompts(view: ClusterView) -> list[Member]:
@@ -75,13 +76,21 @@ def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Me
 
 
 def _pair_of(
-    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
+    view: ClusterView,
+    prefill: Member,
+    stream: Stream,
+    is_free: bool,
+    *,
+    barred_too: bool,
+    closed_too: bool,
 ) -> tuple[Member, Member] | None:
     """A pair with this prefill instance, or else with that of a decode instance's own server.
 
     `closed_too`: also with a decode instance that its answers close to new requests.
     """
-    decode = own_decode(view, prefill, stream, barred_too=barred_too, closed_too=closed_too)
+    decode = own_decode(
+        view, prefill, stream, is_free, barred_too=barred_too, closed_too=closed_too
+    )
     if decode is not None:
         return prefill, decode
     allowed = [
@@ -101,18 +110,19 @@ def _pair_of(
     return None
 
 
-def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
+def least_work(
+    view: ClusterView, stream: Stream, is_free: bool, *, barred_too: bool
+) -> Member | None:
     """The prefill instance with the least predicted work; among equals that with the fewest
     streams at its own pair. One that fails at once is idle for that reason: it comes last.
     """
 
     def streams_of(member: Member) -> tuple[int, InstanceId]:
-        decode = own_decode(view, member, stream, barred_too=True, closed_too=True)
+        decode = own_decode(view, member, stream, is_free, barred_too=True, closed_too=True)
         return decode.streams if decode else 0, member.id
 
     best: Member | None = None
     best_work, best_streams = (False, 0.0), None
-    is_free = _is_free(stream, barred_too=barred_too)
     for member in view.prefillers:
         if is_free and member.is_clear(view.now_s):
             work = False, member.queue_s
@@ -132,11 +142,16 @@ def least_work(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member
 
 
 def own_decode(
-    view: ClusterView, prefill: Member, stream: Stream, *, barred_too: bool, closed_too: bool
+    view: ClusterView,
+    prefill: Member,
+    stream: Stream,
+    is_free: bool,
+    *,
+    barred_too: bool,
+    closed_too: bool,
 ) -> Member | None:
     """The least loaded decode instance on the node of `prefill` that can have its hand-off."""
     best: Member | None = None
-    is_free = _is_free(stream, barred_too=barred_too)
     for member in prefill.own_decoders:
         if best is not None and best.rank < member.rank:
             continue
@@ -242,7 +257,7 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     have fewer than `limit` streams; where none has, the assigned one.
     """
     targets = [assigned] if assigned.streams < limit else []
-    is_free, tokens = _is_free(stream, barred_too=False), stream.tokens
+    is_free, tokens = _is_free(stream), stream.tokens
     for member in view.decoders:
         if len(targets) == TARGETS_MAX or member.streams >= limit:
             break
@@ -359,7 +374,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if not target.pulls:
             return target
     best: Member | None = None
-    is_free = _is_free(stream, barred_too=False)
+    is_free = _is_free(stream)
     for member in view.by_node.get(target.node, ()):
         if (
             member.prefills
@@ -376,13 +391,13 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
             best = member
     if best is not None:
         return best
-    best = least_work(view, stream, barred_too=False)
+    best = least_work(view, stream, is_free, barred_too=False)
     return target if best is None or not view.takes_recovery(best) else best
 
 
-def _is_free(stream: Stream, *, barred_too: bool) -> bool:
-    """Any instance that is clear may get the stream."""
-    return not stream.avoided and not stream.name and (barred_too or not stream.excluded_epochs)
+def _is_free(stream: Stream) -> bool:
+    """Any instance that is clear may get the stream, which need not be asked further."""
+    return not (stream.avoided or stream.name or stream.excluded_epochs)
 
 
 def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:

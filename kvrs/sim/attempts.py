@@ -249,7 +249,7 @@ class SimAttempt:
         """From the prefill instance, with its answer; True if it was the only one."""
         live, now_s = self.live, self.host.now_s
         live.journal.append(token_at(live.id, len(live.arrival.prompt_ids)), now_s)
-        self._control.progress.delivered(name, now_s)
+        self._control.progress.delivered[name].last_s = now_s
         if live.journal.finished and not live.outcome:
             self._control.end(live, Complete(), now_s)
         return live.journal.finished
@@ -276,7 +276,7 @@ class SimAttempt:
             self._know_prompt()
             self._attempt.resumed(now_s)
             self.host.resumed(live)
-        self._control.progress.delivered(name, now_s)
+        self._control.progress.delivered[name].last_s = now_s
         if is_last != journal.finished:
             require(False, f"{live.id} ends after {len(live.output)} tokens")
         if is_last and not live.outcome:

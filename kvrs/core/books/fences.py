@@ -1,5 +1,7 @@
 """Attempts that may still be running at an instance; needed to build a fence request."""
 
+from collections.abc import Callable
+
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, StreamId
 
@@ -29,9 +31,13 @@ class FenceTable:
         if numbers.pop(instance, None) is not None and not numbers:
             del self._numbers[stream]
 
-    def instances(self, stream: StreamId) -> tuple[InstanceId, ...]:
-        """Where attempts of the stream may still be running."""
-        return tuple(self._numbers.get(stream, ()))
+    def ended(self, stream: StreamId, is_up: Callable[[InstanceId], bool]) -> None:
+        """The stream is over. An instance that is up drops the attempt because its connection is
+        closed; one that is cut off cannot know.
+        """
+        numbers = self._numbers.pop(stream, {})
+        if kept := {name: number for name, number in numbers.items() if not is_up(name)}:
+            self._numbers[stream] = kept
 
     def numbers(self, instance: InstanceId) -> dict[StreamId, Number]:
         """Return what a fence must name: one above every attempt that may still run there."""

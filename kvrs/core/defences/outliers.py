@@ -43,16 +43,13 @@ class Outliers:
     def reload(self, settings: RecoverySettings) -> None:
         self._together_s = max(_TOGETHER_S, settings.gather_s)
 
-    def started(self, stream: Stream, plan: act.Plan) -> None:
-        """An attempt begins; at a closed instance it is the probe."""
-        for name in (plan.prefill, plan.decode):
-            health = None if name is None else self._view.members[name].health
-            if health is None:
-                continue
-            if health.until_s is not None and health.probe is None:
-                health.probe = stream.id
-            if health.busy_until_s is not None:
-                health.try_busy(stream.id, self._view.now_s)
+    def started(self, stream: Stream, member: Member) -> None:
+        """An attempt begins there; at a closed instance it is the probe."""
+        health = member.health
+        if health.until_s is not None and health.probe is None:
+            health.probe = stream.id
+        if health.busy_until_s is not None:
+            health.try_busy(stream.id, self._view.now_s)
 
     def answered(self, stream: Stream, member: Member) -> None:
         """The attempt's prefill is done there, or its first token has come from there."""

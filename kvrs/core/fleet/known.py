@@ -139,6 +139,8 @@ class Instances:
         # All instances must serve the first one's model: a stream continues exactly only on equal
         # weights.
         self._served: InstanceInfo | None = None
+        self.model: str | None = None  # Its name.
+        self.max_model_len: int | None = None  # Tokens of prompt and output; None: not known.
         self._plain: tuple[InstanceId | None] | None = None  # `plain()`, until one comes up.
         self._replays: Replays | None = None  # As `_plain`.
         self.names = NameBook(lambda: (known.info for known in self.known.values()))
@@ -163,15 +165,6 @@ class Instances:
     def is_present(self, instance: InstanceId) -> bool:
         known = self.known.get(instance)
         return known is not None and known.health is not Health.REMOVED
-
-    @property
-    def model(self) -> str | None:
-        return None if self._served is None else self._served.model
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of prompt and output together; None: not known."""
-        return None if self._served is None else self._served.max_model_len or None
 
     def is_up(self, instance: InstanceId) -> bool:
         return self.known[instance].health is Health.UP
@@ -298,6 +291,7 @@ class Instances:
         known.reason = None
         known.note_epoch(info.epoch)
         self._served, self._plain, self._replays = info, None, None
+        self.model, self.max_model_len = info.model, info.max_model_len or None
         self.names.changed()
         if info.own_prefill not in self.known:
             info = msgspec.structs.replace(info, own_prefill=None)

@@ -100,20 +100,13 @@ class InstanceProgress:
         self._token_gap_s = token_gap_s
         self._has_others = has_others
         self._others_since_s: dict[InstanceId, float] = {}  # Of those that were alone.
-        self._delivered: dict[InstanceId, Delivered] = defaultdict(Delivered)
-
-    def delivered(self, instance: InstanceId, now_s: float) -> None:
-        """The instance finished a prefill or sent tokens."""
-        self._delivered[instance].last_s = now_s
-
-    def of(self, instance: InstanceId) -> Delivered:
-        """The one record of the instance, for what runs for each token."""
-        return self._delivered[instance]
+        # One record for each instance, which what runs for each token holds.
+        self.delivered: dict[InstanceId, Delivered] = defaultdict(Delivered)
 
     @property
     def tokens(self) -> int:
         """Tokens of all instances together."""
-        return sum(each.tokens for each in self._delivered.values())
+        return sum(each.tokens for each in self.delivered.values())
 
     def first_token_timeout_s(self, instance: InstanceId) -> float:
         """Return how long it may be silent before an attempt's first token, its queue included."""
@@ -155,7 +148,7 @@ class InstanceProgress:
         has a queue as well, but delivers nothing.
         """
         return (
-            now_s - self._delivered[instance].last_s < self._token_gap_s
+            now_s - self.delivered[instance].last_s < self._token_gap_s
             and self._instances.queued(instance) > 0
             and self._instances.is_reporting(instance, now_s)
         )

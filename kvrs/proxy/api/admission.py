@@ -211,7 +211,8 @@ class Admissions:
     ) -> Parsed:
         """Parse a body; `max_elements` is found by its length if it is not known yet."""
         most = self._max_elements(len(body)) if max_elements is None else max_elements
-        read = self.tolerant(read)
+        if self._dropper is not None:
+            read = self.tolerant(read)
         if len(body) <= LARGE_BYTES:
             return read(body, max_elements=most)
         return await self._large.run(len(body), partial(read, body, max_elements=most))

@@ -34,7 +34,7 @@ class ResponseReader:
         last: list[bytes] = []
         self.begin()
         encoded(self._translator.end(tokens), self._after, last.append)
-        return await self.sse.end_framed(b"".join(last))
+        return await self.sse.finish(b"".join(last))
 
 
 class ResponseClient:

@@ -20,6 +20,7 @@ from kvrs.config.proxy import ProxySettings
 from kvrs.errors import RequestError
 from kvrs.protocol.mirror import BYTES_PER_ID
 from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.chunks import sse as framed
 from kvrs.protocol.openai.response_ids import response_id
 from kvrs.protocol.openai.responses import (
     CANCELLED,
@@ -281,7 +282,7 @@ class ResponsesApi:
             if isinstance(outcome, Failed) and not sse.has_begun:
                 return refusal(outcome)
             if isinstance(outcome, Failed) and not is_over:
-                return Sent(await sse.fail(outcome.body))
+                return Sent(await sse.finish(framed(outcome.body)))
             return Sent(await reader.end(_tokens(keyed.record)))
         except asyncio.CancelledError:
             if not client.stays:

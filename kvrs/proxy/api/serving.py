@@ -10,7 +10,7 @@ from aiohttp import web
 from kvrs.core.live import Complete
 from kvrs.direct import DirectRequest
 from kvrs.errors import RequestError
-from kvrs.protocol.openai.chunks import error_body
+from kvrs.protocol.openai.chunks import DONE, error_body, sse
 from kvrs.proxy.api.admission import Admissions, ClientCall, whole_fields
 from kvrs.proxy.api.answers import bug_response, error_response, json_response, refusal
 from kvrs.proxy.api.choices import ChoiceClient, Merger, run_together
@@ -212,11 +212,11 @@ async def end_stream(client: SseClient, outcome: Outcome, missing: Sequence[byte
     """End a streamed response, after the events that it still lacks."""
     match outcome:
         case Complete():
-            return await client.end(missing)
+            return await client.finish(b"".join(map(sse, missing)) + DONE)
         case Failed() if not client.has_begun:
             return refusal(outcome)
         case Failed():
-            return await client.fail(outcome.body)
+            return await client.finish(sse(outcome.body))  # Without the [DONE] of a complete one.
         case _:
             assert_never(outcome)
 

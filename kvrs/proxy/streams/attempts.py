@@ -60,13 +60,15 @@ class AttemptDriver(Protocol):
 class AttemptCalls:
     """Runs in a task of its own, which is cancelled when a later attempt takes over."""
 
-    __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span")
+    __slots__ = ("_attempt", "_driver", "_instances", "_live", "_relay", "_span", "_trace")
 
     def __init__(self, live: OpenStream, plan: act.Plan, driver: AttemptDriver) -> None:
         self._attempt = Attempt(driver.control, live, plan)
         self._live = live
         self._driver = driver
         self._instances = driver.control.instances
+        request = live.journal.request
+        self._trace: RequestTrace | None = None if request is None else request.trace
         self._span: CallSpan | None = None  # That of the decode call, if it is traced.
         # The relay of the decode call, while it runs.
         self._relay: Relay | None = None
@@ -172,7 +174,10 @@ class AttemptCalls:
         journal, plan = self._live.journal, self._attempt.plan
         places = self._instances.places(instance, plan) if plan.places else ()
         watchdog = Watchdog(self._attempt.limit_s, self._is_excused)
-        with self._traced("prefill", instance) as span, watchdog:
+        traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
+        if self._trace is not None:
+            traced = self._trace.call("prefill", instance, journal)
+        with traced as span, watchdog:
             call = prefill_call(
                 journal,
                 self._attempt.number,
@@ -209,8 +214,11 @@ class AttemptCalls:
         live.expect_token = relay.expect_token
         backend = self._driver.backends[plan.decode]
         is_handed_off = transfer is not None
+        traced: AbstractContextManager[CallSpan | None] = _NO_SPAN
+        if self._trace is not None:
+            traced = self._trace.call("decode", plan.decode, live.journal)
         try:
-            with self._traced("decode", plan.decode) as self._span, watchdog:
+            with traced as self._span, watchdog:
                 decoded = backend.decode(self._decode_call(transfer, slot, exact), relay)
                 del transfer, continuation  # The answer may take minutes.
                 await decoded
@@ -240,14 +248,6 @@ class AttemptCalls:
         )
         journal.parsed.pack()
         return call
-
-    def _traced(self, name: str, instance: InstanceId) -> "AbstractContextManager[CallSpan | None]":
-        """The span of a call, if the request has a trace."""
-        journal = self._live.journal
-        if journal.request is None or journal.request.trace is None:
-            return _NO_SPAN
-        trace: RequestTrace = journal.request.trace
-        return trace.call(name, instance, journal)
 
     def _is_excused(self) -> bool:
         relay = self._relay
@@ -314,7 +314,7 @@ class AttemptCalls:
             self._attempt.number,
             clock=self._driver.clock,
             resumed=self._resumed,
-            delivered=self._driver.control.progress.of(self._attempt.plan.decode),
+            delivered=self._driver.control.progress.delivered[self._attempt.plan.decode],
             completed=partial(self._driver.completed, live),
             exact=exact,
             continuation=continuation,

@@ -16,7 +16,6 @@ from kvrs.errors import KvrsError
 from kvrs.http_connection import SERVER, HttpConnection
 from kvrs.ids import StreamId
 from kvrs.protocol.mirror import StreamEvent
-from kvrs.protocol.openai.chunks import DONE, sse
 from kvrs.proxy.wire.request_context import (
     HEADERS_KEY,
     REQUEST_ID,
@@ -149,21 +148,10 @@ class SseClient:
                 self.send_framed(_COMMENT)
         self.was_silent = True
 
-    async def end(self, missing: Sequence[bytes]) -> "SseClient":
-        """Send the events that are missing and the end of a complete stream."""
-        return await self._finish(b"".join(map(sse, missing)) + DONE)
-
-    async def end_framed(self, data: bytes) -> "SseClient":
-        """End a complete stream with events that are framed already, and no [DONE]."""
-        return await self._finish(data or _COMMENT)
-
-    async def fail(self, error: bytes) -> "SseClient":
-        """Send an error, without the [DONE] of a complete stream."""
-        return await self._finish(sse(error))
-
-    async def _finish(self, data: bytes) -> "SseClient":
+    async def finish(self, data: bytes) -> "SseClient":
+        """Send the last events, which are framed already, and end the response."""
         self._is_over = True
-        self.send_framed(data, is_last=True)
+        self.send_framed(data or _COMMENT, is_last=True)
         if self.blocked:
             read = asyncio.Event()
             self.when_free(read.set)

@@ -143,7 +143,8 @@ class Driver:
         if attempt.live.refused_by:
             blame_refusers(self._metrics, attempt.live)
         attempt.resumed(self.clock())
-        self.recoveries.resumed(attempt.live.id, attempt.number)
+        if attempt.live.id in self.recoveries.running:
+            self.recoveries.resumed(attempt.live.id, attempt.number)
 
     def attempt_over(self, live: OpenStream, event: ev.AttemptFailed | ev.SlotDenied) -> None:
         match event:
@@ -243,7 +244,8 @@ class TaskShell:
 
     def stream_closed(self, live: OpenStream) -> None:
         self._metrics.streams.ended(live, self._clock())
-        self._recoveries.settle(live.id, "ended")
+        if live.id in self._recoveries.running:
+            self._recoveries.settle(live.id, "ended")
 
     def note(self, action: act.Record) -> None:
         match action:

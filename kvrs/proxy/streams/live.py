@@ -36,7 +36,7 @@ class StreamPhase(StrEnum):
 
 
 _PLACES = {phase: place for place, phase in enumerate(StreamPhase)}
-_NOTHING = [0.0] * len(_PLACES)
+_NOTHING = array("d", [0.0] * len(_PLACES))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,7 +49,7 @@ class OpenStream(LiveStream):
     instance: InstanceId | None = None  # Where it runs.
     entered_s: float = 0.0  # When the current phase began.
     # In each phase before, in all attempts together, in the order of the phases.
-    spent_s: "array[float]" = field(default_factory=lambda: array("d", _NOTHING))
+    spent_s: "array[float]" = field(default_factory=_NOTHING.__copy__)
     task: asyncio.Task[None] | None = None
     decoded_by: TestedProcess | None = None  # The one that gave the last output.
     # Has the current attempt report its next token as if it were its first.

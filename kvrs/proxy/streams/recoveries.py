@@ -105,19 +105,21 @@ class RecoveryLog:
         self._clock = clock
         self._wall_clock = wall_clock
         self._settled = settled
-        self._running: dict[StreamId, Recovery] = {}
+        self.running: dict[StreamId, Recovery] = {}
         self.entries: deque[Recovery] = deque(maxlen=KEPT)
 
     def decided(self, action: act.Recovered, live: OpenStream) -> None:
         """Note a recovery whose attempt has just been started."""
-        self.settle(action.stream, "failed")
+        if action.stream in self.running:
+            self.settle(action.stream, "failed")
+        plan = live.plan
         recovery = Recovery(
             at_s=self._wall_clock(),
             stream=action.stream,
             attempt=action.attempt,
             option=action.option,
             failed=action.failed,
-            target=None if live.plan is None else live.plan.decode,
+            target=None if plan is None else plan.decode,
             cause=action.cause,
             predicted_s=action.predicted_s,
             # Estimates of all targets would take megabytes in a large cluster; the event log has
@@ -130,22 +132,22 @@ class RecoveryLog:
             request_id=None if live.journal.request is None else live.journal.request.id,
             request=live.journal.request,
         )
-        self._running[action.stream] = recovery
+        self.running[action.stream] = recovery
         self.entries.append(recovery)
 
     def redirected(self, live: OpenStream) -> None:
         """The recovery's hand-off goes elsewhere."""
-        if (recovery := self._running.get(live.id)) is not None and live.plan is not None:
+        if (recovery := self.running.get(live.id)) is not None and live.plan is not None:
             recovery.target = live.plan.decode
 
     def predicted(self, action: act.Settled) -> None:
         """Note the policy's prediction of a recovery that is about to be `resumed`."""
-        recovery = self._running.get(action.stream)
+        recovery = self.running.get(action.stream)
         if recovery is not None and recovery.attempt == action.attempt:
             recovery.raw_s, recovery.regret_s = action.raw_s, action.regret_s
 
     def resumed(self, stream: StreamId, attempt: int) -> None:
-        recovery = self._running.get(stream)
+        recovery = self.running.get(stream)
         if recovery is None or recovery.attempt != attempt:
             return
         # A token from before a re-forming, which settles nothing.
@@ -179,13 +181,13 @@ class RecoveryLog:
 
     def rejected(self, stream: StreamId) -> None:
         """The stream was tried again only to learn that its request is at fault."""
-        if (recovery := self._running.pop(stream, None)) is not None:
+        if (recovery := self.running.pop(stream, None)) is not None:
             with suppress(ValueError):  # It may be older than all that are kept.
                 self.entries.remove(recovery)
 
     def settle(self, stream: StreamId, outcome: str) -> None:
         """Note the outcome of a recovery that runs; a stream without one is left alone."""
-        if (recovery := self._running.pop(stream, None)) is not None:
+        if (recovery := self.running.pop(stream, None)) is not None:
             recovery.outcome = outcome
             self._settled(recovery)
             log.info("recovery", extra=recovery.facts())

@@ -179,7 +179,9 @@ class StreamMetrics:
         self.active.value -= 1
         reason = journal.finish_reason if journal.finish_reason in FINISH_REASONS else "none"
         self._ended[reason or "none", "no" if journal.inexact else "yes"].value += 1
-        found = [(self._stages[stage], s) for stage, s in live.phase_seconds(now_s).items()]
+        found: list[tuple[Durations, float]] = []
+        for stage, seconds in live.phase_seconds(now_s).items():
+            found.append((self._stages[stage], seconds))
         first_s, arrived_s = journal.first_write_s, journal.arrived_s
         if first_s is not None:
             found.append((self._gap, journal.longest_gap_s))

@@ -92,8 +92,8 @@ class HttpResponse:
     """
 
     __slots__ = (
-        *("_framing", "_is_closing", "_keeps_open", "_left", "_loop", "_parser", "_payload"),
-        *("_rest", "fault", "headers", "is_complete", "status"),
+        *("_framing", "_is_closing", "_left", "_loop", "_parser", "_payload"),
+        *("_rest", "fault", "headers", "is_complete", "keeps_open", "status"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -101,7 +101,7 @@ class HttpResponse:
         self.headers: Mapping[str, str] = _NO_HEADERS  # Of what is refused.
         self.is_complete = False
         self.fault: Fault | None = None
-        self._keeps_open = False
+        self.keeps_open = False  # Its connection, once the response is complete.
         self._framing = _Framing.HEAD
         self._left = 0  # Bytes of the body, or of the current chunk, that are still to come.
         self._is_closing = False  # A chunk's bytes have come, the end of its line has not.
@@ -110,11 +110,6 @@ class HttpResponse:
         # None: none of its state is needed, because the head is known or the framing a usual one.
         self._parser: HttpResponseParser | None = None
         self._payload: StreamReader | None = None
-
-    @property
-    def allows_reuse(self) -> bool:
-        """The connection is at the end of a usual response, and stays open."""
-        return self.is_complete and self._keeps_open
 
     @property
     def is_between_chunks(self) -> bool:
@@ -147,7 +142,7 @@ class HttpResponse:
         """The connection has ended."""
         if self.is_complete or self.fault is not None:
             return
-        self._keeps_open = False
+        self.keeps_open = False
         if self._framing is _Framing.PARSER:
             assert self._parser is not None
             try:
@@ -211,7 +206,7 @@ class HttpResponse:
         self._rest = b""
         self.status, self.headers = head.status, head.headers
         self._framing, self._left = head.framing, head.size_bytes
-        self._keeps_open = head.keeps_open
+        self.keeps_open = head.keeps_open
         self._parser = self._payload = None
         if head.framing is _Framing.LENGTH:
             return self._feed_length(data)
@@ -221,7 +216,7 @@ class HttpResponse:
 
     def _feed_length(self, data: bytes) -> bytes:
         if len(data) > self._left:
-            self._keeps_open = False  # More than was asked for.
+            self.keeps_open = False  # More than was asked for.
             data = data[: self._left]
         self._left -= len(data)
         self.is_complete = self._left == 0
@@ -266,7 +261,7 @@ class HttpResponse:
         if _BEGUN_CHUNK.fullmatch(data) or _LAST_CHUNK.startswith(data):
             self._rest = data
             return b""
-        self._keeps_open = False
+        self.keeps_open = False
         self._framing = _Framing.PARSER
         # A new parser at the same place: behind a head, or behind a chunk, which is the same.
         self._parser = _new_parser(self._loop)
@@ -275,7 +270,7 @@ class HttpResponse:
 
     def _feed_parser(self, data: bytes) -> bytes:
         if self.is_complete or self.fault is not None:
-            self._keeps_open = self._keeps_open and not data
+            self.keeps_open = self.keeps_open and not data
             return b""
         payload, parser = self._payload, self._parser
         assert payload is not None
@@ -295,7 +290,7 @@ class HttpResponse:
 
     def _fail(self) -> None:
         self.fault = BrokenBody()
-        self._keeps_open = False
+        self.keeps_open = False
         self._framing = _Framing.PARSER
 
 

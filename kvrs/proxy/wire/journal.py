@@ -127,8 +127,12 @@ class Journal:
     @property
     def history(self) -> "array[int] | None":
         """Prompt and all output so far, to be read only; None while the prompt is not tokenised."""
-        prompt = self.prompt
-        return prompt if prompt is None or not self.output_ids else prompt + self.output_ids
+        prompt = self.prompt_ids
+        if prompt is None:
+            return None
+        if not isinstance(prompt, array):
+            prompt = packed(prompt)
+        return prompt + self.output_ids if self.output_ids else prompt
 
     @property
     def prompt_tokens(self) -> int:

@@ -100,7 +100,7 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         *("_ended", "_is_paused", "_is_sent", "_loop", "_lost", "_reader", "_refusal"),
-        *("_response", "_room", "_shortcut", "_take", "_transport"),
+        *("_response", "_room", "_shortcut", "_take", "_transport", "status"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, lost: "Lost") -> None:
@@ -117,6 +117,7 @@ class Upstream(asyncio.Protocol):
         self._room: asyncio.Future[None] | None = None  # For more of a large body.
         self._is_sent = True
         self._is_paused = False
+        self.status = 0  # Of the response, once its head has come.
 
     # Calls.
 
@@ -161,12 +162,6 @@ class Upstream(asyncio.Protocol):
                 await self._ended
 
     @property
-    def status(self) -> int:
-        assert self._response is not None
-        assert self._response.status is not None
-        return self._response.status
-
-    @property
     def headers(self) -> Mapping[str, str]:
         assert self._response is not None
         return self._response.headers
@@ -182,10 +177,10 @@ class Upstream(asyncio.Protocol):
         """
         response, self._response = self._response, None
         self._reader = self._take = self._refusal = self._ended = self._shortcut = None
-        if response is not None and response.allows_reuse and self._is_sent and self.is_open:
+        if response is not None and response.is_complete and response.keeps_open and self._is_sent:
             if self._is_paused:
                 self.resume()
-            return True
+            return self.is_open
         self.close()
         return False
 
@@ -234,7 +229,7 @@ class Upstream(asyncio.Protocol):
             take = self._take
             if take is None and response.status is not None:
                 assert self._reader is not None
-                take = self._reader.feed
+                take, self.status = self._reader.feed, response.status
                 if response.status != 200:
                     self._refusal = WholeReader(_MAX_REFUSAL_BYTES)
                     take = self._refusal.feed

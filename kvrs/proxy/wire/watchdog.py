@@ -72,13 +72,7 @@ class _TimerWheel:
             self._arm()
 
 
-_wheel: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDictionary()
-
-
-def _wheel_of(loop: asyncio.AbstractEventLoop) -> _TimerWheel:
-    if (found := _wheel.get(loop)) is None:
-        found = _wheel[loop] = _TimerWheel(loop)
-    return found
+_wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _TimerWheel] = WeakKeyDictionary()
 
 
 class Watchdog:
@@ -102,7 +96,9 @@ class Watchdog:
         self._limit_s = limit_s
         self._paused = paused
         self.silence = silence or SilenceTimer(self._loop.time())
-        self._wheel = _wheel_of(self._loop)
+        if (wheel := _wheels.get(self._loop)) is None:
+            wheel = _wheels[self._loop] = _TimerWheel(self._loop)
+        self._wheel = wheel
         self._tick: int | None = None  # Of the next look.
         self._is_over = False
         self.has_expired = False
@@ -182,5 +178,6 @@ def reset_timeout() -> None:
     """Count the silence of the block that the task is in from now on: this process is its cause."""
     task = asyncio.current_task()
     assert task is not None
-    if (watchdog := _wheel_of(task.get_loop()).blocks.get(task)) is not None:
+    wheel = _wheels.get(task.get_loop())
+    if wheel is not None and (watchdog := wheel.blocks.get(task)) is not None:
         watchdog.heard()

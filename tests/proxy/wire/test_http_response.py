@@ -66,7 +66,8 @@ def seen(
         at = cut
     if ends:
         response.feed_eof()
-    return response.status, body, response.is_complete, response.allows_reuse, response.fault
+    allows_reuse = response.is_complete and response.keeps_open
+    return response.status, body, response.is_complete, allows_reuse, response.fault
 
 
 def chunked(pieces: list[bytes]) -> bytes:
@@ -120,7 +121,7 @@ def test_heads_are_known_by_their_bytes_and_few_are_kept(
     for status, size in ((200, 3), (429, 3), (429, 4)) * 3:
         response = HttpResponse(loop)
         assert response.feed(head % (status, size) + b"abcd"[:size]) == b"abcd"[:size]
-        assert (response.status, response.allows_reuse) == (status, True)
+        assert (response.status, response.is_complete, response.keeps_open) == (status, True, True)
         assert response.headers.get("Retry-After") == (None if status == 200 else "7")
     of_three = len(parsed)
     for size in range(1000):
