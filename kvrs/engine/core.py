@@ -190,6 +190,10 @@ class EngineCore(RunCore):
         finally:
             for task in self._pulls.values():
                 task.cancel()
+            for flight in self._in_flight:
+                # Nothing awaits it any more, however it has ended or will.
+                if not flight.outputs.cancel() and not flight.outputs.cancelled():
+                    flight.outputs.exception()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _launch(self) -> None:

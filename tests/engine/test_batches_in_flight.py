@@ -1,6 +1,7 @@
 """An engine with several batches in flight at a time."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -109,6 +110,26 @@ async def test_pages_of_a_lost_batch_are_nobody_elses_until_the_ranks_compute_ag
     may_go_on.set()
     await two.until(lambda: pages.free_pages > free[0])
     core.scheduler.check()
+
+
+async def test_batches_that_are_lost_at_the_end_of_an_engine_are_no_error(
+    engines: list[PeerEngine],
+) -> None:
+    """Nothing awaits them any more, and none is reported as an exception that was overlooked."""
+    two, reported = engines[1], list[Any]()
+    core = two.instance.core
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    losing(two, calls=2)
+    await both_in_flight(two)
+
+    await two.instance.close()
+    two.may_compute.set()
+    await asyncio.to_thread(core._thread.shutdown)
+    await asyncio.sleep(0)
+    core._in_flight.clear()
+    gc.collect()
+
+    assert reported == []
 
 
 def losing(engine: PeerEngine, calls: int) -> None:
