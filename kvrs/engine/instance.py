@@ -24,6 +24,7 @@ from kvrs.engine.page_port import InstancePlace
 from kvrs.engine.rank_reports import RankReports, loans_of
 from kvrs.engine.ranks.group import RankGroup, describe_ranks
 from kvrs.engine.ranks.nodes import RanksOnNodes
+from kvrs.engine.ranks.routed_notes import RoutingNotes
 from kvrs.engine.ranks.settings import layout_of
 from kvrs.engine.ranks.spread import PrefillShares
 from kvrs.engine.requests import Vocabulary
@@ -55,6 +56,7 @@ from kvrs.text.output import load_tokenizer
 from kvrs.text.pieces import TokenPieces
 from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs.transfer.store.directory import store_directory
 
 CAPABILITIES = [
     Capability.PULL_PAGES,
@@ -112,6 +114,10 @@ class LoadedModel:
             worker = RankGroup(
                 directory, engine, layout, config.elastic, config.policy.lookahead_tokens
             )
+            if (loads := worker.reformer.loads) is not None:
+                store = store_directory(config.backup.directory, secret, node.id)
+                notes = RoutingNotes(store, instance_id)
+                loads.keep(notes, worker.fingerprint, time.monotonic())
         reads = layout is None or bool(settings.own_stages)  # Hosts read at that pace themselves.
         left_s = Pace(pace).load_s if reads and pace is not None else 0.0
         if engine.disk_bytes_per_s is None:

@@ -7,11 +7,13 @@ from kvrs.elastic.units import Units
 from kvrs.engine.ranks.exchange import FormationMemory
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.reformed import Reformed
+from kvrs.engine.ranks.routed_notes import RoutingNotes
 from kvrs.memory import free_bytes
 from kvrs.protocol.experts import ExpertReport
 
 _NO_ROOM = "elastic.experts.room_share leaves no room for a copy that would help"
 _MOST_PUT_OFF_S = 60.0
+_NOTED_EVERY_S = 5.0
 
 
 class RoutedLoads:
@@ -32,6 +34,17 @@ class RoutedLoads:
         self._wait_s = settings.after_s
         self._wanted: Layout | None = None  # That `look` has last proposed.
         self.next_s = 0.0  # When to look again.
+        self._notes: RoutingNotes | None = None
+        self._fingerprint, self._noted_s = "", 0.0
+
+    def keep(self, notes: RoutingNotes, fingerprint: str, now_s: float) -> None:
+        """Go on with the counts of the process before, and note them for the next one.
+        `fingerprint`: of the model.
+        """
+        history = TileHistory(self._settings.half_life_s)
+        if (tiles := notes.read(fingerprint, self._units)) is not None:
+            history.resume(tiles, now_s)
+        self._history, self._notes, self._fingerprint = history, notes, fingerprint
 
     def look(self, layout: Layout, formation: RankFormation | None, now_s: float) -> Layout | None:
         """The layout with the copies of experts that pay; None: those that there are do, or it is
@@ -43,6 +56,7 @@ class RoutedLoads:
         self._take(now_s)
         if formation is not None and formation.memory is not self._memory:
             self._enter(formation.memory, now_s)
+        self._note(now_s)
         tiles = self._history.telling
         found = Rebalanced(layout, lacks_room=False)
         if self._settings.rebalance:
@@ -92,6 +106,11 @@ class RoutedLoads:
                 ]
         self._history.note(more, now_s)
         self._seen = found
+
+    def _note(self, now_s: float) -> None:
+        if self._notes is not None and now_s >= self._noted_s + _NOTED_EVERY_S:
+            self._notes.write(self._fingerprint, self._history.tiles)
+            self._noted_s = now_s
 
     def _enter(self, memory: FormationMemory, now_s: float) -> None:
         self._computed, self._memory = self._computed_now(), memory

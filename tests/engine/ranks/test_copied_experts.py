@@ -17,6 +17,7 @@ from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.turning_experts import FIRST_IDS, LAST_IDS, write_turning_model
 from tests.engine.exact_models import write_model
 from tests.engine.ranks.test_rank_group import SETTINGS, group_of
 
@@ -77,6 +78,35 @@ def test_hot_experts_get_copies_while_batches_are_computed(group: RankGroup, mod
     held = {rank: {*group.processes.seats[rank].units} for rank in layout.ranks}
     assert held == {rank: layout.held(rank) - {Unit(UnitKind.COMMON, 0, 0)} for rank in held}
     assert min(report.tiles) > 0
+
+
+def test_copies_settle_where_popularity_keeps_turning(tmp_path: Path) -> None:
+    """Copies may change every tenth of a second, and other experts are popular every half one. All
+    that are popular now and then get copies, which stay and change no bit.
+    """
+    write_turning_model(tmp_path)
+    elastic = ElasticSettings(experts=ExpertSettings(after_s=0.1, room_share=1.0))
+    turns = [
+        Chunk([ids[7 * at * at % len(ids)] for at in range(90)], 0, range(10, 20), logits=3)
+        for ids in (FIRST_IDS, LAST_IDS)
+    ]
+    expected = [Worker(tmp_path, SETTINGS).execute([chunk]) for chunk in turns]
+    group = group_of(tmp_path, elastic, tp=3)
+    group.predict = lambda chunks: 0.0
+    began_s = time.monotonic()
+    until_s = began_s + FEW_SECONDS_S
+    try:
+        while not group.layout.copies or time.monotonic() < began_s + 4.0:
+            turn = int(2 * time.monotonic()) % 2
+            try:
+                assert same_bytes(group.execute([turns[turn]]), expected[turn])
+            except RanksLostError:
+                group.on_lost()
+            assert time.monotonic() < until_s
+        # It might be forty times.
+        assert 0 < len(group.reformer.done) <= 20
+    finally:
+        group.close()
 
 
 def test_split_experts_have_the_bytes_of_one_process_and_grow_back(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""How often experts are chosen is noted for the next process of an instance, and copies do not
+follow a popularity that turns faster than choices fade. The counts of ranks are scripted.
+"""
+
+import logging
+import random
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvrs.config.engine import ExpertSettings
+from kvrs.elastic.layouts import Layout, staged, uneven
+from kvrs.elastic.units import Units
+from kvrs.engine.ranks.routed import RoutedLoads
+from kvrs.engine.ranks.routed_notes import RoutingNotes
+from kvrs.ids import InstanceId
+from kvrs.transfer.store.directory import StoreDirectory
+
+pytestmark = pytest.mark.engine
+
+EXPERTS, LAYERS, RANKS = 8, 3, 3
+# A dense layer between two with experts, each of two parts.
+UNITS = Units(LAYERS, (8,) * 4, (1 << 10,) * 2 * EXPERTS, (8,) * 4, 0, frozenset({1}), (8,) * 4, 2)
+LAYOUT = uneven(UNITS, staged(LAYERS, [range(RANKS)]))
+COUNTS = [[400.0, *[1.0] * (EXPERTS - 1)], [], [*[1.0] * (EXPERTS - 1), 400.0]]
+INSTANCE = InstanceId("a/b")
+
+
+class ScriptedMemory:
+    """Tiles that ranks have counted since they began."""
+
+    def __init__(self) -> None:
+        self.tiles = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+        self.computed = torch.zeros(RANKS, dtype=torch.int64)
+        self.areas = SimpleNamespace(layers=range(LAYERS), lines=dict.fromkeys(range(RANKS)))
+
+    def count(self, by_expert: list[int]) -> None:
+        self.tiles += torch.tensor(by_expert)
+
+
+def loads_of(notes: RoutingNotes | None = None, now_s: float = 0.0, **settings: Any) -> RoutedLoads:
+    found = RoutedLoads(UNITS, ExpertSettings(room_share=1.0, **settings), LAYOUT)
+    if notes is not None:
+        found.keep(notes, "model", now_s)
+    return found
+
+
+def look(
+    loads: RoutedLoads, layout: Layout, memory: ScriptedMemory | None, now_s: float
+) -> Layout | None:
+    formation: Any = None if memory is None else SimpleNamespace(memory=memory)
+    return loads.look(layout, formation, now_s)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The agent's."""
+    path = tmp_path / "agent"
+    path.mkdir(0o700)
+    return path
+
+
+def test_a_process_that_is_started_again_knows_what_is_popular(directory: Path) -> None:
+    """It proposes copies before it has computed anything, by the counts of the process before; a
+    process without a note does not. An agent that ends on purpose leaves no note.
+    """
+    first, memory = loads_of(RoutingNotes(directory, INSTANCE)), ScriptedMemory()
+    memory.count([400, *[1] * (EXPERTS - 1)])
+    wanted = look(first, LAYOUT, memory, 10.0)
+    look(first, LAYOUT, memory, 20.0)
+
+    again, fresh = (
+        look(loads_of(RoutingNotes(directory, own), 1e6), LAYOUT, ScriptedMemory(), 1e6 + 1)
+        for own in (INSTANCE, InstanceId("b"))
+    )
+
+    assert wanted is not None
+    assert wanted.copies
+    assert again is not None
+    assert again.copies == wanted.copies
+    assert fresh is None
+    assert {path.name for path in directory.iterdir()} == {"experts-a%2Fb", "experts-b"}
+    with StoreDirectory(directory) as store:
+        store.clear()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "truncated"),
+        (b'{"version":1,"fingerprint":"model","tiles":[[1,2],[],[1,2]]}', "got [2, 0, 2]; allowed"),
+        (b'{"version":1,"fingerprint":"model","tiles":[[%s],[],[%s]]}', "got -1.0; allowed"),
+        (b'{"version":1,"fingerprint":"model","tiles":"none"}', "Expected `array`"),
+    ],
+)
+def test_a_note_that_is_none_is_named_and_counts_begin_anew(
+    directory: Path, caplog: pytest.LogCaptureFixture, content: bytes, said: str
+) -> None:
+    if b"%s" in content:
+        content %= (b",".join([b"-1"] * EXPERTS),) * 2
+    path = directory / "experts-a%2Fb"
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+    with caplog.at_level(logging.WARNING):
+        loads = loads_of(RoutingNotes(directory, INSTANCE))
+
+    (record,) = caplog.records
+    assert record.getMessage() == "counts of experts cannot be read and begin anew"
+    assert vars(record)["file"] == str(path)
+    assert said in vars(record)["cause"]
+    assert look(loads, LAYOUT, None, 1.0) is None
+    look(loads, LAYOUT, ScriptedMemory(), 10.0)
+    assert RoutingNotes(directory, INSTANCE).read("model", UNITS) == [[0.0] * 8, [], [0.0] * 8]
+
+
+def test_a_note_of_another_model_or_user_is_not_used(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = RoutingNotes(directory, INSTANCE)
+    notes.write("another", COUNTS)
+
+    assert notes.read("another", UNITS) == COUNTS
+    assert notes.read("model", UNITS) is None
+    assert caplog.records == []
+    (directory / "experts-a%2Fb").chmod(0o644)
+    assert notes.read("another", UNITS) is None
+    assert "others may use it (mode bits 044)" in vars(caplog.records[0])["cause"]
+
+
+def test_without_an_agent_nothing_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = RoutingNotes(tmp_path / "none", INSTANCE)
+    notes.write("model", COUNTS)
+
+    assert notes.read("model", UNITS) is None
+    assert caplog.records == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_popularity_that_turns_each_second_moves_copies_a_few_times() -> None:
+    """Within two minutes: choices fade within half a minute, so what is popular in the mean counts,
+    and small changes of it are worth no bytes. Copies that follow each turn would change 120
+    times.
+    """
+    loads, memory, layout = loads_of(after_s=1.0), ScriptedMemory(), LAYOUT
+    popular, changes = [80, 40, 20, 10, 5, 5, 5, 5], []
+    choose = random.Random(4)
+
+    for now_s in range(1, 121):
+        found = look(loads, layout, memory, float(now_s))
+        if found is not None:
+            changes.append(now_s)
+            layout = found
+            loads.changed(reformed(), layout, float(now_s))
+        turned = popular if now_s % 2 else popular[::-1]
+        memory.count([choose.randint(each // 2, each) for each in turned])
+
+    assert layout.copies
+    assert len(changes) <= 10
+    assert sum(now_s > 60 for now_s in changes) <= 1
+    assert all(later - at >= 1 for at, later in pairwise(changes))
+
+
+def reformed() -> Any:
+    return SimpleNamespace(moved={"peer": 1})
