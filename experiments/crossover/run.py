@@ -31,7 +31,7 @@ from kvrs.config.policy import PolicySettings
 from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Option
 from kvrs.core.options.base import estimate_fetch
-from kvrs.core.options.recompute import estimate_recompute
+from kvrs.core.options.recompute import estimate_handed_off
 from kvrs.core.rules.auto import AUTO
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.ids import InstanceId, NodeId
@@ -131,7 +131,7 @@ def auto_pick(prefill: Member, target: Member, cell: Cell) -> Option:
     )
     table = prefill.prefill
     compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
-    recompute = estimate_recompute(
+    recompute = estimate_handed_off(
         prefill, target, history, compute_s, extrapolated, handshake_s=handshake_s, bytes_per_s=inf
     )
     return AUTO.decide([migrate, recompute]).option

@@ -374,7 +374,8 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if not target.pulls:
             return target
     best: Member | None = None
-    is_free = _is_free(stream)
+    # Once more in this place, because calls make up the time of a decision.
+    is_free = not (stream.avoided or stream.name or stream.excluded_epochs)
     for member in view.by_node.get(target.node, ()):
         if (
             member.prefills

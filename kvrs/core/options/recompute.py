@@ -21,7 +21,6 @@ from kvrs.core.options.base import (
     has_cached,
 )
 from kvrs.core.routing import prefill_for
-from kvrs.ids import InstanceId
 
 _RECOMPUTE = Option.RECOMPUTE
 
@@ -44,7 +43,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         table, compute_s, extrapolated = prefill.prefill, case.history_s, case.extrapolated
         if table is not target.prefill:
             compute_s, extrapolated = table.seconds_for(history), not table.covers(history)
-        there = estimate_recompute(
+        there = estimate_handed_off(
             prefill,
             target,
             history,
@@ -60,9 +59,18 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
         if there.raw_s <= queue_s + case.history_s or target.own_prefill is not None:
             estimates.append(there)
             return
+    here_s, at_target_s = queue_s + case.history_s, case.history_s - target.prefill.step_overhead_s
     estimates.append(
-        estimate_recompute(
-            target, target, history, case.history_s, case.extrapolated, factor, queue_s
+        Estimate(
+            _RECOMPUTE,
+            target.id,
+            here_s * factor,
+            queue_s,
+            0.0,
+            case.history_s,
+            case.extrapolated,
+            here_s,
+            at_target_s if at_target_s > 0 else 0.0,
         )
     )
     if there is not None:
@@ -86,7 +94,7 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     yield from hand_off_terms(case, estimate)
 
 
-def estimate_recompute(
+def estimate_handed_off(
     prefill: Member,
     target: Member,
     history_tokens: int,
@@ -99,17 +107,11 @@ def estimate_recompute(
     bytes_per_s: float = inf,
 ) -> Estimate:
     """The whole history computed at `prefill`, which takes `compute_s`, then handed off to the
-    target, unless they are the same instance.
+    target, which is another instance.
 
     The queue at the target counts only as far as it outlasts that.
     """
-    transfer_s = at_target_s = 0.0
-    source: InstanceId | None = None
-    if prefill.id == target.id:
-        at_target_s = max(0.0, compute_s - prefill.prefill.step_overhead_s)
-    else:
-        transfer_s = handshake_s + history_tokens * (prefill.bytes_per_token / bytes_per_s)
-        source = prefill.id
+    transfer_s = handshake_s + history_tokens * (prefill.bytes_per_token / bytes_per_s)
     raw_s = queue_s + compute_s + transfer_s
     if target_queue_s > raw_s:
         queue_s += target_queue_s - raw_s
@@ -123,8 +125,7 @@ def estimate_recompute(
         compute_s,
         extrapolated,
         raw_s,
-        at_target_s,
-        source,
+        source=prefill.id,
     )
 
 

@@ -9,7 +9,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, case_of
-from kvrs.core.options.recompute import RECOMPUTE, estimate_recompute
+from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
 
@@ -18,7 +18,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     """`queue(prefill) + prefill(L + t) + local hand-off`; there is no hand-off within one
     instance.
     """
-    apart = estimate_recompute(
+    apart = estimate_handed_off(
         member("p1"),
         member("d1"),
         history_tokens=110,
@@ -28,18 +28,16 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
         queue_s=0.5,
         handshake_s=0.01,
     )
-    alone = estimate_recompute(
-        member("b1"),
-        member("b1"),
-        history_tokens=110,
-        compute_s=0.110,
-        extrapolated=False,
-        bytes_per_s=204_800.0,
-        handshake_s=0.01,
-    )
+    view, alone = ClusterView(204_800.0), list[Estimate]()
+    up = instance_up("b1")
+    target = view.add(up.info, up.prefill)
+    target.reported_queue_s = 0.5
+    books = Books(view, SlotBook(1), PolicySettings(), {Option.RECOMPUTE: 2.0})
+    RECOMPUTE.estimate(case_of(books, Stream(StreamId("s"), 0, 110, 0.0), target, 0.0), alone)
 
     assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 110 * 2048 / 204_800)
-    assert alone.total_s == pytest.approx(0.110)
+    assert [each.raw_s for each in alone] == pytest.approx([0.5 + 0.110])
+    assert [each.total_s for each in alone] == pytest.approx([2 * (0.5 + 0.110)])
 
 
 def test_an_estimate_from_beyond_the_table_is_marked() -> None:
