@@ -151,8 +151,8 @@ class Attempt(Generic[S]):
 
     def is_excused(self, now_s: float) -> bool:
         """The instance re-forms and the stream waits for that, or it delivers to others."""
-        progress = self._control.progress
-        return self.live.stays_until_s > now_s or any(
+        progress, until_s = self._control.progress, self.live.stays_until_s
+        return (until_s is not None and until_s > now_s) or any(
             progress.is_making_progress(each, now_s) for each in self._waits_for
         )
 

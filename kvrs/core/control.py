@@ -8,7 +8,6 @@ virtual time. Where a stream runs, and in which stage, only the policy's record 
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 from typing import Generic, Protocol, TypeVar, assert_never
 
 import msgspec
@@ -230,16 +229,11 @@ class Control(Generic[S]):
                     self._goes_on(live, now_s)
             case act.Stay():
                 if (live := self._current(action.stream, action.attempt)) is not None:
-                    live.stays_until_s = action.until_s
                     self._shell.expect_token(live)
             case act.GiveUp():
                 if (given_up := self.streams.get(action.stream)) is not None:
                     self.end(given_up, action, now_s)
-            case act.Settled():
-                if action.option.stays and action.stream in self.streams:
-                    self.streams[action.stream].stays_until_s = -inf
-                self._shell.note(action)
-            case act.Recovered() | act.Ejected() | act.Readmitted():
+            case act.Settled() | act.Recovered() | act.Ejected() | act.Readmitted():
                 self._shell.note(action)
             case act.WakeAt():
                 self._shell.wake_at(action.at_s)
@@ -260,7 +254,7 @@ class Control(Generic[S]):
         if live.journal.attempt:
             self._shell.end_attempt(live)
         live.journal.attempt = action.attempt
-        live.state, live.stays_until_s = self.policy.streams[live.id], -inf
+        live.state = self.policy.streams[live.id]
         number = (live.journal.owner_epoch, action.attempt)
         self.fences.started(action.plan, live.id, number)
         if action.plan.places:
@@ -369,7 +363,7 @@ class Control(Generic[S]):
             if of_ranks and report.reforming is None:
                 # Tokens that came before were perhaps of the layout before.
                 for live in concerned:
-                    if live.stays_until_s > -inf:
+                    if live.stays_until_s is not None:
                         self._shell.expect_token(live)
         self._replicated(known, report, now_s)
         for link in report.links:

@@ -56,7 +56,9 @@ class Decisions:
         if pair is None:
             return None
         prefill, planned = pair
-        decode = starts_at(self._view, stream, prefill, planned, self._settings)
+        decode = planned
+        if planned.own_prefill == prefill.id:  # One call, whose hand-off is weighed now.
+            decode = starts_at(self._view, stream, prefill, planned, self._settings)
         # The length of a text is a guess, and more than the model takes is refused at once.
         tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
         table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
@@ -151,14 +153,10 @@ class Decisions:
         due = due_s(stream)
         return due - now_s if due < inf else None
 
-    def settle(self, stream: Stream, now_s: float) -> act.Settled | None:
-        """The record of a recovery that has brought a token, after learning from it; None:
-        the attempt was no recovery.
-        """
-        attempt, decision = stream.attempt, stream.attempt.decision
-        if decision is None or (decision.chosen.option is Option.START and not stream.recovers):
-            return None
-        chosen, real_s = decision.chosen, now_s - attempt.started_s
+    def settle(self, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
+        """The record of a recovery that has brought a token, after learning from it."""
+        attempt, chosen = stream.attempt, decision.chosen
+        real_s = now_s - attempt.started_s
         # A replay is not there to be fast.
         others = (each for each in decision.estimates if each is not chosen)
         best_other_s = min(

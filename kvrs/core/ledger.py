@@ -97,7 +97,8 @@ class Ledger:
     def arrived(self, stream: Stream) -> None:
         """The attempt has brought a token: what it fetched or computed first is there."""
         self.settle_bookings(stream)
-        self.slots.release(stream.id)
+        if stream.id in self.slots.held:
+            self.slots.release(stream.id)
 
     def resume(self, stream: Stream) -> None:
         """The attempt has brought a token to the client, and nothing more is waited for."""
@@ -186,7 +187,8 @@ class Ledger:
 
     def _leave(self, stream: Stream) -> None:
         """Out of every book: the attempt is over, or the wait."""
-        self.slots.release(stream.id)
+        if stream.id in self.slots.held:
+            self.slots.release(stream.id)
         if stream.stage is Stage.QUEUED:
             self.slots.leave(stream.id)
         self._end_attempt(stream)

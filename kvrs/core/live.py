@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Protocol
 
 import msgspec
@@ -92,8 +91,6 @@ class LiveStream:
     journal: StreamJournal
     state: Stream | None = None  # The policy's record, from its first attempt on.
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
-    # Its attempt stays at an instance that re-forms, and may be silent until then.
-    stays_until_s: float = -inf
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
     id: StreamId = field(init=False)
 
@@ -104,6 +101,12 @@ class LiveStream:
     def plan(self) -> act.Plan | None:
         """The plan of the latest attempt; None: there was none."""
         return None if self.state is None else self.state.attempt.plan
+
+    @property
+    def stays_until_s(self) -> float | None:
+        """Until when its attempt, which stays at an instance that re-forms, may be silent."""
+        deadline = None if self.state is None else self.state.attempt.stay_deadline
+        return None if deadline is None else deadline.until_s
 
     @property
     def produced_tokens(self) -> int:

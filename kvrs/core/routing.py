@@ -276,11 +276,10 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
 def starts_at(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member:
-    """The decode instance of a stream that begins. Where it would be one call of a server for both
-    stages, the hand-off cannot be redirected later, so it is weighed now.
+    """The decode instance of a stream that begins with one call of a server for both stages: its
+    hand-off cannot be redirected later, so it is weighed now.
     """
-    is_one_call = planned.own_prefill == prefill.id
-    if settings.handoff is Handoff.OWN_PAIR or not is_one_call or not prefill.retains:
+    if settings.handoff is Handoff.OWN_PAIR or not prefill.retains:
         return planned
     others = (
         member for member in _able(view, stream, prefill, planned) if _takes(view, member, stream)

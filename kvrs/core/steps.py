@@ -12,6 +12,7 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import (
     TABLE,
     AlarmDue,
@@ -214,8 +215,9 @@ class Steps:
         if is_awaited and self._staying.is_stale_token(stream, now_s):
             self._ledger.arrived(stream)
             return
-        if (settled := self._decisions.settle(stream, now_s)) is not None:
-            self._actions.append(settled)
+        decision = stream.attempt.decision
+        if decision is not None and (decision.chosen.option is not Option.START or stream.recovers):
+            self._actions.append(self._decisions.settle(stream, decision, now_s))
         if home is not None:
             self._ledger.outliers.answered(stream, home)
         self._ledger.resume(stream)
@@ -263,7 +265,7 @@ class Steps:
             self._starter.place_all([stream], now_s)
 
     def _deny(self, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:
-        if self._ledger.slots.held_at(stream.id) == event.target:
+        if self._ledger.slots.held.get(stream.id) == event.target:
             self._ledger.deny(stream, now_s + event.wait_s)
             self._starter.place_again(stream, now_s)
 

@@ -9,6 +9,7 @@ from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import StayDeadline
 from kvrs.sim.streams import SimStream
 from tests.core.test_core import D0, D1, P0, P1, Driver, S
 
@@ -133,7 +134,8 @@ def test_a_call_may_be_silent_while_its_stream_stays() -> None:
     attempt = attempt_of(driver, live)
     attempt.begin()
 
-    live.stays_until_s = 5.0
+    assert live.state is not None
+    live.state.attempt.stay_deadline = StayDeadline(0.0, until_s=5.0, number=1, latest_s=9.0)
 
     assert (attempt.is_excused(4.0), attempt.is_excused(6.0)) == (True, False)
 

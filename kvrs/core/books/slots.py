@@ -66,7 +66,7 @@ class SlotBook:
     def __init__(self, slots_max: int) -> None:
         self._slots_max = slots_max
         self._targets: dict[InstanceId, _Target] = {}
-        self._target_held: dict[StreamId, InstanceId] = {}
+        self.held: dict[StreamId, InstanceId] = {}  # At which target each has a slot.
         self.awaited: dict[StreamId, InstanceId] = {}  # For a slot of which target each waits.
 
     def reload(self, slots_max: int) -> None:
@@ -98,7 +98,7 @@ class SlotBook:
         """Take a slot for a transfer that is predicted to last this long, and leave the queue;
         False: denied.
         """
-        assert stream not in self._target_held, stream
+        assert stream not in self.held, stream
         book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0
         if len(book.held) + ahead >= book.room(self._slots_max, now_s):
@@ -106,26 +106,24 @@ class SlotBook:
         ticket = book.ticket_of(stream)
         self.leave(stream)
         book.held[stream] = _Held(now_s + predicted_s, predicted_s, ticket)
-        self._target_held[stream] = target
+        self.held[stream] = target
         book.is_counted = False
         return True
 
     def release(self, stream: StreamId) -> None:
-        """Give the slot back, if the stream has one."""
-        target = self._target_held.pop(stream, None)
-        if target is not None:
-            book = self._targets[target]
-            if len(book.held) > 1:
-                book.is_counted = False
-            elif not book.is_counted:
-                book.count()  # What it had last says how long the next ones may take.
-            del book.held[stream]
+        """Give back the slot that the stream has."""
+        book = self._targets[self.held.pop(stream)]
+        if len(book.held) > 1:
+            book.is_counted = False
+        elif not book.is_counted:
+            book.count()  # What it had last says how long the next ones may take.
+        del book.held[stream]
 
     def deny(self, stream: StreamId, until_s: float) -> None:
         """The target's agent has no slot for this proxy before then; the stream goes back to its
         place in the queue.
         """
-        target = self._target_held[stream]
+        target = self.held[stream]
         book = self._targets[target]
         ticket = book.held[stream].ticket
         self.release(stream)
@@ -156,10 +154,6 @@ class SlotBook:
             if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
                 return next(iter(book.waiting))
         return None
-
-    def held_at(self, stream: StreamId) -> InstanceId | None:
-        """The target at which the stream has a slot."""
-        return self._target_held.get(stream)
 
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
         return list(self._targets[target].waiting) if target in self._targets else []
