@@ -278,8 +278,8 @@ class InstanceEvents:
         """Apply the event to the streams that run there or queue for a slot there: they are to be
         placed again.
         """
-        queued = self._ledger.slots.waiting_for(member.id)
-        streams = [*self._running(member), *(self._ledger.streams[each] for each in queued)]
+        names = [*sorted(member.running), *self._ledger.slots.waiting_for(member.id)]
+        streams = [self._ledger.streams[each] for each in names]
         for stream in streams:
             self._steps.apply(stream.id, event, now_s)
         return streams

@@ -208,7 +208,7 @@ class IncidentBook:
         if is_external or now_s - node_lost_s < _LOST_WITH_ITS_NODE_S:
             self._free_broken(process.instance, process.epoch)
             return
-        alone = self._most_likely(suspects)
+        alone = self._most_likely(suspects) if suspects else None
         for stream in suspects:
             self._charge(stream, loss, now_s, is_alone=stream == alone)
 
@@ -435,8 +435,10 @@ class IncidentBook:
         return min(self.losses[-1].lost_s + STORM_S, own_s + self._longest_wait_s)
 
     def _forget_old(self, now_s: float) -> None:
-        self.losses[:] = [loss for loss in self.losses if now_s - loss.lost_s < KEPT_S]
-        self._exits = {key: each for key, each in self._exits.items() if now_s - each[1] < KEPT_S}
+        if self.losses:
+            self.losses[:] = [loss for loss in self.losses if now_s - loss.lost_s < KEPT_S]
+        if exits := self._exits:
+            self._exits = {key: each for key, each in exits.items() if now_s - each[1] < KEPT_S}
 
 
 def _is_of(loss: _Loss, instance: InstanceId, epoch: int) -> bool:

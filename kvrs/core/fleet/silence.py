@@ -47,7 +47,7 @@ class SilenceTimer:
 
     def __init__(self, now_s: float) -> None:
         self.heard_s = now_s
-        self._next_s = now_s
+        self.next_s = now_s  # When it is to be looked at.
 
     def stalled(self, late_s: float, now_s: float) -> None:
         """Leave out the time in which this process stood still, until now: nothing could be heard
@@ -66,14 +66,14 @@ class SilenceTimer:
         """
         # After a stall of this process's own event loop the timeout starts again: what came
         # meanwhile may be read after this.
-        if now_s - self._next_s > EVENT_LOOP_STALL_S:
+        if now_s - self.next_s > EVENT_LOOP_STALL_S:
             self.heard_s = now_s
         if now_s >= self.heard_s + limit_s:
             if not is_excused():
                 return None
             self.heard_s = now_s
-        self._next_s = min(self.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
-        return self._next_s
+        self.next_s = min(self.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
+        return self.next_s
 
 
 @dataclass(slots=True)

@@ -259,6 +259,7 @@ class ClusterView:
     def set_self_tested(self, member: Member, event: ev.InstanceUp | ev.SelfTested) -> None:
         member.moves_kv, member.tokens = event.moves_kv, event.tokens
         member.restores = event.moves_kv if event.restores is None else event.restores
+        self._compare_tokens()
         self.update(member)
 
     def remove(self, member: Member) -> None:
@@ -267,6 +268,8 @@ class ClusterView:
         if member.is_ranked:
             self._set_ranked(member, False)
         self._leaving.pop(member.id, None)
+        if member.tokens:
+            self._compare_tokens()
         self._update(member.node)
 
     def update(self, changed: Member) -> None:
@@ -276,13 +279,16 @@ class ClusterView:
         self._update(changed.node)
 
     def _update(self, changed: NodeId) -> None:
+        if self._leaving:
+            self._update_drained()
+        members = self.members.values()
+        self.prefillers = [each for each in members if each.prefills and not each.is_drained]
+        self._update_pairs(changed)
+
+    def _compare_tokens(self) -> None:
         members = self.members.values()
         kinds = {member.tokens for member in members if member.decodes and member.tokens}
         self.tokens_differ = len(kinds) > 1
-        if self._leaving:
-            self._update_drained()
-        self.prefillers = [each for each in members if each.prefills and not each.is_drained]
-        self._update_pairs(changed)
 
     def _update_drained(self) -> None:
         """An instance is drained only if another healthy one has its role; if all are degraded,

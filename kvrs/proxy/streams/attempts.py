@@ -163,7 +163,7 @@ class AttemptCalls:
         journal, tokenizer = self._live.journal, self._driver.tokenizer
         resumes_exactly = self._instances.resumes_exactly(self._attempt.plan.decode)
         fits = resumes_exactly and journal.text_sent is None
-        only_the_end = journal.remaining_tokens == 0 and tokenizer.available
+        only_the_end = tokenizer.available and journal.remaining_tokens == 0
         if self._attempt.plan.replays or not journal.output_ids or (fits and not only_the_end):
             return None
         if not tokenizer.available and not self._driver.refuses_inexact:

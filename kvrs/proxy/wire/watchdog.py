@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, SilenceTimer
+from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, SHORTEST_SILENCE_S, SilenceTimer
 from kvrs.errors import UpstreamError
 
 _TICK_S = 0.02  # A look is at most this late.
@@ -111,7 +111,11 @@ class Watchdog:
         self._cancelling = task.cancelling()
         self._before = self._wheel.blocks.get(task)
         self._wheel.blocks[task] = self
-        self.look()
+        # Nothing is late yet, so that only the time of the first look is needed.
+        silence, now_s = self.silence, self._loop.time()
+        limit_s = self._limit_s(silence.heard_s, now_s)
+        silence.next_s = min(silence.heard_s + limit_s, now_s + SHORTEST_SILENCE_S)
+        self._tick = self._wheel.add(self, silence.next_s)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
