@@ -107,8 +107,9 @@ async def _checksums(pages: Sequence[memoryview]) -> Iterator[int]:
     """Checksums of pages, computed a few at a time so that the event loop is not blocked."""
     checksums: list[int] = []
     for group in groups(pages):
+        if checksums:
+            await asyncio.sleep(0)
         checksums += (frames.checksum(page) for _, page in group)
-        await asyncio.sleep(0)
     return iter(checksums)
 
 

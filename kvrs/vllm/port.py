@@ -229,13 +229,14 @@ class ConnectorPort:
     async def lend(self, ranges: Sequence[DueRange]) -> AsyncIterator[list[list[memoryview]]]:
         """Copies of the pages, as vLLM's next step makes them."""
         taken = [self.staging.take(end - first) for _, first, end in ranges]
-        counts = []
+        copies = [
+            self._copy(delivery.sequence, first, slots)
+            for (delivery, first, _), slots in zip(ranges, taken, strict=True)
+        ]
         try:
-            waiting = [
-                self._copy(delivery.sequence, first, slots)
-                for (delivery, first, _), slots in zip(ranges, taken, strict=True)
-            ]
-            counts = await asyncio.gather(*waiting)
+            # None is cancelled: a worker may be copying into these slots.
+            await asyncio.wait(copies)
+            counts = [copy.result() for copy in copies]
             yield [
                 [self.staging.view(slot) for slot in slots[:count]]
                 for slots, count in zip(taken, counts, strict=True)
@@ -245,14 +246,14 @@ class ConnectorPort:
             for slots in taken:
                 self.staging.give_back(slots)
 
-    async def _copy(self, saved: Any, first_page: int, slots: list[int]) -> int:
+    def _copy(self, saved: Any, first_page: int, slots: list[int]) -> asyncio.Future[int]:
         assert isinstance(saved, SavedStream)
-        if not slots:
-            return 0
         pages: asyncio.Future[int] = self._loop.create_future()
-        self._request_copy(CopyRequest(saved.request_id, first_page, slots, pages.set_result))
-        # Not cancelled: a worker may be copying into these slots.
-        return await asyncio.shield(pages)
+        if slots:
+            self._request_copy(CopyRequest(saved.request_id, first_page, slots, pages.set_result))
+        else:
+            pages.set_result(0)
+        return pages
 
     def fence(self, attempts: Mapping[StreamId, tuple[int, int]], *, slots_only: bool) -> None:
         """Drop lower attempts: nothing is fetched for them, and with an epoch of its own nothing of

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class WorkerStep:
-    """Copies that workers make beside one step of vLLM."""
+    """Copies that workers make beside one step of vLLM; each one is pickled for them."""
 
-    place: StagingPlace | None = None
+    place: StagingPlace | None = None  # None: there is nothing to copy.
     saves: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)  # By job.
     loads: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)  # By request.
 
@@ -230,7 +230,7 @@ class SchedulerSide:
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]
     ) -> WorkerStep:
         """Copies beside the step that computes so many tokens of each request."""
-        step = WorkerStep(self._place, loads=self._loads)
+        step = WorkerStep(loads=self._loads)
         self._loads = []
         known, fills, missed = dict[str, int](), list[FilledPages](), list[CopyRequest]()
         for request_id, tokens in scheduled.items():
@@ -253,6 +253,8 @@ class SchedulerSide:
             self._job += 1
             self._jobs[self._job] = (copy, len(blocks), self._ranks)
             step.saves.append((self._job, [*zip(copy.slots, blocks, strict=False)]))
+        if step.loads or step.saves:
+            step.place = self._place
         # Each call wakes the port's thread.
         if fills:
             self._port.filled(fills)
