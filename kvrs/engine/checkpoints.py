@@ -16,7 +16,11 @@ from kvrs.engine.staging import PagePool, StagedPages
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.scheduling.pages import PageManager
-from kvrs.transfer.checkpoint_backlog import CheckpointBacklog, CheckpointDelivery
+from kvrs.transfer.checkpoint_backlog import (
+    RETRY_MOST_S,
+    CheckpointBacklog,
+    CheckpointDelivery,
+)
 from kvrs.transfer.checkpoint_sender import (
     CheckpointSender,
     DueRange,
@@ -40,16 +44,19 @@ class PageSending(StepHook):
         settings: BackupSettings,
         clock: Callable[[], float],
         released: Callable[[], None],
+        retry_most_s: float = RETRY_MOST_S,
     ) -> None:
         """`released`: called when pages that were being sent have lost their pins: a sequence may
-        be waiting for them.
+        be waiting for them. `retry_most_s`: until a holder that does not answer is asked again.
         """
         self.pages, self.clock = pages, clock
         self._released = released
         self.backlog = CheckpointBacklog(pages.page_size_tokens)
         # At most a quarter of a small pool is lent.
         most = min(settings.staging_pages, max(1, pages.pages // 4))
-        self.sender = CheckpointSender(self.backlog, carrier, holders, settings, most, clock)
+        self.sender = CheckpointSender(
+            self.backlog, carrier, holders, settings, most, clock, retry_most_s
+        )
         self.run, self.check = self.sender.run, self.sender.check
 
     @property

@@ -40,12 +40,15 @@ from kvrs.protocol.tags import Tag
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.replicas import ReplicaBook, ReplicaRun
 from kvrs.transfer.checkpoint_backlog import CheckpointDelivery
-from kvrs.transfer.checkpoint_sender import DueRange
+from kvrs.transfer.checkpoint_sender import DueRange, HolderMovedError
 from kvrs.transfer.peers import Peer
 
 log = logging.getLogger(__name__)
 
-_LAY_AGAIN_S = 5.0  # An instance that took no parts is asked again after this long.
+# An instance that took no parts is asked again after this long, where another one takes them; where
+# none does, all are asked again at least as often as the second.
+_LAY_AGAIN_S = 5.0
+_RETRY_MOST_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +70,15 @@ class RingStage:
         return "; ".join(reason for _, reason in self.refusals.values()) or "nothing was sent yet"
 
     def next_target(self, ring: Sequence[InstanceId], now_s: float) -> InstanceId | None:
-        """The first along the ring that has not refused within the last seconds."""
+        """The first along the ring that has not refused within the last seconds. None: all have;
+        the next time they are asked again.
+        """
         for name in ring:
             until_s, _ = self.refusals.get(name, (0.0, ""))
             if until_s <= now_s:
                 return name
+        self.target = None
+        self.refusals = {name: (0.0, reason) for name, (_, reason) in self.refusals.items()}
         return None
 
 
@@ -102,7 +109,7 @@ class StageRing(PageSending):
             most = max(1, int(rate * transfer.stall_timeout_s / part_bytes))
             pinned = min(settings.staging_pages, most)
             settings = settings.model_copy(update={"staging_pages": pinned})
-        super().__init__(pages, self, holders, settings, clock, released)
+        super().__init__(pages, self, holders, settings, clock, released, _RETRY_MOST_S)
         # What arrives, by the stage and the number of its offer.
         self._arriving: dict[tuple[int, int], list[ReplicaRun]] = {}
         self._is_draining: Callable[[], bool] = lambda: False
@@ -162,14 +169,12 @@ class StageRing(PageSending):
         ranges = [PartsRange(delivery.claim.stream, 0, list(delivery.known_tags))]
         while True:
             if (target := lane.next_target(self._others, self.clock())) is None:
-                lane.target = None
                 raise TransferError(lane.unprotected or "no other instance")
-            if target != lane.target:
-                # What the one before has does not count.
-                self.backlog.moved(agent.instance)
             if (answer := await self._ask(lane, target, ranges, [])) is not None:
                 break
         if target != lane.target:
+            # What the one before has does not count.
+            self.backlog.moved(agent.instance)
             log.info(
                 "replicas have a target", extra={"stage": lane.stage.stages.start, "to": target}
             )
@@ -184,7 +189,7 @@ class StageRing(PageSending):
         lane = self._stages[agent.instance]
         target = lane.next_target(self._others, self.clock())
         if target is None or target != lane.target:
-            raise TransferError("the ring is laid again")
+            raise HolderMovedError("the ring is laid again")
         async with self.pinned(ranges) as found:
             parts = [
                 PartsRange(delivery.claim.stream, first, list(delivery.tags(first, first + count)))
@@ -196,7 +201,7 @@ class StageRing(PageSending):
             own = [page for pages in found for page in pages]
             if (answer := await self._ask(lane, target, parts, own)) is None:
                 lane.target = None
-                raise TransferError(lane.unprotected or target)
+                raise HolderMovedError(lane.unprotected or target)
         lane.sent_bytes += answer.sent_bytes
         held = iter(answer.held)
         answers = [(len(pages), next(held)) if pages else None for pages in found]

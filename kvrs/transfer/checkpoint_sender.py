@@ -31,6 +31,10 @@ _MAX_RANGES = 1024  # Of one batch: a STORE stays far below the largest frame.
 DueRange = tuple[CheckpointDelivery, int, int]  # The first page and the end of what is sent next.
 
 
+class HolderMovedError(TransferError):
+    """Another one stands in the holder's place from now on."""
+
+
 class PageCarrier(Protocol):
     """The engine whose pages are sent."""
 
@@ -49,6 +53,7 @@ class PageCarrier(Protocol):
         None: not even the first is.
 
         Raises:
+            HolderMovedError: nothing was sent; the offers are to be made again at once.
             TransferError: they cannot be read, or the agent does not answer.
         """
         ...
@@ -119,11 +124,13 @@ class CheckpointSender:
         settings: BackupSettings,
         staging_pages: int,
         clock: Callable[[], float],
+        retry_most_s: float = RETRY_MOST_S,
     ) -> None:
         self.lent_pages = 0
         self._backlog, self._carrier = backlog, carrier
         self._agents = dict(agents)
         self._settings, self._staging_pages, self._clock = settings, staging_pages, clock
+        self._retry_most_s = retry_most_s
         self._senders: asyncio.TaskGroup | None = None
         self._wakes = {agent: asyncio.Event() for agent in agents}
         self._room = asyncio.Event()
@@ -167,12 +174,15 @@ class CheckpointSender:
                 await asyncio.sleep(self._settings.gather_s)
             try:
                 sent, more = await self._round(self._agents[agent])
+            except HolderMovedError:
+                self._backlog.lost(agent)
+                more = True
             except TransferError as error:
                 log.info("checkpoints wait for %s: %s", agent, error)
                 self._backlog.lost(agent)
                 more = False
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                pause_s = min(2 * pause_s, self._retry_most_s)
             else:
                 # An answer to an offer alone does not prove that pages get through.
                 pause_s = RETRY_S if sent else pause_s
