@@ -128,7 +128,8 @@ class Reformer:
 
     def factors(self, layout: Layout) -> tuple[float, float]:
         """Step times of decode and of prefill over those of the full layout."""
-        return step_factors(layout, self._group.full, self._machine.units)
+        tiles = () if self.loads is None else self.loads.tiles
+        return step_factors(layout, self._group.full, self._machine.units, tiles)
 
     def _step_s(self, layout: Layout) -> float:
         """Predicted of a decode step."""

@@ -1,7 +1,7 @@
 """Tiles of rows that the experts of an instance get, and when other copies of them pay."""
 
 from kvrs.config.engine import ExpertSettings
-from kvrs.elastic.experts import Rebalanced, TileHistory, rebalance, skew
+from kvrs.elastic.experts import Rebalanced, TileHistory, Tiles, rebalance, skew
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.units import Units
 from kvrs.engine.ranks.exchange import FormationMemory
@@ -46,6 +46,11 @@ class RoutedLoads:
             history.resume(tiles, now_s)
         self._history, self._notes, self._fingerprint = history, notes, fingerprint
 
+    @property
+    def tiles(self) -> Tiles:
+        """Those that tell experts apart, of which older ones count less."""
+        return self._history.telling
+
     def look(self, layout: Layout, formation: RankFormation | None, now_s: float) -> Layout | None:
         """The layout with the copies of experts that pay; None: those that there are do, or it is
         not yet time. `formation`: that computes; None: none does now.
@@ -57,7 +62,7 @@ class RoutedLoads:
         if formation is not None and formation.memory is not self._memory:
             self._enter(formation.memory, now_s)
         self._note(now_s)
-        tiles = self._history.telling
+        tiles = self.tiles
         found = Rebalanced(layout, lacks_room=False)
         if self._settings.rebalance:
             found = rebalance(layout, self._units, tiles, self._room(layout))

@@ -13,6 +13,7 @@ from queue import Empty
 import torch
 
 from kvrs.config.engine import EngineSettings
+from kvrs.elastic.experts import Tiles
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.plans import plan
@@ -199,17 +200,20 @@ def base_beside(layout: Layout, others: Iterable[sequences.Sequence]) -> int:
     return least_loaded(pending)
 
 
-def step_factors(layout: Layout, full: Layout, units: Units) -> tuple[float, float]:
+def step_factors(
+    layout: Layout, full: Layout, units: Units, tiles: Tiles = ()
+) -> tuple[float, float]:
     """Step times of decode and of prefill over those of the full layout, of ranks that are all on
     this node. Each computes with one thread: where they are more than the processors, no part of a
-    step is shorter than what each processor has of it.
+    step is shorter than what each processor has of it. `tiles`: of experts, as far as counted.
     """
     least = 1 / len(os.sched_getaffinity(0))
 
     def in_turns(own: Shares) -> Shares:
         return Shares(max(own.cells, least), max(own.weights, least), max(own.rows, least))
 
-    return in_turns(shares(layout, units)).factors(in_turns(shares(full, units)))
+    own, whole = (in_turns(shares(each, units, tiles)) for each in (layout, full))
+    return own.factors(whole)
 
 
 def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:

@@ -1,8 +1,10 @@
-"""How often experts are chosen is noted for the next process of an instance, and copies do not
-follow a popularity that turns faster than choices fade. The counts of ranks are scripted.
+"""How often experts are chosen is noted for the next process of an instance, and counts for what
+steps are predicted to take; copies do not follow a popularity that turns faster than choices fade.
+The counts of ranks are scripted.
 """
 
 import logging
+import os
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 import torch
 
 from kvrs.config.engine import ExpertSettings
+from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import Layout, staged, uneven
 from kvrs.elastic.units import Units
+from kvrs.engine.ranks.reformer import Reformer
 from kvrs.engine.ranks.routed import RoutedLoads
 from kvrs.engine.ranks.routed_notes import RoutingNotes
 from kvrs.ids import InstanceId
@@ -142,6 +146,30 @@ def test_without_an_agent_nothing_is_noted(
     assert notes.read("model", UNITS) is None
     assert caplog.records == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_are_predicted_by_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one expert has nearly all rows, its rank has as much to do with two ranks as with
+    three, and less where another one has a copy.
+    """
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    loads, memory = loads_of(), ScriptedMemory()
+    reformer: Any = SimpleNamespace(
+        loads=loads,
+        _group=SimpleNamespace(full=LAYOUT),
+        _machine=SimpleNamespace(units=UNITS),
+    )
+    two = on_demand.reshaped(LAYOUT, UNITS, [[0, 1]], spread=False)
+    even = Reformer.factors(reformer, two)
+
+    memory.count([4000, *[1] * (EXPERTS - 1)])
+    copied = look(loads, LAYOUT, memory, 10.0)
+    skewed = Reformer.factors(reformer, two)
+
+    assert copied is not None
+    assert even == pytest.approx((1.5, 1.5), abs=0.2)
+    assert skewed == pytest.approx((1.0, 1.0), abs=0.02)
+    assert Reformer.factors(reformer, copied)[0] < 0.6
 
 
 def test_a_popularity_that_turns_each_second_moves_copies_a_few_times() -> None:
