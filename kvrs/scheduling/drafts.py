@@ -41,10 +41,8 @@ def with_drafts(
     return batch
 
 
-def take_back(sequence: Sequence, chunk: Chunk, pages: PageManager) -> None:
+def take_back(sequence: Sequence, pages: PageManager) -> None:
     """Release the page that drafts had beyond what the sequence needs."""
-    if not chunk.drafts:
-        return
     needed = pages_for(len(sequence.token_ids), pages.page_size_tokens)
     if len(sequence.pages) > needed:
         pages.release(sequence.pages[needed:])

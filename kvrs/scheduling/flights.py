@@ -1,8 +1,11 @@
 """The batches of one engine that are computed at present."""
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 from kvrs.scheduling.sequences import Chunk, Sequence
+
+_sequence = itemgetter(0)
 
 
 class Flights:
@@ -28,13 +31,14 @@ class Flights:
 
     def begin(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
         """An empty batch is never in flight."""
-        if sequences := frozenset(sequence for sequence, _ in batch):
+        if sequences := frozenset(map(_sequence, batch)):
             self._batches.append(sequences)
 
     def end(self, batch: Iterable[tuple[Sequence, Chunk]]) -> None:
-        sequences = frozenset(sequence for sequence, _ in batch)
-        assert sequences in self._batches, "not a batch that is in flight"
-        self._batches.remove(sequences)
+        try:
+            self._batches.remove(frozenset(map(_sequence, batch)))
+        except ValueError:
+            raise AssertionError("not a batch that is in flight") from None
 
     def check(self) -> None:
         assert len(self.sequences) == sum(map(len, self._batches)), "a sequence is in two batches"

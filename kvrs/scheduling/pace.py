@@ -29,13 +29,13 @@ class Pace:
         prefill_s = 0.0
         decode_batch = context_tokens = 0
         for chunk in chunks:
-            if len(chunk.token_ids) - chunk.drafts > 1:
+            tokens = len(chunk.token_ids)
+            if tokens - chunk.drafts > 1:
                 prefill_s += (
-                    self.prefill.extra(chunk.first_position, len(chunk.token_ids))
-                    - self.prefill.step_overhead_s
+                    self.prefill.extra(chunk.first_position, tokens) - self.prefill.step_overhead_s
                 )
             else:
-                decode_batch += len(chunk.token_ids)
+                decode_batch += tokens
                 context_tokens += chunk.first_position + 1
         decode_s = self._decode.seconds_for(decode_batch, context_tokens) if decode_batch else 0.0
         return decode_s + (prefill_s + self.prefill.step_overhead_s if prefill_s else self._step_s)

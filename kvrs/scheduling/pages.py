@@ -130,7 +130,11 @@ class PageManager:
             return None
         if spare_left is not None and len(self._free) < count + spare_left:
             return None
-        pages = [self._take() for _ in range(count)]
+        if 0 < count <= len(self._free):
+            pages = self._free[: -count - 1 : -1]
+            del self._free[-count:]
+        else:
+            pages = [self._take() for _ in range(count)]
         for page in pages:
             self.references[page], self.bases[page] = 1, base
         self._hard_pinned += count
@@ -208,10 +212,11 @@ class PageManager:
         """One reference less to each. The last page goes first, so that under pressure a history
         loses its tail first.
         """
+        references = self.references
         for page in reversed(pages):
-            assert self.references[page] > 0, f"page {page} is released once too often"
-            self.references[page] -= 1
-            if self.references[page] == 0:
+            assert references[page] > 0, f"page {page} is released once too often"
+            references[page] -= 1
+            if not references[page]:
                 self._hard_pinned -= 1
                 self.parts.lent.discard(page)
                 self._settle(page)

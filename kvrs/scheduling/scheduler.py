@@ -255,7 +255,8 @@ class BatchScheduler:
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
-        budget = self._max_batch_tokens
+        budget, size = self._max_batch_tokens, self._page_size
+        running = SequencePhase.RUNNING
         pulling, flying = SequencePhase.PULLING, self._in_flight.sequences
         ready = [one for one in self._admitted if one.phase is not pulling and one not in flying]
         # Where decode steps alone can fill a batch, the first sequence could wait for ever to
@@ -264,19 +265,22 @@ class BatchScheduler:
         decoding = [
             one
             for one in ready
-            if one.phase is SequencePhase.RUNNING and len(one.token_ids) - one.computed_tokens == 1
+            if one.phase is running and len(one.token_ids) - one.computed_tokens == 1
         ]
         for sequence in decoding[: self._in_flight.share(len(decoding))]:
             if budget == reserved:
                 break
             # One before it may have preempted it in this loop.
-            if sequence.phase is SequencePhase.RUNNING and self._has_page(sequence):
-                batch.append((sequence, next_chunk(sequence, 1, self._page_size)))
+            if sequence.phase is running and (
+                sequence.computed_tokens < len(sequence.pages) * size or self._has_page(sequence)
+            ):
+                batch.append((sequence, next_chunk(sequence, 1, size)))
                 budget -= 1
         prefilling = [
             one
             for one in ready
-            if one.phase is not SequencePhase.WAITING and one.uncomputed_tokens > 1
+            if len(one.token_ids) - one.computed_tokens > 1
+            and one.phase is not SequencePhase.WAITING
         ]
         if proposals is not None:
             # Prefill has half of what decode steps leave, or more.
@@ -295,11 +299,9 @@ class BatchScheduler:
         return batch
 
     def _has_page(self, sequence: Sequence) -> bool:
-        """Make sure that there is a page for the decode step, if need be by preempting sequences
-        behind it that are not in flight.
+        """Allocate a page for the decode step, if need be by preempting sequences behind it that
+        are not in flight. False: there is none.
         """
-        if sequence.computed_tokens < len(sequence.pages) * self._page_size:
-            return True
         while (page := self._pages.allocate(1, sequence.base)) is None:
             flying = self._in_flight.sequences
             last = next(
@@ -340,25 +342,34 @@ class BatchScheduler:
         before the next batch.
         """
         self._in_flight.end(batch)
+        size = self._page_size
         prefilled: list[Sequence] = []
         for sequence, chunk in batch:
             if sequence.phase is SequencePhase.FINISHED:
                 self._give_back(sequence)
                 continue
-            first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
+            first = sequence.computed_tokens
+            end = first + len(chunk.token_ids)
             if chunk.logits:
                 tokens = sampled[sequence]
                 assert 0 < len(tokens) <= chunk.logits, "a token for each of some leading logits"
                 end -= chunk.logits - len(tokens)
                 sequence.token_ids += tokens
-                sequence.extend_tags(self._page_size)
+                if len(sequence.token_ids) % size < len(tokens):
+                    sequence.extend_tags(size)
                 self._queued_tokens += len(tokens)
-            self._change(sequence, end, sequence.arrived, sequence.awaited)
-            register(self._pages, sequence, range(first // self._page_size, end // self._page_size))
-            self._settle(sequence)
+            if sequence.arrived or sequence.awaited:
+                self._change(sequence, end, sequence.arrived, sequence.awaited)
+                self._settle(sequence)
+            else:
+                self._queued_tokens -= end - first
+                sequence.computed_tokens = end
+            if first // size != end // size:
+                register(self._pages, sequence, range(first // size, end // size))
             if first < sequence.history_tokens <= end:
                 self._queue.advance(sequence)
-            take_back(sequence, chunk, self._pages)
+            if chunk.drafts:
+                take_back(sequence, self._pages)
             if not chunk.logits and sequence.uncomputed_tokens == 0:
                 prefilled.append(sequence)
         return prefilled
@@ -369,8 +380,8 @@ class BatchScheduler:
         for sequence, chunk in batch:
             if sequence.phase is SequencePhase.FINISHED:
                 self._give_back(sequence)
-            else:
-                take_back(sequence, chunk, self._pages)
+            elif chunk.drafts:
+                take_back(sequence, self._pages)
 
     # The end.
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.parts import Cell
@@ -169,8 +171,7 @@ class Pull:
         return self.tail_index
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Consecutive new tokens of one sequence: one token is a decode step, which drafts may follow;
     more are a piece of prefill.
 
@@ -239,16 +240,19 @@ def next_chunk(
 ) -> Chunk:
     """The next `tokens` tokens of a sequence to compute, with `drafts` behind the last of all."""
     # Copies, because the executor reads them while the scheduler may change the sequence.
-    end = sequence.computed_tokens + tokens
+    first, proposed = sequence.computed_tokens, len(drafts)
+    end = first + tokens
     has_logits = end == len(sequence.token_ids) and not sequence.prefill_only
     assert has_logits or not drafts, "drafts follow the last token"
+    token_ids = sequence.token_ids[first:end]
+    token_ids += drafts
     return Chunk(
-        token_ids=[*sequence.token_ids[sequence.computed_tokens : end], *drafts],
-        first_position=sequence.computed_tokens,
-        pages=sequence.pages[: pages_for(end + len(drafts), page_size)],
-        logits=1 + len(drafts) if has_logits else 0,
-        base=sequence.base,
-        drafts=len(drafts),
+        token_ids,
+        first,
+        sequence.pages[: -(-(end + proposed) // page_size)],
+        1 + proposed if has_logits else 0,
+        sequence.base,
+        proposed,
     )
 
 

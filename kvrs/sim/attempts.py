@@ -12,7 +12,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sources import PullSource
-from kvrs.sim.calls import SimCall, token_at
+from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.first_token import FirstToken
 from kvrs.sim.process import Step, require
@@ -34,11 +34,7 @@ _FAULTS = {
 }
 
 
-# A token on its way to a proxy: the attempt, the instance, position, token, and if it is the last.
-Delivery = tuple["SimAttempt", InstanceId, int, int, bool]
-
-
-class AttemptHost(Protocol):
+class AttemptHost(Asker, Protocol):
     """The proxy of an attempt."""
 
     control: Control[SimStream]
@@ -52,12 +48,9 @@ class AttemptHost(Protocol):
     def after(self, delay_s: float, step: Step) -> None:
         """Do this later, unless the proxy has died by then."""
 
-    def deliver(self, at_s: float, came: Delivery) -> None:
-        """Take a token at that time, unless the proxy has died by then."""
-
     def engine(self, name: InstanceId) -> SimEngine: ...
-    def delay_s(self, name: InstanceId) -> float:
-        """How late a message to or from the process is."""
+    def arrives_s(self, name: InstanceId) -> float:
+        """When a message to or from the process arrives that is sent now."""
 
     def late_news_s(self) -> float | None:
         """How much later it is noticed once more that a connection is closed; None: it is not."""
@@ -70,54 +63,48 @@ class Connection:
     """One call of an attempt. What the engine sends on it arrives later, and in order."""
 
     def __init__(self, attempt: "SimAttempt", engine: SimEngine) -> None:
-        self._attempt = attempt
+        self.attempt = attempt
+        self.asker: Asker = attempt.host
         self._engine = engine
-        self._arrival_s = self._sent_s = 0.0  # Of the last message each way.
+        self.arrival_s = self._sent_s = 0.0  # Of the last message each way.
         self._is_open = True
 
     def prefilled(self, history_tokens: int) -> None:
-        self._later(lambda: self._attempt.prefilled(self._engine.id, history_tokens))
-
-    def token(self, position: int, token: int, *, is_last: bool) -> None:
-        # Also when the proxy has closed the connection: the engine does not know yet, and what it
-        # sends must not count.
-        attempt, engine = self._attempt, self._engine
-        came = attempt, engine.id, position, token, is_last
-        attempt.host.deliver(self._arrives_s(), came)
+        self._later(lambda: self.attempt.prefilled(self._engine.id, history_tokens))
 
     def broke(self, cause: str) -> None:
-        self._later(lambda: self._attempt.broke(self._engine.id, cause))
+        self._later(lambda: self.attempt.broke(self._engine.id, cause))
 
     def close(self) -> None:
         """The engine notices a moment later, or when it wakes."""
         if not self._is_open:
             return
         self._is_open = False
-        engine, attempt, host = self._engine, self._attempt, self._attempt.host
+        engine, attempt, host = self._engine, self.attempt, self.attempt.host
         self.send(lambda: engine.abort(attempt.live.id, attempt.number))
         if (late_s := host.late_news_s()) is not None:
             host.after(late_s, lambda: attempt.broke(engine.id, "closed"))
 
     def send(self, step: Step, refused: Step | None = None) -> None:
         """To the engine, in order."""
-        now_s, delay_s = self._times_s()
-        self._sent_s = max(self._sent_s + IN_ORDER_S, now_s + delay_s)
-        self._engine.call(self._sent_s - now_s, step, refused)
+        host, engine = self.attempt.host, self._engine
+        self._sent_s = max(self._sent_s + IN_ORDER_S, host.arrives_s(engine.id))
+        engine.call(self._sent_s - host.now_s, step, refused)
 
     def _later(self, step: Step) -> None:
-        host = self._attempt.host
+        host = self.attempt.host
         host.after(self._arrives_s() - host.now_s, step)
 
     def _arrives_s(self) -> float:
         """When the next message reaches the proxy."""
-        now_s, delay_s = self._times_s()
-        next_s, at_s = self._arrival_s + IN_ORDER_S, now_s + delay_s
-        self._arrival_s = at_s if at_s > next_s else next_s
-        return self._arrival_s
+        return self.in_order_s(self.attempt.host.arrives_s(self._engine.id))
 
-    def _times_s(self) -> tuple[float, float]:
-        host = self._attempt.host
-        return host.now_s, host.delay_s(self._engine.id)
+    def in_order_s(self, at_s: float) -> float:
+        """When a message arrives that would alone at this time, behind those before it."""
+        if at_s <= (next_s := self.arrival_s + IN_ORDER_S):
+            at_s = next_s
+        self.arrival_s = at_s
+        return at_s
 
 
 class SimAttempt:
@@ -135,6 +122,12 @@ class SimAttempt:
         self._is_decoding = False
         self._is_expected = False
         self._silence = SilenceTimer(host.now_s)
+        # Where its output begins.
+        prompt_tokens = len(live.arrival.prompt_ids)
+        self._first_token = first_token(live.id) + TOKEN_STRIDE * prompt_tokens
+        self._max_tokens = live.arrival.max_tokens
+        # Of the instance of its last call.
+        self._delivered = host.control.progress.of(plan.decode)
 
     def begin(self) -> None:
         if (prefill := self._attempt.begin()) is None:
@@ -192,6 +185,7 @@ class SimAttempt:
     ) -> None:
         live, engine = self.live, self.host.engine(name)
         self._connection = connection = Connection(self, engine)
+        self._delivered = self._control.progress.of(name)
         call = SimCall(
             live.id,
             self.number,
@@ -254,9 +248,9 @@ class SimAttempt:
             self._control.end(live, Complete(), now_s)
         return live.journal.finished
 
-    def token(self, name: InstanceId, position: int, token: int, *, is_last: bool) -> None:
+    def token(self, position: int, token: int, is_last: bool, now_s: float) -> None:
         """Every position comes once, in order, and only from the current attempt."""
-        live, now_s = self.live, self.host.now_s
+        live = self.live
         if not self._is_open or not self._is_decoding:
             self.host.dropped_tokens += 1
             late = ev.StreamEnded if is_last else ev.StreamResumed
@@ -266,7 +260,7 @@ class SimAttempt:
         # Texts are made only for what is wrong: every token comes by here.
         if position != (have := len(journal.output_ids)):
             require(False, f"{live.id}: token {position} comes after {have} others")
-        if token != token_at(live.id, len(live.arrival.prompt_ids) + position):
+        if token != (self._first_token + TOKEN_STRIDE * position) % VOCABULARY:
             require(False, f"{live.id}: token {position} is another one")
         journal.append(token, now_s)
         self._silence.heard_s = now_s
@@ -276,8 +270,8 @@ class SimAttempt:
             self._know_prompt()
             self._attempt.resumed(now_s)
             self.host.resumed(live)
-        self._control.progress.delivered[name].last_s = now_s
-        if is_last != journal.finished:
+        self._delivered.last_s = now_s
+        if is_last != (position + 1 >= self._max_tokens):
             require(False, f"{live.id} ends after {len(live.output)} tokens")
         if is_last and not live.outcome:
             self._control.end(live, Complete(), now_s)

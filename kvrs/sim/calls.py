@@ -3,11 +3,11 @@
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 from kvrs.core.model import actions as act
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
@@ -21,25 +21,41 @@ from kvrs.transfer.meter import LinkMeter
 
 Batch = list[tuple[Sequence, Chunk]]
 
-
-def token_at(stream: StreamId, position: int) -> int:
-    """The model's token at a position: every attempt gets the same, as with greedy decoding."""
-    return crc32(b"%d" % position, _begun(stream)) % 50_000
+VOCABULARY = 50_000
+TOKEN_STRIDE = 7919  # Has no divisor in common with it.
 
 
 @lru_cache(maxsize=1 << 14)
-def _begun(stream: StreamId) -> int:
-    return crc32(f"{stream}:".encode())
+def first_token(stream: StreamId) -> int:
+    return crc32(stream.encode()) % VOCABULARY
+
+
+def token_at(stream: StreamId, position: int) -> int:
+    """The model's token at a position: every attempt gets the same, as with greedy decoding, and
+    no two positions of a stream have the same.
+    """
+    return (first_token(stream) + TOKEN_STRIDE * position) % VOCABULARY
+
+
+class Asker(Protocol):
+    """A proxy."""
+
+    def answered(self, instance: InstanceId, tokens: "list[Answer]") -> None:
+        """Tokens of one batch of the instance are on their way."""
 
 
 class Reply(Protocol):
     """The connection on which a call is answered."""
 
+    asker: Asker
+
     def prefilled(self, history_tokens: int) -> None: ...
 
-    def token(self, position: int, token: int, *, is_last: bool) -> None: ...
-
     def broke(self, cause: str) -> None: ...
+
+
+# A token on its way to a proxy: the connection, position, token, and if it is the last.
+Answer = tuple[Any, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,6 @@ class SimRun:
     call: SimCall
     sequence: Sequence
     noted_pages: int = 0
-    verified: bool = False
 
 
 def checkpoints_of(call: SimCall, page_size_tokens: int, page_bytes: int) -> list[CheckpointTarget]:
@@ -85,6 +100,7 @@ class RankedEngine(SimProcess):
     backlog: CheckpointBacklog
     meter: LinkMeter
     runs: dict[Sequence, SimRun]
+    unverified: set[Sequence]  # Of them, those whose pages are looked at with their next chunk.
     contents: dict[int, Tag]
     flights: list[Batch]  # Under way.
     reporting: list[Step]

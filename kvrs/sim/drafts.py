@@ -72,9 +72,7 @@ class SimDrafts:
 
 
 def chosen_tokens(sequence: Sequence, chunk: Chunk) -> list[int]:
-    """The model's tokens behind a chunk with logits, until one is not the draft."""
-    if not chunk.drafts:
-        return [token_at(sequence.stream, len(sequence.token_ids))]
+    """The model's tokens behind a chunk with drafts, until one is not the draft."""
     found: list[int] = []
     for draft in (*chunk.token_ids[len(chunk.token_ids) - chunk.drafts :], None):
         found.append(token_at(sequence.stream, len(sequence.token_ids) + len(found)))

@@ -24,7 +24,16 @@ from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.replicas import ReplicaBook
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
-from kvrs.sim.calls import Batch, RankedEngine, SimCall, SimRun, checkpoints_of
+from kvrs.sim.calls import (
+    Answer,
+    Asker,
+    Batch,
+    RankedEngine,
+    SimCall,
+    SimRun,
+    checkpoints_of,
+    token_at,
+)
 from kvrs.sim.checkpoint_sender import SimCheckpointSender
 from kvrs.sim.drafts import SimDrafts, chosen_tokens
 from kvrs.sim.pipelines import SimPipeline
@@ -77,6 +86,7 @@ class SimEngine(SimPagePool, RankedEngine):
         share = self._site.config.backup.replica_share(self.role)
         self.replicas = ReplicaBook(self.pages, share, lambda: self.clock.now_s)
         self.runs: dict[Sequence, SimRun] = {}
+        self.unverified = set()
         self._attempts: dict[StreamId, tuple[int, int]] = {}
         self.contents: dict[int, Tag] = {}  # Of pages that were ever full.
         self.flights = []
@@ -141,6 +151,7 @@ class SimEngine(SimPagePool, RankedEngine):
             pull_tail=any(source.handoff is not None for source in call.sources),
         )
         self.runs[sequence] = SimRun(call, sequence)
+        self.unverified.add(sequence)
         if checkpoints := checkpoints_of(call, self._size, self._site.geometry.page_bytes):
             self.backlog.follow(sequence, checkpoints, handed_over=sequence.pull_tail)
         self.scheduler.add(sequence)
@@ -271,24 +282,26 @@ class SimEngine(SimPagePool, RankedEngine):
             self.drafts.tell()
         if not batch:
             return False
-        for sequence, chunk in batch:
-            if (run := self.runs.get(sequence)) is not None and not run.verified:
-                run.verified = True
-                self._verify(sequence, chunk)
+        if self.unverified:
+            self._verify(batch)
         self.flights.append(batch)
         seconds = self._pace.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
         compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
         compute(seconds, lambda: self._complete(batch))
         return True
 
-    def _verify(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Check that the pages of a chunk hold the KV of its history, however it got there."""
-        what = f"{self.id} computes {sequence.stream}"
-        for index in range(chunk.first_position // self._size):
-            right = self.contents.get(chunk.pages[index]) == sequence.tags[index]
-            require(right, f"{what} with a wrong page {index}")
-            gone = self.ranks is not None and self.ranks.gone(chunk.pages[index])
-            require(not gone, f"{what} with cells that are gone")
+    def _verify(self, batch: Batch) -> None:
+        """Check that the pages of new chunks hold the KV of their history, however it got there."""
+        for sequence, chunk in batch:
+            if sequence not in self.unverified:
+                continue
+            self.unverified.discard(sequence)
+            what = f"{self.id} computes {sequence.stream}"
+            for index in range(chunk.first_position // self._size):
+                right = self.contents.get(chunk.pages[index]) == sequence.tags[index]
+                require(right, f"{what} with a wrong page {index}")
+                gone = self.ranks is not None and self.ranks.gone(chunk.pages[index])
+                require(not gone, f"{what} with cells that are gone")
 
     def _complete(self, batch: Batch) -> None:
         if self.hangs:
@@ -299,34 +312,49 @@ class SimEngine(SimPagePool, RankedEngine):
             return  # It was abandoned.
         self.flights = flights
         sampled = {
-            sequence: chosen_tokens(sequence, chunk) for sequence, chunk in batch if chunk.logits
+            sequence: chosen_tokens(sequence, chunk)
+            if chunk.drafts
+            else [token_at(sequence.stream, len(sequence.token_ids))]
+            for sequence, chunk in batch
+            if chunk.logits
         }
         drafted = _note_computed(self, batch)
         prefilled = self.scheduler.complete(batch, sampled)
         _note_verified(self, drafted, sampled)
-        for sequence, _ in batch:
-            self.note_filled(sequence)
+        runs, size, answers = self.runs, self._size, []
+        for sequence, chunk in batch:
+            if (run := runs.get(sequence)) is not None:
+                if sequence.computed_tokens // size != run.noted_pages:
+                    self.note_filled(sequence)
+                if chunk.logits:
+                    answers.append((run, sampled[sequence]))
         for sequence in prefilled:
             if (run := self.runs.get(sequence)) is not None:
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
                 run.call.reply.prefilled(sequence.history_tokens)
-        for sequence, tokens in sampled.items():
-            if (run := self.runs.get(sequence)) is not None:
-                self._emit(run, tokens)
+        self._answer(answers)
         self.look()
 
-    def _emit(self, run: SimRun, tokens: list[int]) -> None:
-        sequence, call = run.sequence, run.call
-        produced = len(sequence.token_ids) - sequence.prompt_tokens
-        is_last = produced >= call.max_tokens
-        if is_last:
-            self._end(run)
-        for position, token in enumerate(tokens, produced - len(tokens)):
-            call.reply.token(position, token, is_last=is_last and position == produced - 1)
+    def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:
+        """Send the tokens of a batch, those for one proxy together."""
+        together: dict[Asker, list[Answer]] = {}
+        for run, tokens in answers:
+            sequence, call = run.sequence, run.call
+            produced = len(sequence.token_ids) - sequence.prompt_tokens
+            if is_last := produced >= call.max_tokens:
+                self._end(run)
+            reply = call.reply
+            if (answer := together.get(reply.asker)) is None:
+                answer = together[reply.asker] = []
+            for position, token in enumerate(tokens, produced - len(tokens)):
+                answer.append((reply, position, token, is_last and position == produced - 1))
+        for asker, answer in together.items():
+            asker.answered(self.id, answer)
 
     def _end(self, run: SimRun, retain_until_s: float | None = None) -> None:
         sequence = run.sequence
         del self.runs[sequence]
+        self.unverified.discard(sequence)
         if self.drafts is not None:
             self.drafts.ended(sequence)
         self.scheduler.finish(sequence, retain_until_s)
@@ -338,10 +366,8 @@ class SimEngine(SimPagePool, RankedEngine):
             self.checkpoint_sender.look()
 
     def note_filled(self, sequence: Sequence) -> None:
-        run = self.runs.get(sequence)
-        if run is None or not run.call.places:
-            return
-        if (full_pages := sequence.computed_tokens // self._size) != run.noted_pages:
+        run, full_pages = self.runs.get(sequence), sequence.computed_tokens // self._size
+        if run is not None and full_pages != run.noted_pages and run.call.places:
             run.noted_pages = full_pages
             self.backlog.filled(sequence, self.clock.now_s)
             self.checkpoint_sender.look()
@@ -420,16 +446,14 @@ def _note_computed(engine: SimEngine, batch: Batch) -> _Drafted:
     size = engine.pages.page_size_tokens
     contents = engine.contents
     for sequence, chunk in batch:
-        end = chunk.first_position + len(chunk.token_ids) - chunk.drafts
-        if end % size and end == chunk.first_position + 1 and not chunk.drafts:
-            contents.pop(chunk.pages[-1], None)
-            continue
-        for index in range(chunk.first_position // size, end // size):
+        first, drafts = chunk.first_position, chunk.drafts
+        end = first + len(chunk.token_ids) - drafts
+        if first // size == end // size and first % size and not drafts:
+            continue  # In a page that was begun before.
+        for index in range(first // size, end // size):
             engine.received(chunk.pages[index], sequence.tags[index])
-        if end % size and not chunk.drafts:
-            engine.contents.pop(chunk.pages[-1], None)
-        for page in chunk.pages[end // size :] if chunk.drafts else ():
-            engine.contents.pop(page, None)
+        for page in chunk.pages[end // size :]:
+            contents.pop(page, None)
     return [(sequence, chunk, list(chunk.pages)) for sequence, chunk in batch if chunk.drafts]
 
 

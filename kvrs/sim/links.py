@@ -4,11 +4,14 @@ page after page.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 
 from kvrs.ids import NodeId
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.sim.process import Clock, SimProcess, require
 
+_traffic = attrgetter("traffic")
 CHUNK_PAGES = (
     4  # Are sent at a time: more would let a checkpoint hold up a hand-off, fewer take more steps.
 )
@@ -58,9 +61,10 @@ class SimLinks:
     def send(self, transfer: SimTransfer) -> None:
         assert transfer.pages > 0
         transfer.heard_s = self._clock.now_s
-        self._route(transfer.source.node, transfer.target.node).waiting.append(transfer)
-        self._clock.after(self._stall_timeout_s, lambda: self._look(transfer))
-        self._serve(transfer.source.node, transfer.target.node)
+        route = self._route(transfer.source.node, transfer.target.node)
+        route.waiting.append(transfer)
+        self._clock.after(self._stall_timeout_s, partial(self._look, transfer))
+        self._serve(route)
 
     def stop(self, transfer: SimTransfer, error: str | None) -> None:
         """It is over; to stop it twice is harmless."""
@@ -89,27 +93,31 @@ class SimLinks:
 
     def look(self) -> None:
         """Something may go on that was held up."""
-        for source, target in list(self._routes):
-            self._serve(source, target)
+        for route in list(self._routes.values()):
+            self._serve(route)
 
     def _route(self, source: NodeId, target: NodeId) -> _Route:
-        return self._routes.setdefault((source, target), _Route())
+        if (route := self._routes.get((source, target))) is None:
+            route = self._routes[source, target] = _Route()
+        return route
 
-    def _serve(self, source: NodeId, target: NodeId) -> None:
-        route = self._route(source, target)
+    def _serve(self, route: _Route) -> None:
+        if route.busy or not route.waiting or route.cut_until_s > self._clock.now_s:
+            return
         moving = [
             each for each in route.waiting if each.source.is_running and each.target.is_running
         ]
-        if route.busy or not moving or route.cut_until_s > self._clock.now_s:
+        if not moving:
             return
-        transfer = min(moving, key=lambda each: each.traffic)
-        rate = self._local_bytes_per_s if source == target else self.bytes_per_s
+        transfer = moving[0] if len(moving) == 1 else min(moving, key=_traffic)
+        is_local = transfer.source.node == transfer.target.node
+        rate = self._local_bytes_per_s if is_local else self.bytes_per_s
         if route.rate is not None:
             rate = min(rate, route.rate)
         pages = min(CHUNK_PAGES, transfer.pages)
         route.busy = True
         self._clock.after(
-            pages * transfer.page_bytes / rate, lambda: self._sent(route, transfer, pages)
+            pages * transfer.page_bytes / rate, partial(self._sent, route, transfer, pages)
         )
 
     def _sent(self, route: _Route, transfer: SimTransfer, pages: int) -> None:
@@ -129,7 +137,7 @@ class SimLinks:
                 self.stop(transfer, "a page was damaged")
             elif not transfer.pages:
                 self.stop(transfer, None)
-        self._serve(transfer.source.node, transfer.target.node)
+        self._serve(route)
 
     def _look(self, transfer: SimTransfer) -> None:
         if transfer.over:
@@ -138,4 +146,4 @@ class SimLinks:
         if left_s <= 1e-9:
             self.stop(transfer, "stalled")
         else:
-            self._clock.after(left_s, lambda: self._look(transfer))
+            self._clock.after(left_s, partial(self._look, transfer))

@@ -42,8 +42,8 @@ class LostCells:
         """These cells of each page are gone."""
         for page in self._engine.contents:
             self._gone[page] = self.gone(page) | cells(page)
-        for run in self._engine.runs.values():
-            run.verified = False  # What it computes with is looked at again.
+        # What they compute with is looked at again.
+        self._engine.unverified.update(self._engine.runs)
         self._has_lost = True
 
     def lose_left(self, kept: Container[int], cells: frozenset[Cell]) -> None:
@@ -53,8 +53,8 @@ class LostCells:
         left = [page for page in self._engine.contents if page not in kept]
         for page in left:
             self._gone[page] = self.gone(page) | cells
-        for run in self._engine.runs.values() if left else ():
-            run.verified = False
+        if left:
+            self._engine.unverified.update(self._engine.runs)
 
     def note_missing(self, share: float, *, memory_kept: bool = False) -> dict[StreamId, float]:
         """Note what each stream lacks, of which so large a part of each page is gone; returns the
@@ -87,6 +87,7 @@ class LostCells:
     def _begin_again(self, run: SimRun) -> None:
         engine, before, call = self._engine, run.sequence, run.call
         del engine.runs[before]
+        engine.unverified.discard(before)
         engine.backlog.ended(before, send_rest=False)
         engine.scheduler.finish(before)
         full_pages = (len(before.token_ids) - 1) // self._size
@@ -106,6 +107,7 @@ class LostCells:
         )
         again = replace(call, sources=sources, slot_token=0)
         engine.runs[sequence] = SimRun(again, sequence)
+        engine.unverified.add(sequence)
         page_bytes = self._site.geometry.page_bytes
         if checkpoints := checkpoints_of(again, self._size, page_bytes):
             engine.backlog.follow(sequence, checkpoints, handed_over=False)

@@ -8,6 +8,7 @@ from itertools import count
 from kvrs.ids import InstanceId, NodeId
 
 Step = Callable[[], None]
+STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
 
 
 class InvariantError(AssertionError):
@@ -32,12 +33,16 @@ class Clock:
         at_s = self.now_s + delay_s if delay_s > 0.0 else self.now_s
         heappush(self._agenda, (at_s, next(self._order), step))
 
-    def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
+    def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
         """Until that time, or until it is done, or until there is nothing left to do."""
         agenda = self._agenda
-        while agenda and agenda[0][0] <= until_s and not done():
+        second_s, most = self.now_s + 1.0, self.steps + STEPS_MAX
+        while agenda and agenda[0][0] <= until_s and not (done is not None and done()):
             self.now_s, _, step = heappop(agenda)
             self.steps += 1
+            if self.now_s >= second_s:
+                second_s, most = self.now_s + 1.0, self.steps + STEPS_MAX
+            assert self.steps < most, "the world does not come to rest"
             step()
 
 

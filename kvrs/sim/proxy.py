@@ -29,7 +29,8 @@ from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
 from kvrs.sim.agent import SimAgent
-from kvrs.sim.attempts import Delivery, SimAttempt
+from kvrs.sim.attempts import SimAttempt
+from kvrs.sim.calls import Answer
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.invariants import Grants, Invariants
 from kvrs.sim.process import OwnTime, Step, require
@@ -90,7 +91,6 @@ class SimProxy:
         self._lost = lost
         nodes = {holder.id: holder.node for holder in site.holders.values()}
         self.invariants = Invariants(config, nodes, self.streams)
-        self._deliveries: dict[float, list[Delivery]] = {}  # On their way, by their time.
         self.told = 0  # Events.
         self._delays_s = {holder: rng.uniform(0.0001, 0.003) for holder in site.holders}
         self.slots = SlotMessages(name, self.control.slots, site, grants, rng, self.after)
@@ -105,18 +105,28 @@ class SimProxy:
         """Do this later, unless this proxy has died by then."""
         self.time.after(delay_s, step)
 
-    def deliver(self, at_s: float, came: Delivery) -> None:
-        """Tokens of one batch of an instance arrive together: in one step."""
-        together = self._deliveries.get(at_s)
-        if together is None:
-            together = self._deliveries[at_s] = []
-            self._site.clock.after(at_s - self.now_s, partial(self._arrive, at_s))
-        together.append(came)
+    def answered(self, instance: InstanceId, tokens: list[Answer]) -> None:
+        """Those that arrive at the same moment do so in one step. Also on connections that are
+        closed: the instance does not know yet, and what it sends must not count.
+        """
+        first_s, together = self.arrives_s(instance), dict[float, list[Answer]]()
+        for answer in tokens:
+            at_s = answer[0].in_order_s(first_s)
+            if (came := together.get(at_s)) is None:
+                came = together[at_s] = []
+            came.append(answer)
+        clock = self._site.clock
+        for at_s, came in together.items():
+            clock.after(at_s - clock.now_s, partial(self._arrive, came))
 
-    def _arrive(self, at_s: float) -> None:
-        together = self._deliveries.pop(at_s)
-        self._site.clock.steps += len(together) - 1  # Each of them counts.
-        self.time.do(partial(_take, together))
+    def _arrive(self, came: list[Answer]) -> None:
+        self._site.clock.steps += len(came) - 1  # Each of them counts.
+        self.time.do(partial(self._take, came))
+
+    def _take(self, came: list[Answer]) -> None:
+        now_s = self.now_s
+        for connection, position, token, is_last in came:
+            connection.attempt.token(position, token, is_last, now_s)
 
     def engine(self, name: InstanceId) -> SimEngine:
         engine = self._site.holders[name]
@@ -128,6 +138,11 @@ class SimProxy:
         if self.cut_until_s:
             delay_s += max(0.0, self.cut_until_s.get(name, 0.0) - self.now_s)
         return delay_s
+
+    def arrives_s(self, name: InstanceId) -> float:
+        return self._site.clock.now_s + (
+            self.delay_s(name) if self.cut_until_s else self._delays_s[name]
+        )
 
     def be_near(self) -> None:
         """Messages between it and any process take no time, for comparisons with what has none."""
@@ -262,11 +277,6 @@ class SimProxy:
                 self.after(delay_s, lambda: unknown(name, lost, self.now_s))
 
         holder.call(delay_s, apply)
-
-
-def _take(together: list[Delivery]) -> None:
-    for attempt, instance, position, token, is_last in together:
-        attempt.token(instance, position, token, is_last=is_last)
 
 
 class SimShell:

@@ -85,7 +85,11 @@ class Pulling:
         )
 
     def _pulled(self, arrived: range, *, tail: bool = False, more_from: int | None = None) -> None:
-        self._engine.scheduler.pulled(self._pull.sequence, arrived, tail=tail, more_from=more_from)
-        self._engine.verify_found(self._pull.sequence)
-        self._engine.note_filled(self._pull.sequence)
+        sequence = self._pull.sequence
+        if tail and self._pull.tail_index is not None and sequence.pages:
+            # What was in the page before is overwritten.
+            self._engine.contents.pop(sequence.pages[self._pull.tail_index], None)
+        self._engine.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
+        self._engine.verify_found(sequence)
+        self._engine.note_filled(sequence)
         self._engine.look()

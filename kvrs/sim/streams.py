@@ -74,9 +74,10 @@ class SimJournal:
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s
-        if len(self.output_ids) == len(self.received_s):
-            self.received_s.append(now_s)
-        self.output_ids.append(token)
+        output_ids, received_s = self.output_ids, self.received_s
+        if len(output_ids) == len(received_s):
+            received_s.append(now_s)
+        output_ids.append(token)
 
 
 class Running(Protocol):

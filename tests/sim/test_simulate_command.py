@@ -8,7 +8,7 @@ import pytest
 from kvrs.config.file import load_config
 from kvrs.core.ledger import Ledger
 from kvrs.errors import ConfigError
-from kvrs.sim import world
+from kvrs.sim import process, world
 from kvrs.sim.case import SimulateOptions
 from kvrs.sim.command import run_simulation
 from kvrs.sim.process import Clock
@@ -147,7 +147,7 @@ def test_the_bound_of_a_world_that_is_stuck_counts_each_second(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long runs are no violation; what goes round at one moment is."""
-    monkeypatch.setattr(world, "STEPS_MAX", 2000)
+    monkeypatch.setattr(process, "STEPS_MAX", 2000)
 
     assert run_simulation(SimulateOptions(config=config, requests=5, rate=0.05)) == 0
 

@@ -21,7 +21,6 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.steps import Steps
 from kvrs.core.watch import WatchLimits
-from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.sim.attempts import SimAttempt
@@ -196,11 +195,9 @@ def test_relay_that_takes_late_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch
     """Tokens of an attempt that is over would be repeated to the client."""
     real = SimAttempt.token
 
-    def careless(
-        self: SimAttempt, name: InstanceId, position: int, token: int, *, is_last: bool
-    ) -> None:
+    def careless(self: SimAttempt, position: int, token: int, is_last: bool, now_s: float) -> None:
         self._is_open = self._is_open or self.number[1] < self.live.journal.attempt
-        real(self, name, position, token, is_last=is_last)
+        real(self, position, token, is_last, now_s)
 
     monkeypatch.setattr(SimAttempt, "token", careless)
 

@@ -15,8 +15,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from kvrs.engine.ranks.connection import HOST_WAIT_S, StageAt, StageConnection
 from kvrs.engine.ranks.link import LoanWanted, StageReady
@@ -100,7 +102,10 @@ class StageLoan:
     def translated(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """With the lender's pages."""
         table = self.table or {}
-        return [replace(chunk, pages=[table[page] for page in chunk.pages]) for chunk in chunks]
+        return [
+            msgspec.structs.replace(chunk, pages=[table[page] for page in chunk.pages])
+            for chunk in chunks
+        ]
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
         """A batch of ours is over, computed or not."""

@@ -55,7 +55,10 @@ class _Reservation:
 
     def agreed(self, first: int, tags: Sequence[Tag]) -> int:
         """The index below which it can have a writer's tags from index `first` on."""
-        for index, (own, tag) in enumerate(zip(self.tags[first:], tags, strict=False), first):
+        known = self.tags[first : first + len(tags)]
+        if known == list(tags[: len(known)]):
+            return _ALL_PAGES
+        for index, (own, tag) in enumerate(zip(known, tags, strict=False), first):
             if own != tag:
                 # Dropped pages that are being read would not be free: their room cannot be used
                 # yet.
@@ -148,8 +151,9 @@ class CheckpointBook:
         more = need - (0 if reservation is None else reservation.need)
         # Pages that are being read count once, as reserved, where the reservation will have them.
         agreed = _ALL_PAGES if reservation is None else reservation.agreed(0, tags)
-        own = set(tags[: min(need, agreed)])
-        strays = self._slots.strays - sum(self._slots.is_stray(tag) for tag in own)
+        if strays := self._slots.strays:
+            own = set(tags[: min(need, agreed)])
+            strays -= sum(self._slots.is_stray(tag) for tag in own)
         full = more > 0 and self.reserved_slots + more + strays > self.capacity_slots
         if reservation is None:
             if full:
@@ -162,8 +166,7 @@ class CheckpointBook:
             self.reserved_slots += max(0, more)
             reservation.need += max(0, more)
         agreed = self._adopt_tags(reservation, 0, tags)
-        for index in range(len(reservation.tags)):
-            self._attach(reservation, index)
+        self._attach(reservation, range(len(reservation.tags)))
         return HeldPages(
             StoreCode.FULL if full else StoreCode.OK,
             min(reservation.advance(), reservation.named, agreed),
@@ -296,16 +299,17 @@ class CheckpointBook:
         reservation has them.
         """
         agreed = reservation.agreed(first, tags)
-        for index, tag in enumerate(tags[: max(0, reservation.need - first)], first):
-            if index == agreed:
-                return agreed
-            if index < len(reservation.tags) and reservation.tags[index] != tag:
-                self._forget_from(reservation, index)
-            if index == len(reservation.tags):
-                reservation.tags.append(tag)
-                reservation.slots.append(None)
-            reservation.named = max(reservation.named, index + 1)
-        return _ALL_PAGES
+        taken = list(tags[: max(0, min(reservation.need, agreed) - first)])
+        known = reservation.tags[first : first + len(taken)]
+        if known != taken[: len(known)]:
+            count = next(at for at, tag in enumerate(known) if tag != taken[at])
+            self._forget_from(reservation, first + count)
+            del known[count:]
+        reservation.tags += taken[len(known) :]
+        reservation.slots += [None] * (len(taken) - len(known))
+        if taken:
+            reservation.named = max(reservation.named, first + len(taken))
+        return agreed if agreed < reservation.need else _ALL_PAGES
 
     def _forget_from(self, reservation: _Reservation, first: int) -> None:
         # A new attempt that samples anew writes other pages than the one before, from where its
@@ -316,15 +320,17 @@ class CheckpointBook:
         del reservation.tags[first:], reservation.slots[first:]
         reservation.leading = min(reservation.leading, first)
 
-    def _attach(self, reservation: _Reservation, index: int) -> None:
-        """Hold the page of that index if it is here, unless a slot is being written for it, which
-        uses its room.
+    def _attach(self, reservation: _Reservation, indexes: Iterable[int]) -> None:
+        """Hold the pages of those indexes that are here, unless a slot is being written for one,
+        which uses its room.
         """
-        if reservation.slots[index] is None and index not in reservation.incoming:
-            slot = self._slots.find(reservation.tags[index])
-            if slot is not None:
-                self._slots.hold(slot)
-                reservation.slots[index] = slot
+        slots, tags, incoming = reservation.slots, reservation.tags, reservation.incoming
+        for index in indexes:
+            if slots[index] is None and index not in incoming:
+                slot = self._slots.find(tags[index])
+                if slot is not None:
+                    self._slots.hold(slot)
+                    slots[index] = slot
 
     def _end(self, stream: StreamId) -> None:
         reservation = self._reservations.pop(stream, None)
@@ -342,8 +348,14 @@ class CheckpointBook:
         if reservation is not None and self._reservations.get(incoming.stream) is reservation:
             index = incoming.first_page + position
             del reservation.incoming[index]
+            if index < len(reservation.tags) and slot.tag == reservation.tags[index]:
+                # It keeps the reference that it had while it was written.
+                reservation.slots[index] = slot
+                reservation.advance()
+                self._slots.unpin(slot)
+                return
             if index < len(reservation.tags):
-                self._attach(reservation, index)
+                self._attach(reservation, (index,))
                 reservation.advance()
             self._slots.drop(slot)
         self._slots.unpin(slot)
@@ -357,7 +369,7 @@ class CheckpointBook:
                 incoming.code = StoreCode.FULL
             if index >= min(incoming.agreed, reservation.need):
                 break
-            self._attach(reservation, index)
+            self._attach(reservation, (index,))
             if reservation.slots[index] is None and index not in reservation.incoming:
                 incoming.slots[position] = reservation.incoming[index] = (
                     self._slots.take_for_writing()

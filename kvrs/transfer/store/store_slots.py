@@ -99,8 +99,11 @@ class StoreSlots:
 
     def drop(self, slot: StoreSlot) -> None:
         slot.references -= 1
-        self.strays += slot.references == 0 and slot.pins > 0
-        self._settle(slot)
+        if slot.references == 0:
+            if slot.pins:
+                self.strays += 1
+            else:
+                self._settle(slot)
 
     def pin(self, slot: StoreSlot) -> None:
         if slot.pins == 0:
@@ -111,15 +114,16 @@ class StoreSlots:
     def unpin(self, slot: StoreSlot) -> None:
         assert slot.pins > 0, f"slot {slot.number} is unpinned once too often"
         slot.pins -= 1
-        self.strays -= slot.references == 0 and slot.pins == 0
-        self._settle(slot)
+        if slot.references == 0 == slot.pins:
+            self.strays -= 1
+            self._settle(slot)
 
     def _settle(self, slot: StoreSlot) -> None:
-        if slot.is_idle:
-            if slot.tag is None:
-                self._free.append(slot)
-            else:
-                self._cached[slot] = None
+        """The slot is idle from now on."""
+        if slot.tag is None:
+            self._free.append(slot)
+        else:
+            self._cached[slot] = None
 
     def is_stray(self, tag: Tag) -> bool:
         slot = self._by_tag.get(tag)
