@@ -12,23 +12,24 @@ import argparse
 import sys
 from array import array
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from experiments.cells import Cells
 from experiments.record import Record
-from experiments.virtual_time import token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.faults.language import parse_faults
-from kvrs.ids import StreamId
 from kvrs.profiles import catalog
 from kvrs.report import metrics
-from kvrs.report.impact import impact_window
+from kvrs.report.impact import Impact, bucket_size, impact_window
 from kvrs.report.student import Interval, interval
 from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
-from kvrs.sim.fault_scenarios import named_deaths
+from kvrs.sim.clients import records_of
+from kvrs.sim.fault_scenarios import FaultEvent, named_deaths
+from kvrs.sim.forking import in_children
 from kvrs.sim.recovering import SimDraftModel
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
@@ -173,74 +174,120 @@ def arrivals(case: Case, seed: int) -> list[Arrival]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    records: list[StreamRecord]
+    records: list[StreamRecord]  # Of all requests, or of the first that came.
     interrupted: set[int]
     fault_s: float
     drafts: DraftCounts
 
 
-def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
-    """One run. Raises AssertionError where an invariant is violated."""
+def world_of(case: Case, scheme: Scheme, seed: int, *, drafts: bool) -> tuple[World, float]:
+    """And when instances fail. `drafts`: they are configured, for this scheme or another one that
+    goes on from a state of this world.
+    """
     asked = arrivals(case, seed)
     fault_s = asked[len(asked) // 3].at_s
-    rows = [
-        {"when": {"at_s": fault_s}, "what": "kill", "whom": {"id": f"w{n:02}"}}
-        for n in range(case.failures if fails else 0)
-    ]
     world = World(
-        config_of(case, scheme),
+        config_of(case, replace(scheme, drafts=drafts)),
         asked,
-        named_deaths(parse_faults(rows)) if rows else [],
+        deaths_of(case, fault_s),
         seed=seed,
         reload_s=case.setup.reload_s,
         draft_model=case.setup.draft if scheme.drafts else None,
     )
-    with token_times() as times_s:
-        outcome = world.run()
+    return world, fault_s
+
+
+def deaths_of(case: Case, fault_s: float) -> list[FaultEvent]:
+    rows = [
+        {"when": {"at_s": fault_s}, "what": "kill", "whom": {"id": f"w{n:02}"}}
+        for n in range(case.failures)
+    ]
+    return named_deaths(parse_faults(rows))
+
+
+def simulate(case: Case, scheme: Scheme, seed: int, *, fails: bool) -> Run:
+    """One run to its end. Raises AssertionError where an invariant is violated."""
+    world, fault_s = world_of(case, scheme, seed, drafts=scheme.drafts)
+    return to_its_end(world, fault_s) if fails else without_failure(world, fault_s)
+
+
+def to_its_end(world: World, fault_s: float) -> Run:
+    outcome = world.run()
     assert set(outcome.ended) == {"complete"}, outcome.ended
+    return run_of(world, fault_s)
+
+
+def run_of(world: World, fault_s: float) -> Run:
+    """As far as it has come."""
     (proxy,) = world.cluster.proxies
-    records, interrupted = [], set()
-    for number, each in enumerate(asked):
-        stream = StreamId(f"s{number}")
-        found = times_s[stream]
-        records.append(
-            StreamRecord(
-                number,
-                each.at_s,
-                len(each.prompt_ids),
-                each.max_tokens,
-                sent_s=each.at_s,
-                ended_s=found[-1],
-                token_times_s=found,
-            )
-        )
-        if proxy.streams[stream].recoveries:
-            interrupted.add(number)
+    records = records_of(world.arrivals[: len(proxy.streams)], [proxy])
+    recovered = (number for number, live in enumerate(proxy.streams.values()) if live.recoveries)
     counts = DraftCounts()
     for engine in world.cluster.engines.values():
         if engine.drafts is not None:
             counts.steps += engine.drafts.counts.steps
             counts.proposed += engine.drafts.counts.proposed
             counts.accepted += engine.drafts.counts.accepted
-    return Run(records, interrupted, fault_s, counts)
+    return Run(records, set(recovered), fault_s, counts)
 
 
-def figures(run: Run, clean: Run, setup: Setup) -> Row:
-    prefill = catalog.prefill_table(setup.pace)
+def window_of(run: Run, clean: Run) -> tuple[dict[int, float], Impact]:
+    """And the replay TTFT of each interrupted request."""
     replayed = {
         record.index: metrics.replay_ttft_s(record, run.fault_s)
         for record in run.records
         if record.index in run.interrupted
     }
     known = {index: at_s for index, at_s in replayed.items() if at_s is not None}
-    impact = impact_window(run.records, clean.records, known, run.fault_s)
-    # Those that the failure can have touched: they had not ended, or came while an instance loaded.
-    near = [
+    size = bucket_size(len(clean.records))
+    return known, impact_window(run.records, clean.records, known, run.fault_s, size)
+
+
+def near_ones(run: Run, setup: Setup) -> list[StreamRecord]:
+    """Those that the failure can have touched, and has not interrupted: they came while an instance
+    loaded.
+    """
+    return [
         record
         for record in run.records
         if record.index not in run.interrupted
         and run.fault_s <= record.due_s <= run.fault_s + setup.reload_s
     ]
+
+
+def until_it_has_closed(world: World, fault_s: float, clean: Run, setup: Setup) -> Run:
+    """The run, to the first moment at which nothing that comes can change its figures: the
+    failure-impact window has closed, and what was interrupted or came while an instance loaded has
+    ended. Where that is never so, to its end.
+    """
+    size, arrived = bucket_size(len(clean.records)), world.arrivals
+    for count in range(size, len(arrived), size):
+        at_s = arrived[count].at_s
+        if at_s <= fault_s + setup.reload_s:
+            continue
+        if not world.run_before(at_s):
+            break
+        if (run := has_closed(run_of(world, fault_s), clean, setup)) is not None:
+            return run
+    return to_its_end(world, fault_s)
+
+
+def has_closed(run: Run, clean: Run, setup: Setup) -> Run | None:
+    """The run with what its figures are made of; None: more may come."""
+    judged = [*near_ones(run, setup), *(run.records[index] for index in run.interrupted)]
+    # Only whole buckets of requests that have all had their first token.
+    size = bucket_size(len(clean.records))
+    first = next((r.index for r in run.records if not r.token_times_s), len(run.records))
+    seen = replace(run, records=run.records[: first // size * size])
+    if not all(each.completed and each.index < len(seen.records) for each in judged):
+        return None
+    return seen if window_of(seen, clean)[1].end_bucket is not None else None
+
+
+def figures(run: Run, clean: Run, setup: Setup) -> Row:
+    prefill = catalog.prefill_table(setup.pace)
+    known, impact = window_of(run, clean)
+    near = near_ones(run, setup)
     twins = {record.index: record for record in clean.records}
     pauses = [metrics.max_gap_s(run.records[index]) or 0.0 for index in run.interrupted]
     return {
@@ -274,6 +321,42 @@ def cell(setup: Setup, name: str, clean: dict[tuple[int, float, int], Run]) -> d
         scheme.name: figures(simulate(case, scheme, seed, fails=True), clean[same], setup)
         for scheme in setup.schemes
     }
+
+
+def forked_cell(
+    setup: Setup, name: str, clean: dict[tuple[int, float, int], Run], jobs: int = 1
+) -> dict[str, Row]:
+    """The same figures as `cell`, from less work: until the failure all schemes with one kind of
+    backup are one run, from whose state each goes on in a process of its own, and no further than
+    its figures need. So does the run without a failure, with the first scheme's backup.
+    """
+    text, _, seed_text = name.partition("#")
+    case, seed = Case.of(setup, text), int(seed_text)
+    same, found = (case.instances, case.per_s, seed), dict[str, Row]()
+    for backup in {str(scheme.backup): scheme.backup for scheme in setup.schemes}.values():
+        schemes = [scheme for scheme in setup.schemes if scheme.backup == backup]
+        drafts = any(scheme.drafts for scheme in schemes)
+        world, fault_s = world_of(case, schemes[0], seed, drafts=drafts)
+        world.run_before(fault_s)
+        if same not in clean:
+            (clean[same],) = in_children([partial(without_failure, world, fault_s)])
+        branches = [
+            partial(with_failure, world, case, scheme, fault_s, clean[same]) for scheme in schemes
+        ]
+        for scheme, row in zip(schemes, in_children(branches, jobs), strict=True):
+            found[scheme.name] = row
+    return {scheme.name: found[scheme.name] for scheme in setup.schemes}
+
+
+def without_failure(world: World, fault_s: float) -> Run:
+    world.go_on_with([], world.cluster.config, None)
+    return to_its_end(world, fault_s)
+
+
+def with_failure(world: World, case: Case, scheme: Scheme, fault_s: float, clean: Run) -> Row:
+    draft = case.setup.draft if scheme.drafts else None
+    world.go_on_with(deaths_of(case, fault_s), config_of(case, scheme), draft)
+    return figures(until_it_has_closed(world, fault_s, clean, case.setup), clean, case.setup)
 
 
 def by_case(cells: dict[str, dict[str, Row]]) -> ByCase:
@@ -358,6 +441,10 @@ def main() -> int:
     parser.add_argument("--model", choices=list(SETUPS), default="opt")
     parser.add_argument("--cases", nargs="+", help="default: those of the model")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--whole", action="store_true", help="each run from its beginning to its end"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     parser.add_argument("--keep", metavar="RESULT", help="whose cells these are")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -368,7 +455,10 @@ def main() -> int:
     cells = Cells(options.out, options.keep or setup.name, {"reload_s": setup.reload_s})
     clean: dict[tuple[int, float, int], Run] = {}
     names = [f"{case}#{seed}" for seed in seeds for case in options.cases or setup.cases]
-    cells.measure(names, options.limit_s, lambda name: cell(setup, name, clean))
+    measure = (
+        partial(cell, setup) if options.whole else partial(forked_cell, setup, jobs=options.jobs)
+    )
+    cells.measure(names, options.limit_s, lambda name: measure(name, clean=clean))
     found = by_case(cells.found)
     text = as_text(found, setup)
     print(text)

@@ -137,7 +137,7 @@ class SimCluster:
         self.proxies: list[SimProxy] = []  # Those that have died included.
         self.serving = [self.new_proxy() for _ in range(proxies)]
         self._stay_away = stay_away
-        self._reload_s, self._draft_model = reload_s, draft_model
+        self._reload_s, self.draft_model = reload_s, draft_model
         self.outcome = Outcome()
         self.log: list[str] = []  # What happened to which process, for people and for comparison.
 
@@ -228,9 +228,9 @@ class SimCluster:
         )
         if self._reload_s is not None:
             back_s = self._reload_s
-        if self._draft_model is not None and isinstance(holder, SimEngine):
-            back_s += self._draft_model.load_s  # It is read first.
-            self._help(holder, self._draft_model, back_s)
+        if self.draft_model is not None and isinstance(holder, SimEngine):
+            back_s += self.draft_model.load_s  # It is read first.
+            self._help(holder, self.draft_model, back_s)
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
     def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> None:

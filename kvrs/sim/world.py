@@ -69,11 +69,10 @@ class World:
         )
         self._disturbances = Disturbances(self.cluster)
         self.arrivals = arrivals
-        self._deaths = {id(fault): death for death in deaths for fault in death.faults}
+        self._seed = seed
+        self._expect(deaths)  # Sets the schedule.
         self._others = [death for death in deaths if not death.faults]
-        self._schedule = FaultSchedule(
-            [fault for death in deaths for fault in death.faults], seed, Random
-        )
+        self._has_begun = False
         self._sent = 0
         self._unread = 0  # Of them, by a proxy that is frozen.
 
@@ -84,27 +83,57 @@ class World:
             InvariantError, AssertionError: something happened that must not.
         """
         with collect_seldom():
-            return self._run()
+            # Nothing is over before the last request has come.
+            last_s = max((asked.at_s for asked in self.arrivals), default=0.0)
+            self._begin()
+            self.cluster.clock.run(nextafter(last_s, -inf))
+            policy = self.cluster.config.policy
+            waits_s = policy.recovery.wait_s + policy.admission.wait_s
+            self.cluster.clock.run(last_s + waits_s + LONGEST_S, self._is_over)
+            open_ = [live.id for proxy in self.cluster.proxies for live in open_streams(proxy)]
+            require(self._is_over(), f"{len(open_)} streams never end: {open_[:5]}")
+            self.cluster.outcome.span_s = self.cluster.clock.now_s
+            self._come_to_rest()
+            self._sum_up()
+            return self.cluster.outcome
 
-    def _run(self) -> Outcome:
+    def run_before(self, at_s: float) -> bool:
+        """Do all that happens before this time, and no more; `run` goes on from there. Returns
+        False where every stream has ended by then.
+        """
+        with collect_seldom():
+            self._begin()
+            self.cluster.clock.run(nextafter(at_s, -inf), self._is_over)
+        return not self._is_over()
+
+    def go_on_with(
+        self, deaths: Sequence[FaultEvent], config: Config, draft_model: SimDraftModel | None
+    ) -> None:
+        """From here on these faults are to come instead of those that are left, none of them one
+        that only a simulator can cause; proxies have the policy of this configuration, and what is
+        started again has this draft model.
+        """
+        self._expect(deaths)
+        self.cluster.draft_model = draft_model
+        before, now_s = self.cluster.config, self.cluster.clock.now_s
+        for proxy in self.cluster.serving if config.policy != before.policy else ():
+            proxy.control.reload(before, config, now_s)
+
+    def _expect(self, deaths: Sequence[FaultEvent]) -> None:
+        faults = [fault for death in deaths for fault in death.faults]
+        self._deaths = {id(fault): death for death in deaths for fault in death.faults}
+        self._schedule = FaultSchedule(faults, self._seed, Random)
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
         self.cluster.begin()
         for number, asked in enumerate(self.arrivals):
             self.cluster.clock.after(asked.at_s, partial(self._arrive, number, asked))
         for death in self._others:
             self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
         self.cluster.clock.after(LOOK_S, self._strike)
-        last_s = max((asked.at_s for asked in self.arrivals), default=0.0)
-        policy = self.cluster.config.policy
-        waits_s = policy.recovery.wait_s + policy.admission.wait_s
-        # Nothing is over before the last request has come.
-        self.cluster.clock.run(nextafter(last_s, -inf))
-        self.cluster.clock.run(last_s + waits_s + LONGEST_S, self._is_over)
-        open_ = [live.id for proxy in self.cluster.proxies for live in open_streams(proxy)]
-        require(self._is_over(), f"{len(open_)} streams never end: {open_[:5]}")
-        self.cluster.outcome.span_s = self.cluster.clock.now_s
-        self._come_to_rest()
-        self._sum_up()
-        return self.cluster.outcome
 
     def _arrive(self, number: int, asked: Arrival) -> None:
         """At the proxies in turn; clients pass over one that is down."""
