@@ -223,7 +223,8 @@ class InstanceEvents:
         else because nothing new takes the place of pages in its prefix cache.
         """
         for stream in self._running(member) if member.retains else []:
-            if stream.stage is Stage.DECODE and stream.attempt.resumed:
+            is_whole = not member.has_lost_cells(stream.id)
+            if stream.stage is Stage.DECODE and stream.attempt.resumed and is_whole:
                 produced = max(stream.produced_tokens, produced_tokens.get(stream.id, 0))
                 pages = (stream.prompt_tokens + produced - 1) // member.page_size_tokens
                 self._ledger.kv_locations.leave(stream, member, pages)

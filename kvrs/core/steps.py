@@ -159,10 +159,8 @@ class Steps:
 
     def _note_kv(self, stream: Stream, prefill: Member, history_tokens: int) -> None:
         stream.note_prefill(history_tokens)
-        reforming = prefill.reforming
-        # An answer from before the re-forming in which cells of the pages were lost.
-        has_lost = reforming is not None and reforming.pages_of(stream.id)[0] > 0
-        if (prefill.retains or prefill.caches) and not has_lost:
+        # It may be an answer from before the re-forming in which cells of the pages were lost.
+        if (prefill.retains or prefill.caches) and not prefill.has_lost_cells(stream.id):
             pages = history_tokens // prefill.page_size_tokens
             self._ledger.kv_locations.retain(stream, prefill, pages)
 

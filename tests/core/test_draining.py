@@ -53,6 +53,19 @@ def test_what_it_has_computed_is_fetched_from_itself(by: str) -> None:
     assert only(actions, act.Recovered).option in (Option.MIGRATE, Option.SPLIT)
 
 
+@pytest.mark.parametrize("missing", [0, 3])
+def test_pages_that_it_has_lost_cells_of_are_not_fetched_from_it(missing: int) -> None:
+    """It is drained before its re-forming has restored them."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    here = harness.decoding("s", prompt_tokens=400).plan.decode
+    harness.handle(reforming(here, 0.01, missing_pages={S: missing}, page_s=0.001))
+
+    actions = harness.handle(ordered(here, moves=True, s=400))
+
+    holders = [run.holder for run in only(actions, act.Start).plan.runs]
+    assert (here in holders) is (missing == 0)
+
+
 def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
     """Then its streams go there; better twice moved than cut off when its time is over."""
     harness = PolicyHarness("p0", "d0", "p1")

@@ -111,6 +111,10 @@ class Member:
         """Nothing new is to go there while another instance has its role."""
         return self.is_to_end or self.reforming is not None
 
+    def has_lost_cells(self, stream: StreamId) -> bool:
+        """It re-forms, and pages of the stream there are not whole until it has restored them."""
+        return self.reforming is not None and self.reforming.pages_of(stream)[0] > 0
+
     @property
     def queue_s(self) -> float:
         return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
