@@ -5,6 +5,7 @@ The load of a target is its number of streams. Loads are those of the caller; no
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -55,7 +56,7 @@ def _rebalance(
     """
     limit = ceiling(0, loads)
     movable: dict[InstanceId, list[Victim]] = {}
-    for victim in sorted(victims, key=lambda victim: victim.held_pages, reverse=True):
+    for victim in sorted(victims, key=attrgetter("held_pages"), reverse=True):
         if victim.stream in assigned:
             movable.setdefault(assigned[victim.stream], []).append(victim)
     while True:

@@ -264,7 +264,9 @@ class InstanceEvents:
         if member.must_drain:  # It was about to end, is drained by an operator, or its GPU fails.
             freed = self._incidents.exited(member.id, epoch, now_s, is_external=True)
             return [stream for stream in streams if stream.id in freed]
-        suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
+        suspects: list[Stream] = []
+        if member.health.awaited or self._incidents.cases:
+            suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
         names = {stream.id: stream.first_token_sent for stream in suspects}
         self._incidents.lost(
             LostInstance(member.id, epoch, member.own_prefill or member.id, member.node),

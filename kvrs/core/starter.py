@@ -132,10 +132,13 @@ class Starter:
 
     def _place_together(self, name: str, ordered: list[Stream], now_s: float) -> None:
         for stream in ordered:
-            self._back_off(stream, now_s)
-        suspects = [stream for stream in ordered if self._incidents.is_suspect(stream.id)]
+            if stream.recovery.suspect_instance is not None:
+                self._back_off(stream, stream.recovery.suspect_instance, now_s)
+        suspects: list[Stream] = []
+        if self._incidents.cases:
+            suspects = [stream for stream in ordered if self._incidents.is_suspect(stream.id)]
         if suspects:
-            ordered = [stream for stream in ordered if not self._incidents.is_suspect(stream.id)]
+            ordered = [stream for stream in ordered if stream not in suspects]
         for stream in ordered:  # Those that were suspected until now may run anywhere again.
             stream.avoided = NOWHERE
         victims = [
@@ -230,14 +233,12 @@ class Starter:
             self._incidents.left(stream.id, is_refused=False)
         self._ledger.forget(stream)
 
-    def _back_off(self, stream: Stream, now_s: float) -> None:
+    def _back_off(self, stream: Stream, suspect: InstanceId, now_s: float) -> None:
         """An instance that failed the stream, and still runs as far as is known, is not tried again
         at once, nor is the option that failed.
         """
         recovery, attempt = stream.recovery, stream.attempt
-        if recovery.suspect_instance is None:
-            return
-        if (member := self._view.members.get(recovery.suspect_instance)) is not None:
+        if (member := self._view.members.get(suspect)) is not None:
             stream.exclude(member)
         is_by_option = (
             recovery.was_connected and not attempt.resumed and attempt.option is not Option.START

@@ -36,6 +36,8 @@ class Timers:
 
     def next_due(self, now_s: float) -> StreamId | None:
         """Take the next alarm that is due; None: no more are."""
+        if not self.heap or self.heap[0][0] > now_s + SLACK_S:
+            return None
         earliest_s = self._earliest_s()
         if earliest_s is None or earliest_s > now_s + SLACK_S:
             return None
