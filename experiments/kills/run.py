@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backup": {"type": BackupMode, "choices": list(BackupMode)},
     "load": {"choices": ["generated", "trace"], "help": "trace: Mooncake's conversations"},
     "api": {"choices": ["completions", "responses"]},
-    "option": {"choices": list(vllm.POLICIES), "help": "restore, recompute: with the connector"},
+    "option": {"choices": list(vllm.POLICIES), "help": "all but migrate: with the connector"},
     "damage": {"type": Damage, "choices": list(Damage), "help": "of pages that agents hold"},
     "streams": {"type": int, "help": "of each series"},
     "kills": {"type": int},
@@ -122,8 +122,8 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
     if options.seeds and (fixed := sorted(given & {"policy", "load"})):
         parser.error(f"--seeds runs every policy on generated load: it takes no {_flag(fixed[0])}")
-    if options.damage and options.option != "restore":
-        parser.error("--damage is for --option restore")
+    if options.damage and options.option not in ("restore", "split"):
+        parser.error("--damage is for --option restore and split")
     if options.gpu and options.option not in ("restore", "recompute"):
         parser.error("--gpu is for --option restore and recompute")
     if options.limit_s and not options.seeds:

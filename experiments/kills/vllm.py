@@ -56,6 +56,7 @@ POLICIES = {
     "recompute": PolicyName.ALWAYS_RECOMPUTE,
     "migrate": PolicyName.ALWAYS_MIGRATE,
     "restore": PolicyName.ALWAYS_RESTORE,
+    "split": PolicyName.AUTO,
 }
 BOTH = ("recompute", "migrate")  # Without --option: what vLLM does without the connector.
 UNDER_WAY_TOKENS = (5, 100)  # How far the last stream of a wave is when death comes.
@@ -66,6 +67,15 @@ ARRIVALS_S = 1.0
 STREAM_TIMEOUT_S = 240.0
 UP_TIMEOUT_S = 120.0  # With self-tests, of which one may take 60 s.
 STREAMS_PER_KILL = 12  # With --kills: of three servers the one with most of them is hit.
+# A split is what `auto` chooses for long histories of few victims, which wait for each other's
+# fronts, where a page takes about as long to fetch as to compute: by this table, over such links.
+SPLIT_STREAMS_PER_KILL = 4
+SPLIT_PROMPT_TOKENS = (700, 1000)
+SPLIT_UNDER_WAY_TOKENS = (100, 300)
+SPLIT_SECTIONS = {
+    "profiles": {"prefill": "llama-3.1-70b-a100-vllm-tp4"},
+    "transfer": {"link_bytes_per_s": 8e6},
+}
 FLIPPED_SHARE = 0.2
 _AT_ONCE = 36  # Undisturbed streams.
 _LOOK_AGAIN_S = 0.05
@@ -77,7 +87,9 @@ DEATHS = (Death.HANG, Death.SERVER, Death.WORKER)
 WITH_AGENTS = (Death.SERVER, Death.HANG, Death.WORKER, Death.NODE)
 
 
-def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
+def make_requests(
+    model: str, count: int, seed: int, prompt_tokens: tuple[int, int] = PROMPT_TOKENS
+) -> list[ReplayRequest]:
     """Greedy, because nothing else continues exactly in vLLM; no two share a beginning.
 
     Prompts are of whole characters, as text is: after half a one vLLM's first chunk repeats the
@@ -94,7 +106,7 @@ def make_requests(model: str, count: int, seed: int) -> list[ReplayRequest]:
     found: list[ReplayRequest] = []
     while len(found) < count:
         arrival_s = choose.uniform(0, ARRIVALS_S)
-        prompt = tuple(choose.choices(ids, k=choose.randint(*PROMPT_TOKENS)))
+        prompt = tuple(choose.choices(ids, k=choose.randint(*prompt_tokens)))
         max_tokens = choose.randint(*OUTPUT_TOKENS)
         if (size := (len(prompt), max_tokens)) not in sizes:
             sizes.add(size)
@@ -136,7 +148,8 @@ class Series:
         waves: list[Wave] = []
         choose = random.Random(seed)
         self._start_proxy(POLICIES[option])
-        requests = make_requests(self._servers.model, count, seed)
+        prompt_tokens = SPLIT_PROMPT_TOKENS if option == "split" else PROMPT_TOKENS
+        requests = make_requests(self._servers.model, count, seed, prompt_tokens)
         start_s = time.monotonic()
         for number, part in enumerate(waves_of(requests, kills or len(self._deaths))):
             death = self._deaths[number % len(self._deaths)]
@@ -234,7 +247,8 @@ class Series:
                 replay(self._url, requests, timeout_s=STREAM_TIMEOUT_S, progress=progress)
             )
             try:
-                tokens = choose.randint(*UNDER_WAY_TOKENS)
+                is_split = option == "split"
+                tokens = choose.randint(*(SPLIT_UNDER_WAY_TOKENS if is_split else UNDER_WAY_TOKENS))
                 if self._damage is not None:  # There is something that can be damaged.
                     tokens = max(tokens, 2 * PAGE_TOKENS)
                 streams = await asyncio.wait_for(
@@ -362,7 +376,9 @@ def kill_series(
 
 def run(options: argparse.Namespace) -> int:
     console, kills = Console(record=True, width=180), options.kills
-    streams = options.streams or (kills * STREAMS_PER_KILL if kills else 100)
+    is_split = options.option == "split"
+    per_kill = SPLIT_STREAMS_PER_KILL if is_split else STREAMS_PER_KILL
+    streams = options.streams or (kills * per_kill if kills else 100)
     chosen = (options.option,) if options.option else BOTH
     where = "gpu" if options.gpu else None
     name = "-".join(filter(None, ("vllm", options.option, options.damage, where)))
@@ -370,7 +386,8 @@ def run(options: argparse.Namespace) -> int:
         if options.option in (None, "migrate"):  # Over NIXL.
             config = vllm_config(Path(directory))
         else:
-            config = connector_config(Path(directory), decodes=3)
+            sections = SPLIT_SECTIONS if is_split else {}
+            config = connector_config(Path(directory), decodes=3, **sections)
         flags = GPU_FLAGS if options.gpu else ()
         with VllmServers(config, os.environ[PYTHON_ENV], *flags) as servers:
             servers.environment = BATCH_INVARIANT if options.gpu else {}

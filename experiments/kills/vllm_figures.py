@@ -21,6 +21,9 @@ HIT_AT_LEAST = 8
 # A stream's last blocks may not have been sent yet when death comes.
 BEHIND_BLOCKS = 2
 UNPROTECTED_SHARE = 0.05  # As when the agent had just died.
+FETCHING = ("restore", "split")
+# `auto` restores a stream at the node that has its pages, where nothing has to cross a link.
+SPLIT_SHARE = 0.25
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -158,13 +161,22 @@ def _of_pages(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, An
             found["computed_tokens"] += row["computed_tokens"] or 0
             if row["loaded_tokens"]:
                 loaded.add(index)
-        for row, index in wave.recovered("restore"):
-            blocks = (wave.history_tokens(row, index) - 1) // PAGE_TOKENS
-            found["full_blocks_tokens"] += blocks * PAGE_TOKENS
+        for option in FETCHING:
+            for row, index in wave.recovered(option):
+                blocks = (wave.history_tokens(row, index) - 1) // PAGE_TOKENS
+                found["full_blocks_tokens"] += (blocks - _first_page(row)) * PAGE_TOKENS
         found["loaded_streams"] += len(loaded)
         found["loaded_streams_exact"] += sum(verdicts[index].exact for index in loaded)
     names = ("full_blocks_tokens", "loaded_tokens", "computed_tokens", "loaded_streams")
     return {name: found[name] for name in (*names, "loaded_streams_exact", "damaged_pages")}
+
+
+def _first_page(recovery: dict[str, Any]) -> int:
+    """Where what is loaded begins: behind the front of a split."""
+    chosen = recovery["option"]
+    return int(
+        next(each["first_page"] for each in recovery["estimates"] if each["option"] == chosen)
+    )
 
 
 def _of_others(waves: Sequence[tuple[Wave, list[StreamVerdict]]]) -> dict[str, Any]:
@@ -205,8 +217,8 @@ def faults_of(row: dict[str, Any]) -> list[str]:
     if hit < HIT_AT_LEAST:
         faults.append(f"only {hit} streams were hit")
     # A stream of which no agent has a page is recomputed.
-    able = hit - sum(row["unprotected"].values()) if option == "restore" else hit
-    if recoveries.get(option, 0) < able:
+    able = hit - sum(row["unprotected"].values()) if option in FETCHING else hit
+    if recoveries.get(option, 0) < able * (SPLIT_SHARE if option == "split" else 1):
         faults.append(f"{recoveries.get(option, 0)} of {able} streams were recovered by {option}")
     if option == "migrate" and row["pulled_tokens"] < row["moved_tokens"]:
         faults.append(
@@ -214,20 +226,21 @@ def faults_of(row: dict[str, Any]) -> list[str]:
         )
     if option == "recompute" and row["pulled_tokens"]:
         faults.append(f"{row['pulled_tokens']} tokens were pulled")
-    faults += _faults_of_restore(row) if option == "restore" else []
+    faults += _faults_of_fetches(row) if option in FETCHING else []
     faults += [
         f"{row[name]} {name}" for name in ("bystanders_harmed", "engines_ended") if row[name]
     ]
     return faults + [f"a connector is off: {reason}" for reason in row["off_reasons"]]
 
 
-def _faults_of_restore(row: dict[str, Any]) -> list[str]:
+def _faults_of_fetches(row: dict[str, Any]) -> list[str]:
     loaded, full = row["loaded_tokens"], row["full_blocks_tokens"]
     if sum(row["unprotected"].values()) > UNPROTECTED_SHARE * row["hit"]:
         return [f"without a page at an agent: {row['unprotected']}"]
     if row["damage"] == Damage.FLIP:
         return [] if 0 < loaded < full else [f"{loaded} of {full} tokens loaded beside damage"]
-    behind = BEHIND_BLOCKS * PAGE_TOKENS * row["recoveries"].get("restore", 0)
+    fetching = sum(row["recoveries"].get(option, 0) for option in FETCHING)
+    behind = BEHIND_BLOCKS * PAGE_TOKENS * fetching
     return [] if full - behind <= loaded <= full else [f"{loaded} of {full} tokens were loaded"]
 
 

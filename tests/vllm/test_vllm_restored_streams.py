@@ -37,6 +37,8 @@ AS_CLAIMED: dict[str, Any] = {
     "off_reasons": {},
 }
 
+SPLIT = {"option": "split", "recoveries": {"split": 5, "restore": 15}}
+
 
 @pytest.mark.parametrize(
     ("change", "faults"),
@@ -54,6 +56,10 @@ AS_CLAIMED: dict[str, Any] = {
         ({"bystanders_harmed": 1}, 1),
         ({"engines_ended": 1}, 1),
         ({"off_reasons": {"KeyError": 2}}, 1),
+        (SPLIT, 0),
+        (SPLIT | {"recoveries": {"split": 4, "restore": 16}}, 1),
+        (SPLIT | {"loaded_tokens": 1888}, 1),
+        (SPLIT | {"loaded_tokens": 3232}, 1),
     ],
     ids=[
         "as-claimed",
@@ -69,6 +75,10 @@ AS_CLAIMED: dict[str, Any] = {
         "a-bystander-harmed",
         "an-engine-ended",
         "a-connector-off",
+        "split-or-restored",
+        "restored-instead",
+        "less-than-the-back",
+        "more-than-the-back",
     ],
 )
 def test_a_restore_is_proven_by_what_was_loaded(change: dict[str, Any], faults: int) -> None:
