@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lumen.paper import of_window, slowed
-from experiments.lumen.run import TARGET, Run
+from experiments.lumen.paper import slowed
+from experiments.lumen.run import LLAMA, TARGET, Run, figures
 from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.sequences import Chunk
@@ -29,12 +29,14 @@ def test_the_window_has_the_interrupted_with_their_replay() -> None:
     hit = faulted[25]
     hit.token_times_s[-1] = hit.ended_s = 5.0
 
-    row = of_window(Run(faulted, {25}, 3.0, DraftCounts()), Run(clean, set(), 3.0, DraftCounts()))
+    row = figures(
+        Run(faulted, {25}, 3.0, DraftCounts()), Run(clean, set(), 3.0, DraftCounts()), LLAMA
+    )
 
     assert row["in_window"] == 80  # Five buckets of 16.
     assert row["window_clean_ttft_s"] == pytest.approx(0.1)
-    assert row["others_ttft_s"] == pytest.approx((19 * 0.1 + 60 * 1.0) / 79)
     assert row["window_ttft_s"] == pytest.approx((19 * 0.1 + 60 * 1.0 + 2.5) / 80)
+    assert row["hit_tpot_s"] == pytest.approx(2.4)
 
 
 def record(number: int, ttft_s: float) -> StreamRecord:

@@ -12,14 +12,11 @@ kept, if the code has not changed since.
 """
 
 import argparse
-import gc
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,12 +35,10 @@ from experiments.lumen.run import (
     WHOLE,
     ByCase,
     Case,
-    Row,
-    Run,
     Setup,
     by_case,
     change,
-    figures,
+    forked_cell,
     is_shown,
     mean,
     shown,
@@ -52,10 +47,8 @@ from experiments.lumen.run import (
 from experiments.record import Record
 from kvrs.profiles import catalog
 from kvrs.report import metrics
-from kvrs.report.impact import impact_window
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.recovering import SimDraftModel
-from kvrs.traces.records import StreamRecord
 
 SLOWER = 1.82
 PUBLISHED_TPOT_S, PUBLISHED_TTFT_S = 0.1389, 1.16  # Four workers without a failure (section 3.1).
@@ -93,76 +86,14 @@ def setup_of(factor: float, directory: Path) -> Setup:
         LLAMA,
         pace=slowed(TARGET, factor, directory),
         per_s=PER_S,
+        requests=0,
+        span_s=SPAN_S,
         pages=30_000,  # 157 GB of the four GPUs.
         max_running=512,
         max_batch_tokens=1024,
         schemes=SCHEMES,
         draft=draft,
     )
-
-
-def case_of(setup: Setup, text: str) -> Case:
-    """As many requests of a worker as come in the span."""
-    case = Case.of(setup, text)
-    return replace(case, setup=replace(setup, requests=round(case.per_s * SPAN_S)))
-
-
-def measured(name: str, setup: Setup) -> dict[str, Row]:
-    """The rows of a cell, by scheme."""
-    text, _, seed = name.partition("#")
-    case = case_of(setup, text)
-    clean = simulate(case, STOP, int(seed), fails=False)
-    found = {}
-    for scheme in setup.schemes:
-        run = simulate(case, scheme, int(seed), fails=True)
-        found[scheme.name] = figures(run, clean, case.setup) | of_window(run, clean)
-    return found
-
-
-def of_window(run: Run, clean: Run) -> Row:
-    """Means of the requests in the failure-impact window, of those that were interrupted and of the
-    others (Tables 1 and 4), and of the same without a failure.
-    """
-    replay = {
-        record.index: found
-        for record in run.records
-        if record.index in run.interrupted
-        and (found := metrics.replay_ttft_s(record, run.fault_s)) is not None
-    }
-    impact = impact_window(run.records, clean.records, replay, run.fault_s)
-    ordered = sorted(run.records, key=lambda record: (record.due_s, record.index))
-    first = impact.first_bucket
-    if first is None:
-        within = []
-    else:
-        end = None if impact.end_bucket is None else impact.end_bucket * impact.bucket_requests
-        within = ordered[first * impact.bucket_requests : end]
-    twins = {record.index: record for record in clean.records}
-    hit = [record for record in ordered if record.index in run.interrupted]
-    others = [record for record in within if record.index not in run.interrupted]
-
-    def ttft_s(record: StreamRecord) -> float:
-        return replay.get(record.index, metrics.arrival_ttft_s(record) or 0.0)
-
-    return {
-        "in_window": len(within),
-        "window_ttft_s": _mean([ttft_s(record) for record in within]),
-        "window_tpot_s": _mean([metrics.tpot_s(record) or 0.0 for record in within]),
-        "window_clean_ttft_s": _mean(
-            [metrics.arrival_ttft_s(twins[record.index]) or 0.0 for record in within]
-        ),
-        "window_clean_tpot_s": _mean(
-            [metrics.tpot_s(twins[record.index]) or 0.0 for record in within]
-        ),
-        "others_ttft_s": _mean([ttft_s(record) for record in others]),
-        "others_tpot_s": _mean([metrics.tpot_s(record) or 0.0 for record in others]),
-        "hit_tpot_s": _mean([metrics.tpot_s(record) or 0.0 for record in hit]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    """0: there are none."""
-    return fmean(values) if values else 0.0
 
 
 COLUMNS = (
@@ -216,7 +147,7 @@ def fit(directory: Path, factors: Sequence[float]) -> None:
     for factor in factors:
         within = directory / f"{factor:g}"
         within.mkdir()
-        case = case_of(setup_of(factor, within), "4x1")
+        case = Case.of(setup_of(factor, within), "4x1")
         records = simulate(case, STOP, 0, fails=False).records
         middle = records[len(records) // 3 :]
         ttft_s = fmean(metrics.arrival_ttft_s(record) or 0.0 for record in middle)
@@ -234,7 +165,7 @@ def main() -> int:
     )
     parser.add_argument("--exhibits", nargs="+", choices=list(EXHIBITS), default=["B.1"])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -252,15 +183,8 @@ def main() -> int:
             for exhibit in options.exhibits
             for case in EXHIBITS[exhibit]
         ]
-        missing = [name for name in names if name not in cells.found]
-        # They keep their garbage: to look for it takes a sixth of the time.
-        with ProcessPoolExecutor(
-            options.jobs, get_context("spawn"), initializer=gc.disable, max_tasks_per_child=1
-        ) as pool:
-            found = {name: pool.submit(partial(measured, setup=setup), name) for name in missing}
-            cells.measure(names, options.limit_s, lambda name: found[name].result())
-            for future in found.values():
-                future.cancel()
+        measure = partial(forked_cell, setup, clean={}, jobs=options.jobs)
+        cells.measure(names, options.limit_s, measure)
     rows = by_case(cells.found)
     text = as_text(rows)
     print(text, end="")

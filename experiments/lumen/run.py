@@ -11,6 +11,7 @@ rate is another. A run goes on from the cells that are kept, if the code has not
 import argparse
 import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.cells import Cells
+from experiments.forking import in_children
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.faults.language import parse_faults
@@ -29,7 +31,6 @@ from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.clients import records_of
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths
-from kvrs.sim.forking import in_children
 from kvrs.sim.recovering import SimDraftModel
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
@@ -73,7 +74,7 @@ class Setup:
     most_prompt: int
     most_output: int
     per_s: float  # Requests of an instance.
-    requests: int  # Of an instance.
+    requests: int  # Of an instance; 0: as many as come in the span.
     reload_s: float
     cases: tuple[str, ...]
     schemes: tuple[Scheme, ...]
@@ -82,6 +83,7 @@ class Setup:
     pages: int = 4000
     max_running: int = 64
     max_batch_tokens: int = 512
+    span_s: float = 0.0
 
 
 OPT = Setup(
@@ -160,8 +162,8 @@ def config_of(case: Case, scheme: Scheme) -> Config:
 
 def arrivals(case: Case, seed: int) -> list[Arrival]:
     """Poisson, with lengths of the preset, cut to what an instance takes."""
-    count, setup = case.setup.requests * case.instances, case.setup
-    per_s = case.per_s * case.instances
+    setup, per_s = case.setup, case.per_s * case.instances
+    count = setup.requests * case.instances or round(per_s * setup.span_s)
     settings = replace(PRESETS[setup.preset].settings, requests=count, requests_per_s=per_s)
     found = []
     for number, asked in enumerate(generate(settings, seed).requests):
@@ -218,7 +220,7 @@ def to_its_end(world: World, fault_s: float) -> Run:
 
 
 def run_of(world: World, fault_s: float) -> Run:
-    """As far as it has come."""
+    """The run as far as it has come."""
     (proxy,) = world.cluster.proxies
     records = records_of(world.arrivals[: len(proxy.streams)], [proxy])
     recovered = (number for number, live in enumerate(proxy.streams.values()) if live.recoveries)
@@ -281,14 +283,26 @@ def has_closed(run: Run, clean: Run, setup: Setup) -> Run | None:
     seen = replace(run, records=run.records[: first // size * size])
     if not all(each.completed and each.index < len(seen.records) for each in judged):
         return None
-    return seen if window_of(seen, clean)[1].end_bucket is not None else None
+    impact = window_of(seen, clean)[1]
+    if impact.end_bucket is None or not all(each.completed for each in within(seen, impact)):
+        return None
+    return seen
+
+
+def within(run: Run, impact: Impact) -> list[StreamRecord]:
+    """The requests of the failure-impact window."""
+    if impact.first_bucket is None:
+        return []
+    size, end = impact.bucket_requests, impact.end_bucket
+    return run.records[impact.first_bucket * size : None if end is None else end * size]
 
 
 def figures(run: Run, clean: Run, setup: Setup) -> Row:
     prefill = catalog.prefill_table(setup.pace)
     known, impact = window_of(run, clean)
-    near = near_ones(run, setup)
+    near, in_window = near_ones(run, setup), within(run, impact)
     twins = {record.index: record for record in clean.records}
+    hit = [run.records[index] for index in run.interrupted]
     pauses = [metrics.max_gap_s(run.records[index]) or 0.0 for index in run.interrupted]
     return {
         "interrupted": len(run.interrupted),
@@ -307,7 +321,23 @@ def figures(run: Run, clean: Run, setup: Setup) -> Row:
         "draft_steps": run.drafts.steps,
         "accepted_a_step": run.drafts.accepted / run.drafts.steps if run.drafts.steps else 0.0,
         "pause_s": fmean(pauses),
+        "hit_tpot_s": fmean(metrics.tpot_s(record) or 0.0 for record in hit),
+        "in_window": len(in_window),
+        "window_ttft_s": _mean(
+            known.get(record.index, metrics.arrival_ttft_s(record)) for record in in_window
+        ),
+        "window_tpot_s": _mean(metrics.tpot_s(record) for record in in_window),
+        "window_clean_ttft_s": _mean(
+            metrics.arrival_ttft_s(twins[record.index]) for record in in_window
+        ),
+        "window_clean_tpot_s": _mean(metrics.tpot_s(twins[record.index]) for record in in_window),
     }
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    """0: there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else 0.0
 
 
 def cell(setup: Setup, name: str, clean: dict[tuple[int, float, int], Run]) -> dict[str, Row]:

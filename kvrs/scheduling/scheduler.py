@@ -255,9 +255,8 @@ class BatchScheduler:
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
-        budget, size = self._max_batch_tokens, self._page_size
-        running = SequencePhase.RUNNING
-        pulling, flying = SequencePhase.PULLING, self._in_flight.sequences
+        budget, size, flying = self._max_batch_tokens, self._page_size, self._in_flight.sequences
+        running, pulling = SequencePhase.RUNNING, SequencePhase.PULLING
         ready = [one for one in self._admitted if one.phase is not pulling and one not in flying]
         # Where decode steps alone can fill a batch, the first sequence could wait for ever to
         # prefill while others come and go.
@@ -299,9 +298,7 @@ class BatchScheduler:
         return batch
 
     def _has_page(self, sequence: Sequence) -> bool:
-        """Allocate a page for the decode step, if need be by preempting sequences behind it that
-        are not in flight. False: there is none.
-        """
+        """Allocate a page for the decode step, perhaps by preempting others; False: it cannot."""
         while (page := self._pages.allocate(1, sequence.base)) is None:
             flying = self._in_flight.sequences
             last = next(
@@ -348,8 +345,7 @@ class BatchScheduler:
             if sequence.phase is SequencePhase.FINISHED:
                 self._give_back(sequence)
                 continue
-            first = sequence.computed_tokens
-            end = first + len(chunk.token_ids)
+            first, end = sequence.computed_tokens, sequence.computed_tokens + len(chunk.token_ids)
             if chunk.logits:
                 tokens = sampled[sequence]
                 assert 0 < len(tokens) <= chunk.logits, "a token for each of some leading logits"

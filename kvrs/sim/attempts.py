@@ -127,7 +127,7 @@ class SimAttempt:
         self._first_token = first_token(live.id) + TOKEN_STRIDE * prompt_tokens
         self._max_tokens = live.arrival.max_tokens
         # Of the instance of its last call.
-        self._delivered = host.control.progress.of(plan.decode)
+        self._delivered = host.control.progress.delivered[plan.decode]
 
     def begin(self) -> None:
         if (prefill := self._attempt.begin()) is None:
@@ -185,7 +185,7 @@ class SimAttempt:
     ) -> None:
         live, engine = self.live, self.host.engine(name)
         self._connection = connection = Connection(self, engine)
-        self._delivered = self._control.progress.of(name)
+        self._delivered = self._control.progress.delivered[name]
         call = SimCall(
             live.id,
             self.number,
@@ -243,7 +243,7 @@ class SimAttempt:
         """From the prefill instance, with its answer; True if it was the only one."""
         live, now_s = self.live, self.host.now_s
         live.journal.append(token_at(live.id, len(live.arrival.prompt_ids)), now_s)
-        self._control.progress.delivered[name].last_s = now_s
+        self._delivered.last_s = now_s
         if live.journal.finished and not live.outcome:
             self._control.end(live, Complete(), now_s)
         return live.journal.finished

@@ -84,7 +84,7 @@ class Server:
         return response
 
     def _tokens_of(self, body: dict[str, Any]) -> int:
-        """Of a prompt of ids, or of words and, in a chat, a template of seven tokens."""
+        """Count those of a prompt of ids, or of words and, in a chat, a template of seven."""
         if isinstance(prompt := body.get("prompt"), list):
             return len(prompt)
         text = prompt or body["messages"][0]["content"]

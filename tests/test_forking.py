@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 
+from experiments.forking import in_children
 from experiments.lumen import run as lumen
-from kvrs.sim.forking import in_children
 
 
 @pytest.mark.process
 def test_each_branch_begins_with_the_state_as_it_was() -> None:
-    """What one does is not seen by the others, nor by the process that they branch off."""
+    """The others do not see what one does, nor does the process that they branch off."""
     state = [0]
 
     def count(more: int) -> list[int]:
