@@ -85,7 +85,8 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
     size = geometry.page_size_tokens
     stream.holders[holder.id] = Holder(holder, situation.prompt_tokens // size)
     if situation.has_queue:
-        prefill.reported_queue_s = target.reported_queue_s = _QUEUE_S
+        for member in (prefill, target):
+            member.note_queue(_QUEUE_S)
     if situation.is_link_busy:
         link.in_flight_bytes = _AHEAD_BYTES
     if not situation.has_slots:

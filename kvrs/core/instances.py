@@ -81,7 +81,6 @@ class InstanceEvents:
         if changes_ranks(member, report, now_s):
             self._re_form(member, event, now_s)
         member.told = report
-        member.reported_queue_s = report.queue_delay_s
         if member.decodes:
             # Streams that this proxy has not sent there belong to other proxies (LUMEN section 4.3:
             # the load of a target is all that it runs or queues).
@@ -89,10 +88,12 @@ class InstanceEvents:
             others = max(0, streams - len(member.running))
             self._view.count_stream(member, others - member.others_reported)
             member.others_reported = others
+        queue_s = report.queue_delay_s
         if (reforming := member.reforming) is not None:
-            reforming.queue_s = report.queue_delay_s
+            reforming.queue_s = queue_s
             # Nothing of the queue is computed before.
-            member.reported_queue_s += max(0.0, reforming.ready_s - now_s)
+            queue_s += max(0.0, reforming.ready_s - now_s)
+        member.note_queue(queue_s)
         self._place_freed(self._incidents.alive(member.id, report.epoch, now_s), now_s)
 
     def _drain(self, member: Member, produced: Mapping[StreamId, int], now_s: float) -> None:

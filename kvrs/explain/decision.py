@@ -183,7 +183,8 @@ def _case(question: Question) -> Case:
             ("target", _N1, Role.DECODE, at_target),
         )
     )
-    prefill.reported_queue_s, target.reported_queue_s = question.queue_s, question.target_queue_s
+    prefill.note_queue(question.queue_s)
+    target.note_queue(question.target_queue_s)
     for node in (_N0, _N2):
         view.link(node, _N1).bytes_per_s = question.bytes_per_s
     stream = Stream(

@@ -35,6 +35,7 @@ class Member:
     told: LoadReport | None = None  # Its last report that changed a decision.
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
+    queue_s: float = 0.0  # The larger of the two.
     bookings: int = 0
     # Streams that decode there or will after their prefill, those of all other proxies included.
     streams: int = 0
@@ -115,9 +116,8 @@ class Member:
         """It re-forms, and pages of the stream there are not whole until it has restored them."""
         return self.reforming is not None and self.reforming.pages_of(stream)[0] > 0
 
-    @property
-    def queue_s(self) -> float:
-        return self.work_s if self.work_s > self.reported_queue_s else self.reported_queue_s
+    def note_queue(self, reported_s: float) -> None:
+        self.reported_queue_s, self.queue_s = reported_s, max(reported_s, self.work_s)
 
     def is_clear(self, now_s: float) -> bool:
         """Fast path: no health restriction applies, the instance is open for new requests and for
@@ -211,6 +211,7 @@ class ClientWork:
 
     def book(self, client: str, member: Member, seconds: float) -> None:
         member.work_s += seconds
+        member.queue_s = max(member.work_s, member.reported_queue_s)
         member.bookings += 1
         self._seconds[client] = self._seconds.get(client, 0.0) + seconds
         self._bookings[client] = self._bookings.get(client, 0) + 1
@@ -219,6 +220,7 @@ class ClientWork:
         member.bookings -= 1
         # Without bookings exactly zero: a rounding error would decide between idle instances.
         member.work_s = max(0.0, member.work_s - seconds) if member.bookings else 0.0
+        member.queue_s = max(member.work_s, member.reported_queue_s)
         self._bookings[client] -= 1
         if self._bookings[client]:
             self._seconds[client] -= seconds

@@ -31,7 +31,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     view, alone = ClusterView(204_800.0), list[Estimate]()
     up = instance_up("b1")
     target = view.add(up.info, up.prefill)
-    target.reported_queue_s = 0.5
+    target.note_queue(0.5)
     books = Books(view, SlotBook(1), PolicySettings(), {Option.RECOMPUTE: 2.0})
     RECOMPUTE.estimate(case_of(books, Stream(StreamId("s"), 0, 110, 0.0), target, 0.0), alone)
 
