@@ -81,6 +81,17 @@ def test_an_irreplaceable_instance_serves_until_another_comes_up() -> None:
     assert next(start for start in of(actions, act.Start) if start.stream == S).plan.decode == "d1"
 
 
+def test_one_that_ends_before_another_comes_up_is_drained_no_more() -> None:
+    """Nothing of it is left that the next change could drain."""
+    harness = PolicyHarness("p0", "d0", "p1")
+    harness.handle(draining("d0"))
+    harness.lose("d0")
+
+    harness.handle(instance_up("d1"))
+
+    assert decoders_of(harness, 2) == {"d1"}
+
+
 @pytest.mark.parametrize("first", ["draining", "reforming"])
 def test_an_instance_that_is_about_to_end_gets_nothing_while_another_re_forms(first: str) -> None:
     """Streams that come in that moment wait for the other one, and are not moved right away.
