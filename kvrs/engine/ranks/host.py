@@ -121,7 +121,7 @@ class StageHost:
         self._strangers: list[asyncio.Task[None]] = []  # In their hand-shake, the oldest first.
         self._connections: set[asyncio.Task[None]] = set()
         others = [each for _, each in config.cluster.donors(instance_id)]
-        self._sessions = StageSessions(instance_id, [each.id for each in others])
+        self._sessions = StageSessions(instance_id, settings.pages, [each.id for each in others])
         self._is_stopping = False
         began_s = time.monotonic()
         self.group = RankGroup(

@@ -268,6 +268,7 @@ class StageOrders:
                         f"a loan of {len(pages)} pages {pages[:8]} with {len(order.tags)} tags; "
                         f"allowed: each of 0 to {last} once, and a tag for each at most"
                     )
+                _check_copies(order, last)
                 try:
                     await self._copy(order)
                 except TransferError as error:
@@ -287,16 +288,19 @@ class StageOrders:
 
     async def _copy(self, order: LendPages) -> None:
         """Copy what is lent and in use. Raises TransferError: cells are lost."""
-        last = self._group.settings.pages - 1
-        for source, target in order.copies:
-            if not 0 <= source <= last or source in order.pages or target not in order.pages:
-                raise StageRefusedError(
-                    f"a copy of page {source} into {target}; allowed: of 0 to {last} that is not "
-                    f"lent, into one that is"
-                )
         if order.copies:
             sources, targets = zip(*order.copies, strict=True)
             await self._group.write(targets, await self._group.read(sources))
+
+
+def _check_copies(order: LendPages, last: int) -> None:
+    """Raises StageRefusedError: they are not from what stays into what is lent."""
+    for source, target in order.copies:
+        if not 0 <= source <= last or source in order.pages or target not in order.pages:
+            raise StageRefusedError(
+                f"a copy of page {source} into {target}; allowed: of 0 to {last} that is not "
+                f"lent, into one that is"
+            )
 
 
 def _are_distinct(pages: Sequence[int], last: int) -> bool:

@@ -21,7 +21,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from kvrs.config.cluster import MOST_RANKS
 from kvrs.config.engine import EngineSettings
@@ -66,7 +66,7 @@ class StageSession:
         self.lent: frozenset[int] = frozenset()  # By the owner, in this session.
         self._links: list[StageLink] = []  # That of batches first.
         self._beside: list[StageLink] = []
-        self._over = asyncio.Event()
+        self._ending, self._over = asyncio.Event(), asyncio.Event()
 
     def check(self, order: Ordered) -> None:
         """Raises StageRefusedError: it is not of this session."""
@@ -128,8 +128,20 @@ class StageSession:
                 await self._links[0].send(message)
 
     def shut(self) -> None:
+        self._ending.set()
         for link in (*self._links, *self._beside):
             link.stream.shut()
+
+    async def answered(self, answer: "asyncio.Future[Any]", patience_s: float) -> bool:
+        """Wait for an answer of its process; False: none comes, or not so soon."""
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            waited = asyncio.wait(
+                {answer, ending}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            return answer in (await waited)[0]
+        finally:
+            ending.cancel()
 
     async def end(self) -> None:
         """Let it end, and wait until it has."""
@@ -143,9 +155,11 @@ class StageSession:
 class StageSessions:
     """One session of the instance that has the stage, and one of a borrower."""
 
-    def __init__(self, owner: InstanceId, borrowers: Collection[InstanceId] = ()) -> None:
-        """`borrowers`: instances that may ask for a loan."""
-        self._owner, self._borrowers = owner, frozenset(borrowers)
+    def __init__(
+        self, owner: InstanceId, pages: int, borrowers: Collection[InstanceId] = ()
+    ) -> None:
+        """`pages`: of an instance; `borrowers`: those that may ask for a loan."""
+        self._owner, self._pages, self._borrowers = owner, pages, frozenset(borrowers)
         self._epochs: dict[InstanceId, int] = {}  # The highest one so far of each.
         self._number = 0
         self._own: StageSession | None = None
@@ -257,6 +271,10 @@ class StageSessions:
                 f"instance {head.instance!r} asks for no loan; allowed: one of pages of "
                 f"{self._owner!r}, whose stage it is"
             )
+        if (tags := len(begin.loan.tags)) > self._pages:
+            raise StageRefusedError(
+                f"a loan for {tags} tags; allowed: {self._pages}, the pages of an instance"
+            )
         async with self._lending:
             self._check(head, begin)
             self._epochs[head.instance] = head.epoch
@@ -287,14 +305,12 @@ class StageSessions:
         answer: asyncio.Future[LendPages | str] = asyncio.get_running_loop().create_future()
         self._asked = question.loan, answer
         try:
-            async with asyncio.timeout(_ASKED_S):
-                await owner.tell(question)
-                found = await answer
-        except TimeoutError:
-            raise StageRefusedError(f"{self._owner!r} has not answered") from None
+            await owner.tell(question)
+            if not await owner.answered(answer, _ASKED_S):
+                raise StageRefusedError(f"{self._owner!r} has not answered")
         finally:
             self._asked = None
-        if isinstance(found, str):
+        if isinstance(found := answer.result(), str):
             raise StageRefusedError(found)
         return found
 
@@ -325,12 +341,12 @@ class StageSessions:
         self._offers[number] = offer, answer
         try:
             await owner.tell(PartsOffered(number, sender, offer.ranges, offer.are_sent))
-            await asyncio.wait({answer}, timeout=_ASKED_S)
+            is_answered = await owner.answered(answer, _ASKED_S)
         finally:
             del self._offers[number]
         if self._own is not owner or owner.is_over:
             raise StageRefusedError(f"{self._owner!r} has ended meanwhile")
-        return answer.result() if answer.done() else f"{self._owner!r} has not answered"
+        return answer.result() if is_answered else f"{self._owner!r} has not answered"
 
     async def _take_back(self, loan: StageSession, owner: StageSession) -> None:
         await loan.over()

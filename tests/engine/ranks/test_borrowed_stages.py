@@ -41,6 +41,7 @@ from kvrs.engine.ranks.wire import WireChunk
 from kvrs.engine.worker import Worker
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId
+from kvrs.protocol.tags import Tag
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.stream import StalledError
 from kvrs_testkit.free_ports import free_ports
@@ -265,8 +266,18 @@ def lender_hosts(group: Config, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def lender(group: Config, lender_hosts: None) -> Iterator[Books]:
-    with closing(head_of(group, of=D1)) as head:
+def owner_epoch() -> int:
+    """Higher than that of any test before."""
+    _epochs.append(_epochs[-1] + 1)
+    return _epochs[-1]
+
+
+_epochs = [0]
+
+
+@pytest.fixture
+def lender(group: Config, lender_hosts: None, owner_epoch: int) -> Iterator[Books]:
+    with closing(head_of(group, epoch=owner_epoch, of=D1)) as head:
         yield Books(head)
 
 
@@ -314,6 +325,64 @@ async def test_a_loan_of_nothing_is_not_asked_for(
 
     assert lender.asked == []
     await asyncio.to_thread(lender.head.execute, [chunks(0)[0]])
+
+
+async def test_a_loan_for_a_million_tags_is_refused(group: Config, lender: Books) -> None:
+    """The owner does not hear of it."""
+    tags = [Tag(at.to_bytes(16, "big")) for at in range(1_000_000)]
+    begin = msgspec.structs.replace(LOAN, loan=LoanWanted(PAGES, 8, 0.5, tags))
+    link, refused = await opened(group, 6, begin, D0, D1)
+    link.stream.close()
+
+    reason = f"a loan for 1000000 tags; allowed: {PAGES}, the pages of an instance"
+    assert refused == StageRefused(reason)
+    assert lender.asked == []
+
+
+@pytest.mark.parametrize(
+    ("pages", "tags", "copies", "reason"),
+    [
+        ([], 0, [], "a loan of 0 pages [] with 0 tags; allowed: each of 0 to 63 once, and a tag"),
+        ([7, 8, 7], 0, [], "a loan of 3 pages [7, 8, 7] with 0 tags; allowed: each of 0 to 63 onc"),
+        ([63, 64], 0, [], "a loan of 2 pages [63, 64] with 0 tags; allowed: each of 0 to 63 once"),
+        ([7], 2, [], "a loan of 1 pages [7] with 2 tags; allowed: each of 0 to 63 once, and a tag"),
+        ([7], 1, [(64, 7)], "a copy of page 64 into 7; allowed: of 0 to 63 that is not lent, into"),
+        (
+            [7, 8],
+            1,
+            [(8, 7)],
+            "a copy of page 8 into 7; allowed: of 0 to 63 that is not lent, into",
+        ),
+        ([7], 1, [(8, 9)], "a copy of page 8 into 9; allowed: of 0 to 63 that is not lent, into"),
+    ],
+)
+async def test_an_owner_lends_pages_of_its_own_each_once(
+    group: Config,
+    lender_hosts: None,
+    owner_epoch: int,
+    pages: list[int],
+    tags: int,
+    copies: list[tuple[int, int]],
+    reason: str,
+) -> None:
+    """A process that answers otherwise is not served any more, and nothing is lent."""
+    begin = Begin(VERSION, StageChannel.BATCHES)
+    batches, ready = await opened(group, owner_epoch, begin, D1, D1)
+    begin = Begin(VERSION, StageChannel.PAGES, ready.session)
+    orders, _ = await opened(group, owner_epoch, begin, D1, D1)
+    asking = asyncio.create_task(opened(group, 7, LOAN, D0, D1))
+    asked, _ = await batches.receive(PATIENCE_S)
+    assert isinstance(asked, LoanAsked)
+    named = [Tag(bytes([at] * 16)) for at in range(tags)]
+    await orders.send(LendPages(ready.session, owner_epoch, asked.loan, pages, named, copies))
+    refused, _ = await orders.receive(PATIENCE_S)
+    link, answer = await asking
+    for each in (link, orders, batches):
+        each.stream.close()
+
+    assert isinstance(refused, StageRefused)
+    assert reason in refused.reason
+    assert isinstance(answer, StageRefused)
 
 
 async def test_one_instance_borrows_at_a_time(group: Config, lender: Books) -> None:
