@@ -13,9 +13,9 @@ FIRST_IDS, LAST_IDS = range(4, 256), range(256, 512)  # Of these the last expert
 BAD_ID = 3  # Its embedding overflows. It is no token's likeliest successor.
 
 
-def write_turning_model(directory: Path, seed: int = 0) -> None:
-    """A tiny Mixtral of 8 experts, of which each token takes 2."""
-    write_experts_model(directory, ExpertsModel.tiny("mixtral", skew=2.0), seed)
+def write_turning_model(directory: Path, seed: int = 0, model: ExpertsModel | None = None) -> None:
+    """By itself a tiny Mixtral of 8 experts, of which each token takes 2."""
+    write_experts_model(directory, model or ExpertsModel.tiny("mixtral", skew=2.0), seed)
     path = directory / "model.safetensors"
     tensors = load_file(path)
     embeddings, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]

@@ -1,0 +1,203 @@
+"""CPU time per token of the busiest rank, from 8 ranks to 7: without copies of experts, with them,
+and with experts that are split.
+
+    python -m experiments.experts.cpu [--tiny]
+
+Real: processes of ranks of a generated Mixtral with 1 GB of weights, at three skews of its router,
+and the CPU time that the kernel counts for each of them. The ranks share the processors of this
+machine, so no time of a step is shown. Exit status 1: the copies of a skewed model leave the
+busiest rank more to do.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from experiments.record import Record
+from kvrs.config.cluster import InstanceSettings
+from kvrs.config.engine import ElasticSettings, EngineSettings, ExpertSettings
+from kvrs.engine.model_config import ModelConfig
+from kvrs.engine.random_experts import ExpertsModel, write_experts_model
+from kvrs.engine.ranks.group import RankGroup
+from kvrs.engine.ranks.settings import layout_of
+from kvrs.errors import RanksLostError
+from kvrs.ids import InstanceId
+from kvrs.protocol.instance import Role
+from kvrs.scheduling.sequences import Chunk
+
+NAME = "cpu"
+RANKS, SKEWS, VARIANTS = 8, (0.0, 0.5, 1.0), ("off", "on", "split")
+PUBLISHED = 562.32 / 436.61  # AnchorTP: tokens/s behind a loss, with balance over without.
+PAGE_TOKENS, PAGES_EACH = 16, 4
+_SETTLED_STEPS, _LONGEST_S = 20, 120.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    skew: float  # Of the router's rows.
+    variant: str
+    ranks: int
+    copies: int
+    tiles_skew: float  # Fullest rank over the mean one, by tiles counted.
+    busiest_ms: float  # CPU time per token of the rank with most of it,
+    mean_ms: float  # and of all of them.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40, help="that are measured")
+    parser.add_argument("--rows", type=int, default=64, help="of a step")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: does it run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    record = Record(options.seed)
+    rows: list[Row] = []
+    for skew in SKEWS:
+        with tempfile.TemporaryDirectory() as directory:
+            write_experts_model(Path(directory), model_of(skew, tiny=options.tiny), options.seed)
+            for variant in VARIANTS:
+                rows += measured(Path(directory), skew, variant, options)
+    gains = gains_of(rows)
+    figures = {"rows": [asdict(row) for row in rows], "gains": gains, "published": PUBLISHED}
+    text = as_text(rows, gains)
+    print(text)
+    record.keep(options.out, NAME, figures, text)
+    return min(gain for skew, gain in gains.items() if float(skew)) < 1.0
+
+
+def model_of(skew: float, *, tiny: bool) -> ExpertsModel:
+    if tiny:  # Of two parts, so that experts can be split.
+        return ExpertsModel("mixtral", 2, 128, 8, 4, 16, 8, 2, 2048, skew)
+    return ExpertsModel.large("mixtral", skew=skew)
+
+
+def measured(directory: Path, skew: float, variant: str, options: argparse.Namespace) -> list[Row]:
+    """Rows of all ranks, and of those that are left once one has gone."""
+    experts = ExpertSettings(
+        layout="split" if variant == "split" else "whole",
+        rebalance=variant == "on",
+        after_s=0.5,
+        half_life_s=1e6,
+        room_share=1.0,
+    )
+    elastic = ElasticSettings(experts=experts)
+    settings = EngineSettings(
+        pages=options.rows * PAGES_EACH, page_size_tokens=PAGE_TOKENS, max_batch_tokens=options.rows
+    )
+    instance = InstanceSettings(id=InstanceId("e0"), role=Role.BOTH, tp=RANKS)
+    layout = layout_of(instance, ModelConfig.from_directory(directory).units, elastic)
+    assert layout is not None, "it has several ranks"
+    group = RankGroup(directory, settings, layout, elastic)
+    group.predict = lambda chunks: 0.0
+    try:
+        bench = _Bench(group, options.rows, Random(options.seed))
+        before = bench.row(skew, variant, options.steps)
+        group.reformer.order(RANKS - 1, leaves=True).result()
+        bench.compute_until(lambda: len(group.layout.ranks) == RANKS - 1)
+        return [before, bench.row(skew, variant, options.steps)]
+    finally:
+        group.close()
+
+
+class _Bench:
+    def __init__(self, group: RankGroup, rows: int, choose: Random) -> None:
+        self._group, self._rows, self._choose = group, rows, choose
+        self._position = 0
+
+    def row(self, skew: float, variant: str, steps: int) -> Row:
+        group, quiet = self._group, 0
+        until_s = time.monotonic() + _LONGEST_S
+        while quiet < _SETTLED_STEPS and time.monotonic() < until_s:
+            number = group.layout.number
+            self.step()
+            is_quiet = group.reforming is None and group.layout.number == number
+            quiet = quiet + 1 if is_quiet else 0
+        loads = group.reformer.loads
+        assert loads is not None, "the model has experts"
+        before, from_s = self._cpu_s(), loads.facts(group.layout)
+        for _ in range(steps):
+            self.step()
+        report, tokens = loads.facts(group.layout), steps * self._rows
+        used = [
+            after - self_before for after, self_before in zip(self._cpu_s(), before, strict=True)
+        ]
+        tiles = [report.tiles[rank] - from_s.tiles[rank] for rank in group.layout.ranks]
+        return Row(
+            skew,
+            variant,
+            len(group.layout.ranks),
+            report.copies,
+            max(tiles) / (sum(tiles) / len(tiles)),
+            1e3 * max(used) / tokens,
+            1e3 * sum(used) / len(used) / tokens,
+        )
+
+    def compute_until(self, holds: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + _LONGEST_S
+        while not holds():
+            self.step()
+            assert time.monotonic() < until_s, "the ranks do not get there"
+
+    def step(self) -> None:
+        """One token of each sequence."""
+        self._position = (self._position + 1) % (PAGE_TOKENS * PAGES_EACH)
+        chunks = [
+            Chunk(
+                [self._choose.randrange(4, 500)],
+                self._position,
+                range(at * PAGES_EACH, (at + 1) * PAGES_EACH),
+                logits=1,
+            )
+            for at in range(self._rows)
+        ]
+        while True:
+            try:
+                self._group.execute(chunks)
+            except RanksLostError:
+                self._group.on_lost()
+            else:
+                return
+
+    def _cpu_s(self) -> list[float]:
+        """CPU time of each rank of the layout since its process began."""
+        pids = self._group.pids
+        return [_cpu_s(pids[rank]) for rank in self._group.layout.ranks]
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def gains_of(rows: Sequence[Row]) -> dict[str, float]:
+    """CPU time per token of the busiest of seven ranks, without copies over with them."""
+    found = {(row.skew, row.variant): row.busiest_ms for row in rows if row.ranks == RANKS - 1}
+    return {f"{skew:g}": found[skew, "off"] / found[skew, "on"] for skew in SKEWS}
+
+
+def as_text(rows: Sequence[Row], gains: dict[str, float]) -> str:
+    lines = [
+        "CPU time per token, of the rank with most and of the mean one, ms",
+        "",
+        "skew  experts  ranks  copies  tiles: max/mean  busiest   mean",
+    ]
+    lines += [
+        f"{row.skew:4} {row.variant:8} {row.ranks:5} {row.copies:7} {row.tiles_skew:16.2f} "
+        f"{row.busiest_ms:8.2f} {row.mean_ms:6.2f}"
+        for row in rows
+    ]
+    shown = ", ".join(f"{gain:.2f} at {skew}" for skew, gain in gains.items())
+    lines += ["", f"off over on with 7 ranks: {shown}; AnchorTP's tokens/s: {PUBLISHED:.2f}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
