@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
@@ -24,6 +25,7 @@ from kvrs.engine.models.weights import Weights
 from kvrs.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs.engine.worker import Worker
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.ranks_in_threads import ThreadRanks, random_layout
 
 pytestmark = pytest.mark.engine
 
@@ -253,3 +255,30 @@ def test_experts_that_are_not_here_leave_their_slots_alone() -> None:
     is_own = torch.isin(found.experts, torch.tensor([1, 4])).t()
     assert same_bytes(part[is_own], whole[is_own])
     assert bool((part[~is_own] == -7.0).all())
+
+
+def test_equal_rows_of_a_router_choose_alike_on_any_ranks(tmp_path: Path) -> None:
+    """Two experts of each layer are as probable as each other for every row; with another expert
+    taken for the first one other bytes would come.
+    """
+    write_experts_model(tmp_path, ExpertsModel.tiny("mixtral"), seed=5)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name, rows in tensors.items():
+        if name.endswith("block_sparse_moe.gate.weight"):
+            rows[:, -1] = 0.0
+            rows[5] = rows[2] = 3 * rows[2]
+    save_file(tensors, path)
+    settings, choose = EngineSettings(pages=16), random.Random(2)
+    config = ModelConfig.from_directory(tmp_path)
+    chunk = Chunk(choose.choices(range(config.vocab), k=120), 0, range(8), logits=120)
+    expected = Worker(tmp_path, settings).execute([chunk])
+
+    for _ in range(4):
+        layout = random_layout(config.grain, config.layers, choose)
+        ranks = ThreadRanks(tmp_path, settings, layout)
+        assert same_bytes(ranks.execute([chunk]), expected)
+        # Rows take both, or the first of them.
+        counts = ranks.memory.tiles.sum(0)
+        assert counts[2] > counts[5] > 0
+        ranks.close()

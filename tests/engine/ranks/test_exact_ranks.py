@@ -64,4 +64,7 @@ async def test_ranks_drawn_at_random_have_the_bytes_of_one_process(
         ours, theirs = ranks.pages.stage(pages), worker.pool.stage(pages)
         await ours.save()
         assert list(map(bytes, ours.views)) == list(map(bytes, theirs.views)), layout
+        # Each tile of rows of an expert by one rank, whatever has copies.
+        needed = ranks.memory.tiles.sum() * config.grain.expert_parts
+        assert ranks.memory.computed.sum() == needed
         ranks.close()

@@ -148,6 +148,25 @@ def test_without_an_agent_nothing_is_noted(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_keeps_copies_away_is_reported_and_tried_again_ever_later() -> None:
+    """Settings that leave no room, or memory that was short when a change had begun."""
+    bare, memory = RoutedLoads(UNITS, ExpertSettings(room_share=0.0), LAYOUT), ScriptedMemory()
+    memory.count([400, *[1] * (EXPERTS - 1)])
+
+    assert look(bare, LAYOUT, memory, 10.0) is None
+    assert bare.facts(LAYOUT).reason.startswith("elastic.experts.room_share leaves no room")
+    assert bare.facts(LAYOUT).skew > 2
+
+    loads, waits_s = loads_of(), []
+    for _ in range(8):
+        loads.put_off(100.0, "memory: got 1; allowed: 2")
+        waits_s.append(loads.next_s - 100.0)
+    assert loads.facts(LAYOUT).reason == "memory: got 1; allowed: 2"
+    assert waits_s == [4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0]
+    loads.changed(reformed(), LAYOUT, 100.0)
+    assert loads.next_s == 102.0
+
+
 def test_steps_are_predicted_by_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one expert has nearly all rows, its rank has as much to do with two ranks as with
     three, and less where another one has a copy.
