@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from kvrs.agent.slots import SlotTable
+from kvrs.core import steps
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.kv_locations import KvLocations
 from kvrs.core.books.slots import SlotBook
@@ -19,7 +20,6 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.steps import Steps
 from kvrs.core.watch import WatchLimits
 from kvrs.protocol.instance import Slot
 from kvrs.scheduling.scheduler import BatchScheduler
@@ -133,12 +133,7 @@ def first_broken(seeds: int = 60) -> str:
 
 # What is broken on purpose, and what is to be said of it.
 BREAKS = {
-    "old attempts count": (
-        Steps,
-        "_is_late",
-        staticmethod(lambda stream, event: False),
-        "Invariant",
-    ),
+    "old attempts count": (steps, "_OF_ATTEMPT", (), "Invariant"),
     "a slot is never given back": (SlotBook, "release", lambda self, stream: None, ""),
     "there is always a slot more": (
         SlotBook,
