@@ -50,6 +50,14 @@ def test_fetching_costs_queue_transfer_and_the_tail() -> None:
     assert estimate.total_s == estimate.raw_s
 
 
+@pytest.mark.parametrize(("tokens", "is_beyond"), [(400, False), (401, True)])
+def test_a_fetch_from_beyond_the_table_is_marked(tokens: int, *, is_beyond: bool) -> None:
+    """The rest behind the prefix is a difference of two lengths, of which the longer one counts."""
+    estimate = estimate_fetch(Option.MIGRATE, member("d1"), tokens, tokens / 1e3, prefix_tokens=96)
+
+    assert estimate.extrapolated is is_beyond
+
+
 def test_a_correction_changes_what_is_compared_and_not_the_raw_cost() -> None:
     """`total_s` is what options are compared by; `raw_s` is what is learned from."""
     estimate = estimate_fetch(
