@@ -65,6 +65,22 @@ def test_an_instance_that_fails_everything_gets_three_streams_in_ten_seconds(
     assert most == 3
 
 
+def test_a_probe_that_ends_before_it_has_come_there_makes_room_for_another() -> None:
+    """A stream whose prefill is not done yet probes the decode instance of its plan."""
+    harness = PolicyHarness("p0", "d0")
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+    harness.handle(ev.PrefillDone(A, 1, 20))
+    fail(harness, first, D0)
+    harness.handle(ev.StreamEnded(A, 1))
+    health = harness.policy.members[D0].health
+
+    harness.handle(ev.StreamArrived(B, 20), at_s=1.0)
+    probes = health.probe
+    harness.handle(ev.StreamEnded(B, 1))
+
+    assert (probes, health.probe) == (B, None)
+
+
 def test_an_instance_that_fails_its_probe_is_ejected() -> None:
     """A pause lies between the two failures, so that one incident is not both."""
     harness = PolicyHarness(*PAIRS)
@@ -78,6 +94,22 @@ def test_an_instance_that_fails_its_probe_is_ejected() -> None:
     assert after_one == []
     assert probe.plan.prefill == P0
     assert only(harness.actions, act.Ejected).instance == P0
+
+
+def test_an_answered_probe_readmits_its_instance() -> None:
+    """Its next failure is one of an instance that was well."""
+    harness = PolicyHarness(*PAIRS)
+    health = harness.policy.members[P0].health
+    for at_s, stream in ((0.0, A), (1.0, B)):
+        fail(harness, only(harness.handle(ev.StreamArrived(stream, 20), at_s), act.Start), P0)
+    was_ejected = health.is_ejected
+
+    probe = only(harness.handle(ev.StreamArrived(StreamId("C"), 20), at_s=10.0), act.Start)
+    harness.handle(ev.PrefillDone(probe.stream, probe.attempt, 20))
+
+    assert (probe.plan.prefill, was_ejected) == (P0, True)
+    assert only(harness.actions, act.Readmitted).instance == P0
+    assert (health.is_ejected, health.until_s, health.pauses) == (False, None, 0)
 
 
 def failures_until(harness: PolicyHarness, sick: InstanceId, start: act.Start, at_s: float) -> int:

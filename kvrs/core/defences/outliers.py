@@ -63,7 +63,7 @@ class Outliers:
                 health.readmitted_s = now_s
                 self._actions.append(act.Readmitted(member.id, member.info.epoch))
             health.consecutive, health.refuses_wrongly = 0, False
-            if health.pauses or health.busies:
+            if health.pauses:  # Each closing, and each busy answer, is one.
                 health.open()
         if stream.refusals:
             self._contradict(stream, member)

@@ -11,6 +11,7 @@ from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, case_of
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
 from kvrs.ids import InstanceId, StreamId
+from kvrs.profiles.tables import PrefillTable
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
 
 
@@ -41,14 +42,14 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
 
 
 def test_an_estimate_from_beyond_the_table_is_marked() -> None:
-    """`Estimate.extrapolated` shows that the table was used outside its measured range: of the
-    prefill instance, and of the target.
+    """`Estimate.extrapolated` shows that a table was used outside its measured range: that of the
+    instance that computes.
     """
     view, slots = ClusterView(1e9), SlotBook(1)
     for up in (instance_up("p1"), instance_up("d1")):
         view.add(up.info, up.prefill)
     target, marks = view.members[InstanceId("d1")], []
-    target.prefill = target.full_prefill.scaled(0.9)
+    target.prefill = PrefillTable("longer", "test", 100, [0.0, 0.09, 0.18, 0.27, 0.36, 0.45])
 
     for tokens in (400, 401):
         found: list[Estimate] = []
@@ -58,7 +59,7 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
         )
         marks.append({each.source: each.extrapolated for each in found})
 
-    assert marks == [{None: False, "p1": False}, {None: True, "p1": True}]
+    assert marks == [{None: False, "p1": False}, {None: False, "p1": True}]
 
 
 @pytest.mark.parametrize(("queue_s", "sources"), [(0.0, {"p1", None}), (9.0, {"p1"})])
