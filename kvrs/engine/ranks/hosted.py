@@ -328,6 +328,11 @@ class HostedStage:
         self._use(connection)
         self._changed()
 
+    def loan_over(self, connection: StageConnection) -> None:
+        if self._away is None and self.connection is connection:
+            assert connection.error is not None, "it is closed"
+            self._lost(connection.error)
+
     def come_home(self, connection: StageConnection, ready: StageReady) -> None:
         if self._away is None:  # Handed back.
             now = self.now

@@ -2,6 +2,7 @@
 
     lost --a donor lends--> borrowed --its own host is there--> copying --> at home
     lost --its own host is there--> at home
+    copying --its own host is lost again--> borrowed
     borrowed, copying --the donor is lost, or takes it back--> lost
 
 Where the lender has replicas of what the stage has computed, it lends the pages with these. What
@@ -80,6 +81,8 @@ class StageLoan:
     table: dict[int, int] | None = None
     # Ours of which what was written last may not be copied.
     touched: set[int] = field(default_factory=set)
+    # Ours that were copied to the own host.
+    copied: set[int] = field(default_factory=set)
 
     def take(self, kept: Sequence[int], adopted: Mapping[int, int] = {}) -> None:
         """These of our pages, at most as many as are lent, stay in use; of the `adopted`, what the
@@ -129,6 +132,10 @@ class LostStage(Protocol):
         ...
 
     def borrow(self, connection: StageConnection, loan: StageLoan) -> None: ...
+    def loan_over(self, connection: StageConnection) -> None:
+        """That of a loan is closed, which is a loss, unless it is known."""
+        ...
+
     def come_home(self, connection: StageConnection, ready: StageReady) -> None: ...
 
 
@@ -166,17 +173,28 @@ class StageReturn:
                     return
                 connection, loan = found
                 self._stage.borrow(connection, loan)
-                is_home = await self._is_back(home) and await self._hand_back(
-                    connection, loan, *home.result()
-                )
+                while await self._is_back(home):
+                    if await self._hand_back(connection, loan, *home.result()):
+                        await connection.close()
+                        return
+                    if home.result()[0].error is None:
+                        break
+                    home = await self._again(home, loan)
                 await connection.close()
-                if is_home:
-                    return
+                self._stage.loan_over(connection)
                 if home.done() and home.result()[0].error is not None:
-                    await home.result()[0].close()
-                    home = self._to_home()
+                    home = await self._again(home, loan)
         finally:
             await self._drop(home)
+
+    async def _again(
+        self, home: "asyncio.Task[tuple[StageConnection, StageReady]]", loan: StageLoan
+    ) -> "asyncio.Task[tuple[StageConnection, StageReady]]":
+        """The own host is lost again: the next one has nothing of what was copied to it."""
+        await home.result()[0].close()
+        loan.touched |= loan.copied
+        loan.copied.clear()
+        return self._to_home()
 
     def _to_home(self) -> "asyncio.Task[tuple[StageConnection, StageReady]]":
         return asyncio.create_task(self._go_home())
@@ -295,6 +313,7 @@ class StageReturn:
             if pages:
                 parts = await connection.read(loan.theirs(pages))
                 await home.write(pages, parts, None)
+                loan.copied.update(pages)
         except BaseException:
             loan.touched.update(pages)
             raise

@@ -6,7 +6,7 @@ and writes come.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kvrs.engine.ranks.hosted import HostedStage, StageCalls
 from kvrs.engine.ranks.link import LoanWanted, StageFacts, StageReady, StageUse
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.settings import layout_of
-from kvrs.errors import KvrsError, RanksLostError
+from kvrs.errors import KvrsError, RanksLostError, TransferError
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.tags import Tag
@@ -53,6 +53,11 @@ class Hosts:
     def __init__(self, seed: int, layout: Layout, load_s: float) -> None:
         self.rng, self.layout, self.load_s = random.Random(seed), layout, load_s
         self.of = {name: ScriptedHost() for name in ("own", "donor")}
+        self.opened: list[ScriptedConnection] = []
+        # Called with each loan, before it is answered; and before anything is written.
+        self.on_loan: Callable[[ScriptedConnection, StageReady], StageReady]
+        self.on_loan = lambda connection, ready: ready
+        self.on_write: Callable[[ScriptedConnection], object] = lambda connection: None
 
     async def while_others_go_on(self) -> None:
         for _ in range(self.rng.randint(0, 6)):
@@ -76,6 +81,16 @@ class ScriptedConnection:
         self.on_asked = self.on_offered = lambda message: None
         self.on_error: Any = None
 
+    def lose(self) -> None:
+        """The host, or the link to it."""
+        self.error = RanksLostError([1], "is lost")
+        if self.on_error is not None:
+            self.on_error(self.error)
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise TransferError(str(self.error))
+
     async def open(self, wait_s: float = 0.0, loan: LoanWanted | None = None) -> StageReady:
         if loan is None:
             await self.host.is_there.wait()
@@ -83,7 +98,9 @@ class ScriptedConnection:
             raise KvrsError("it is not there")
         facts = StageFacts(b"", {}, None)
         pages = None if loan is None else [*LENT]
-        return StageReady(1, facts, self.now, self.use, self._hosts.load_s, pages, [])
+        self._hosts.opened.append(self)
+        ready = StageReady(1, facts, self.now, self.use, self._hosts.load_s, pages, [])
+        return ready if loan is None else self._hosts.on_loan(self, ready)
 
     async def execute(self, chunks: Sequence[Chunk], *options: object) -> Tensor:
         """Write the tokens of each chunk, at some time until the end."""
@@ -97,12 +114,15 @@ class ScriptedConnection:
         return torch.empty(0)
 
     async def read(self, pages: Sequence[int]) -> list[str]:
+        self._check()
         await self._hosts.while_others_go_on()
         found = [self.host.pages[page] for page in pages]
         await self._hosts.while_others_go_on()
         return found
 
     async def write(self, pages: Sequence[int], parts: Sequence[str], cells: object) -> None:
+        self._hosts.on_write(self)
+        self._check()
         await self._hosts.while_others_go_on()
         self.host.pages.update(zip(pages, parts, strict=True))
         await self._hosts.while_others_go_on()
