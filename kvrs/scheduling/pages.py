@@ -100,7 +100,7 @@ class PageManager:
     @property
     def leased_pages(self) -> int:
         """How many of those nothing but a lease keeps."""
-        return self.free_pages - len(self._free) - len(self.replicas) - len(self._cached)
+        return self.free_pages - len(self._free) - self.replicas.idle - len(self._cached)
 
     def holds(self, tag: Tag) -> bool:
         """A page is found under that tag."""

@@ -43,6 +43,11 @@ class ReplicaPages:
         stream = self._stream_of.get(page)
         return stream is not None and self._pages[stream][page]
 
+    @property
+    def idle(self) -> int:
+        """How many have no pin: all but those that still arrive."""
+        return self._idle
+
     def __bool__(self) -> bool:
         """There is one without a pin."""
         return bool(self._idle)

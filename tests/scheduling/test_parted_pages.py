@@ -259,3 +259,12 @@ def test_no_interleaving_makes_a_page_of_two_owners_or_a_tag_without_its_cells(s
     world.pages.check()
     assert world.pages.free_pages == PAGES
     assert not world.pages.parts.lent
+
+
+def test_a_part_that_arrives_is_no_lease(pages: PageManager) -> None:
+    """Nor does it make pages spare for a loan."""
+    book, own = book_of(pages), tags("a", 2)
+    run = book.begin(A, 0, own, FIRST)
+    assert (pages.free_pages, pages.leased_pages) == (PAGES - 2, 0)
+    book.end(run)
+    assert (pages.free_pages, pages.leased_pages) == (PAGES, 0)
