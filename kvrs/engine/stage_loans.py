@@ -200,13 +200,17 @@ class StageLoans(StepHook):
         held: dict[Tag, int] = {}
         shared: dict[Tag, int] = {}
         lent, again = self._pages_lent(), self._lent_elsewhere(stage)
+        spare = count - len(again)  # Pages that may be lent and are not, at any stage.
         for tag in dict.fromkeys(asked.wanted.tags):
             if len(held) + len(shared) == count:
                 break
-            if (found := self._pages.parts.lend(tag, stage.cells, lent)) is not None:
+            found = self._pages.parts.lend(tag, stage.cells, lent, spare=spare > 0)
+            if found is not None:
                 page, in_use = found
                 (shared if in_use else held)[tag] = page
-        others = [page for page in again if page not in {*held.values()}][: count - len(held)]
+                spare -= not in_use and page not in lent
+        taken = {*held.values()}
+        others = [page for page in again if page not in taken][: count - len(held)]
         for page in others:
             self._pages.parts.lend_again(page, stage.cells)
         fresh = self._pages.allocate(count - len(held) - len(others))

@@ -81,11 +81,11 @@ class PageParts:
         self._pages.release([page])
 
     def lend(
-        self, tag: Tag, cells: Cells, loans: Mapping[int, int] = {}
+        self, tag: Tag, cells: Cells, loans: Mapping[int, int] = {}, *, spare: bool = True
     ) -> tuple[int, bool] | None:
         """The page that has these cells of that tag, with one more hard pin, and whether it is in
         use here: if not, it lacks them from now on. None: there is none. `loans`: how many pins of
-        pages are those of loans, of other cells.
+        pages are those of loans, of other cells; without `spare` all others count as in use.
         """
         page, damaged = self._page_by_tag.get(tag), self._pages.damaged
         is_whole = page is not None
@@ -93,7 +93,7 @@ class PageParts:
             page = damaged.by_tag.get(tag)
         if page is None or not self.has(tag, cells):
             return None
-        in_use = not self.is_lent_only(page, loans.get(page, 0))
+        in_use = not (spare or page in loans) or not self.is_lent_only(page, loans.get(page, 0))
         self._pages.pin(page)
         if in_use:
             return page, True
