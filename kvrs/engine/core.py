@@ -13,7 +13,7 @@ from functools import partial
 
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.hooks import Batch, DraftSource, StepHook
-from kvrs.engine.requests import GenerationRun, StepOutput
+from kvrs.engine.requests import NOT_A_NUMBER, GenerationRun, StepOutput
 from kvrs.engine.runs import RunCore
 from kvrs.engine.worker import ModelWorker
 from kvrs.errors import RanksLostError, TransferError
@@ -350,6 +350,9 @@ class EngineCore(RunCore):
             for output in before:
                 run.outputs.put_nowait(output)
             if run.failure is not None:
+                # Rows of a chunk that holds such a token are spoilt, also those before it.
+                if run.failure_code == NOT_A_NUMBER:
+                    self.pages.disown(run.sequence.pages)
                 self._end(run, None)
             elif last.finish_reason is not None:
                 self._end(run, last)

@@ -21,6 +21,8 @@ from kvrs.scheduling.sources import PullSource
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
 
+NOT_A_NUMBER = "not_a_number"
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -160,7 +162,7 @@ class GenerationRun:
         token_id = sample(row, self.params, position)
         if math.isnan(row[token_id]):
             self.failure = f"logits at position {position}: got nan; allowed: numbers"
-            self.failure_code = "not_a_number"
+            self.failure_code = NOT_A_NUMBER
         return Sampled(
             token_id,
             None if self.logprobs is None else logprobs_of(logits, token_id, self.logprobs),

@@ -208,6 +208,15 @@ class PageManager:
             self.replicas.leave(page)
         self.references[page] += 1
 
+    def disown(self, pages: Sequence[int]) -> None:
+        """Let none of these pages be found any more, each of which has a hard pin: what is in them
+        is not what their tags say. Who has them keeps them.
+        """
+        for page in pages:
+            assert self.references[page] > 0, f"page {page} is disowned without a hard pin"
+            if page not in self.damaged:
+                self._forget(page)
+
     def release(self, pages: Sequence[int]) -> None:
         """One reference less to each. The last page goes first, so that under pressure a history
         loses its tail first.
@@ -340,7 +349,15 @@ class PageManager:
 
     def _take(self) -> int:
         while not (self._free or self.replicas or self._cached):
-            self._shorten_first_lease()
+            # The first lease loses its last page. One with a hard pin frees nothing and loses its
+            # soft pin all the same: else the pages before it could not be taken, and the hard pin
+            # keeps the page as long as needed.
+            lease = self._ends.first()
+            assert lease is not None, "free_pages counts a page that is in no list"
+            last = lease.pages.pop()
+            if not lease.pages:
+                del self._leases[lease.key]
+            self._settle(last, soft_pins=1)
         if self._free:
             return self._free.pop()
         page = self.replicas.victim()
@@ -357,16 +374,6 @@ class PageManager:
         if self._records is not None:
             self._records.clear(page)
         return page
-
-    def _shorten_first_lease(self) -> None:
-        # A tail page with a hard pin frees nothing and loses its soft pin all the same: else the
-        # pages before it could not be taken, and the hard pin keeps the page as long as needed.
-        lease = self._ends.first()
-        assert lease is not None, "free_pages counts a page that is in no list"
-        page = lease.pages.pop()
-        if not lease.pages:
-            del self._leases[lease.key]
-        self._settle(page, soft_pins=1)
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that all counters agree. O(pages)."""

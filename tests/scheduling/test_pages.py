@@ -423,3 +423,24 @@ def test_pages_of_one_chain_have_one_base() -> None:
     again = pages.allocate(8)
     assert again is not None
     assert not any(pages.bases[page] for page in again)
+
+
+def test_disowned_pages_are_found_no_more_and_stay_with_those_that_have_them() -> None:
+    """Others may have some of them. All are free once nothing refers to them."""
+    pages = PageManager(8, P)
+    run = computed_run(pages, TAGS[:3])
+    shared = pages.match(TAGS[:2])
+    pages.retain(S, run, tokens=3 * P, until_s=10.0)
+
+    pages.disown(run)
+
+    assert held(pages, TAGS[:3]) == 0
+    pages.release(run)
+    pages.release(shared)
+    pages.check()
+    pages.unretain([S])
+    pages.check()
+    again = computed_run(pages, TAGS[:3])
+    assert held(pages, TAGS[:3]) == 3
+    pages.release(again)
+    assert pages.free_pages == 8
