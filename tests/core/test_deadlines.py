@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.policy import SloSettings
-from kvrs.core.deadlines import due_s, tightest
+from kvrs.core.deadlines import by_urgency, due_s, tightest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Stream
@@ -36,6 +36,20 @@ def test_the_next_token_is_due_before_the_rest_of_the_output() -> None:
 
     assert due_s(stream) == pytest.approx(20.0 - 4.9)
     assert tightest(stream) == "20 s in all, 4.9 s of them for the rest of its output"
+
+
+def test_the_more_urgent_of_two_streams_comes_first() -> None:
+    """By its deadline; among equals the one that arrived first."""
+    streams = [
+        Stream(StreamId(str(number)), number, 20, 0.0, deadlines=ev.Deadlines(ttft_s=ttft_s))
+        for number, ttft_s in enumerate((2.0, 1.0))
+    ]
+
+    ordered = by_urgency(streams)
+
+    assert [stream.id for stream in ordered] == ["1", "0"]
+    assert by_urgency(reversed(ordered[:1])) == ordered[:1]
+    assert by_urgency([]) == []
 
 
 def test_a_limit_that_was_out_of_reach_before_the_failure_says_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.health import AnswerHealth, pause_s
+from kvrs.core.model.streams import RefusedBy, Stream
 from kvrs.ids import InstanceId, StreamId
 from tests.core.policy_harness import PolicyHarness, instance_up, of, only
 
@@ -213,6 +214,15 @@ def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_b
     (again,) = fail(harness, probe, B0, ev.FailureKind.REFUSED, final=True)
 
     assert again.plan.decode == B1
+
+
+def test_a_second_refusal_of_an_instance_takes_the_place_of_its_first() -> None:
+    """Else one that others contradict would count twice."""
+    stream = Stream(A, 0, 20, 0.0)
+    for instance, epoch in ((B0, 1), (B1, 1), (B0, 2)):
+        stream.note_refusal(RefusedBy(instance, epoch, is_probe=False))
+
+    assert [(each.instance, each.epoch) for each in stream.refusals] == [(B1, 1), (B0, 2)]
 
 
 def test_a_final_refusal_of_what_has_begun_is_a_failure() -> None:
