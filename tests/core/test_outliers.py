@@ -6,6 +6,7 @@ import pytest
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.health import AnswerHealth, pause_s
 from kvrs.core.model.streams import RefusedBy, Stream
 from kvrs.ids import InstanceId, StreamId
@@ -214,6 +215,23 @@ def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_b
     (again,) = fail(harness, probe, B0, ev.FailureKind.REFUSED, final=True)
 
     assert again.plan.decode == B1
+
+
+def test_no_busy_instance_is_a_target_and_one_that_fails_is_where_no_other_is() -> None:
+    """A pause that an instance has asked for itself holds in any case."""
+    view = ClusterView(1e9)
+    members = []
+    for name in ("d0", "d1", "d2"):
+        up = instance_up(name)
+        members.append(view.add(up.info, up.prefill))
+    busy, failing, well = members
+    busy.health.note_busy(busy.id, A, 1.0, view.now_s)
+    failing.health.close("HTTP 500", view.now_s, 1.0)
+
+    with_one = view.targets()
+    view.remove(well)
+
+    assert (with_one, view.targets()) == ([well], [failing])
 
 
 def test_a_second_refusal_of_an_instance_takes_the_place_of_its_first() -> None:

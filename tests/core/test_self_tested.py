@@ -6,6 +6,7 @@ from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicyName
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
@@ -95,6 +96,19 @@ def test_a_stream_goes_on_where_the_same_tokens_are_computed(alike: str) -> None
 
     assert first == alike
     assert second != alike
+
+
+def test_tokens_differ_while_two_decode_instances_compute_different_ones() -> None:
+    """Those of prefill instances do not count, nor those that are not known."""
+    view, differ = ClusterView(1e9), []
+    for name, tokens in (("d0", "one"), ("d1", ""), ("p0", "other"), ("d2", "other")):
+        up = instance_up(name, tokens=tokens)
+        view.set_self_tested(view.add(up.info, up.prefill), up)
+        differ.append(view.tokens_differ)
+
+    view.remove(view.members[InstanceId("d0")])
+
+    assert (differ, view.tokens_differ) == ([False, False, False, True], False)
 
 
 @pytest.mark.parametrize("moves_kv", [True, False])
