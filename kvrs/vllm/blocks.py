@@ -176,8 +176,8 @@ class Blocks:
         return _ended_on(to_gpu)
 
     def _on_host(self, copies: Copies) -> Iterator[tuple[Cells, Cells]]:
-        """For each layer of each page the staged cells, and those of the block. Operators of torch
-        take ten times as long for so little.
+        """Staged cells and those of the block, for each layer of each page. Operators of torch take
+        five times as long for so little.
         """
         assert self._staged is not None
         staged, layers = self._staged.numpy(), [rows.numpy() for rows in self._rows]

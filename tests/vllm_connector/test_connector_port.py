@@ -293,6 +293,36 @@ async def test_what_a_request_leaves_is_sent_if_its_stream_goes_on(
             assert (await engine.fetch(pages)).full_pages == 4
 
 
+async def test_pages_that_found_no_slot_or_were_not_copied_are_sent_later(tmp_path: Path) -> None:
+    """The pages of a copy that were made are sent."""
+    async with opened(tmp_path, pages=4) as (world, engine):
+        pages, taken = tags(2, 4), world.staging.take(4)
+        saved = SavedStream("r", STREAM, (0, 1), [*pages], 4 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        backlog = world.port.backlog
+
+        world.port.filled([FilledPages(saved, [], 2 * 32)])
+        await world.until(lambda: backlog.lag_pages == 2 and not backlog.waited_for)
+        assert not world.copies
+        world.staging.give_back(taken)
+        world.port.filled([FilledPages(saved, [], 4 * 32)])
+
+        await world.until(lambda: world.copies)
+        copy = world.copies.pop()
+        assert len(copy.slots) == 2
+        world.staging.view(copy.slots[0])[:] = page(pages[0])
+        world.port.copied([(copy, 1)])
+
+        def is_saved() -> bool:
+            while world.copies:
+                answer(world, [world.copies.pop(0)], [page(tag) for tag in pages])
+            return world.port.counts.pages_saved == 4
+
+        await world.until(is_saved)
+        await world.until(lambda: world.staging.used == 0)
+        assert (await engine.fetch(pages)).full_pages == 4
+
+
 async def test_what_was_to_be_sent_is_given_up_in_the_end(tmp_path: Path) -> None:
     async with opened(tmp_path) as (world, _):
         saved = SavedStream("r", STREAM, (0, 1), [*tags(2, 4)], 4 * 32)

@@ -157,7 +157,9 @@ def test_nothing_is_promised_before_it_has_arrived_and_exactly_that_is_promised(
     world.side.allocated("r", [30, 31, 32, 33, 34], 3 * PAGE)
     step = world.side.step({}, lambda _: [])
     assert step.loads == [("r", [(5, 30), (6, 31), (7, 32)])]
-    assert not world.side.step({}, lambda _: []).loads
+    assert step.place is PLACE
+    # It is pickled for the workers in each step.
+    assert world.side.step({}, lambda _: []) == WorkerStep()
     assert not world.port.released
     world.side.allocated("r", [], 0)  # vLLM calls it again behind the load.
     assert not world.port.released
