@@ -9,6 +9,7 @@ EXTRAS = {
     "engine": _ENGINE,
     "report": ("matplotlib", "numpy"),
     "ray": (*_ENGINE, "ray"),
+    "sweep": ("ray",),
     "kubernetes": ("kubernetes_asyncio",),
     "tune": ("optuna",),
     "tracing": (

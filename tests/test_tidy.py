@@ -94,7 +94,7 @@ IMPURE_IMPORTS = {
 HOMES_OF_LIBRARIES = {
     "torch": ["kvrs.engine", "kvrs.vllm"],
     "vllm": ["kvrs.vllm"],
-    "ray": ["kvrs.cluster"],
+    "ray": ["kvrs.cluster", "kvrs.sim.on_ray"],
     "matplotlib": ["kvrs.report"],
 }
 

@@ -91,6 +91,7 @@ def simulate(
     seeds: opt.Seeds = 1,
     proxies: opt.SimulateProxies = 1,
     jobs: opt.Jobs = 1,
+    ray: opt.SweepRay = None,
     acceptance: opt.SimulatedAcceptance = 0.6,
     policy: opt.Policies = None,
     oracle: opt.SimulatedOracle = False,
@@ -102,6 +103,8 @@ def simulate(
 ) -> None:
     """Simulate a cluster in virtual time, with faults, and check the invariants as it runs."""
     given = locals()
+    if ray is not None:
+        check_extras("sweep")
     from kvrs.report.metrics import Slo
     from kvrs.sim.case import SimulateOptions
     from kvrs.sim.command import run_simulation
@@ -125,6 +128,7 @@ def compare(
     seeds: opt.ComparedSeeds = 10,
     proxies: opt.SimulateProxies = 1,
     jobs: opt.Jobs = 1,
+    ray: opt.SweepRay = None,
     acceptance: opt.SimulatedAcceptance = 0.6,
     slo_ttft: opt.SloTtft = 2.0,
     slo_tpot: opt.SloTpot = 0.2,
@@ -134,6 +138,8 @@ def compare(
 ) -> None:
     """Simulate several policies under the same load and faults, and tell which one is better."""
     given = locals()
+    if ray is not None:
+        check_extras("sweep")
     from kvrs.report.metrics import Slo
     from kvrs.sim.case import SimulateOptions
     from kvrs.sim.comparison import parse_policies, run_comparison

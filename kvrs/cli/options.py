@@ -270,6 +270,10 @@ SimulatedFirstToken = Annotated[
     typer.Option(help="Where the first token comes from; default: by cluster.backend"),
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Processes that simulate seeds")]
+SweepRay = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="HOST:PORT", help="Simulate seeds on this Ray cluster, running"),
+]
 SimulatedOracle = Annotated[
     bool, typer.Option("--oracle", help="Each seed again without the faults, for the report")
 ]

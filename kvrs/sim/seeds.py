@@ -1,4 +1,4 @@
-"""A case under several seeds, in this process or in some at the same time."""
+"""A case under several seeds, in this process, in some at the same time, or on a cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,6 +17,7 @@ from kvrs.report.report import Report, build_report
 from kvrs.sim.case import SimulateOptions, make_world
 from kvrs.sim.clients import fault_rows, records_of
 from kvrs.sim.cluster import PACE, Outcome
+from kvrs.sim.on_ray import on_ray
 from kvrs.sim.world import World
 from kvrs.traces.records import StreamRecord
 
@@ -80,12 +81,20 @@ def _runs(
     seeds: Sequence[int],
     begin: Callable[[int], Ended],
 ) -> Iterator[SeedRun]:
+    if options.ray is not None:
+        ended = begin(len(seeds))
+        for run in on_ray(
+            options.ray, options, seeds, lambda there, seed: run_seed(there, config, faults, seed)
+        ):
+            yield run
+            ended(1)
+        return
     if options.jobs == 1 or len(seeds) == 1:
-        ended: Ended | None = None
+        told: Ended | None = None
         for seed in seeds:
             world = make_world(options, config, faults, seed)
-            ended = ended or begin(len(seeds) * len(world.arrivals))
-            yield _run(world, options, config, faults, seed, ended)
+            told = told or begin(len(seeds) * len(world.arrivals))
+            yield _run(world, options, config, faults, seed, told)
         return
     ended = begin(len(seeds))
     jobs = min(options.jobs, len(seeds))
