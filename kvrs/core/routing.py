@@ -124,10 +124,13 @@ def least_work(
     best: Member | None = None
     best_work, best_streams = (False, 0.0), None
     for member in view.prefillers:
+        queue_s = member.queue_s
+        if best is not None and (False, queue_s) > best_work:
+            continue  # However well it does.
         if is_free and member.is_clear(view.now_s):
-            work = False, member.queue_s
+            work = False, queue_s
         elif _may_have(view, member, stream, barred_too=barred_too):
-            work = not _takes(view, member, stream), member.queue_s
+            work = not _takes(view, member, stream), queue_s
         else:
             continue
         if best is None or work < best_work:

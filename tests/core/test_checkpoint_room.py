@@ -22,3 +22,20 @@ def test_no_stream_comes_to_more_than_its_model_can(most_tokens: int | None, pag
 
     assert of(waits, act.Start) == []
     assert start.plan.places == (act.Place(InstanceId("agent-n1"), pages * GEOMETRY.page_bytes),)
+
+
+def test_the_one_agent_with_room_is_found_in_a_large_cluster() -> None:
+    """A stream weighs some of the agents, and all where none of those has room."""
+    harness = PolicyHarness("p0", "d0", backup=BackupSettings(mode=BackupMode.REMOTE))
+    harness.agents(*(f"n{number}" for number in range(1, 200) if number != 150), capacity_bytes=1)
+    harness.agents("n150")
+
+    starts = [
+        only(harness.handle(ev.StreamArrived(StreamId(name), 100, most_tokens=160)), act.Start)
+        for name in "ABCD"
+    ]
+
+    assert {place.holder for start in starts for place in start.plan.places} == {
+        InstanceId("agent-n150")
+    }
+    assert all(start.plan.places for start in starts)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvrs.config.backup import Placement
-from kvrs.core.books.placement import PlacementCandidate, load_s, place
+from kvrs.core.books.placement import CANDIDATES_MAX, PlacementCandidate, load_s, place, weighed
 from kvrs.ids import InstanceId, NodeId
 
 GB = 10**9
@@ -235,3 +235,21 @@ def test_a_single_node_has_no_agent_for_it() -> None:
     assert place(Placement.LOAD, CANDIDATES[:1], N0, 1, 1.0, 0) is None
     assert node_of(place(Placement.LOAD, [almost], N0, GB, 1.0, 0)) == N1
     assert place(Placement.LOAD, [almost], N0, GB + 1, 1.0, 0) is None
+
+
+@given(agents=st.integers(0, 5000), draw=st.integers(0, 1 << 40))
+def test_a_decision_weighs_a_bounded_number_of_agents(agents: int, draw: int) -> None:
+    """All of a small cluster; of a large one not fewer than half as many as may be."""
+    some = weighed(range(agents), draw)
+
+    assert len(some) <= CANDIDATES_MAX
+    assert len(some) >= min(agents, CANDIDATES_MAX // 2)
+    assert agents > CANDIDATES_MAX or list(some) == list(range(agents))
+
+
+def test_every_agent_of_a_large_cluster_is_weighed_as_often() -> None:
+    """By the numbers of streams, which are consecutive."""
+    counts = Counter(agent for number in range(20_000) for agent in weighed(range(1000), number))
+
+    assert len(counts) == 1000
+    assert max(counts.values()) < 1.15 * min(counts.values())

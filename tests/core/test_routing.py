@@ -45,6 +45,17 @@ def test_a_reported_queue_counts_when_it_is_longer_than_the_own_book() -> None:
     assert start.plan.prefill == P1
 
 
+def test_an_instance_that_fails_what_it_gets_is_not_taken_for_its_short_queue() -> None:
+    """It is idle for that reason; one that works is taken, however long its queue is."""
+    harness = PolicyHarness("p0", "d0", "p1", "d1")
+    harness.policy._ledger.outliers._eject(harness.policy._view.members[P0], "HTTP 500")
+    harness.handle(load(P1, 0.5))
+
+    start = only(harness.handle(ev.StreamArrived(A, 100)), act.Start)
+
+    assert start.plan.prefill == P1
+
+
 def test_streams_of_other_proxies_count_as_the_instance_reports_them() -> None:
     """All that it runs or queues, without what this proxy has there."""
     harness = PolicyHarness("p0", "d0")

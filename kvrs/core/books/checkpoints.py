@@ -5,10 +5,11 @@ A checkpoint that is no longer written to stays a source until its stream brings
 it is forgotten here, as the driver releases its reservation.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvrs.config.backup import BackupMode, BackupSettings
-from kvrs.core.books.placement import PlacementCandidate, place
+from kvrs.config.backup import BackupMode, BackupSettings, Placement
+from kvrs.core.books.placement import PlacementCandidate, place, weighed
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import Agent, ClusterView, Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
@@ -137,6 +138,14 @@ class Checkpoints:
         ]
         if kept:
             return max(kept, key=lambda checkpoint: checkpoint.pages).agent
+        agents, found = list(self._view.agents.values()), None
+        if self._settings.placement is Placement.LOAD:
+            found = self._placed(stream, serving, need_bytes, weighed(agents, stream.number))
+        return found or self._placed(stream, serving, need_bytes, agents)
+
+    def _placed(
+        self, stream: Stream, serving: NodeId, need_bytes: int, agents: Sequence[Agent]
+    ) -> Agent | None:
         candidates = [
             PlacementCandidate(
                 holder=agent.id,
@@ -148,7 +157,7 @@ class Checkpoints:
                 host_to_device_bytes_per_s=self._view.restore_bytes_per_s(agent),
                 of_serving_bytes=agent.booked_of[serving],
             )
-            for agent in self._view.agents.values()
+            for agent in agents
         ]
         settings = self._settings
         found = place(

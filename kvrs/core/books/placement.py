@@ -10,12 +10,14 @@ same one.
 """
 
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import msgspec
 
 from kvrs.config.backup import Placement
 from kvrs.ids import InstanceId, NodeId, along_ring
+
+T = TypeVar("T")
 
 
 class PlacementCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -32,6 +34,10 @@ class PlacementCandidate(msgspec.Struct, frozen=True, gc=False):
     host_to_device_bytes_per_s: float
     of_serving_bytes: int = 0  # Among `reserved_bytes`, for streams that the serving node decodes.
 
+
+# In a larger cluster the checkpoint of a stream is placed among so many agents, so that a decision
+# takes no longer there; those of the next stream are others.
+CANDIDATES_MAX = 64
 
 # A difference of less makes no restore noticeably later: about one decode step.
 _NEAR_S = 0.02
@@ -76,6 +82,14 @@ def place(
             return roomy[_mixed(draw) % len(roomy)] if roomy else None
         case _:
             assert_never(how)
+
+
+def weighed(agents: Sequence[T], draw: int) -> Sequence[T]:
+    """Those among which the checkpoint of the stream with this number is placed by load; over the
+    streams every agent is among them as often.
+    """
+    step = -(-len(agents) // CANDIDATES_MAX)
+    return agents[_mixed(draw) % step :: step] if step > 1 else agents
 
 
 def load_s(candidate: PlacementCandidate, need_bytes: int, alpha: float) -> float:
