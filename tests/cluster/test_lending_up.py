@@ -105,6 +105,7 @@ async def test_a_lost_host_is_replaced_by_that_of_the_other_pipeline(
     assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
     for name in ("d0", "d1"):
         assert after[name]["pid"] == before[name]["pid"]
+        assert after[name]["epoch"] == before[name]["epoch"]
         assert after[name]["lends"] == []
         await until(cluster, name, partial(has_pages, before[name]["load"]["free_pages"]))
     stayed = [row for row in cluster.state()["recoveries"] if row["option"] == "substitute"]

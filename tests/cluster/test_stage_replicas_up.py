@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,11 @@ def at_home(cluster: Cluster) -> bool:
     )
 
 
-def requests(count: int) -> list[ReplayRequest]:
+def requests(numbers: range) -> list[ReplayRequest]:
     """Prompts that share no beginning."""
     return [
         ReplayRequest(0.0, tuple((7 * at * at + 31 * n + 3) % 500 + 2 for at in range(40)), TOKENS)
-        for n in range(count)
+        for n in numbers
     ]
 
 
@@ -73,9 +73,9 @@ def ids_of(records: list[StreamRecord]) -> list[list[int]]:
 
 
 async def killed_under_way(
-    cluster: Cluster, asked: list[ReplayRequest]
+    cluster: Cluster, asked: list[ReplayRequest], victims: Callable[[Row], list[int]]
 ) -> tuple[Row, list[StreamRecord]]:
-    """The row of d0 right before its last stage is lost, and the streams."""
+    """The row of d0 right before processes of it are lost, and the streams."""
     load = asyncio.create_task(replay(cluster.url, asked, timeout_s=END_S))
 
     def are_far() -> bool:
@@ -84,7 +84,8 @@ async def killed_under_way(
 
     await asyncio.to_thread(until, are_far, END_S)
     before = row(cluster, "d0")
-    os.kill(before["stages"][-1]["host_pid"], signal.SIGKILL)
+    for pid in victims(before):
+        os.kill(pid, signal.SIGKILL)
     return before, await load
 
 
@@ -92,9 +93,11 @@ def test_streams_go_on_with_the_parts_that_the_neighbour_has(cluster: Cluster) -
     """In the same attempt, at the neighbour's host, computing what lies behind its replicas; each
     stage has sent its own parts.
     """
-    asked = requests(8)
+    asked = requests(range(8))
     until(lambda: at_home(cluster), END_S)
-    before, records = asyncio.run(killed_under_way(cluster, asked))
+    before, records = asyncio.run(
+        killed_under_way(cluster, asked, lambda own: [own["stages"][-1]["host_pid"]])
+    )
     recoveries = [each for each in cluster.state()["recoveries"] if each["from"] == "d0"]
     until(lambda: at_home(cluster), END_S)
     after = row(cluster, "d0")
@@ -116,3 +119,26 @@ def test_streams_go_on_with_the_parts_that_the_neighbour_has(cluster: Cluster) -
     assert ids_of(records) == ids_of(asyncio.run(replay(cluster.url, asked, timeout_s=END_S)))
     # The ring is whole again.
     until(lambda: row(cluster, "d0")["stages"][-1]["replica_to"] == "d1", END_S)
+
+
+def test_streams_of_a_lost_node_go_on_where_all_their_parts_are(cluster: Cluster) -> None:
+    """The node has the process of the instance and a host: its streams leave, and compute at the
+    neighbour what lies behind the pages of which all stages have sent their parts.
+    """
+    asked = requests(range(20, 26))
+    until(lambda: at_home(cluster), END_S)
+    already = len(cluster.state()["recoveries"])
+    before, records = asyncio.run(
+        killed_under_way(cluster, asked, lambda own: [own["pid"], own["stages"][0]["host_pid"]])
+    )
+    recoveries = cluster.state()["recoveries"][already:]
+    until(lambda: at_home(cluster), END_S)
+
+    reused = [each for each in recoveries if each["option"] == "reuse"]
+    assert reused
+    for each in reused:
+        assert (each["from"], each["to"], each["outcome"]) == ("d0", "d1", "resumed")
+        assert each["loaded_tokens"] is None or each["loaded_tokens"] > 0
+    after = row(cluster, "d0")
+    assert after["stages"][1]["host_pid"] == before["stages"][1]["host_pid"]
+    assert ids_of(records) == ids_of(asyncio.run(replay(cluster.url, asked, timeout_s=END_S)))
