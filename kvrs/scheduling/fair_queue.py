@@ -70,7 +70,8 @@ class FairQueue:
 
     def head(self) -> Sequence | None:
         """The next sequence to admit; None: none waits."""
-        return min((queue[0] for queue in self._queues.values() if queue), key=order, default=None)
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        return min(heads, key=order) if heads else None
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence is admitted, or has ended."""

@@ -171,7 +171,7 @@ class BatchScheduler:
         pulls: list[Pull] = []
         # Pages that come free go to stalled sequences first; a new one that starts to pull could
         # not be preempted for them.
-        if _runs(self._stalled):
+        if self._stalled and _runs(self._stalled):
             return pulls
         while (
             len(self._admitted) < self._max_running and (sequence := self._queue.head()) is not None

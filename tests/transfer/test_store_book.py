@@ -411,3 +411,42 @@ def test_adopted_pages_are_found_and_give_way_in_the_order_of_their_age() -> Non
     book.offer(CheckpointClaim(S, 0, 1), 3, (), until_s=10.0)
     store(book, CheckpointClaim(S, 0, 1), 0, tags(3, 3))
     assert (book.match([old]), book.match([new])) == ([], [1])
+
+
+def test_a_page_that_another_connection_still_reads_stays_a_stray() -> None:
+    """Two read a page that no reservation keeps; the first that is done does not free it."""
+    book = filled(4, S, tags(1, 1))
+    read = [book.match(tags(1, 1)) for _ in range(2)]
+    book.release([S], until_s=20.0)
+
+    book.unpin(read[0])
+
+    book.check()
+    book.unpin(read[1])
+    book.check()
+
+
+def test_pages_of_a_former_attempt_that_are_read_are_not_taken_for_the_writers_own() -> None:
+    """Their slots are not free yet: a range of the new attempt ends before them."""
+    old, new = tags(1, 3), tags(2, 3, shared=0)
+    book = filled(6, S, old)
+    read = book.match(old)
+
+    later = book.begin(CheckpointClaim(S, 0, 2), 0, new)
+
+    assert later.numbers == [None, None, None]
+    assert book.end(later).pages == 0
+    book.unpin(read)
+    book.check()
+
+
+def test_a_fence_of_a_stream_that_was_never_here_ends_too() -> None:
+    """A proxy releases what it has promised, whether an offer has come or not."""
+    book = CheckpointBook(4)
+    book.release([S], until_s=5.0)
+    early = book.offer(CheckpointClaim(S, 0, 1), 1, (), until_s=20.0)
+
+    book.expire(6.0)
+
+    assert early.code is FENCED
+    assert book.offer(CheckpointClaim(S, 0, 1), 1, (), until_s=20.0).code is OK

@@ -7,6 +7,7 @@ is decided here.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
@@ -110,6 +111,7 @@ class CheckpointBook:
         # reserve room for nothing.
         self._ended: dict[StreamId, tuple[tuple[int, int], float]] = {}
         self._slots = StoreSlots(capacity_slots)
+        self._first_end_s = inf  # No reservation and no fence ends before.
 
     @property
     def held_slots(self) -> int:
@@ -162,6 +164,7 @@ class CheckpointBook:
         # The stream's new writer fences the old one even if there is no more room for it.
         reservation.hand_to(claim)
         reservation.until_s = max(reservation.until_s, until_s)
+        self._first_end_s = min(self._first_end_s, until_s)
         if not full:
             self.reserved_slots += max(0, more)
             reservation.need += max(0, more)
@@ -192,10 +195,13 @@ class CheckpointBook:
             else:
                 claim, _ = self._ended.get(stream, (_ANY, until_s))
             self._ended[stream] = (claim, until_s)
+            self._first_end_s = min(self._first_end_s, until_s)
             self._end(stream)
 
     def expire(self, now_s: float) -> list[StreamId]:
         """End every reservation that has expired; returns their streams."""
+        if now_s < self._first_end_s:
+            return []
         for stream in [stream for stream, (_, until_s) in self._ended.items() if until_s <= now_s]:
             del self._ended[stream]
         ended = [
@@ -205,6 +211,9 @@ class CheckpointBook:
         ]
         for stream in ended:
             self._end(stream)
+        ends_s = [until_s for _, until_s in self._ended.values()]
+        ends_s += [reservation.until_s for reservation in self._reservations.values()]
+        self._first_end_s = min(ends_s, default=inf)
         return ended
 
     # Pages that arrive.
