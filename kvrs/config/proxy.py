@@ -246,8 +246,9 @@ class ProxySettings(Settings):
     clients that repeat a refused request, and `kvrs up`.
     """
     drain_s: float = Field(default=600.0, ge=0, le=3600)
-    """How long streams without a key may run to their end, after SIGTERM and `drain_delay_s`. The
-    process ends when none is left, or at another signal.
+    """How long streams without a key, and all streams if no other proxy stays, may run to their
+    end, after SIGTERM and `drain_delay_s`. The process ends when none is left, or at another
+    signal.
     """
     inexact: Inexact = Field(default=Inexact.MARK, strict=False)
     """Requests that a plain engine could not continue exactly (docs/guide/openai.md): mark or

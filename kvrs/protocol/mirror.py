@@ -154,6 +154,7 @@ class Hello(msgspec.Struct, omit_defaults=True):
 
     id: Name
     run: Name
+    leaving: bool = False  # It is about to end: its streams and records go to other proxies.
     orders: list[StandingOrder] = []
     fleet: list[FleetOrder] = []
 

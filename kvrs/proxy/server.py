@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from kvrs import __version__
 from kvrs.config.addresses import gossip_seeds
 from kvrs.config.exposure import faults_of_proxy
 from kvrs.config.file import Config
-from kvrs.config.proxy import are_workers_of_one
 from kvrs.config.settings import HOST_OF_PORT
 from kvrs.direct import DirectServer
 from kvrs.errors import ConfigError
@@ -43,6 +42,8 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
+# Proxies that are told to end within so long know it of each other before they hand anything over.
+_TOGETHER_S = 0.5
 _SEEN_WITHIN_S = 2.0  # A worker takes requests after that, also if no instance is up.
 _FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
@@ -74,6 +75,7 @@ class Proxy:
         self._membership: Membership | None = None
         self._ports: list[HttpPort] = []
         self._background: list[asyncio.Task[None]] = []
+        self._told_s: float | None = None  # When the peers were told that this proxy is to end.
         self.port = 0
         self.admin_port = 0
 
@@ -187,13 +189,16 @@ class Proxy:
         await asyncio.gather(*self._background)
 
     async def leave(self) -> None:
-        if (delay_s := self._config.proxy.drain_delay_s) and self._parts is not None:
-            self._parts.api.leaving = True
+        if (parts := self._parts) is None:
+            return
+        self._tell_peers(parts.mirror)
+        if delay_s := self._config.proxy.drain_delay_s:
+            parts.api.leaving = True
             await asyncio.sleep(delay_s)
 
     async def drain(self) -> None:
-        """Admit no new streams, hand over those with a key if a peer is up, and wait for the rest
-        to end.
+        """Admit no new streams, hand over those with a key that a peer can take, and wait for the
+        rest to end: where all proxies end together, for every one.
         """
         if (parts := self._parts) is None:
             return
@@ -201,21 +206,25 @@ class Proxy:
             await self._stop_taking_clients()  # Other workers, if they go on, take them.
         parts.api.admissions.draining = True
         log.info("draining", extra={"streams": len(parts.driver.streams)})
-        if self._remaining_peers(parts.mirror):
-            parts.mirror.hand_over()
+        mirror, peers = parts.mirror, parts.mirror.peers
         until_s = time.monotonic() + self._config.proxy.drain_s
+        told_s = self._tell_peers(mirror)
+        if peers.live:
+            await asyncio.sleep(told_s + _TOGETHER_S - time.monotonic())
         while parts.driver.streams and time.monotonic() < until_s:
+            mirror.hand_over()
             await asyncio.sleep(_LOOK_AGAIN_S)
         # Records that no peer has would be lost with this process.
         until_s = time.monotonic() + _FLUSH_TIMEOUT_S
-        mirror = parts.mirror
-        while self._remaining_peers(mirror) and mirror.uncopied and time.monotonic() < until_s:
+        while peers.staying and mirror.uncopied and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _remaining_peers(self, mirror: Mirror) -> Set[str]:
-        """Proxies that go on when this one has drained: workers of one proxy drain together."""
-        live, me = mirror.peers.live_ids, self._config.proxy.id
-        return {peer for peer in live if not are_workers_of_one(peer, me)}
+    def _tell_peers(self, mirror: Mirror) -> float:
+        """Tell the other proxies that this one is about to end; the time when it did."""
+        if self._told_s is None:
+            self._told_s = time.monotonic()
+            mirror.peers.leave()
+        return self._told_s
 
     async def _stop_taking_clients(self) -> None:
         for port in self._ports:

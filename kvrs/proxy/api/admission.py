@@ -145,12 +145,13 @@ class Admissions:
         if (parsed.echo and call.whole is None) or call.is_generate:
             await self._find_echoes(call)
         streams = parsed.streams
-        self._check_room(streams)
+        self._check_room(streams, KEY in call.request.headers)
         if tenant.meter is not None:
             self._take_streams(call, streams)
         if call.resume is not None:
             call.found = await self._mirror.find(call.resume)
-            self._check_room(streams)  # Again: that took a while.
+            # Again: that took a while.
+            self._check_room(streams, call.found is not None)
         self._open_journals(call)
         if parsed.request.stream:
             call.client = SseClient(call.request, self._settings.write_timeout_s, call.headers)
@@ -160,18 +161,19 @@ class Admissions:
 
     # The steps, in their order.
 
-    def _check_room(self, choices: int) -> None:
+    def _check_room(self, choices: int, resumes: bool) -> None:
+        """A stream that can be resumed nowhere else is, though this proxy shuts down."""
         open_streams, allowed = len(self._driver.control.streams), self._settings.max_streams
         if open_streams + choices > allowed:
             raise RequestError(f"{open_streams} of {allowed} streams are open", status=503)
-        if self.draining:
+        if self.draining and not (resumes and not self._mirror.peers.staying):
             raise RequestError("the proxy is shutting down", status=503, code="shutting_down")
 
     async def read_body(self, call: ClientCall) -> int:
         """Read the body of a request that there is room for; how many elements it may have, if it
         has the length that was declared.
         """
-        self._check_room(1)
+        self._check_room(1, KEY in call.request.headers)
         request, held = call.request, call.held
         size_bytes = request.content_length or 0
         most = self._max_elements(size_bytes)  # Too many bytes are not read at all.

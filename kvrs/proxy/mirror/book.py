@@ -9,7 +9,6 @@ its own tenant, whose unfinished records take at most half of the book: throw-aw
 stream of another tenant.
 """
 
-from collections.abc import Collection
 from typing import assert_never
 
 import msgspec
@@ -24,7 +23,14 @@ from kvrs.protocol.mirror import (
     Update,
     UpdateAck,
 )
-from kvrs.proxy.mirror.records import Record, message_of, mirror_for, record_from, relation_of
+from kvrs.proxy.mirror.records import (
+    PresentPeers,
+    Record,
+    message_of,
+    mirror_for,
+    record_from,
+    relation_of,
+)
 from kvrs.proxy.mirror.roles import (
     STEP_WITHOUT_RECORD,
     STEPS,
@@ -111,14 +117,14 @@ class RecordBook:
             if record.peer == peer:
                 record.change_role(RoleChange.PEER_LOST, None)
 
-    def sole(self, live: Collection[str], now_s: float) -> list[Record]:
-        """Records of streams that do not run here, and that no live peer has. A stream that was
-        just granted is left out: its new owner is about to send an update.
+    def sole(self, peers: PresentPeers, now_s: float) -> list[Record]:
+        """Records of streams that do not run here, and that no peer keeps. A stream that was just
+        granted is left out: its new owner is about to send an update.
         """
         return [
             record
             for record in self.records.values()
-            if record.peer not in live
+            if not record.has_keeper(peers)
             and not record.role.is_owner
             and not record.is_just_granted(now_s)
         ]
@@ -343,14 +349,12 @@ class CopyQueue:
         # Refused for want of room; they are tried again once a peer comes or goes.
         self._no_room: set[str] = set()
 
-    def plan(self, live: Collection[str], mirrors: Collection[str], now_s: float) -> set[str]:
-        """Assign what is not assigned yet to one of `mirrors`; return the peers that get something
-        new.
-        """
+    def plan(self, peers: PresentPeers, now_s: float) -> set[str]:
+        """Assign what is not assigned yet; return the peers that get something new."""
         added: set[str] = set()
-        for record in self._book.sole(live, now_s) if live else []:
+        for record in self._book.sole(peers, now_s) if peers.live else []:
             if record.key not in self._targets and record.key not in self._no_room:
-                target = mirror_for(record.key, mirrors)
+                target = mirror_for(record.key, peers.mirrors)
                 assert target is not None
                 self._targets[record.key] = target
                 added.add(target)
@@ -370,7 +374,7 @@ class CopyQueue:
         return records
 
     def take(
-        self, record: Record, update: Update, peer: str, ack: UpdateAck, live: Collection[str]
+        self, record: Record, update: Update, peer: str, ack: UpdateAck, peers: PresentPeers
     ) -> None:
         """Apply the answer of a peer to the copy of a record."""
         self._targets.pop(record.key, None)
@@ -380,11 +384,11 @@ class CopyQueue:
             self._book.forget(record.key)
         elif ack.status is AckStatus.FULL:
             self._no_room.add(record.key)
-        elif record.owner_epoch == update.owner_epoch and record.peer not in live:
+        elif record.owner_epoch == update.owner_epoch and not record.has_keeper(peers):
             record.change_role(RoleChange.COPIED, peer)
 
-    def peers_changed(self, lost: str | None = None) -> None:
-        self._targets = {key: target for key, target in self._targets.items() if target != lost}
+    def peers_changed(self, peers: PresentPeers) -> None:
+        self._targets = {key: to for key, to in self._targets.items() if to in peers.mirrors}
         self._no_room.clear()
 
     def expire(self) -> None:

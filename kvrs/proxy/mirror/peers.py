@@ -27,6 +27,7 @@ from kvrs.protocol.mirror import (
 )
 from kvrs.protocol.proof import WRONG_DOOR
 from kvrs.proxy.fleet.orders import StandingOrders
+from kvrs.proxy.mirror.records import PresentPeers
 from kvrs.proxy.wire.peer import Peer, UnusableError
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import WholeReader
@@ -53,6 +54,7 @@ class ProxyPeer(Peer):
         self._pool = links.pool(url)
         self.id = name
         self.run: str | None = None  # Of its process; None while it does not answer.
+        self.leaving = False  # That process is about to end.
         self._me = me
 
     async def hello(self, hello: Hello) -> Hello:
@@ -142,8 +144,9 @@ class Found(msgspec.Struct, frozen=True):
 
 class Peers:
     """All other proxies. `lost` is called for each run of a peer that ended or is out of reach,
-    `up` for each that begins. Orders travel with every hello, so that the others have them at once,
-    one that is out of reach when it is back, and one that starts before its first request.
+    `changed` for each that begins or is about to end. Orders travel with every hello, so that the
+    others have them at once, one that is out of reach when it is back, and one that starts before
+    its first request.
     """
 
     def __init__(
@@ -151,14 +154,14 @@ class Peers:
         me: Hello,
         peers: Mapping[str, ProxyPeer],
         lost: Callable[[str], None],
-        up: Callable[[], None],
+        changed: Callable[[], None],
         orders: StandingOrders,
     ) -> None:
         self.me = me
         self.known = dict(peers)
-        self.news = News()  # Told where an order is new, which the others get at once.
+        self.news = News()  # Told where a hello has something new, which the others get at once.
         self._lost = lost
-        self._up = up
+        self._changed = changed
         self._orders = orders
         self._send: Callable[[ProxyPeer], Coroutine[Any, Any, None]] | None = None
         self._group: asyncio.TaskGroup | None = None
@@ -177,6 +180,11 @@ class Peers:
             task.cancel()
         del self.known[name]
 
+    def leave(self) -> None:
+        """Tell the others that this proxy is about to end."""
+        self.me = msgspec.structs.replace(self.me, leaving=True)
+        self.news.tell()
+
     def hello(self) -> Hello:
         """The hello of this proxy."""
         return self._orders.tell(self.me)
@@ -190,12 +198,19 @@ class Peers:
         return {peer.id for peer in self.live}
 
     @property
-    def mirrors(self) -> set[str]:
-        """The live peers that records go to: workers of this proxy, which may all be lost with it,
-        only where there is no other.
-        """
-        live = self.live_ids
-        return {peer for peer in live if not are_workers_of_one(peer, self.me.id)} or live
+    def staying(self) -> set[str]:
+        """The live peers that go on when this proxy ends. Its own workers end with it."""
+        return {
+            peer.id
+            for peer in self.live
+            if not peer.leaving and not are_workers_of_one(peer.id, self.me.id)
+        }
+
+    @property
+    def present(self) -> PresentPeers:
+        """Records go to live peers that end before or with this proxy only if no other is there."""
+        live = frozenset(self.live_ids)
+        return PresentPeers(live, frozenset(self.staying) or live)
 
     def check(self, name: str) -> ProxyPeer:
         """Raises RequestError: no peer of ours has that name."""
@@ -243,6 +258,10 @@ class Peers:
 
     def _heard(self, peer: ProxyPeer, hello: Hello) -> None:
         self.on_answer(peer, hello.run)
+        if hello.leaving and not peer.leaving:
+            log.info("proxy leaves", extra={"proxy": peer.id})
+            peer.leaving = True
+            self._changed()
         if self._orders.take(hello):
             self.news.tell()
 
@@ -253,12 +272,12 @@ class Peers:
             self.fail(peer, "it is another process now")
         log.info("proxy up", extra={"proxy": peer.id})
         peer.run = run
-        self._up()
+        self._changed()
 
     def fail(self, peer: ProxyPeer, cause: str) -> None:
         if peer.run is not None:
             log.warning("proxy lost", extra={"proxy": peer.id, "cause": cause})
-            peer.run = None
+            peer.run, peer.leaving = None, False
             self._lost(peer.id)
 
     async def run(self, send: Callable[[ProxyPeer], Coroutine[Any, Any, None]]) -> None:

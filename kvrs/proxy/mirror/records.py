@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +30,13 @@ CLAIM_S = 0.25  # For so long after a grant a second claim is refused: the two a
 # Bytes that CPython takes; a test compares the sums with what is allocated.
 _FIXED_BYTES = 1536  # Of a record, beside its events and its prompt.
 _BYTES_PER_EVENT = 160  # Beside its data and its ids.
+
+
+class PresentPeers(NamedTuple):
+    """The peers that are up, and those of them that records go to."""
+
+    live: frozenset[str]
+    mirrors: frozenset[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +72,12 @@ class Record:
         role = ROLE_AFTER[change][self.role]
         assert role is not None, f"{change} in role {self.role}"
         self.role, self.peer = role, peer
+
+    def has_keeper(self, peers: PresentPeers) -> bool:
+        """A live peer has the record, and is to see to further copies if this proxy grants no
+        claims to it. Where this proxy does, a peer that is about to end is none.
+        """
+        return self.peer in (peers.mirrors if self.role.grants else peers.live)
 
     @property
     def is_kept(self) -> bool:

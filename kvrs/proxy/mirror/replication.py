@@ -142,7 +142,7 @@ class Mirror:
         self._id = settings.id
         self.book = RecordBook(max_bytes=settings.mirror_bytes, tenant_share=_TENANT_SHARE)
         me = Hello(settings.id, name)
-        self.peers = Peers(me, peers, self._peer_lost, self._peer_up, orders)
+        self.peers = Peers(me, peers, self._peer_lost, self._peers_changed, orders)
         self._sync = settings.mirror is MirrorMode.SYNC
         self.clock = clock
         self._texts = texts
@@ -239,9 +239,13 @@ class Mirror:
             self.book.forget(keyed.record.key)
 
     def hand_over(self) -> None:
-        """End every stream here, because this proxy shuts down; their clients resume elsewhere."""
+        """End every stream here that a proxy which stays mirrors, because this one shuts down; its
+        client resumes it elsewhere.
+        """
+        staying = self.peers.staying
         for keyed in list(self.streams.values()):
-            keyed.fail(failures.HANDED_OVER)
+            if keyed.outbox.mirror in staying:
+                keyed.fail(failures.HANDED_OVER)
 
     def describe(self) -> dict[str, object]:
         return {
@@ -258,8 +262,8 @@ class Mirror:
 
     @property
     def uncopied(self) -> int:
-        """Number of records of streams that do not run here, and that no live peer has."""
-        return len(self.book.sole(self.peers.live_ids, self.clock()))
+        """Number of records of streams that do not run here, and that no live peer keeps."""
+        return len(self.book.sole(self.peers.present, self.clock()))
 
     def supersede(self, key: str) -> None:
         if (keyed := self.streams.pop(key, None)) is not None:
@@ -286,11 +290,13 @@ class Mirror:
     # Choice of peers.
 
     def _assign(self, keyed: KeyedStream) -> None:
-        live, granter = self.peers.mirrors, keyed.record.peer
+        mirrors, granter = self.peers.present.mirrors, keyed.record.peer
         if keyed.outbox.full:
-            live = set()
+            mirrors = frozenset()
         # The proxy that granted the stream has its record already.
-        keyed.outbox.assign(granter if granter in live else mirror_for(keyed.record.key, live))
+        keyed.outbox.assign(
+            granter if granter in mirrors else mirror_for(keyed.record.key, mirrors)
+        )
         keyed.wake()
         self._changed(keyed)
 
@@ -310,25 +316,22 @@ class Mirror:
     def _peer_lost(self, peer: str) -> None:
         self.book.lose(peer)
         self._pending[peer].clear()
-        for keyed in self.streams.values():
-            if keyed.outbox.mirror == peer:
-                self._assign(keyed)
         # Records of ended streams are copied like any other.
         self._closing = {
             key: keyed for key, keyed in self._closing.items() if keyed.outbox.mirror != peer
         }
-        self._copies.peers_changed(peer)
-        self._re_replicate()
+        self._peers_changed()
 
-    def _peer_up(self) -> None:
+    def _peers_changed(self) -> None:
+        mirrors = self.peers.present.mirrors
         for keyed in self.streams.values():
-            if keyed.outbox.mirror is None:
+            if keyed.outbox.mirror not in mirrors:
                 self._assign(keyed)
-        self._copies.peers_changed()
+        self._copies.peers_changed(self.peers.present)
         self._re_replicate()
 
     def _re_replicate(self) -> None:
-        for target in self._copies.plan(self.peers.live_ids, self.peers.mirrors, self.clock()):
+        for target in self._copies.plan(self.peers.present, self.clock()):
             self._pending[target].hurry()
 
     # Sending.
@@ -367,7 +370,7 @@ class Mirror:
             self.peers.on_answer(peer, answer.run)
             for each, ack in zip(batch, answer.acks, strict=True):
                 if isinstance(each.source, Record):
-                    self._copies.take(each.source, each.update, peer.id, ack, self.peers.live_ids)
+                    self._copies.take(each.source, each.update, peer.id, ack, self.peers.present)
                 else:
                     self._acknowledged(each.source, each.update.mirror_no, ack)
 

@@ -24,6 +24,7 @@ from kvrs.proxy.mirror.book import Received, RecordBook
 from kvrs.proxy.mirror.outbox import Delivery, Outbox, delivery_of
 from kvrs.proxy.mirror.records import (
     CLAIM_S,
+    PresentPeers,
     Record,
     best_of,
     merged,
@@ -42,6 +43,10 @@ def record(key: str = "k", owner: str = "a-1", stream: StreamId = S) -> Record:
 
 def event(seq: int) -> StreamEvent:
     return StreamEvent(seq, pack_ids([seq]), b"event %d" % seq)
+
+
+def up(*peers: str) -> PresentPeers:
+    return PresentPeers(frozenset(peers), frozenset(peers))
 
 
 def claim_for(book: RecordBook, claimant: str, **changes: object) -> Claim:
@@ -335,19 +340,19 @@ def test_a_copy_grants_nothing_before_its_sender_is_lost() -> None:
     mirror, keeper, sent = RecordBook(), RecordBook(), record()
     sent.add(event(1))
     mirror.receive(sent.update(0.0), "a", 0.0)
-    assert mirror.sole({"a", "k"}, 0.0) == []
+    assert mirror.sole(up("a", "k"), 0.0) == []
     mirror.lose("a")
-    (orphan,) = mirror.sole({"k"}, 0.0)
+    (orphan,) = mirror.sole(up("k"), 0.0)
 
     assert keeper.receive(orphan.copy(0.0), "m", 0.0) == Received(UpdateAck(AckStatus.STORED, 1))
     assert keeper.claim(claim_for(keeper, "c-1"), 1.0).refusal is Refusal.BUSY
     assert best_of([("k", keeper.version("k")), ("m", mirror.version("k"))])[0] == "m"  # type: ignore[list-item,index]
     keeper.lose("m")
 
-    assert keeper.sole({"a"}, 1.0)[0].copy_hops == 1
+    assert keeper.sole(up("a"), 1.0)[0].copy_hops == 1
     assert keeper.claim(claim_for(keeper, "c-1"), 1.0).granted is not None
-    assert keeper.sole({"a"}, 1.0) == [], "its new owner is about to send an update"
-    assert keeper.sole({"a"}, 1.0 + CLAIM_S) == [keeper.records["k"]]
+    assert keeper.sole(up("a"), 1.0) == [], "its new owner is about to send an update"
+    assert keeper.sole(up("a"), 1.0 + CLAIM_S) == [keeper.records["k"]]
 
 
 def test_the_better_of_two_copies_stays() -> None:

@@ -16,7 +16,7 @@ from kvrs.protocol.mirror import (
 )
 from kvrs.proxy.mirror.book import _DROPPED_S, CopyQueue, Received, RecordBook
 from kvrs.proxy.mirror.outbox import Outbox
-from kvrs.proxy.mirror.records import CLAIM_S, Record
+from kvrs.proxy.mirror.records import CLAIM_S, PresentPeers, Record
 from kvrs.proxy.mirror.roles import (
     ROLE_AFTER,
     STEP_WITHOUT_RECORD,
@@ -28,6 +28,7 @@ from kvrs.proxy.mirror.roles import (
     UpdateStep,
 )
 
+T = PresentPeers(frozenset("t"), frozenset("t"))
 HEADER = StreamHeader(b"digest", 7, (None, None, None), 0.0, 0.0)
 
 
@@ -142,29 +143,48 @@ def test_a_copy_that_is_passed_on_leaves_the_grant_with_its_sender() -> None:
     """
     book, third, now_s = book_in(RecordRole.COPY, record(events=2)), RecordBook(), 2 * CLAIM_S
     queue = CopyQueue(book)
-    assert queue.plan({"t"}, {"t"}, now_s) == {"t"}
+    assert queue.plan(T, now_s) == {"t"}
     (sent,) = queue.records_for("t")
     update = sent.copy(now_s)
 
-    queue.take(sent, update, "t", third.receive(update, "b", now_s).ack, {"t"})
+    queue.take(sent, update, "t", third.receive(update, "b", now_s).ack, T)
 
     assert (book.records["k"].role, book.records["k"].peer) == (RecordRole.MIRROR, "t")
     assert third.records["k"].role is RecordRole.COPY
-    assert queue.plan({"t"}, {"t"}, now_s) == set()
+    assert queue.plan(T, now_s) == set()
+
+
+def test_of_peers_that_leave_the_one_that_grants_sees_to_a_copy() -> None:
+    """A proxy that holds a copy leaves it alone while the one that grants is up, so that no two of
+    them grant; that one sends a copy to a peer that stays, if there is one.
+    """
+    stays = PresentPeers(frozenset("pt"), frozenset("t"))  # `p` is about to end.
+    for role, targets in ((RecordRole.MIRROR, {"t"}), (RecordRole.COPY, set())):
+        book, third = book_in(role, record(events=2)), RecordBook()
+        queue = CopyQueue(book)
+
+        assert queue.plan(PresentPeers(frozenset("p"), frozenset("p")), 1.0) == set()
+        assert queue.plan(stays, 1.0) == targets
+        for sent in queue.records_for("t"):
+            ack = third.receive(sent.copy(1.0), "b", 1.0).ack
+            queue.take(sent, sent.copy(1.0), "t", ack, stays)
+
+        assert book.records["k"].role is role
+        assert queue.plan(stays, 1.0) == set()
 
 
 def test_a_copy_refused_for_want_of_room_waits_for_a_change_of_peers() -> None:
     """It is not sent again and again to a full peer."""
     book = book_in(RecordRole.MIRROR, record())
     queue = CopyQueue(book)
-    queue.plan({"t"}, {"t"}, 1.0)
+    queue.plan(T, 1.0)
     (sent,) = queue.records_for("t")
 
-    queue.take(sent, sent.copy(1.0), "t", UpdateAck(AckStatus.FULL), {"t"})
+    queue.take(sent, sent.copy(1.0), "t", UpdateAck(AckStatus.FULL), T)
 
-    assert queue.plan({"t"}, {"t"}, 1.0) == set()
-    queue.peers_changed()
-    assert queue.plan({"t"}, {"t"}, 1.0) == {"t"}
+    assert queue.plan(T, 1.0) == set()
+    queue.peers_changed(T)
+    assert queue.plan(T, 1.0) == {"t"}
 
 
 def test_a_copy_of_the_same_owner_does_not_stop_its_stream() -> None:
