@@ -120,7 +120,9 @@ def document_for(base: Settings, models: Sequence[ModelSettings], index: int) ->
     whole = ProxySettings.model_validate(below.get("proxy", {}))
     own: Mapping[str, Any] = above.get("proxy", {})
     document["proxy"] = {**document.get("proxy", {}), **_made_own(whole, own, models, index)}
-    document["cluster"] = {**document.get("cluster", {}), "served_name": model.name}
+    # A model with services alone has none of the nodes that a file has by default.
+    given = {"nodes": [], **document.get("cluster", {})}
+    document["cluster"] = {**given, "served_name": model.name}
     return document
 
 

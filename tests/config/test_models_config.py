@@ -54,6 +54,19 @@ def test_sections_of_an_entry_lie_over_those_of_the_file() -> None:
     assert [each.cluster.served_name for each in (first, second)] == ["a", "org/b-1.5"]
 
 
+def test_a_model_with_services_alone_has_no_nodes() -> None:
+    """Those that a file has by default are of no model."""
+    services = [{"id": "s", "host": "engines", "port": 8000, "role": "both"}]
+    document = two()
+    document["models"][1]["cluster"] = {"services": services, "backend": "vllm", "model": "m"}
+    document["models"][1]["profiles"] = {"prefill": "llama-3.1-8b-h100-vllm-tp1"}
+
+    first, second = configs_of(parse_config(document)).values()
+
+    assert [node.id for node in first.cluster.nodes] == ["n-a"]
+    assert second.cluster.nodes == []
+
+
 def test_each_model_has_ports_ids_and_a_share_of_its_own() -> None:
     """A setting that an entry names stays as it is."""
     proxy = {
