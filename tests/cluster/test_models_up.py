@@ -17,9 +17,14 @@ from tests.cluster.launches import END_S, Launch, ask, is_running, until
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
 
+BACKUP = {"mode": "local", "capacity_bytes": 8 << 20}
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Two tiny models with different weights, each at one instance of both roles."""
+    """Two tiny models with different weights, each at one instance of both roles, with an agent
+    and gossip.
+    """
     directory = tmp_path_factory.mktemp("models")
     entries = [
         {
@@ -32,7 +37,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
         for seed, name in enumerate(("one", "org/two"))
     ]
     config = directory / "config.yaml"
-    config.write_text(yaml.safe_dump({"models": entries}))
+    document = {"gossip": {"enabled": True}, "backup": BACKUP, "models": entries}
+    config.write_text(yaml.safe_dump(document))
     launch = Launch(directory, "--config", str(config))
     try:
         launch.wait_for_output("Ctrl-C ends it")
@@ -91,12 +97,29 @@ async def test_a_death_in_one_model_leaves_both_exact(started: Launch) -> None:
     assert [state["instances"][0]["id"] for state in states.values()] == ["b0", "b1"]
 
 
+def test_agents_and_members_are_those_of_their_model(started: Launch) -> None:
+    """Each model's proxy is a member among its own agents, which hold pages of one model."""
+
+    def members() -> list[set[tuple[str, str]]] | None:
+        found = [ask("GET", f"{each}/kvrs/v1/state") for each in admin_urls(started).values()]
+        agents = [[(row["id"], row["health"]) for row in state["agents"]] for state in found]
+        assert agents == [[("agent-n0", "up")], [("agent-n1", "up")]]
+        now = [{(row["id"], row["status"]) for row in state["members"]} for state in found]
+        return now if all(len(each) > 1 for each in now) else None
+
+    assert until(members) == [
+        {("n0", "alive"), ("proxy-0-one", "alive")},
+        {("n1", "alive"), ("proxy-0-org-two", "alive")},
+    ]
+
+
 def test_all_processes_are_restarted_and_end(started: Launch) -> None:
     """The proxy once, and the instances of every model."""
 
     def pids() -> list[int]:
         states = [ask("GET", f"{each}/kvrs/v1/state") for each in admin_urls(started).values()]
-        return [row["pid"] for state in states for row in (*state["instances"], *state["proxies"])]
+        kinds = ("instances", "agents", "proxies")
+        return [row["pid"] for state in states for kind in kinds for row in state[kind]]
 
     former = pids()
     os.kill(started.process.pid, signal.SIGUSR1)
@@ -104,7 +127,7 @@ def test_all_processes_are_restarted_and_end(started: Launch) -> None:
     assert started.output.count("proxy-0 is up again") == 1
     later = pids()
     assert not {*former} & {*later}
-    assert later[1] == later[3]  # One process of the proxy.
+    assert later[2] == later[5]  # One process of the proxy.
 
     started.process.terminate()
     assert started.process.wait(END_S) == 0

@@ -1,6 +1,8 @@
 """A proxy of several models as a process: reload, and peers with the same models."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -10,13 +12,14 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError
+from kvrs.protocol.instance import Role
 from kvrs.proxy.models.process import ModelsProxy
 from kvrs.proxy.wire import capacity
 from kvrs.proxy.wire.capacity import capacity_of
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.models_cluster import ModelsCluster, open_models_cluster
 from kvrs_testkit.proxy_cluster import WITHIN_S
-from kvrs_testkit.scripted import SECRET
+from kvrs_testkit.scripted import SECRET, Scripted
 
 pytestmark = pytest.mark.network
 
@@ -110,11 +113,12 @@ async def read_events(
     return found
 
 
-async def test_a_stream_goes_on_at_a_peer_of_its_model() -> None:
+@asynccontextmanager
+async def open_pair(**settings: Any) -> AsyncIterator[tuple[ModelsCluster, ModelsProxy]]:
     """Two proxies with the same models, each of which has one entry for the other."""
     first, second = free_ports(2), free_ports(2)
     of_first = {"peer_port": first[0], "peers": [{"id": "proxy-1", "peer_port": second[0]}]}
-    async with open_models_cluster("a", "b", pairs=1, proxy=of_first) as system:
+    async with open_models_cluster("a", "b", pairs=1, proxy=of_first, **settings) as system:
         document = deepcopy(system.document)
         document["proxy"] |= {
             "id": "proxy-1",
@@ -130,18 +134,73 @@ async def test_a_stream_goes_on_at_a_peer_of_its_model() -> None:
                         instances = each.parts.driver.control.instances
                         while not (each.parts.mirror.peers.live_ids and instances.ready()):
                             await asyncio.sleep(0.005)
-            for model in ("a", "b"):
-                system.scripts[model].pause_s = 0.02
-                begun = await read_events(system.url, system.http, model, None, 5)
-                url = f"http://127.0.0.1:{other.port}"
-                rest = await read_events(url, system.http, model, begun[-1][0], 99)
-                whole = await read_events(url, system.http, model, None, 99)
-                assert begun + rest == whole
-                assert len(whole) >= 12
-            records = [each.parts.mirror.describe()["records"] for each in other.by_name.values()]
-            assert records == [1, 1]
+            yield system, other
         finally:
             await other.close()
+
+
+async def test_a_stream_goes_on_at_a_peer_of_its_model() -> None:
+    """Each model has peers and records of its own."""
+    async with open_pair() as (system, other):
+        for model in ("a", "b"):
+            system.scripts[model].pause_s = 0.02
+            begun = await read_events(system.url, system.http, model, None, 5)
+            url = f"http://127.0.0.1:{other.port}"
+            rest = await read_events(url, system.http, model, begun[-1][0], 99)
+            whole = await read_events(url, system.http, model, None, 99)
+            assert begun + rest == whole
+            assert len(whole) >= 12
+        records = [each.parts.mirror.describe()["records"] for each in other.by_name.values()]
+        assert records == [1, 1]
+
+
+async def order(
+    proxy: ModelsProxy, http: aiohttp.ClientSession, model: str, method: str, path: str, body: Any
+) -> int:
+    url = f"http://127.0.0.1:{proxy.admin_ports[model]}/kvrs/v1/{path}"
+    async with http.request(method, url, json=body) as answer:
+        return answer.status
+
+
+def known_to(proxy: ModelsProxy, model: str) -> set[str]:
+    """The instances of a model that are up."""
+    instances = proxy.by_name[model].parts.driver.control.instances
+    return {name for name in instances.known if instances.is_up(name)}
+
+
+async def test_an_order_about_the_fleet_is_for_one_model() -> None:
+    """At the admin port of its model; the other proxy hears of it. An instance that is added gets
+    streams of its model, and one that is removed hands its streams to it.
+    """
+    cluster = {"drain_s": 0.0}
+    async with open_pair(models={"b": {"cluster": cluster}}) as (system, other):
+        before, http = known_to(system.proxy, "a"), system.http
+        asked = {"model": "b", "prompt": [1, 2], "max_tokens": 12, "temperature": 0}
+        script = system.scripts["b"]
+        script.gate, script.gate_at = asyncio.Event(), 3
+        reading = asyncio.create_task(system.ask("/v1/completions", asked))
+        await system.until_streams("b", 1)
+        more = Scripted("db9", "nb9", role=Role.DECODE, script=script, model="b")
+        await more.start()
+        try:
+            row = {"node": "nb9", "id": "db9", "role": "decode", "port": more.port}
+            status = await order(system.proxy, http, "b", "POST", "instances", row)
+            async with asyncio.timeout(WITHIN_S):
+                while not all("db9" in known_to(each, "b") for each in (system.proxy, other)):
+                    await asyncio.sleep(0.005)
+            assert status == 200
+            assert await order(other, http, "b", "DELETE", "instances/db0", None) == 200
+            async with asyncio.timeout(WITHIN_S):
+                while any("db0" in known_to(each, "b") for each in (system.proxy, other)):
+                    await asyncio.sleep(0.005)
+            script.gate.set()
+            status, answer = await reading
+        finally:
+            await more.close()
+
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 12)
+        assert more.bodies
+        assert [known_to(each, "a") for each in (system.proxy, other)] == [before, before]
 
 
 def test_descriptors_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
