@@ -207,7 +207,7 @@ ALL = (
     ),
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
-    _of("proxy_rolls", "proxy_rolls", 6),
+    _of("proxy_rolls", "proxy_rolls", 8),
     _of("gossip_detection", "gossip_detection", 30),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )
