@@ -17,7 +17,7 @@ from rich.console import Console
 from kvrs.errors import ConfigError, MissingExtraError, check_extras, numbers_out_of_range
 from kvrs.faults.language import Fault, load_faults
 from kvrs.load.admin import AdminClient, AdminPort
-from kvrs.load.fitting import fitted, served_tokens, too_long
+from kvrs.load.fitting import counted, fitted, served_tokens, too_long
 from kvrs.load.open_loop import Dialect
 from kvrs.load.passes import FaultInjector, Run, Target, run_pass
 from kvrs.load.progress import LiveView
@@ -45,7 +45,7 @@ from kvrs.traces.mooncake import (
     write_mooncake,
 )
 from kvrs.traces.presets import PRESETS
-from kvrs.traces.records import Api, ReplayRequest
+from kvrs.traces.records import ReplayRequest
 
 # Every model has so many tokens; the first few are often special.
 SMALLEST_VOCAB_SIZE = 512
@@ -124,6 +124,8 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
     _check(options)
     claim_directory(options.out)
     served = uvloop.run(served_tokens(options.url, options.dialect))
+    if options.dialect.in_words:
+        options = _with_counted_words(options, console)
     requests = load_requests(options, console, served)
     reports, interrupted = uvloop.run(
         _run_all(options, requests, faults, inject_faults, check, console)
@@ -136,6 +138,17 @@ def run_replay(options: ReplayOptions, inject_faults: FaultInjector, check: Chec
     if interrupted:
         raise KeyboardInterrupt
     return not report["reasons"] and not report["faults_never_due"]
+
+
+def _with_counted_words(options: ReplayOptions, console: Console) -> ReplayOptions:
+    """Ask the server how many tokens a word has: prompts are to be as long as in the trace."""
+    ids = range(options.first_token, options.vocab_size)
+    if (dialect := uvloop.run(counted(options.url, options.dialect, ids))) is None:
+        said = "the server reports no usage: prompts have a word for each token of the trace"
+        console.print(f"  {said}", style="yellow", markup=False)
+        return options
+    console.print(f"  a word has {dialect.tokens_per_word:.2f} tokens; prompts have so many fewer")
+    return replace(options, dialect=dialect)
 
 
 def _faults(options: ReplayOptions) -> list[Fault]:
@@ -200,9 +213,7 @@ def load_requests(
 def _for_server(
     trace: Trace, options: ReplayOptions, served: int | None, console: Console | None
 ) -> Trace:
-    dialect = options.dialect
-    in_words = dialect.text_prompts or dialect.api is Api.CHAT
-    if served is None or in_words or not (long := too_long(trace, served)):
+    if served is None or not (long := too_long(trace, served)):
         return trace
     as_it_is = (
         options.length_scale == 1 and options.max_input is None and options.max_output is None

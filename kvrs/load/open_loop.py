@@ -8,7 +8,7 @@ error.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,8 +31,15 @@ class Dialect:
     # oracle needs, and `ignore_eos`, without which streams end early.
     plain: bool = False
     text_prompts: bool = False  # Words in place of token ids; chat has only these.
+    # By the server's tokeniser: of one of those words, and what a prompt of them has besides.
+    tokens_per_word: float = 1.0
+    template_tokens: int = 0
     api_key: str | None = None
     cache_salt: str | None = None  # No prefix cache of another salt is used.
+
+    @property
+    def in_words(self) -> bool:
+        return self.text_prompts or self.api is Api.CHAT
 
 
 @dataclass(slots=True)
@@ -146,9 +153,9 @@ def encode(requests: Sequence[ReplayRequest], dialect: Dialect) -> list[bytes]:
 def _body(request: ReplayRequest, dialect: Dialect) -> bytes:
     fields: dict[str, Any] = {} if dialect.model is None else {"model": dialect.model}
     if dialect.api is Api.CHAT:
-        fields["messages"] = [{"role": "user", "content": _words(request)}]
+        fields["messages"] = [{"role": "user", "content": _words(request, dialect)}]
     else:
-        fields["prompt"] = _words(request) if dialect.text_prompts else request.prompt_ids
+        fields["prompt"] = _words(request, dialect) if dialect.text_prompts else request.prompt_ids
     fields |= {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -164,11 +171,17 @@ def _body(request: ReplayRequest, dialect: Dialect) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _words(request: ReplayRequest) -> str:
-    """One word per token: equal ids are equal words, so shared prefixes stay shared whatever the
-    tokeniser.
+def _words(request: ReplayRequest, dialect: Dialect) -> str:
+    """Words for as many tokens as the prompt has. They stand for ids at the same distances in every
+    prompt, and equal ids are equal words: so shared prefixes stay shared, whatever the tokeniser.
     """
-    return "".join(f" w{token_id}" for token_id in request.prompt_ids)
+    ids, distance = request.prompt_ids, max(1.0, dialect.tokens_per_word)
+    count = max(1, round((len(ids) - dialect.template_tokens) / distance))
+    return words_of(ids[int(number * distance)] for number in range(count))
+
+
+def words_of(ids: Iterable[int]) -> str:
+    return "".join(f" w{token_id}" for token_id in ids)
 
 
 class _Run:

@@ -5,12 +5,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from kvrs.load.open_loop import Dialect, Progress, replay
+from kvrs.load.open_loop import Dialect, Progress, encode, replay
 from kvrs.report import metrics
 from kvrs.report.report import build_report
 from kvrs.report.table import late_sentence
@@ -303,6 +304,21 @@ async def test_a_plain_dialect_asks_only_for_what_every_server_knows() -> None:
         len(record.token_times_s),
         record.tokens,
     ) == (True, "ab", [], 2, 3)
+
+
+def test_fewer_words_stand_for_ids_at_the_same_distances() -> None:
+    """Prompts that share their first ids share their first words, and differ after them."""
+    shared = tuple(range(100, 130))
+    one, other = (
+        replace(REQUEST, prompt_ids=(*shared, *range(first, first + 20))) for first in (300, 400)
+    )
+    dialect = Dialect(text_prompts=True, tokens_per_word=2.5)
+
+    texts = [json.loads(body)["prompt"].split() for body in encode([one, other], dialect)]
+
+    assert [len(text) for text in texts] == [20, 20]
+    assert texts[0][:12] == texts[1][:12] == [f"w{shared[int(2.5 * n)]}" for n in range(12)]
+    assert not {*texts[0][12:]} & {*texts[1][12:]}
 
 
 async def test_chat_is_asked_with_a_message_and_read_from_deltas() -> None:

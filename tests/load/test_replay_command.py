@@ -51,13 +51,16 @@ class Server:
         self.busy = False
         self.max_model_len: int | None = None
         self.longest = 0  # Tokens of prompt and output of one request.
+        self.tokens_per_word: float | None = None  # None: it reports no usage.
         self.recoveries: list[dict[str, Any]] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if self.busy:
             return web.json_response({"error": {"message": "come back later"}}, status=503)
-        self.longest = max(self.longest, len(body.get("prompt") or ()) + body["max_tokens"])
+        if not body.get("stream"):
+            return self._usage_of(body)
+        self.longest = max(self.longest, self._tokens_of(body) + body["max_tokens"])
         prompt = json.dumps(body.get("prompt") or body.get("messages"))
         number, self.seen = self.seen, self.seen + 1
         if self.answers is not None and number >= self.answers:
@@ -79,6 +82,19 @@ class Server:
             )
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _tokens_of(self, body: dict[str, Any]) -> int:
+        """Tokens of a prompt of ids or words; a chat has a template of seven more."""
+        if isinstance(prompt := body.get("prompt"), list):
+            return len(prompt)
+        text = prompt or body["messages"][0]["content"]
+        words = len(text.split()) * (self.tokens_per_word or 1.0)
+        return int(words) + (7 if "messages" in body else 0)
+
+    def _usage_of(self, body: dict[str, Any]) -> web.Response:
+        if self.tokens_per_word is None:
+            return web.json_response({"choices": []})
+        return web.json_response({"usage": {"prompt_tokens": self._tokens_of(body)}})
 
     async def models(self, request: web.Request) -> web.Response:
         model: dict[str, Any] = {"id": "m", "object": "model"}
@@ -513,6 +529,41 @@ def test_a_preset_is_scaled_to_what_the_server_takes(
     assert "the server takes 256 tokens, 12 of 12 requests are longer: blocks of 512" in shown
     assert re.search(
         r"blocks of 512 tokens became \d+, \d+ of \d+ blocks of prompts were cut", shown
+    )
+
+
+@pytest.mark.parametrize("api", [Api.COMPLETIONS, Api.CHAT])
+def test_prompts_of_words_are_as_long_as_those_of_tokens(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word has several tokens: the server is asked how many, and takes every request."""
+    server = Server()
+    server.max_model_len, server.tokens_per_word = 256, 2.5
+    dialect = Dialect(api=api, text_prompts=True)
+    options = small("", tmp_path, oracle=False, length_scale=1.0, max_output=None, dialect=dialect)
+    options = replace(options, vocab_size=4096)
+    with serving(server) as url:
+        assert run_replay(replace(options, url=url), no_faults, no_check)
+
+    requests = load_requests(replace(options, url=url), served=server.max_model_len)
+    longest = max(len(each.prompt_ids) + each.max_tokens for each in requests)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a word has 2.50 tokens" in shown
+    assert "the server takes 256 tokens, 12 of 12 requests are longer" in shown
+    assert abs(server.longest - longest) <= 2  # Less than a word.
+
+
+def test_a_server_without_usage_gets_a_word_for_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And whoever starts the replay reads of it."""
+    server = Server()
+    options = small("", tmp_path, oracle=False, dialect=Dialect(text_prompts=True))
+    with serving(server) as url:
+        assert run_replay(replace(options, url=url), no_faults, no_check)
+
+    assert "reports no usage: prompts have a word for each token" in " ".join(
+        capsys.readouterr().out.split()
     )
 
 
