@@ -283,10 +283,14 @@ class Peers:
     async def run(self, send: Callable[[ProxyPeer], Coroutine[Any, Any, None]]) -> None:
         """Watch every peer, with `send` beside, until cancelled."""
         self._send = send
-        async with asyncio.TaskGroup() as self._group:
-            for peer in self.known.values():
-                self._start(peer)
-            await asyncio.Event().wait()  # Peers may be added to none.
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for peer in self.known.values():
+                    self._start(peer)
+                await asyncio.Event().wait()  # Peers may be added to none.
+        finally:  # CPython 3.11 never collects a cancelled task that refers to itself.
+            self._group = None
+            self._tasks.clear()
 
     def _start(self, peer: ProxyPeer) -> None:
         assert self._group is not None

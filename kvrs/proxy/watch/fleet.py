@@ -71,15 +71,19 @@ class Fleet:
 
     async def run(self) -> None:
         """Watch until cancelled; an exception is an internal error."""
-        async with asyncio.TaskGroup() as self._group:
-            for watcher in [*self._watchers.values()]:
-                self._start(watcher)
-            gpus = FailingGpus(self._driver.control, self._links.backends)
-            self._group.create_task(gpus.run())
-            while True:
-                await self._any_leaves.wait()
-                self._any_leaves.clear()
-                await self._take_leave()
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for watcher in [*self._watchers.values()]:
+                    self._start(watcher)
+                gpus = FailingGpus(self._driver.control, self._links.backends)
+                self._group.create_task(gpus.run())
+                while True:
+                    await self._any_leaves.wait()
+                    self._any_leaves.clear()
+                    await self._take_leave()
+        finally:  # CPython 3.11 never collects a cancelled task that refers to itself.
+            self._group = None
+            self._watches.clear()
 
     async def _take_leave(self) -> None:
         while self._topology.leaving:

@@ -1,10 +1,12 @@
 """A bug in a task that serves all streams."""
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
 
+from kvrs_testkit.multi_proxy_cluster import open_proxy_group
 from tests.proxy.conftest import ProxyClusterBuilder
 
 pytestmark = pytest.mark.network
@@ -71,3 +73,21 @@ async def test_a_bug_that_repeats_ends_the_proxy(
             await serving
 
     assert await system.count("kvrs_task_failures_total", task="leases") == 3
+
+
+async def test_closed_proxies_leave_no_tasks() -> None:
+    """CPython does not see the CancelledError of a task in a cycle of garbage: with it the task,
+    and each request that a frame of it has, would stay for ever.
+    """
+
+    def tasks() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if isinstance(each, asyncio.Task)}
+
+    before = tasks()
+    async with open_proxy_group(2, pairs=1) as group:
+        reader = group.reader()
+        await reader.read(0)
+
+    assert reader.done
+    assert tasks() - before == set()
