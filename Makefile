@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-vllm test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts hashes audit clean
+.PHONY: install demo time-demo demo-vllm test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts hashes audit clean
 
 install: .venv/.installed
 
@@ -28,6 +28,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constr
 
 demo: .venv/.demo
 	$(BIN)/kvrs demo
+
+# How long a first try takes: a fresh clone, its installation with pip's cache, and the demo.
+time-demo: install
+	$(BIN)/python -m experiments.first_minutes
 
 # The same before real vLLM on this machine's CPU, with the connector: one stream, whose server is killed.
 # A quarter of an hour with the installation (3 GB), three minutes without.
