@@ -56,7 +56,8 @@ def test_sections_of_an_entry_lie_over_those_of_the_file() -> None:
 
 def test_a_model_with_services_alone_has_no_nodes() -> None:
     """Those that a file has by default are of no model."""
-    services = [{"id": "s", "host": "engines", "port": 8000, "role": "both"}]
+    roles = ("prefill", "decode")
+    services = [{"id": role, "host": role, "port": 8000, "role": role} for role in roles]
     document = two()
     document["models"][1]["cluster"] = {"services": services, "backend": "vllm", "model": "m"}
     document["models"][1]["profiles"] = {"prefill": "llama-3.1-8b-h100-vllm-tp1"}
