@@ -49,10 +49,12 @@ def row(cluster: Cluster, name: str) -> Row:
 
 
 def at_home(cluster: Cluster) -> bool:
+    """Both are whole and idle: one whose last report has a queue gets none of the next streams."""
     rows = [row(cluster, name) for name in ("d0", "d1")]
     return all(
         each["health"] == "up"
         and each["state"] == "full"
+        and each["load"]["queue_delay_s"] == 0.0
         and len(each["stages"]) == STAGES
         and all(stage["donor"] is None for stage in each["stages"])
         for each in rows
@@ -77,9 +79,13 @@ async def killed_under_way(
 ) -> tuple[Row, list[StreamRecord]]:
     """The row of d0 right before processes of it are lost, and the streams."""
     load = asyncio.create_task(replay(cluster.url, asked, timeout_s=END_S))
+    met: dict[str, int] = {}
 
     def are_far() -> bool:
-        own = [each for each in cluster.state()["streams"] if each["decode"] == "d0"]
+        streams = cluster.state()["streams"]
+        met.update({f"{each['id']} at {each['decode']}": each["output_tokens"] for each in streams})
+        assert streams or not load.done(), f"met under way: {met}; {row(cluster, 'd0')}"
+        own = [each for each in streams if each["decode"] == "d0"]
         return any(250 < each["output_tokens"] < 350 for each in own)
 
     await asyncio.to_thread(until, are_far, END_S)
