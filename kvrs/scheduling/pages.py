@@ -210,7 +210,7 @@ class PageManager:
 
     def disown(self, pages: Sequence[int]) -> None:
         """Let none of these pages be found any more, each of which has a hard pin: what is in them
-        is not what their tags say. Who has them keeps them.
+        is not what their tags say. Sequences that hold such a page keep it.
         """
         for page in pages:
             assert self.references[page] > 0, f"page {page} is disowned without a hard pin"
