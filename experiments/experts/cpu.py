@@ -19,22 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
+from experiments.experts.stepping import group_of, step_of
 from experiments.record import Record
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings, EngineSettings, ExpertSettings
-from kvrs.engine.model_config import ModelConfig
+from kvrs.config.engine import ExpertSettings
 from kvrs.engine.random_experts import ExpertsModel, write_experts_model
 from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.settings import layout_of
 from kvrs.errors import RanksLostError
-from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Role
-from kvrs.scheduling.sequences import Chunk
 
 NAME = "cpu"
 RANKS, SKEWS, VARIANTS = 8, (0.0, 0.5, 1.0), ("off", "on", "split")
 PUBLISHED = 562.32 / 436.61  # AnchorTP: tokens/s behind a loss, with balance over without.
-PAGE_TOKENS, PAGES_EACH = 16, 4
 _SETTLED_STEPS, _LONGEST_S = 20, 300.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -88,15 +82,7 @@ def measured(directory: Path, skew: float, variant: str, options: argparse.Names
         half_life_s=1e6,
         room_share=1.0,
     )
-    elastic = ElasticSettings(experts=experts)
-    settings = EngineSettings(
-        pages=options.rows * PAGES_EACH, page_size_tokens=PAGE_TOKENS, max_batch_tokens=options.rows
-    )
-    instance = InstanceSettings(id=InstanceId("e0"), role=Role.BOTH, tp=RANKS)
-    layout = layout_of(instance, ModelConfig.from_directory(directory).units, elastic)
-    assert layout is not None, "it has several ranks"
-    group = RankGroup(directory, settings, layout, elastic)
-    group.predict = lambda chunks: 0.0
+    group = group_of(directory, RANKS, options.rows, experts)
     try:
         bench = _Bench(group, options.rows, Random(options.seed))
         before = bench.row(skew, variant, options.steps)
@@ -112,7 +98,7 @@ def measured(directory: Path, skew: float, variant: str, options: argparse.Names
 class _Bench:
     def __init__(self, group: RankGroup, rows: int, choose: Random) -> None:
         self._group, self._rows, self._choose = group, rows, choose
-        self._position = 0
+        self._steps = 0
 
     def row(self, skew: float, variant: str, steps: int) -> Row:
         group, quiet = self._group, 0
@@ -150,16 +136,8 @@ class _Bench:
 
     def step(self) -> None:
         """One token of each sequence."""
-        self._position = (self._position + 1) % (PAGE_TOKENS * PAGES_EACH)
-        chunks = [
-            Chunk(
-                [self._choose.randrange(4, 500)],
-                self._position,
-                range(at * PAGES_EACH, (at + 1) * PAGES_EACH),
-                logits=1,
-            )
-            for at in range(self._rows)
-        ]
+        self._steps += 1
+        chunks = step_of(self._rows, self._steps, lambda: self._choose.randrange(4, 500))
         while True:
             try:
                 self._group.execute(chunks)

@@ -14,25 +14,22 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import quantiles
 
+from experiments.experts.stepping import group_of, step_of
 from experiments.record import Record
-from kvrs.config.cluster import InstanceSettings
-from kvrs.config.engine import ElasticSettings, EngineSettings, ExpertSettings
-from kvrs.engine.model_config import ModelConfig
+from kvrs.config.engine import ExpertSettings
 from kvrs.engine.random_experts import ExpertsModel
 from kvrs.engine.ranks.group import RankGroup
-from kvrs.engine.ranks.settings import layout_of
 from kvrs.errors import RanksLostError
-from kvrs.ids import InstanceId
-from kvrs.protocol.instance import Role
 from kvrs.scheduling.sequences import Chunk
 from kvrs_testkit.turning_experts import FIRST_IDS, LAST_IDS, write_turning_model
 
 NAME = "moving"
-RANKS, PAGE_TOKENS, PAGES_EACH = 4, 16, 4
+RANKS = 4
 TURN_S, AFTER_S = 3.0, 1.0
 MOST = 1.2
 
@@ -74,29 +71,13 @@ def main() -> int:
 
 def measured(directory: Path, options: argparse.Namespace) -> Steps:
     experts = ExpertSettings(after_s=AFTER_S, half_life_s=TURN_S / 3, room_share=1.0)
-    elastic = ElasticSettings(experts=experts)
-    settings = EngineSettings(
-        pages=options.rows * PAGES_EACH, page_size_tokens=PAGE_TOKENS, max_batch_tokens=options.rows
-    )
-    instance = InstanceSettings(id=InstanceId("e0"), role=Role.BOTH, tp=RANKS)
-    layout = layout_of(instance, ModelConfig.from_directory(directory).units, elastic)
-    assert layout is not None, "it has several ranks"
-    group, steps = RankGroup(directory, settings, layout, elastic), Steps()
-    group.predict = lambda chunks: 0.0
+    group, steps = group_of(directory, RANKS, options.rows, experts), Steps()
     try:
-        choose, began_s, position = Random(options.seed), time.monotonic(), 0
+        choose, began_s, number = Random(options.seed), time.monotonic(), 0
         while (now_s := time.monotonic() - began_s) < options.seconds:
             ids = (FIRST_IDS, LAST_IDS)[int(now_s / TURN_S) % 2]
-            position = (position + 1) % (PAGE_TOKENS * PAGES_EACH)
-            chunks = [
-                Chunk(
-                    [choose.choice(ids)],
-                    position,
-                    range(at * PAGES_EACH, (at + 1) * PAGES_EACH),
-                    logits=1,
-                )
-                for at in range(options.rows)
-            ]
+            number += 1
+            chunks = step_of(options.rows, number, partial(choose.choice, ids))
             moves = group.reforming is not None
             number = group.layout.number
             took_s = _compute(group, chunks, steps)
