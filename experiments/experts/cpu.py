@@ -29,7 +29,8 @@ from kvrs.errors import RanksLostError
 NAME = "cpu"
 RANKS, SKEWS, VARIANTS = 8, (0.0, 0.5, 1.0), ("off", "on", "split")
 PUBLISHED = 562.32 / 436.61  # AnchorTP: tokens/s behind a loss, with balance over without.
-_SETTLED_STEPS, _LONGEST_S = 20, 300.0
+_AFTER_S = 0.5  # From a change of layout to the next look at the loads.
+_SETTLED_S, _SETTLED_STEPS, _LONGEST_S = 4 * _AFTER_S, 20, 300.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -78,7 +79,7 @@ def measured(directory: Path, skew: float, variant: str, options: argparse.Names
     experts = ExpertSettings(
         layout="split" if variant == "split" else "whole",
         rebalance=variant == "on",
-        after_s=0.5,
+        after_s=_AFTER_S,
         half_life_s=1e6,
         room_share=1.0,
     )
@@ -101,13 +102,8 @@ class _Bench:
         self._steps = 0
 
     def row(self, skew: float, variant: str, steps: int) -> Row:
-        group, quiet = self._group, 0
-        until_s = time.monotonic() + _LONGEST_S
-        while quiet < _SETTLED_STEPS and time.monotonic() < until_s:
-            number = group.layout.number
-            self.step()
-            is_quiet = group.reforming is None and group.layout.number == number
-            quiet = quiet + 1 if is_quiet else 0
+        self._settle()
+        group = self._group
         loads = group.reformer.loads
         assert loads is not None, "the model has experts"
         before, from_s = self._cpu_s(), loads.facts(group.layout)
@@ -127,6 +123,19 @@ class _Bench:
             1e3 * max(used) / tokens,
             1e3 * sum(used) / len(used) / tokens,
         )
+
+    def _settle(self) -> None:
+        """The loads have been looked at for a while, and no other copies pay."""
+        group, quiet = self._group, 0
+        since_s = time.monotonic()
+        until_s = since_s + _LONGEST_S
+        while quiet < _SETTLED_STEPS or time.monotonic() < since_s + _SETTLED_S:
+            number = group.layout.number
+            self.step()
+            quiet += 1
+            if group.reforming is not None or group.layout.number != number:
+                quiet, since_s = 0, time.monotonic()
+            assert time.monotonic() < until_s, "copies of experts do not come to rest"
 
     def compute_until(self, holds: Callable[[], bool]) -> None:
         until_s = time.monotonic() + _LONGEST_S
