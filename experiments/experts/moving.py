@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import quantiles
+from statistics import median, quantiles
 
 from experiments.experts.stepping import group_of, step_of
 from experiments.record import Record
@@ -43,6 +43,8 @@ class Steps:
     broken_off: int = 0
     rebalances: int = 0
     copied_bytes: int = 0
+    # Medians of the parts of a change, of which the ranks compute no step from `join` on.
+    phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -87,6 +89,9 @@ def measured(directory: Path, options: argparse.Namespace) -> Steps:
         assert loads is not None, "the model has experts"
         report = loads.facts(group.layout)
         steps.rebalances, steps.copied_bytes = report.rebalances, report.copied_bytes
+        done = group.reformer.done
+        for part in done[-1].phases_s if done else ():
+            steps.phases[part] = 1e3 * median(each.phases_s[part] for each in done)
         return steps
     finally:
         group.close()
@@ -117,6 +122,8 @@ def as_text(steps: Steps) -> str:
         "",
         f"{steps.rebalances} changes of copies, {steps.copied_bytes / 1e6:.0f} MB; "
         f"{steps.broken_off} steps were broken off",
+        "median of a change: "
+        + ", ".join(f"{part} {took_ms:.0f} ms" for part, took_ms in steps.phases.items()),
         f"p99 in a move over calm: {steps.ratio:.2f}; bar {MOST}",
     ]
     return "\n".join(lines)

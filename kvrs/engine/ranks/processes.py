@@ -75,7 +75,7 @@ class RankProcesses:
         spreads: bool,
         yields: bool = False,
     ) -> None:
-        """`yields`: first starts and fetches yield to whatever else runs on the machine."""
+        """`yields`: first starts yield to whatever else runs on the machine."""
         self.seats: dict[int, RankSeat] = {}
         self.told: SimpleQueue[RankMessage | None] = SimpleQueue()
         self.hashes: dict[str, bytes] = {}
@@ -86,7 +86,8 @@ class RankProcesses:
         self.read_bytes: Counter[int] = Counter()  # Of weights from files, by rank.
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._spreads = config, cells, spreads
-        self._yields = yields
+        self._start_yields = yields
+        self._fetch_yields = False  # Of the newest order.
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
         # Ranks that copy a unit from a rank that is to read it, by epoch, rank and unit.
@@ -96,8 +97,8 @@ class RankProcesses:
         self._lent: dict[tuple[int, Unit], int] = {}
 
     def begun(self) -> None:
-        """The ranks compute: what is started or fetched from now on is waited for."""
-        self._yields = False
+        """The ranks compute: what is started from now on is waited for."""
+        self._start_yields = False
 
     def start(
         self, rank: int, layout: Layout, stage: int, *, proves_ahead: bool = True
@@ -120,7 +121,7 @@ class RankProcesses:
             is_last=stage == len(layout.stages) - 1,
             layout=layout if proves_ahead else None,
             spreads=self._spreads,
-            yields=self._yields,
+            yields=self._start_yields,
         )
         _order(seat, order, [seat.lives.descriptor, self._cells.descriptor])
         return seat
@@ -167,14 +168,15 @@ class RankProcesses:
             log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
         return True
 
-    def fetch(self, epoch: int, moves: Collection[Move]) -> None:
+    def fetch(self, epoch: int, moves: Collection[Move], *, yields: bool = False) -> None:
         """Let each target get its units, those first that others copy from it; each has room for
-        all of them before the first moves.
+        all of them before the first moves. `yields`: to whatever else runs on the machine.
 
         Raises:
             KvrsError: there is not so much memory.
         """
         self._behind.clear()
+        self._fetch_yields = yields
         awaited = {(move.source, move.unit) for move in moves}
         ordered = sorted(
             moves, key=lambda move: (move.target, (move.target, move.unit) not in awaited)
@@ -247,7 +249,7 @@ class RankProcesses:
             self._coming[seat.pid, epoch, move.unit] = coming
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
-        return FetchUnits(epoch, wire, known, self._yields), descriptors
+        return FetchUnits(epoch, wire, known, self._fetch_yields), descriptors
 
     def _source(
         self, move: Move, sources: dict[int, int], descriptors: list[int]
@@ -271,7 +273,7 @@ class RankProcesses:
             at = self._coming[waiting.pid, answer.epoch, answer.unit].at
             move = UnitMove(answer.unit, 0, at.offset, 1, theirs.offset)
             known = {unit_name(answer.unit): answer.hash}
-            order = FetchUnits(answer.epoch, [move], known, self._yields)
+            order = FetchUnits(answer.epoch, [move], known, self._fetch_yields)
             _order(waiting, order, [at.memory.descriptor, theirs.memory.descriptor])
 
     def drop_coming(self, of_epoch: int | None = None) -> None:

@@ -317,7 +317,9 @@ class Reformer:
             if not self._seat(rank, action):
                 return
         try:
-            self._processes.fetch(action.epoch, action.plan.moves)
+            # Nothing waits for it where all ranks compute meanwhile.
+            yields = not action.way.pauses and not action.fresh
+            self._processes.fetch(action.epoch, action.plan.moves, yields=yields)
         except KvrsError as error:
             self._handle(RoomMissing(action.epoch, str(error)))
             if self._machine.phase is ReformingPhase.SERVING:

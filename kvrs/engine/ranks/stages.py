@@ -86,6 +86,7 @@ class StageRanks:
         self.settings, self.layout, self.stages = settings, layout, stages
         self._began_s = self._heard_s = 0.0  # Of the start: its beginning, and the last answer.
         self._alone_s = self._whole_s = 0.0  # As `StartTimes`.
+        self._yields = yields
         self.layers = layout.layers(stages)
         self._config = ModelConfig.from_directory(model_directory)
         geometry = of_layers(geometry_of(self._config, settings), self.layers)
@@ -113,7 +114,7 @@ class StageRanks:
         units = self._config.units_of_ranks
         whole = plan(layout, layout, units, layout.ranks, in_pieces=False)
         moves = [move for move in whole.moves if move.target in processes.seats]
-        processes.fetch(1, moves)
+        processes.fetch(1, moves, yields=self._yields)
         self._collect(move.target for move in moves)
         fetched_s = time.monotonic()
         formation = self.form(1, layout)

@@ -88,6 +88,18 @@ def test_a_unit_that_comes_twice_is_kept_once(processes: RankProcesses) -> None:
     assert not set(descriptors("kvrs-units-0")) - before
 
 
+def test_what_is_fetched_yields_where_it_may(processes: RankProcesses) -> None:
+    """The next order, for which others wait, does not."""
+    orders: list[Any] = []
+    seat = processes.seats[0] = seat_of(0)
+    seat.order = lambda order, descriptors: orders.append(order)
+    for epoch, yields in ((2, True), (3, False)):
+        processes.fetch(epoch, [Move(Unit(UnitKind.MLP, 0, 0), 0, 64, HOST, 0)], yields=yields)
+    processes.drop_coming()
+
+    assert [order.yields for order in orders] == [True, False]
+
+
 def test_a_unit_that_comes_twice_from_where_a_lost_rank_had_it_stays_there(
     processes: RankProcesses,
 ) -> None:

@@ -368,6 +368,8 @@ def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
         assert group.order(2, leaves=False) == "rank: got 2; allowed: 3"
         assert group.order(3, leaves=False) is None
         group.until_serving(*ALL)
+        # What a loss or a rank that comes back waits for does not yield.
+        assert group.processes.yields == [True, False, False, False]
 
 
 def test_a_re_forming_is_recorded_while_its_layout_serves_and_before_it_has_ended() -> None:
