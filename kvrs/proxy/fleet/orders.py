@@ -1,6 +1,6 @@
 """Orders of an operator about instances, as the admin port takes them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -111,9 +111,11 @@ class _NewInstance(msgspec.Struct):
     agent: dict[str, Any] | None = None
 
 
-def with_instance(config: Config, body: bytes) -> tuple[InstanceId, Nodes]:
+def with_instance(
+    config: Config, body: bytes, beside: Sequence[Config] = ()
+) -> tuple[InstanceId, Nodes]:
     """An instance, and `cluster.nodes` with it: the body has its keys, and `node`; a new node may
-    have `agent`.
+    have `agent`. `beside`: of other models, whose ids and nodes are theirs.
 
     Raises RequestError: the body is no instance, or its id is taken.
     """
@@ -125,6 +127,16 @@ def with_instance(config: Config, body: bytes) -> tuple[InstanceId, Nodes]:
         ) from None
     if any(asked.id == instance.id for _, instance in config.cluster.instances()):
         raise RequestError(f"{asked.id} is there already", param="id", status=409)
+    for other in beside:
+        theirs = {"id": asked.id, "node": asked.node}
+        for param, name in theirs.items():
+            if name in other.cluster.member_ids:
+                raise RequestError(
+                    f"{name} is of the model {other.cluster.served_name!r}; allowed: ids that no "
+                    f"other model has",
+                    param=param,
+                    status=409,
+                )
     instance = {key: value for key, value in fields.items() if key not in ("node", "agent")}
     nodes = nodes_of(config)
     node = next((each for each in nodes if each["id"] == asked.node), None)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -56,7 +57,7 @@ class ModelsProxy:
                 secret,
                 older,
                 None if file is None else _file_of(file, list(self._configs), name),
-                beside=[each for each in self._configs.values() if each is not own],
+                beside=partial(self._beside, name),
             )
             for name, own in self._configs.items()
         }
@@ -70,6 +71,10 @@ class ModelsProxy:
     def admin_ports(self) -> dict[str, int]:
         """By model."""
         return {name: proxy.admin_port for name, proxy in self.by_name.items()}
+
+    def _beside(self, name: str) -> list[Config]:
+        """The configurations in use of all models but this one."""
+        return [proxy.reloads.config for other, proxy in self.by_name.items() if other != name]
 
     async def start(self) -> None:
         """Raises ConfigError, as `Proxy.start` does."""

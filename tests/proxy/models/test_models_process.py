@@ -203,6 +203,23 @@ async def test_an_order_about_the_fleet_is_for_one_model() -> None:
         assert [known_to(each, "a") for each in (system.proxy, other)] == [before, before]
 
 
+async def test_an_order_cannot_take_an_id_of_another_model() -> None:
+    """Of an instance or of a node; the order names the model that has it."""
+    async with open_models_cluster("a", "b", pairs=1) as system:
+        url = f"http://127.0.0.1:{system.proxy.admin_ports['b']}/kvrs/v1/instances"
+        for row, param in (
+            ({"node": "more", "id": "da0"}, "id"),
+            ({"node": "more", "id": "na0"}, "id"),
+            ({"node": "na0", "id": "more"}, "node"),
+        ):
+            async with system.http.post(url, json=row | {"role": "decode", "port": 1}) as response:
+                answer = await response.json()
+            assert response.status == 409, answer
+            assert answer["error"]["param"] == param
+            assert f"{row[param]} is of the model 'a'" in answer["error"]["message"]
+        assert "da0" not in known_to(system.proxy, "b")
+
+
 def test_descriptors_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams of all models fit into the quarter that there is; the port's clients are those
     of all.
