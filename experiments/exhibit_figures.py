@@ -38,6 +38,8 @@ KILLS_SIMULATED = "kills/results/simulated.json"
 THROUGHPUT = "raidserve/results/throughput.json"
 PLANS = "anchortp/results/plans.json"
 EXPERTS = "experts/results/simulated.json"
+EXPERTS_CPU = "experts/results/cpu.json"
+EXPERTS_LOST = "experts/results/lost_ranks.json"
 SHARES = "raidserve/results/shares.json"
 IN_PLACE = "measured_once/results/in_place.json"
 COMPUTED = "measured_once/results/raidserve_computed.json"
@@ -648,6 +650,18 @@ def experts() -> str:
         f"Zipf {exponent:g}: {off:.0f} to {rows[exponent, 'on']:.0f} tokens/s"
         for (exponent, variant), off in rows.items()
         if variant == "off"
+    )
+
+
+def busiest_rank() -> str:
+    gains = kept(EXPERTS_CPU)["gains"]
+    return "; ".join(f"skew {skew}: {gain:.2f}" for skew, gain in gains.items())
+
+
+def lost_ranks() -> str:
+    return "; ".join(
+        f"{case}: TFS {own['tfs_s']:.2f}, TTP {own['ttp_s']:.2f}"
+        for case, own in kept(EXPERTS_LOST)["ratios"].items()
     )
 
 

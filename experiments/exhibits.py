@@ -716,6 +716,34 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             because="the paper's ratio of 1.29 lies between those of two skews",
             sentinels=("in_place", "plans"),
         ),
+        Exhibit(
+            "Figures 4, 6: work of the busiest rank",
+            "562.32 of 436.61 tokens/s: 1.29",
+            How.REAL,
+            "CPU time per token of a Mixtral of 1 GB, 8 ranks of which one leaves, without copies "
+            "over with them, at three skews of the router; the paper says nothing of its skew",
+            figures.busiest_rank,
+            "experts",
+            figures.EXPERTS_CPU,
+            judged=Verdict.DIRECTION,
+            because="the paper's ratio is that of the largest skew",
+            sentinels=("in_place", "plans"),
+        ),
+        Exhibit(
+            "Table I with experts, of a restart's",
+            "8 to 6: TFS 0.10, TTP 0.71 and 0.70; 4 to 2: TFS 0.09 and 0.10, TTP 0.44 and 0.41",
+            How.REAL,
+            "a Mixtral of 1 GB in the page cache, on two processors, of which both ranks are lost "
+            "at once; times count from the loss. The lost ranks start again on the same "
+            "processors meanwhile",
+            figures.lost_ranks,
+            "experts",
+            figures.EXPERTS_LOST,
+            judged=Verdict.DIRECTION,
+            because="TFS falls by an order of magnitude for 8 to 6; TTP does not where the "
+            "processors are shared",
+            sentinels=("in_place", "plans"),
+        ),
     ),
     "KevlarFlow": (
         Exhibit(
