@@ -734,14 +734,13 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "8 to 6: TFS 0.10, TTP 0.71 and 0.70; 4 to 2: TFS 0.09 and 0.10, TTP 0.44 and 0.41",
             How.REAL,
             "a Mixtral of 1 GB in the page cache, on two processors, of which both ranks are lost "
-            "at once; times count from the loss. The lost ranks start again on the same "
-            "processors meanwhile",
+            "at once and start again on the same processors. The load leaves room, so that TTP "
+            "is in part the shape of the load",
             figures.lost_ranks,
             "experts",
             figures.EXPERTS_LOST,
             judged=Verdict.DIRECTION,
-            because="TFS falls by an order of magnitude for 8 to 6; TTP does not where the "
-            "processors are shared",
+            because="TFS falls by an order of magnitude for 8 to 6; TTP does not at this load",
             sentinels=("in_place", "plans"),
         ),
     ),
