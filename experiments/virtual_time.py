@@ -9,13 +9,17 @@ from unittest.mock import patch
 
 from kvrs.core import staying
 from kvrs.ids import StreamId
+from kvrs.sim.calls import SimRun
 from kvrs.sim.process import Clock, require
+from kvrs.sim.steady import SteadyDecodes
 from kvrs.sim.streams import SimJournal
 
 
 @contextmanager
 def token_times() -> Iterator[defaultdict[StreamId, list[float]]]:
-    """By stream: when each of its tokens comes, of all simulations within."""
+    """By stream: when each of its tokens comes, of all simulations within, which work out each step
+    by itself.
+    """
     tokens_s: defaultdict[StreamId, list[float]] = defaultdict(list)
     append = SimJournal.append
 
@@ -23,7 +27,10 @@ def token_times() -> Iterator[defaultdict[StreamId, list[float]]]:
         tokens_s[journal.stream].append(now_s)
         append(journal, token, now_s)
 
-    with patch.object(SimJournal, "append", noted):
+    def by_itself(steady: SteadyDecodes, run: SimRun) -> None:
+        pass
+
+    with patch.object(SimJournal, "append", noted), patch.object(SteadyDecodes, "take", by_itself):
         yield tokens_s
 
 

@@ -15,13 +15,15 @@ class Flights:
         """`depth`: how many the engine computes at a time."""
         self._depth = depth
         self._batches: list[frozenset[Sequence]] = []
+        # Each decodes a token in every batch, which does not name it, for as long as it is here.
+        self.steady: set[Sequence] = set()
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return any(sequence in batch for batch in self._batches)
+        return sequence in self.steady or any(sequence in batch for batch in self._batches)
 
     @property
     def sequences(self) -> frozenset[Sequence]:
-        return frozenset[Sequence]().union(*self._batches)
+        return frozenset[Sequence]().union(self.steady, *self._batches)
 
     def share(self, ready: int) -> int:
         """How many of the sequences that are ready the next batch takes, so that those behind it
@@ -41,4 +43,5 @@ class Flights:
             raise AssertionError("not a batch that is in flight") from None
 
     def check(self) -> None:
-        assert len(self.sequences) == sum(map(len, self._batches)), "a sequence is in two batches"
+        flying = len(self.steady) + sum(map(len, self._batches))
+        assert len(self.sequences) == flying, "a sequence is in two batches"

@@ -17,17 +17,19 @@ class Pace:
         self._decode = decode_table(profile)
         self._step_s = engine_step_s(profile)
 
-    def batch_s(self, chunks: Sequence[Chunk]) -> float:
+    def batch_s(
+        self, chunks: Sequence[Chunk], decode_batch: int = 0, context_tokens: int = 0
+    ) -> float:
         """Time of one step: all its pieces of prefill as one batch, then all its decode steps as
         another, in which each draft counts as one more, and a context once.
 
         With overhead h and decode table D(batch, context tokens) that is
         h + sum(prefill(new given computed) - h) + D. The tables are fits of such batches, so h is
         paid once for all pieces of prefill together. The engine's own time at each step is part of
-        h, and is added to D where no prefill is in the step.
+        h, and is added to D where no prefill is in the step. `decode_batch`: so many decode steps
+        beside the chunks, with that many tokens of context together.
         """
         prefill_s = 0.0
-        decode_batch = context_tokens = 0
         for chunk in chunks:
             tokens = len(chunk.token_ids)
             if tokens - chunk.drafts > 1:

@@ -77,8 +77,7 @@ class BatchScheduler:
         `depth`: batches that the engine computes at a time.
         """
         assert settings.page_size_tokens == pages.page_size_tokens
-        self._max_batch_tokens = settings.max_batch_tokens
-        self._max_running = settings.max_running
+        self._max_batch_tokens, self._max_running = settings.max_batch_tokens, settings.max_running
         self._page_size = settings.page_size_tokens
         self._pages, self._share = pages, share
         self._queue = FairQueue()
@@ -255,7 +254,8 @@ class BatchScheduler:
         """
         self._stalled = []
         batch: list[tuple[Sequence, Chunk]] = []
-        budget, size, flying = self._max_batch_tokens, self._page_size, self._in_flight.sequences
+        size, flying = self._page_size, self._in_flight.sequences
+        budget = self._max_batch_tokens - len(self._in_flight.steady)
         running, pulling = SequencePhase.RUNNING, SequencePhase.PULLING
         ready = [one for one in self._admitted if one.phase is not pulling and one not in flying]
         # Where decode steps alone can fill a batch, the first sequence could wait for ever to

@@ -15,10 +15,10 @@ from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.first_token import FirstToken
-from kvrs.sim.process import Step, require
+from kvrs.sim.flows import Flow, FlowPart
+from kvrs.sim.process import IN_ORDER_S, Step, require
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import SimStream
-from kvrs.sim.watches import IN_ORDER_S
 
 _NOT_CONNECTED = "refused"
 # What a broken call says of its instance, as `kvrs/proxy/backends/pd.py` reads it; any other cause
@@ -49,9 +49,6 @@ class AttemptHost(Asker, Protocol):
         """Do this later, unless the proxy has died by then."""
 
     def engine(self, name: InstanceId) -> SimEngine: ...
-    def arrives_s(self, name: InstanceId) -> float:
-        """When a message to or from the process arrives that is sent now."""
-
     def late_news_s(self) -> float | None:
         """How much later it is noticed once more that a connection is closed; None: it is not."""
 
@@ -67,7 +64,28 @@ class Connection:
         self.asker: Asker = attempt.host
         self._engine = engine
         self.arrival_s = self._sent_s = 0.0  # Of the last message each way.
+        self._joined_at = 0  # The first step of a flow.
         self._is_open = True
+        self._part: FlowPart | None = None
+
+    def join(self, flow: Flow) -> bool:
+        attempt = self.attempt
+        if not attempt.takes_from(self) or attempt.live.journal.has_more_to_take:
+            return False
+        flow.calls += 1
+        flow.latest_s = max(flow.latest_s, self.arrival_s)
+        self._part = attempt.live.journal.part = FlowPart(flow, attempt, flow.sent)
+        self._joined_at = flow.sent
+        return True
+
+    def leave(self) -> None:
+        part, self._part = self._part, None
+        assert part is not None
+        flow = part.flow
+        flow.calls -= 1
+        part.end = flow.sent
+        if flow.sent > self._joined_at:
+            self.arrival_s = flow.latest_s
 
     def prefilled(self, history_tokens: int) -> None:
         self._later(lambda: self.attempt.prefilled(self._engine.id, history_tokens))
@@ -137,10 +155,17 @@ class SimAttempt:
 
     def expect_token(self) -> None:
         """Report the next token as that with which the attempt resumes."""
+        require(self.live.journal.part is None, "instances with ranks have no flows")
         self._is_expected = True
 
+    def takes_from(self, connection: Connection) -> bool:
+        """Tokens of that call count."""
+        return self._is_open and self._is_decoding and self._connection is connection
+
     def close(self) -> None:
-        self._is_open = False
+        if self._is_open:
+            self._is_open = False
+            self.live.journal.close_part()
         self._release_slot()
         if self._connection is not None:
             self._connection.close()
@@ -207,9 +232,11 @@ class SimAttempt:
         """Fail the attempt when its call has been silent for too long."""
         if not self._is_open or self._connection is not connection:
             return
-        attempt, now_s = self._attempt, self.host.now_s
-        limit_s = attempt.limit_s(self._silence.heard_s, now_s)
-        next_s = self._silence.look(now_s, limit_s, lambda: attempt.is_excused(now_s))
+        attempt, silence, now_s = self._attempt, self._silence, self.host.now_s
+        if (last_s := self.live.journal.last_token_s) is not None and last_s > silence.heard_s:
+            silence.heard_s = last_s
+        limit_s = attempt.limit_s(silence.heard_s, now_s)
+        next_s = silence.look(now_s, limit_s, lambda: attempt.is_excused(now_s))
         if next_s is not None:
             self.host.after(next_s - now_s, lambda: self._watch(connection))
             return

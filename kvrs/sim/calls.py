@@ -15,6 +15,7 @@ from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.scheduling.sources import PullSource
+from kvrs.sim.flows import Flow
 from kvrs.sim.process import SimProcess, Step
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
@@ -37,17 +38,36 @@ def token_at(stream: StreamId, position: int) -> int:
     return (first_token(stream) + TOKEN_STRIDE * position) % VOCABULARY
 
 
+def tokens_at(stream: StreamId, position: int, count: int) -> list[int]:
+    """Those from a position on."""
+    first = first_token(stream)
+    return [
+        (first + TOKEN_STRIDE * each) % VOCABULARY for each in range(position, position + count)
+    ]
+
+
 class Asker(Protocol):
     """A proxy."""
 
-    def answered(self, instance: InstanceId, tokens: "list[Answer]") -> None:
-        """Tokens of one batch of the instance are on their way."""
+    def answered(self, instance: InstanceId, tokens: "list[Answer]", flow: Flow | None) -> None:
+        """Tokens of one batch of the instance are on their way, those of a flow among them."""
+
+    def arrives_s(self, name: InstanceId) -> float:
+        """When a message to or from the process arrives that is sent now."""
+
+    def flow_from(self, instance: InstanceId) -> Flow: ...
 
 
 class Reply(Protocol):
     """The connection on which a call is answered."""
 
     asker: Asker
+
+    def join(self, flow: Flow) -> bool:
+        """Its tokens come by the flow from now on; False: they cannot."""
+
+    def leave(self) -> None:
+        """They come by themselves again."""
 
     def prefilled(self, history_tokens: int) -> None: ...
 

@@ -326,7 +326,7 @@ def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:
     kept = proxy.control.policy.kept(live.id)
     return replace(
         journal,
-        output_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
+        taken_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
         owner_epoch=journal.owner_epoch + 1,
         attempt=0,
         kept=tuple(each for each in kept if rng.random() < 0.9),

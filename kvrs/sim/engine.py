@@ -22,7 +22,6 @@ from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.replicas import ReplicaBook
-from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.sim.calls import (
     Answer,
@@ -41,6 +40,7 @@ from kvrs.sim.process import Step, require
 from kvrs.sim.pulling import Pulling
 from kvrs.sim.ranks import SimRanks
 from kvrs.sim.site import OpenedPages, PageRequest, SimPagePool, Site
+from kvrs.sim.steady import SteadyDecodes, SteadyScheduler
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
 
@@ -49,6 +49,8 @@ _HANGS_LOOK_S = 0.05
 
 
 class SimEngine(SimPagePool, RankedEngine):
+    scheduler: SteadyScheduler
+
     def __init__(
         self, name: InstanceId, node: NodeId, role: Role, site: Site, ranks: int = 1
     ) -> None:
@@ -76,7 +78,8 @@ class SimEngine(SimPagePool, RankedEngine):
         self.pages = PageManager(self._settings.pages, self._size)
         hosts = self._site.hosts.get(self.id, [])
         self._depth = max(1, len(hosts))
-        self.scheduler = BatchScheduler(self._settings, self.pages, depth=self._depth)
+        self.scheduler = SteadyScheduler(self._settings, self.pages, depth=self._depth)
+        self.steady = SteadyDecodes(self.id, self.scheduler, self._size)
         self.places = AdmissionWaitEstimator()
         self.meter = LinkMeter(
             self._site.config.transfer.link, self._site.config.transfer.probe_bytes
@@ -111,6 +114,7 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def kill(self, *, silently: bool = False) -> None:
         """Silently: its node is gone, and nothing is left to reset its connections."""
+        self.steady.stop(None)
         super().kill()
         self.slow_factor = 1.0
         if isinstance(self.ranks, SimPipeline):
@@ -232,6 +236,7 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def load(self) -> LoadReport:
         scheduler, now_s = self.scheduler, self.clock.now_s
+        self.steady.catch_up()
         compute_s = scheduler.queued_s(self._pace.queued_prefill)
         admission_s = self.places.expected_s(now_s, scheduler.waiting, scheduler.running)
         links = self.meter.measurements(now_s)
@@ -279,19 +284,35 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def _begin_batch(self) -> bool:
         """False: there is none."""
+        steady = self.steady
+        if steady and not self._can_be_steady:
+            steady.stop(None)
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
         batch = self.scheduler.next_batch(proposals)
         if self.drafts is not None:
             self.drafts.tell()
-        if not batch:
+        if not batch and not steady:
             return False
         if self.unverified:
             self._verify(batch)
         self.flights.append(batch)
-        seconds = self._pace.pace.batch_s([chunk for _, chunk in batch]) * self.slow_factor
+        chunks = [chunk for _, chunk in batch]
+        seconds = self._pace.pace.batch_s(chunks, len(steady), steady.context_tokens)
+        seconds *= self.slow_factor
         compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
         compute(seconds, lambda: self._complete(batch))
         return True
+
+    @property
+    def _can_be_steady(self) -> bool:
+        """Nothing changes what a decode step is, and all of them fit into each batch."""
+        settings = self._settings
+        return (
+            self.ranks is None
+            and (self.drafts is None or self.drafts.helper is None)
+            and settings.max_running < settings.max_batch_tokens
+            and not self.scheduler.is_short
+        )
 
     def _verify(self, batch: Batch) -> None:
         """Check that the pages of new chunks hold the KV of their history, however it got there."""
@@ -313,6 +334,8 @@ class SimEngine(SimPagePool, RankedEngine):
         flights = [each for each in self.flights if each is not batch]
         if len(flights) == len(self.flights):
             return  # It was abandoned.
+        if self.steady and not self.steady.keeps_order():
+            self.steady.stop(batch)
         self.flights = flights
         sampled = {
             sequence: chosen_tokens(sequence, chunk)
@@ -322,7 +345,7 @@ class SimEngine(SimPagePool, RankedEngine):
             if chunk.logits
         }
         drafted = _note_computed(self, batch)
-        prefilled = self.scheduler.complete(batch, sampled)
+        prefilled = self.scheduler.complete(batch, sampled) if batch else []
         _note_verified(self, drafted, sampled)
         runs, size, answers = self.runs, self._size, []
         for sequence, chunk in batch:
@@ -336,6 +359,11 @@ class SimEngine(SimPagePool, RankedEngine):
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
                 run.call.reply.prefilled(sequence.history_tokens)
         self._answer(answers)
+        self.steady.stepped()
+        if self._can_be_steady:
+            for run, _ in answers:
+                if run.sequence in runs:
+                    self.steady.take(run)
         self.look()
 
     def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:
@@ -351,11 +379,14 @@ class SimEngine(SimPagePool, RankedEngine):
                 answer = together[reply.asker] = []
             for position, token in enumerate(tokens, produced - len(tokens)):
                 answer.append((reply, position, token, is_last and position == produced - 1))
-        for asker, answer in together.items():
-            asker.answered(self.id, answer)
+        flows = self.steady.flows()
+        for asker in dict.fromkeys((*flows, *together)):
+            asker.answered(self.id, together.get(asker, []), flows.get(asker))
 
     def _end(self, run: SimRun, retain_until_s: float | None = None) -> None:
         sequence = run.sequence
+        if sequence in self.steady:
+            self.steady.stop(self.flights[0] if self.flights else None)
         del self.runs[sequence]
         self.unverified.discard(sequence)
         if self.drafts is not None:

@@ -8,6 +8,7 @@ from itertools import count
 from kvrs.ids import InstanceId, NodeId
 
 Step = Callable[[], None]
+IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
 STEPS_MAX = 5_000_000  # In one virtual second; a world that asks for more is stuck.
 
 

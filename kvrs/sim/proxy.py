@@ -32,6 +32,7 @@ from kvrs.sim.agent import SimAgent
 from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.calls import Answer
 from kvrs.sim.engine import SimEngine
+from kvrs.sim.flows import Flow
 from kvrs.sim.invariants import Grants, Invariants
 from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.site import Site
@@ -105,11 +106,17 @@ class SimProxy:
         """Do this later, unless this proxy has died by then."""
         self.time.after(delay_s, step)
 
-    def answered(self, instance: InstanceId, tokens: list[Answer]) -> None:
+    def flow_from(self, instance: InstanceId) -> Flow:
+        return Flow(self.control.progress.delivered[instance])
+
+    def answered(self, instance: InstanceId, tokens: list[Answer], flow: Flow | None) -> None:
         """Those that arrive at the same moment do so in one step. Also on connections that are
         closed: the instance does not know yet, and what it sends must not count.
         """
         first_s, together = self.arrives_s(instance), dict[float, list[Answer]]()
+        if flow is not None:
+            flow.send(first_s)
+            together[first_s] = []
         for answer in tokens:
             at_s = answer[0].in_order_s(first_s)
             if (came := together.get(at_s)) is None:
@@ -117,14 +124,18 @@ class SimProxy:
             came.append(answer)
         clock = self._site.clock
         for at_s, came in together.items():
-            clock.after(at_s - clock.now_s, partial(self._arrive, came))
+            # The step of the flow is in the first message.
+            step, flow = partial(self._arrive, came, flow, 0 if flow is None else flow.calls), None
+            clock.after(at_s - clock.now_s, step)
 
-    def _arrive(self, came: list[Answer]) -> None:
-        self._site.clock.steps += len(came) - 1  # Each of them counts.
-        self.time.do(partial(self._take, came))
+    def _arrive(self, came: list[Answer], flow: Flow | None, calls: int) -> None:
+        self._site.clock.steps += len(came) + calls - 1  # Each of them counts.
+        self.time.do(partial(self._take, came, flow, calls))
 
-    def _take(self, came: list[Answer]) -> None:
+    def _take(self, came: list[Answer], flow: Flow | None, calls: int) -> None:
         now_s = self.now_s
+        if flow is not None:
+            flow.came(calls, now_s)
         for connection, position, token, is_last in came:
             connection.attempt.token(position, token, is_last, now_s)
 

@@ -12,6 +12,8 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.ids import InstanceId, StreamId
+from kvrs.sim.calls import tokens_at
+from kvrs.sim.flows import FlowPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class SimJournal:
     arrived_s: float
     prompt_tokens_guess: int
     prompt_ids: Sequence[int] | None = None
-    output_ids: MutableSequence[int] = field(default_factory=lambda: array("H"))
+    # What has come of a flow is added to these when they are read.
+    taken_ids: MutableSequence[int] = field(default_factory=lambda: array("H"))
     owner_epoch: int = 0
     attempt: int = 0
     deadlines: ev.Deadlines = field(default_factory=ev.Deadlines)
@@ -50,9 +53,35 @@ class SimJournal:
     inexact: tuple[str, ...] = ()
     replayed: tuple[str, ...] = ()
     first_token_s: float | None = None
-    last_token_s: float | None = None
+    taken_last_s: float | None = None
     # When the client got each token, of whichever proxy: journals of one stream share it.
-    received_s: "array[float]" = field(default_factory=lambda: array("d"))
+    taken_s: "array[float]" = field(default_factory=lambda: array("d"))
+    part: FlowPart | None = None  # By which its tokens come, if not by themselves.
+
+    @property
+    def output_ids(self) -> MutableSequence[int]:
+        if self.part is not None:
+            self._catch_up(self.part)
+        return self.taken_ids
+
+    @property
+    def received_s(self) -> "array[float]":
+        if self.part is not None:
+            self._catch_up(self.part)
+        return self.taken_s
+
+    @property
+    def last_token_s(self) -> float | None:
+        if self.part is not None:
+            self._catch_up(self.part)
+        return self.taken_last_s
+
+    @property
+    def has_more_to_take(self) -> bool:
+        """Tokens are on their way by a flow."""
+        if self.part is not None:
+            self._catch_up(self.part)
+        return self.part is not None
 
     @property
     def max_tokens(self) -> int | None:
@@ -73,11 +102,30 @@ class SimJournal:
     def append(self, token: int, now_s: float) -> None:
         if self.first_token_s is None:
             self.first_token_s = now_s
-        self.last_token_s = now_s
-        output_ids, received_s = self.output_ids, self.received_s
-        if len(output_ids) == len(received_s):
-            received_s.append(now_s)
+        output_ids, taken_s = self.output_ids, self.taken_s
+        self.taken_last_s = now_s
+        if len(output_ids) == len(taken_s):
+            taken_s.append(now_s)
         output_ids.append(token)
+
+    def close_part(self) -> None:
+        """Its attempt is over: nothing that comes from now on counts."""
+        if self.part is not None:
+            self._catch_up(self.part)
+        if self.part is not None:
+            self.part.close()
+            self.part = None
+
+    def _catch_up(self, part: FlowPart) -> None:
+        if times_s := part.take():
+            have = len(self.taken_ids)
+            tokens = tokens_at(self.stream, self.arrival.prompt_tokens + have, len(times_s))
+            self.taken_ids.extend(tokens)
+            self.taken_last_s = times_s[-1]
+            # Another proxy may have sent some of them before.
+            self.taken_s.extend(times_s[len(self.taken_s) - have :])
+        if part.is_over:
+            self.part = None
 
 
 class Running(Protocol):

@@ -24,10 +24,8 @@ from kvrs.ids import StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport, InstanceInfo, LoadReport
 from kvrs.sim.agent import SimAgent
 from kvrs.sim.engine import SimEngine
-from kvrs.sim.process import OwnTime, require
+from kvrs.sim.process import IN_ORDER_S, OwnTime, require
 from kvrs.sim.streams import SimStream
-
-IN_ORDER_S = 1e-9  # Between messages of one connection that arrive together.
 
 
 @dataclass(frozen=True, slots=True)

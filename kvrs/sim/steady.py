@@ -1,0 +1,137 @@
+"""Decode steps of a simulated instance in which nothing happens to a sequence but one more token.
+
+That is so in most steps: a sequence fills a page in one of sixteen, and ends in one. Until then it
+is steady. The scheduler counts it in each batch and does not name it, its tokens go to the proxy as
+a flow, and it is brought up to date when it is looked at, with the state and at the times that it
+had if each step were worked out by itself. A sequence is not steady while its page is filled or the
+next one begun, with its last token, and while pages are so short that one may be preempted.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from kvrs.ids import InstanceId
+from kvrs.scheduling.fair_queue import order
+from kvrs.scheduling.scheduler import BatchScheduler
+from kvrs.scheduling.sequences import Sequence, next_chunk
+from kvrs.sim.calls import Asker, Batch, SimRun, tokens_at
+from kvrs.sim.flows import Flow
+
+FEWEST_STEPS = 2  # For which it is worth while.
+
+
+class SteadyScheduler(BatchScheduler):
+    @property
+    def steady(self) -> set[Sequence]:
+        return self._in_flight.steady
+
+    @property
+    def is_short(self) -> bool:
+        """The next decode steps may need more pages than there are."""
+        return self._pages.free_pages <= len(self._admitted)
+
+    def name(self, batch: Batch, sequences: list[Sequence]) -> None:
+        """Sequences that were steady are in this batch in flight as others are."""
+        if batch:
+            self._in_flight.end(batch)
+        size = self._page_size
+        decodes = [each for each in batch if _decodes(each[0], each[1].first_position)]
+        decodes += [(one, next_chunk(one, 1, size)) for one in sequences]
+        others = [each for each in batch if not _decodes(each[0], each[1].first_position)]
+        batch[:] = sorted(decodes, key=lambda each: order(each[0])) + others
+        self._in_flight.begin(batch)
+
+
+def _decodes(sequence: Sequence, first_position: int) -> bool:
+    return first_position + 1 == len(sequence.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class _Steady:
+    run: SimRun
+    steps: int  # Up to which the sequence is up to date.
+
+
+class SteadyDecodes:
+    """The steady sequences of one instance."""
+
+    def __init__(self, instance: InstanceId, scheduler: SteadyScheduler, page_size: int) -> None:
+        self.context_tokens = 0  # Of the next step, of all together.
+        self._instance = instance
+        self._scheduler = scheduler
+        self._page_size = page_size
+        self._members: dict[Sequence, _Steady] = {}
+        self._flows: dict[Asker, Flow] = {}
+        self._steps = 0
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # By the end of their time.
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members
+
+    def take(self, run: SimRun) -> None:
+        """From the next step on, if it has some before anything happens to it."""
+        sequence, call, page_size = run.sequence, run.call, self._page_size
+        in_page = sequence.computed_tokens % page_size
+        left = call.max_tokens - (len(sequence.token_ids) - sequence.prompt_tokens)
+        steps = min(page_size - 1 - in_page, left - 1)
+        if not in_page or steps < FEWEST_STEPS or not call.reply.join(self._flow(call.reply.asker)):
+            return
+        self._members[sequence] = _Steady(run, self._steps)
+        self._scheduler.steady.add(sequence)
+        self._due[self._steps + steps].append(sequence)
+        self.context_tokens += sequence.computed_tokens + 1
+
+    def flows(self) -> dict[Asker, Flow]:
+        """Those by which the tokens of a step go."""
+        return {asker: flow for asker, flow in self._flows.items() if flow.calls}
+
+    def keeps_order(self) -> bool:
+        """The tokens of a step that ends now come behind all that was sent before."""
+        return all(
+            flow.keeps_order(asker.arrives_s(self._instance))
+            for asker, flow in self._flows.items()
+            if flow.calls
+        )
+
+    def stepped(self) -> None:
+        """A step is over, and its tokens have been sent; those whose time is over leave."""
+        self._steps += 1
+        self.context_tokens += len(self._members)
+        for sequence in self._due.pop(self._steps, ()):
+            self._leave(sequence)
+
+    def catch_up(self) -> None:
+        """Bring all up to date."""
+        for sequence, member in self._members.items():
+            self._catch_up(sequence, member)
+
+    def stop(self, batch: Batch | None) -> None:
+        """None is steady any more; those that were are in `batch`, if one is in flight."""
+        sequences = list(self._members)
+        for sequence in sequences:
+            self._leave(sequence)
+        self._due.clear()
+        if sequences and batch is not None:
+            self._scheduler.name(batch, sequences)
+
+    def _flow(self, asker: Asker) -> Flow:
+        if (flow := self._flows.get(asker)) is None:
+            flow = self._flows[asker] = asker.flow_from(self._instance)
+        return flow
+
+    def _leave(self, sequence: Sequence) -> None:
+        member = self._members.pop(sequence)
+        self._catch_up(sequence, member)
+        self._scheduler.steady.discard(sequence)
+        self.context_tokens -= sequence.computed_tokens + 1
+        member.run.call.reply.leave()
+
+    def _catch_up(self, sequence: Sequence, member: _Steady) -> None:
+        if steps := self._steps - member.steps:
+            member.steps = self._steps
+            sequence.token_ids += tokens_at(sequence.stream, len(sequence.token_ids), steps)
+            sequence.computed_tokens += steps
+            sequence.extend_tags(self._page_size)
