@@ -20,9 +20,10 @@ from kvrs.protocol.instance import (
 )
 from kvrs.protocol.tags import Tag
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
+from kvrs.scheduling.fair_queue import order
 from kvrs.scheduling.pages import MOVED_KEPT_S, PageManager
 from kvrs.scheduling.replicas import ReplicaBook
-from kvrs.scheduling.sequences import Chunk, Sequence
+from kvrs.scheduling.sequences import Sequence
 from kvrs.sim.calls import (
     Answer,
     Asker,
@@ -34,6 +35,7 @@ from kvrs.sim.calls import (
     token_at,
 )
 from kvrs.sim.checkpoint_sender import SimCheckpointSender
+from kvrs.sim.computed_pages import note_computed, note_verified
 from kvrs.sim.drafts import SimDrafts, chosen_tokens
 from kvrs.sim.pipelines import SimPipeline
 from kvrs.sim.process import Step, require
@@ -79,7 +81,7 @@ class SimEngine(SimPagePool, RankedEngine):
         hosts = self._site.hosts.get(self.id, [])
         self._depth = max(1, len(hosts))
         self.scheduler = SteadyScheduler(self._settings, self.pages, depth=self._depth)
-        self.steady = SteadyDecodes(self.id, self.scheduler, self._size)
+        self.steady = SteadyDecodes(self.id, self.scheduler, self._size, self._filled)
         self.places = AdmissionWaitEstimator()
         self.meter = LinkMeter(
             self._site.config.transfer.link, self._site.config.transfer.probe_bytes
@@ -288,6 +290,9 @@ class SimEngine(SimPagePool, RankedEngine):
         if steady and not self._can_be_steady:
             steady.stop(None)
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
+        if steady:
+            for page in steady.begin_pages():
+                self.contents.pop(page, None)
         batch = self.scheduler.next_batch(proposals)
         if self.drafts is not None:
             self.drafts.tell()
@@ -337,6 +342,23 @@ class SimEngine(SimPagePool, RankedEngine):
         if self.steady and not self.steady.keeps_order():
             self.steady.stop(batch)
         self.flights = flights
+        filled = self.steady.fill_pages()
+        answers = self._apply(batch, filled) if batch else []
+        if not batch:
+            for sequence in filled:
+                self.note_filled(sequence)
+        self._answer(answers)
+        self.steady.stepped()
+        if self._can_be_steady:
+            for run, _ in answers:
+                if run.sequence in self.runs:
+                    self.steady.take(run)
+        self.look()
+
+    def _apply(self, batch: Batch, filled: list[Sequence]) -> list[tuple[SimRun, list[int]]]:
+        """Apply what was computed beside the steps of steady sequences, which have `filled` pages;
+        return what is to be answered.
+        """
         sampled = {
             sequence: chosen_tokens(sequence, chunk)
             if chunk.drafts
@@ -344,10 +366,14 @@ class SimEngine(SimPagePool, RankedEngine):
             for sequence, chunk in batch
             if chunk.logits
         }
-        drafted = _note_computed(self, batch)
-        prefilled = self.scheduler.complete(batch, sampled) if batch else []
-        _note_verified(self, drafted, sampled)
-        runs, size, answers = self.runs, self._size, []
+        drafted = note_computed(self, batch)
+        prefilled = self.scheduler.complete(batch, sampled)
+        note_verified(self, drafted, sampled)
+        runs, size, answers = self.runs, self._size, list[tuple[SimRun, list[int]]]()
+        if filled:
+            decoding = (sequence for sequence, chunk in batch if len(chunk.token_ids) == 1)
+            for sequence in sorted((*filled, *decoding), key=order):
+                self.note_filled(sequence)
         for sequence, chunk in batch:
             if (run := runs.get(sequence)) is not None:
                 if sequence.computed_tokens // size != run.noted_pages:
@@ -358,13 +384,11 @@ class SimEngine(SimPagePool, RankedEngine):
             if (run := self.runs.get(sequence)) is not None:
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
                 run.call.reply.prefilled(sequence.history_tokens)
-        self._answer(answers)
-        self.steady.stepped()
-        if self._can_be_steady:
-            for run, _ in answers:
-                if run.sequence in runs:
-                    self.steady.take(run)
-        self.look()
+        return answers
+
+    def _filled(self, sequence: Sequence, index: int) -> None:
+        """A steady sequence has computed all of that page."""
+        self.received(sequence.pages[index], sequence.tags[index])
 
     def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:
         """Send the tokens of a batch, those for one proxy together."""
@@ -468,35 +492,3 @@ class SimEngine(SimPagePool, RankedEngine):
             not self.backlog.lag_pages and not self.checkpoint_sender.pinned_pages,
             f"{self.id} still sends checkpoints",
         )
-
-
-_Drafted = list[tuple[Sequence, Chunk, list[int]]]
-
-
-def _note_computed(engine: SimEngine, batch: Batch) -> _Drafted:
-    """Note what known tokens have filled; returns chunks with drafts, which may be wrong, and
-    whose pages may have no tags yet.
-    """
-    size = engine.pages.page_size_tokens
-    contents = engine.contents
-    for sequence, chunk in batch:
-        first, drafts = chunk.first_position, chunk.drafts
-        end = first + len(chunk.token_ids) - drafts
-        if first // size == end // size and first % size and not drafts:
-            continue  # In a page that was begun before.
-        for index in range(first // size, end // size):
-            engine.received(chunk.pages[index], sequence.tags[index])
-        for page in chunk.pages[end // size :]:
-            contents.pop(page, None)
-    return [(sequence, chunk, list(chunk.pages)) for sequence, chunk in batch if chunk.drafts]
-
-
-def _note_verified(
-    engine: SimEngine, drafted: _Drafted, sampled: Mapping[Sequence, list[int]]
-) -> None:
-    size = engine.pages.page_size_tokens
-    for sequence, chunk, pages in drafted:
-        for index in range(chunk.first_position // size, sequence.computed_tokens // size):
-            engine.received(pages[index], sequence.tags[index])
-        assert engine.drafts is not None
-        engine.drafts.counts.verified(chunk.drafts, len(sampled[sequence]) - 1)

@@ -1,20 +1,24 @@
-"""Decode steps of a simulated instance in which nothing happens to a sequence but one more token.
+"""Decode steps of a simulated instance in which nothing happens to a sequence but one more token,
+or one that fills a page.
 
-That is so in most steps: a sequence fills a page in one of sixteen, and ends in one. Until then it
-is steady. The scheduler counts it in each batch and does not name it, its tokens go to the proxy as
-a flow, and it is brought up to date when it is looked at, with the state and at the times that it
-had if each step were worked out by itself. A sequence is not steady while its page is filled or the
-next one begun, with its last token, and while pages are so short that one may be preempted.
+That is so from its second token to the last but one, and the sequence is steady meanwhile. The
+scheduler counts it in each batch and does not name it, its tokens go to the proxy as a flow, and it
+is brought up to date when its page is full or it is looked at, with the state and at the times that
+it had if each step were worked out by itself. None is steady while pages are so short that one may
+be preempted.
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvrs.ids import InstanceId
+from kvrs.scheduling.drafts import Proposals
 from kvrs.scheduling.fair_queue import order
+from kvrs.scheduling.reservation import register
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Sequence, next_chunk
-from kvrs.sim.calls import Asker, Batch, SimRun, tokens_at
+from kvrs.sim.calls import Asker, Batch, SimRun, token_at, tokens_at
 from kvrs.sim.flows import Flow
 
 FEWEST_STEPS = 2  # For which it is worth while.
@@ -29,6 +33,25 @@ class SteadyScheduler(BatchScheduler):
     def is_short(self) -> bool:
         """The next decode steps may need more pages than there are."""
         return self._pages.free_pages <= len(self._admitted)
+
+    def next_batch(self, proposals: Proposals | None = None) -> Batch:
+        if proposals is None and len(self.steady) == len(self._admitted):
+            self._stalled = []
+            return []
+        return super().next_batch(proposals)
+
+    def fill(self, sequence: Sequence, token: int, index: int) -> None:
+        """The next step of a steady sequence, which fills the page of that index."""
+        sequence.token_ids.append(token)
+        sequence.computed_tokens += 1
+        register(self._pages, sequence, (index,))
+
+    def begin_page(self, sequence: Sequence) -> int:
+        """Give a steady sequence a page for its next step."""
+        pages = self._pages.allocate(1, sequence.base)
+        assert pages is not None, "none is steady where pages are short"
+        sequence.pages += pages
+        return pages[0]
 
     def name(self, batch: Batch, sequences: list[Sequence]) -> None:
         """Sequences that were steady are in this batch in flight as others are."""
@@ -50,20 +73,32 @@ def _decodes(sequence: Sequence, first_position: int) -> bool:
 class _Steady:
     run: SimRun
     steps: int  # Up to which the sequence is up to date.
+    end: int  # Before the step of its last token.
 
 
 class SteadyDecodes:
     """The steady sequences of one instance."""
 
-    def __init__(self, instance: InstanceId, scheduler: SteadyScheduler, page_size: int) -> None:
+    def __init__(
+        self,
+        instance: InstanceId,
+        scheduler: SteadyScheduler,
+        page_size: int,
+        filled: Callable[[Sequence, int], None],
+    ) -> None:
+        """`filled`: the sequence has computed the page of that index, which is registered then."""
         self.context_tokens = 0  # Of the next step, of all together.
         self._instance = instance
         self._scheduler = scheduler
         self._page_size = page_size
+        self._filled = filled
         self._members: dict[Sequence, _Steady] = {}
         self._flows: dict[Asker, Flow] = {}
         self._steps = 0
-        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # By the end of their time.
+        # By the step before which each is looked at: it fills a page, or is steady no more.
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._filling: list[Sequence] = []  # With the next step.
+        self._beginning: list[Sequence] = []  # A page, with the next step.
 
     def __len__(self) -> int:
         return len(self._members)
@@ -75,13 +110,15 @@ class SteadyDecodes:
         """From the next step on, if it has some before anything happens to it."""
         sequence, call, page_size = run.sequence, run.call, self._page_size
         in_page = sequence.computed_tokens % page_size
-        left = call.max_tokens - (len(sequence.token_ids) - sequence.prompt_tokens)
-        steps = min(page_size - 1 - in_page, left - 1)
-        if not in_page or steps < FEWEST_STEPS or not call.reply.join(self._flow(call.reply.asker)):
+        left = call.max_tokens - (len(sequence.token_ids) - sequence.prompt_tokens) - 1
+        in_place = page_size - 1 - in_page
+        if not in_page or not in_place or left < FEWEST_STEPS:
             return
-        self._members[sequence] = _Steady(run, self._steps)
+        if not call.reply.join(self._flow(call.reply.asker)):
+            return
+        self._members[sequence] = _Steady(run, self._steps, self._steps + left)
         self._scheduler.steady.add(sequence)
-        self._due[self._steps + steps].append(sequence)
+        self._due[self._steps + min(in_place, left)].append(sequence)
         self.context_tokens += sequence.computed_tokens + 1
 
     def flows(self) -> dict[Asker, Flow]:
@@ -96,12 +133,38 @@ class SteadyDecodes:
             if flow.calls
         )
 
+    def fill_pages(self) -> list[Sequence]:
+        """A step is over: register the pages that are full by it; return their sequences."""
+        if not self._filling:
+            return []
+        filled, self._filling = sorted(self._filling, key=order), []
+        for sequence in filled:
+            index = sequence.computed_tokens // self._page_size
+            self._filled(sequence, index)
+            token = token_at(sequence.stream, len(sequence.token_ids))
+            self._scheduler.fill(sequence, token, index)
+            self._members[sequence].steps += 1
+        self._beginning = filled
+        return filled
+
     def stepped(self) -> None:
-        """A step is over, and its tokens have been sent; those whose time is over leave."""
+        """Its tokens have been sent; those whose time is over leave."""
         self._steps += 1
         self.context_tokens += len(self._members)
         for sequence in self._due.pop(self._steps, ()):
-            self._leave(sequence)
+            member = self._members[sequence]
+            if member.end == self._steps:
+                self._leave(sequence)
+            else:
+                # The tag of its page is there before the page is.
+                self._catch_up(sequence, member)
+                self._filling.append(sequence)
+                self._due[min(self._steps + self._page_size, member.end)].append(sequence)
+
+    def begin_pages(self) -> Iterator[int]:
+        """The next step begins: each page that a steady sequence gets for it."""
+        beginning, self._beginning = self._beginning, []
+        return (self._scheduler.begin_page(each) for each in beginning if each in self._members)
 
     def catch_up(self) -> None:
         """Bring all up to date."""
@@ -114,6 +177,7 @@ class SteadyDecodes:
         for sequence in sequences:
             self._leave(sequence)
         self._due.clear()
+        self._filling, self._beginning = [], []
         if sequences and batch is not None:
             self._scheduler.name(batch, sequences)
 

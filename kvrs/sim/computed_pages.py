@@ -1,0 +1,41 @@
+"""What a computed batch has put into the pages of a simulated instance."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvrs.scheduling.sequences import Chunk, Sequence
+from kvrs.sim.calls import Batch
+
+if TYPE_CHECKING:
+    from kvrs.sim.engine import SimEngine
+
+Drafted = list[tuple[Sequence, Chunk, list[int]]]
+
+
+def note_computed(engine: "SimEngine", batch: Batch) -> Drafted:
+    """Note what known tokens have filled; returns chunks with drafts, which may be wrong, and
+    whose pages may have no tags yet.
+    """
+    size = engine.pages.page_size_tokens
+    contents = engine.contents
+    for sequence, chunk in batch:
+        first, drafts = chunk.first_position, chunk.drafts
+        end = first + len(chunk.token_ids) - drafts
+        if first // size == end // size and first % size and not drafts:
+            continue  # In a page that was begun before.
+        for index in range(first // size, end // size):
+            engine.received(chunk.pages[index], sequence.tags[index])
+        for page in chunk.pages[end // size :]:
+            contents.pop(page, None)
+    return [(sequence, chunk, list(chunk.pages)) for sequence, chunk in batch if chunk.drafts]
+
+
+def note_verified(
+    engine: "SimEngine", drafted: Drafted, sampled: Mapping[Sequence, list[int]]
+) -> None:
+    size = engine.pages.page_size_tokens
+    for sequence, chunk, pages in drafted:
+        for index in range(chunk.first_position // size, sequence.computed_tokens // size):
+            engine.received(pages[index], sequence.tags[index])
+        assert engine.drafts is not None
+        engine.drafts.counts.verified(chunk.drafts, len(sampled[sequence]) - 1)
