@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from kvrs.config.file import Config, parse_config
-from kvrs.core.fleet.known import Health
+from kvrs.core.model.member import Health
 from kvrs.protocol.tenants import TenantSecret
 from kvrs.proxy.mirror.book import RecordBook
 from kvrs.proxy.mirror.replication import Mirror

@@ -28,8 +28,8 @@ from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.member import Member
 from kvrs.core.options.base import estimate_fetch
 from kvrs.core.options.recompute import estimate_handed_off
 from kvrs.core.rules.auto import AUTO
@@ -109,7 +109,7 @@ def settings(*, distserve: bool) -> Config:
 def instance_of(name: str, role: Role, profile: str, table: PrefillTable) -> Member:
     """An instance of the real model, on n1."""
     geometry = catalog.kv_geometry(profile)
-    return Member(assumed_instance(InstanceId(name), NodeId("n1"), role, geometry), table)
+    return Member.of(assumed_instance(InstanceId(name), NodeId("n1"), role, geometry), table)
 
 
 def rom_pick(prefill: Member, target: Member, cell: Cell) -> Option:

@@ -17,13 +17,13 @@ from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import InstanceInfo, Role, assumed_instance
+from kvrs.protocol.instance import Role, assumed_instance
 
 # One with a table by length alone, one with a table in two dimensions.
 PROFILES = ("opt-13b-a100-distserve-tp1", "llama-3.1-70b-a100-vllm-tp4")
@@ -40,9 +40,9 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
     """
     settings = PolicySettings(name=name)
     view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
-    holder = view.add(*_instance(profile, "p0", "n0", Role.PREFILL))
-    view.add(*_instance(profile, "p1", "n1", Role.PREFILL))
-    target = view.add(*_instance(profile, "d1", "n1", Role.DECODE))
+    holder = view.add(_instance(profile, "p0", "n0", Role.PREFILL))
+    view.add(_instance(profile, "p1", "n1", Role.PREFILL))
+    target = view.add(_instance(profile, "d1", "n1", Role.DECODE))
     stream = Stream(
         StreamId("victim"),
         0,
@@ -65,9 +65,9 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
     return decision
 
 
-def _instance(profile: str, name: str, node: str, role: Role) -> tuple[InstanceInfo, PrefillTable]:
+def _instance(profile: str, name: str, node: str, role: Role) -> Member:
     geometry, table = catalog.kv_geometry(profile), catalog.prefill_table(profile)
-    return assumed_instance(InstanceId(name), NodeId(node), role, geometry), table
+    return Member.of(assumed_instance(InstanceId(name), NodeId(node), role, geometry), table)
 
 
 def measure(profile: str, rounds: int, calls: int) -> dict[str, dict[int, list[float]]]:

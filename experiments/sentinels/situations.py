@@ -11,13 +11,13 @@ from kvrs.core.books.slots import SlotBook
 from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books
 from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import InstanceInfo, Role, assumed_instance
+from kvrs.protocol.instance import Role, assumed_instance
 
 PROFILE = "opt-13b-a100-distserve-tp1"
 PROMPTS_TOKENS = (256, 1536)
@@ -68,9 +68,9 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
     """The choice at a target that has a prefill instance beside it."""
     settings = PolicySettings(name=name)
     view, slots = ClusterView(settings.assumed_link_bytes_per_s), SlotBook(settings.slots_max)
-    holder = view.add(*_instance("p0", "n0", Role.PREFILL))
-    prefill = view.add(*_instance("p1", "n1", Role.PREFILL))
-    target = view.add(*_instance("d1", "n1", Role.DECODE))
+    holder = view.add(_instance("p0", "n0", Role.PREFILL))
+    prefill = view.add(_instance("p1", "n1", Role.PREFILL))
+    target = view.add(_instance("d1", "n1", Role.DECODE))
     link = view.link(NodeId("n0"), NodeId("n1"))
     link.measure(situation.gbit_per_s / 8 * 1e9)
     stream = Stream(
@@ -81,7 +81,7 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
         produced_tokens=PRODUCED_TOKENS,
         prefilled=True,
     )
-    geometry = target.info.geometry
+    geometry = target.geometry
     size = geometry.page_size_tokens
     stream.holders[holder.id] = Holder(holder, situation.prompt_tokens // size)
     if situation.has_queue:
@@ -101,9 +101,9 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
     return rule.decide(estimates, others=VICTIMS)
 
 
-def _instance(name: str, node: str, role: Role) -> tuple[InstanceInfo, PrefillTable]:
+def _instance(name: str, node: str, role: Role) -> Member:
     geometry, table = catalog.kv_geometry(PROFILE), catalog.prefill_table(PROFILE)
-    return assumed_instance(InstanceId(name), NodeId(node), role, geometry), table
+    return Member.of(assumed_instance(InstanceId(name), NodeId(node), role, geometry), table)
 
 
 def costs(name: PolicyName) -> dict[str, float | str]:

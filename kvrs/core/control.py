@@ -22,13 +22,14 @@ from kvrs.core.books.leases import Leases
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
-from kvrs.core.fleet.known import Agents, Instances, KnownInstance, Replays
+from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.orders import DrainOrders
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -90,8 +91,13 @@ class Control(Generic[S]):
         """`run_id` names this run of this proxy. With `can_give_end` the shell can send the end of
         a stream that has all its ids by itself; with `runs_self_tests` it carries those out.
         """
-        self.policy = RecoveryPolicy(config.policy, config.slo, config.backup)
         self.instances = Instances(config)
+        self.policy = RecoveryPolicy(
+            config.policy,
+            config.slo,
+            config.backup,
+            member_of=lambda up: self.instances.known[up.info.id],
+        )
         is_vllm = config.cluster.backend is Backend.VLLM
         self.self_tests = SelfTests(
             self.instances.known,
@@ -315,9 +321,9 @@ class Control(Generic[S]):
 
     # What watches report.
 
-    def instance_up(self, known: KnownInstance, info: InstanceInfo, now_s: float) -> None:
-        """The instance can be used, in a new epoch. Attempts of a process that lives on run on:
-        another proxy has fenced it.
+    def instance_up(self, known: Member, info: InstanceInfo, now_s: float) -> Member:
+        """The instance can be used, in a new epoch; return its record from now on. Attempts of a
+        process that lives on run on: another proxy has fenced it.
         """
         lives_on = known.is_same_process(info)
         if not lives_on:
@@ -343,8 +349,9 @@ class Control(Generic[S]):
             seen.restores,
         )
         self.tell(event, now_s)
+        return self.instances.known[known.id]
 
-    def load_reported(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
+    def load_reported(self, known: Member, report: LoadReport, now_s: float) -> None:
         self.drains.reported(known.id, now_s)
         known.load = report
         known.reported_s = now_s
@@ -370,7 +377,7 @@ class Control(Generic[S]):
             measured = Measurement(link.bytes_per_s, link.spread, link.age_s)
             self.link_measured(link.source, known.node, measured, now_s)
 
-    def _replicated(self, known: KnownInstance, report: LoadReport, now_s: float) -> None:
+    def _replicated(self, known: Member, report: LoadReport, now_s: float) -> None:
         """The instance keeps other pages than before that peers have sent it of open streams."""
         pages = {}
         for stream, count in report.replicas.items():
@@ -396,7 +403,7 @@ class Control(Generic[S]):
             self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
 
     def instance_lost(
-        self, known: KnownInstance, cause: str, now_s: float, *, may_live: bool = False
+        self, known: Member, cause: str, now_s: float, *, may_live: bool = False
     ) -> None:
         """All its victims in one event, so that the policy can spread them. `may_live`: it has only
         fallen silent.

@@ -11,9 +11,10 @@ from kvrs.core.books.slots import SlotBook
 from kvrs.core.books.timers import is_past
 from kvrs.core.deadlines import due_s
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Decision, Stream
 from kvrs.core.options import plan_of, takes_slot
 from kvrs.core.options.base import Books
@@ -60,7 +61,7 @@ class Decisions:
         if planned.own_prefill == prefill.id:  # One call, whose hand-off is weighed now.
             decode = starts_at(self._view, stream, prefill, planned, self._settings)
         # The length of a text is a guess, and more than the model takes is refused at once.
-        tokens = min(stream.prompt_tokens, prefill.info.max_model_len or stream.prompt_tokens)
+        tokens = min(stream.prompt_tokens, prefill.max_model_len or stream.prompt_tokens)
         table, queue_s, transfer_s = prefill.prefill, prefill.queue_s, 0.0
         compute_s = table.seconds_for(tokens)
         if prefill is not decode:

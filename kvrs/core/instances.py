@@ -1,9 +1,7 @@
 """Instance events: an instance comes up, is lost, or its streams are moved before it fails."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
-
-import msgspec
 
 from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
 from kvrs.core.books.incident_book import LostInstance
@@ -11,8 +9,9 @@ from kvrs.core.defences import quarantine
 from kvrs.core.defences.restarts import Restarts
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Member, have_roles_of
+from kvrs.core.model.cluster_view import have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
+from kvrs.core.model.member import Member
 from kvrs.core.model.reports import cause_of, changes_ranks
 from kvrs.core.model.streams import Stream
 from kvrs.core.starter import Starter
@@ -30,6 +29,7 @@ class InstanceEvents:
         staying: Staying,
         steps: Steps,
         settings: PolicySettings,
+        member_of: Callable[[ev.InstanceUp], Member],
     ) -> None:
         self._ledger = ledger
         self._view = ledger.view
@@ -38,6 +38,7 @@ class InstanceEvents:
         self._staying = staying
         self._steps = steps
         self._settings = settings
+        self._member_of = member_of
         self._restarts = Restarts()
         # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
         self._gpu_degraded: set[InstanceId] = set()
@@ -49,7 +50,7 @@ class InstanceEvents:
     def up(self, event: ev.InstanceUp, now_s: float) -> None:
         info = event.info
         member = self._view.members.get(info.id)
-        if member is not None and info.epoch <= member.info.epoch:
+        if member is not None and info.epoch <= member.epoch:
             return
         if member is not None and event.lives_on:
             member.set_info(info)
@@ -58,14 +59,14 @@ class InstanceEvents:
             return
         # What ran in the former epoch is gone, also when its loss was not reported.
         lost = [] if member is None else self._lose(member, "replaced by a new epoch", {}, now_s)
-        member = self._view.add(info, event.prefill)
+        member = self._view.add(self._member_of(event))
         self._view.set_self_tested(member, event)
         member.gpu_degraded = info.id in self._gpu_degraded
         member.drain_ordered = info.id in self._drain_ordered
         self._view.update(member)
         self._restarts.up(member, now_s)
         self._ledger.kv_locations.instance_up(member)
-        if sum(m.info.role is info.role for m in self._view.members.values()) == 1:
+        if sum(each.role is member.role for each in self._view.members.values()) == 1:
             # The wait to run apart begins when there is anywhere to run.
             self._incidents.postpone(now_s)
         self._incidents.up(info.id, had_not_ended=event.had_not_ended)
@@ -74,7 +75,7 @@ class InstanceEvents:
 
     def reported(self, event: ev.LoadReported, now_s: float) -> None:
         member, report = self._view.members.get(event.instance), event.report
-        if member is None or report.epoch != member.info.epoch:
+        if member is None or report.epoch != member.epoch:
             return
         if report.draining:
             self._drain(member, event.produced_tokens, now_s)
@@ -133,7 +134,7 @@ class InstanceEvents:
         name, member = event.instance, self._view.members.get(event.instance)
         match event:
             case ev.InstanceLost():
-                if member is not None and event.epoch >= member.info.epoch:
+                if member is not None and event.epoch >= member.epoch:
                     produced, may_live = event.produced_tokens, event.may_live
                     victims = self._lose(member, event.cause, produced, now_s, may_live=may_live)
                     self._starter.gather(victims, now_s)
@@ -180,20 +181,16 @@ class InstanceEvents:
     ) -> None:
         """Other facts of an instance that runs on."""
         member = self._view.members.get(event.instance)
-        if member is None or event.epoch != member.info.epoch:
+        if member is None or event.epoch != member.epoch:
             return
         match event:
             case ev.SelfTested():
                 self._view.set_self_tested(member, event)
             case ev.NamesListed():
-                member.set_info(msgspec.structs.replace(member.info, names=event.names))
+                member.learn(names=event.names)
                 self._starter.place_idle(now_s)
             case ev.CapabilitiesListed():
-                changes = {
-                    "capabilities": event.capabilities,
-                    "kv_fingerprint": event.kv_fingerprint,
-                }
-                member.set_info(msgspec.structs.replace(member.info, **changes))
+                member.learn(capabilities=event.capabilities, kv_fingerprint=event.kv_fingerprint)
             case _:
                 assert_never(event)
 
@@ -261,12 +258,12 @@ class InstanceEvents:
 
     def _note_death(self, member: Member, now_s: float, *, may_live: bool) -> list[Stream]:
         """The streams that may have caused it, as far as the book does not know better."""
-        streams, epoch = self._ledger.streams.values(), member.info.epoch
+        streams, epoch = self._ledger.streams.values(), member.epoch
         if member.must_drain:  # It was about to end, is drained by an operator, or its GPU fails.
             freed = self._incidents.exited(member.id, epoch, now_s, is_external=True)
             return [stream for stream in streams if stream.id in freed]
         suspects: list[Stream] = []
-        if member.health.awaited or self._incidents.cases:
+        if member.answers.awaited or self._incidents.cases:
             suspects = quarantine.suspects_at(self._incidents, streams, member, now_s)
         names = {stream.id: stream.first_token_sent for stream in suspects}
         self._incidents.lost(

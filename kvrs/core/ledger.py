@@ -10,8 +10,9 @@ from kvrs.core.books.timers import Timers
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView, Link, Member
+from kvrs.core.model.cluster_view import ClusterView, Link
 from kvrs.core.model.lifecycle import MOVES, Stage
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import AttemptState, Decision, StayDeadline, Stream
 from kvrs.ids import InstanceId, StreamId
 
@@ -53,7 +54,7 @@ class Ledger:
         runs_on = decode if plan.prefill is None else self.view.members[plan.prefill]
         chosen = decision.chosen
         for member in (runs_on, decode):
-            if member.health.until_s is not None or member.health.busy_until_s is not None:
+            if member.answers.until_s is not None or member.answers.busy_until_s is not None:
                 self.outliers.started(stream, member)
         stream.attempt = attempt = AttemptState(
             stream.attempt.number + 1, plan, chosen.option, now_s, decision
@@ -174,7 +175,7 @@ class Ledger:
         if attempt.decodes_on is not decode:
             if attempt.decodes_on is not None:
                 self.view.count_stream(attempt.decodes_on, -1)
-                attempt.decodes_on.health.left(stream.id)
+                attempt.decodes_on.answers.left(stream.id)
             self.view.count_stream(decode, 1)
         attempt.runs_on, attempt.decodes_on = member, decode
         attempt.is_guest = stream.first_token_sent and (
@@ -182,7 +183,7 @@ class Ledger:
         )
         member.running.add(stream.id)
         predicted_s = 0.0 if attempt.decision is None else attempt.decision.chosen.total_s
-        member.health.awaits(stream.id, predicted_s, self.view.now_s)
+        member.answers.awaits(stream.id, predicted_s, self.view.now_s)
         self._enter(stream, stage)
 
     def _leave(self, stream: Stream) -> None:
@@ -202,7 +203,7 @@ class Ledger:
         for member in (attempt.runs_on, attempt.decodes_on):
             if member is not None:
                 member.running.discard(stream.id)
-                if stream.id in member.health.awaited or member.health.probe == stream.id:
+                if stream.id in member.answers.awaited or member.answers.probe == stream.id:
                     self.outliers.left(stream, member)
         attempt.runs_on = attempt.decision = attempt.stay_deadline = None
         if attempt.decodes_on is not None:

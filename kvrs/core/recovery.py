@@ -25,8 +25,9 @@ from kvrs.core.instances import InstanceEvents
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import has_others
 from kvrs.core.starter import Starter
@@ -41,8 +42,16 @@ class RecoveryPolicy:
     """One per proxy, with that proxy's own view of the cluster."""
 
     def __init__(
-        self, policy: PolicySettings, slo: SloSettings, backup: BackupSettings = NO_BACKUP
+        self,
+        policy: PolicySettings,
+        slo: SloSettings,
+        backup: BackupSettings = NO_BACKUP,
+        *,
+        member_of: Callable[[ev.InstanceUp], Member] = lambda up: Member.of(up.info, up.prefill),
     ) -> None:
+        """`member_of`: the record of an instance that has come up, which is to be used nowhere
+        else or by the watch of the instance alone.
+        """
         self._settings = policy
         self._backup = backup
         self._actions: list[act.Action] = []
@@ -66,7 +75,7 @@ class RecoveryPolicy:
             self._ledger, self._starter, self._staying, self._decisions, policy, slo, self._actions
         )
         self._instances = InstanceEvents(
-            self._ledger, self._starter, self._staying, self._steps, policy
+            self._ledger, self._starter, self._staying, self._steps, policy, member_of
         )
 
     def handle(self, event: ev.Event, now_s: float) -> list[act.Action]:

@@ -10,7 +10,8 @@ from kvrs.config.policy import Handoff, PolicySettings
 from kvrs.core import handoff
 from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.dispatch import Victim
-from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
@@ -59,7 +60,7 @@ def missing_roles(view: ClusterView) -> list[Role]:
 
 def has_room_for_prompt(member: Member) -> bool:
     """Interrupted streams that are computed there count: they come first."""
-    return len(member.health.awaited) < PROMPTS_MAX
+    return len(member.answers.awaited) < PROMPTS_MAX
 
 
 def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Member | None:
@@ -70,7 +71,7 @@ def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Me
     ]
     return min(
         allowed,
-        key=lambda each: (not _takes(view, each, stream), len(each.health.awaited), each.rank),
+        key=lambda each: (not _takes(view, each, stream), len(each.answers.awaited), each.rank),
         default=None,
     )
 
@@ -217,7 +218,7 @@ def has_others(view: ClusterView, member: Member, is_heard: Callable[[InstanceId
         return (
             other is not member
             and not other.must_drain
-            and not other.health.is_ejected
+            and not other.answers.is_ejected
             and is_heard(other.id)
         )
 
@@ -310,7 +311,7 @@ def hand_off_to(
     is_kept = planned.quarantined_for not in (None, stream.id)
     if not stream.is_served_at(planned):
         return next(others, None)
-    if is_left or is_kept or (view.is_busy(planned) and planned.health.tried_by != stream.id):
+    if is_left or is_kept or (view.is_busy(planned) and planned.answers.tried_by != stream.id):
         return next(others, None if keeps_out(view, planned, stream) else planned)
     if settings.handoff is Handoff.OWN_PAIR:
         return planned
@@ -321,11 +322,11 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
     """The decode instances beside the planned one that could take a hand-off of this stream, the
     least loaded first.
     """
-    geometry = prefill.info.geometry
+    geometry = prefill.geometry
     for member in view.decoders:
         if (
             member is not planned
-            and member.info.geometry == geometry
+            and member.geometry == geometry
             and (member.pulls or member.own_prefill is None)
             and _may_have(view, member, stream, barred_too=False)
         ):
@@ -370,7 +371,7 @@ def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
         if (
             own is not None
             and _may_have(view, own, stream, barred_too=False)
-            and not own.health.is_ejected
+            and not own.answers.is_ejected
         ):
             return own
         if not target.pulls:
@@ -409,7 +410,7 @@ def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: 
     """
     if stream.name and not stream.is_served_at(member):
         return False
-    busy_until_s = member.health.busy_until_s
+    busy_until_s = member.answers.busy_until_s
     if busy_until_s is not None and view.now_s < busy_until_s:
         return False
     if stream.avoided and member.id in stream.avoided:

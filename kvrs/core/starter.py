@@ -19,8 +19,8 @@ from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.health import fraction
 from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.member import fraction
 from kvrs.core.model.streams import NOWHERE, Decision, Stream
 from kvrs.core.overload import LoadShedding
 from kvrs.core.routing import PROMPTS_MAX, computing_prompts, isolated_target, victim_of
@@ -116,7 +116,7 @@ class Starter:
         which they came.
         """
         computing = computing_prompts(self._view)
-        room = sum(max(0, PROMPTS_MAX - len(member.health.awaited)) for member in computing)
+        room = sum(max(0, PROMPTS_MAX - len(member.answers.awaited)) for member in computing)
         for stream in list(islice(self.held_back.values(), room)):
             del self.held_back[stream.id]
             if stream.id in self._ledger.idle:
@@ -425,5 +425,5 @@ class Starter:
 def _next_try_s(view: ClusterView) -> float | None:
     """When the first busy instance may be tried again; None: none is busy."""
     busy = (each for each in view.members.values() if view.is_busy(each))
-    ends_s = (member.health.busy_until_s for member in busy)
+    ends_s = (member.answers.busy_until_s for member in busy)
     return min((end_s for end_s in ends_s if end_s is not None), default=None)

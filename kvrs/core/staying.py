@@ -17,7 +17,7 @@ from kvrs.core.dispatch import assign, ceiling
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.member import Member
 from kvrs.core.model.reports import PredictedReforming, cause_of, factors_of
 from kvrs.core.model.streams import Decision, StayDeadline, Stream
 from kvrs.core.options.base import usable_pages

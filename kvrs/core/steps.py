@@ -11,7 +11,6 @@ from kvrs.core.decisions import Decisions
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import (
     TABLE,
@@ -24,6 +23,7 @@ from kvrs.core.model.lifecycle import (
     Step,
     StreamEvent,
 )
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.routing import hand_off_to
 from kvrs.core.starter import Starter
@@ -237,7 +237,7 @@ class Steps:
             stream.recovery.remove(stream.attempt.option)
         is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
         member = self._ledger.view.members.get(event.instance)
-        was_ejected = member is not None and member.health.is_ejected
+        was_ejected = member is not None and member.answers.is_ejected
         self._ledger.outliers.failed(stream, event)
         self._starter.end_attempt(stream, event.cause, event.instance, now_s)
         if is_the_clients_fault:
@@ -252,7 +252,7 @@ class Steps:
         is_broken = event.abrupt and event.failure is ev.FailureKind.BROKEN
         attempt = stream.attempt
         if is_broken and member is not None and not (attempt.resumed or attempt.is_guest):
-            epoch = member.info.epoch
+            epoch = member.epoch
             self._ledger.incidents.broke(stream.id, event.instance, epoch, now_s)
         # One that took no connection may be dead.
         was_connected = event.failure is not ev.FailureKind.BUSY
@@ -298,8 +298,8 @@ class Steps:
         attempt = stream.attempt
         there = attempt.runs_on if attempt.resumed else None
         self._starter.forget(stream)
-        is_paused = there is not None and there.health.busy_until_s is not None
-        if there is not None and is_paused and there.health.note_room(now_s):
+        is_paused = there is not None and there.answers.busy_until_s is not None
+        if there is not None and is_paused and there.answers.note_room(now_s):
             self._starter.place_first(now_s)
 
     def _halt(self, stream: Stream) -> None:

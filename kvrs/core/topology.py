@@ -8,8 +8,9 @@ its streams might have stayed.
 from typing import Any
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.fleet.known import KnownAgent
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
 
@@ -23,7 +24,7 @@ class Topology:
 
     def add(
         self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
-    ) -> KnownInstance:
+    ) -> Member:
         assert instance not in self.leaving
         return self._control.instances.add(instance, node, role, group)
 
@@ -54,7 +55,7 @@ class Topology:
             self._take_out(control.instances.known[name], now_s)
         return gone
 
-    def _take_out(self, known: KnownInstance, now_s: float) -> None:
+    def _take_out(self, known: Member, now_s: float) -> None:
         control = self._control
         if known.health is Health.UP:
             control.instances.lose(known, "removed")

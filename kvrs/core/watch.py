@@ -25,16 +25,11 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import (
-    Health,
-    KnownAgent,
-    KnownInstance,
-    others_with_other_kv,
-    overdue_after_s,
-)
+from kvrs.core.fleet.known import KnownAgent, others_with_other_kv, overdue_after_s
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health, Member
 from kvrs.protocol.instance import (
     NO_OTHER_NAMES,
     AgentInfo,
@@ -49,6 +44,7 @@ from kvrs.protocol.instance import (
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
+Known = TypeVar("Known", Member, KnownAgent)
 Info = TypeVar("Info", InstanceInfo, AgentInfo)
 Report = TypeVar("Report", LoadReport, AgentReport)
 
@@ -138,13 +134,11 @@ class WatchLimits(msgspec.Struct, frozen=True):
         return min(self.longest_s, max(silence_s, beats_for_s + self.overdue_s))
 
 
-class Watch(ABC, Generic[Info, Report]):
+class Watch(ABC, Generic[Known, Info, Report]):
     """One process as its proxy sees it. What comes of a session that has ended changes nothing."""
 
-    def __init__(
-        self, known: KnownInstance | KnownAgent, limits: WatchLimits, shell: WatchShell
-    ) -> None:
-        self.known = known
+    def __init__(self, known: Known, limits: WatchLimits, shell: WatchShell) -> None:
+        self.known: Known = known
         self.session: int | None = None  # None: between two connections.
         self.silence = SilenceTimer(0.0)  # A new one with each session's LISTEN.
         self._limits = limits
@@ -243,7 +237,7 @@ class Watch(ABC, Generic[Info, Report]):
         known = self.known
         if self._must_drain(info, report):
             return None
-        if known.health is not Health.UP or known.info is not info:
+        if known.health is not Health.UP or known.info is None or known.info.epoch != info.epoch:
             # Again: another instance may have become the measure since this one was met.
             if (fault := self._fault(info)) is not None:
                 return End(fault, DeathCause.UNUSABLE)
@@ -292,12 +286,11 @@ class Watch(ABC, Generic[Info, Report]):
         raise AssertionError("it has no ranks")
 
 
-class InstanceWatch(Watch[InstanceInfo, LoadReport]):
+class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
     def __init__(
-        self, known: KnownInstance, control: Control[Any], limits: WatchLimits, shell: WatchShell
+        self, known: Member, control: Control[Any], limits: WatchLimits, shell: WatchShell
     ) -> None:
         super().__init__(known, limits, shell)
-        self._known = known
         self._control = control
         # The shape of its ranks: when they were learned, and as the process was asked for them.
         self._shape: tuple[int, int, int] | None = None
@@ -309,16 +302,16 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
 
     def _fault(self, info: InstanceInfo) -> str | None:
         control = self._control
-        return control.instances.fault(self._known, info, streams_open=bool(control.streams))
+        return control.instances.fault(self.known, info, streams_open=bool(control.streams))
 
     def _must_be_fenced(self, info: InstanceInfo) -> bool:
-        return self._known.must_be_fenced(info)
+        return self.known.must_be_fenced(info)
 
     def _must_drain(self, info: InstanceInfo, report: LoadReport) -> bool:
-        return report.running > 0 and self._known.must_drain_before_use(info)
+        return report.running > 0 and self.known.must_drain_before_use(info)
 
     def _up(self, info: InstanceInfo, now_s: float) -> None:
-        self._control.instance_up(self._known, info, now_s)
+        self.known = self._control.instance_up(self.known, info, now_s)
         if info.names != NO_OTHER_NAMES:
             self._shell.note(WatchNote.NAMES, listed_names(info))
         self._compare_kv()
@@ -328,7 +321,7 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
             info = self._relist(msgspec.structs.replace(info, names=report.names), now_s)
         if report.capabilities is not None:
             info = self._equip(info, report.capabilities, report.connector, now_s)
-        self._control.load_reported(self._known, report, now_s)
+        self._control.load_reported(self.known, report, now_s)
         if not report.full_degree:
             return None
         # Ranks and layout change without a new epoch.
@@ -349,7 +342,7 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
         info = msgspec.structs.replace(before, **changes)
         if info == before:
             return before
-        self._info = self._known.info = info
+        self._info = info
         self._control.self_tests.up(info, now_s)
         event = ev.CapabilitiesListed(info.id, info.epoch, capabilities, kv_fingerprint)
         self._control.tell(event, now_s)
@@ -358,48 +351,47 @@ class InstanceWatch(Watch[InstanceInfo, LoadReport]):
         return info
 
     def _compare_kv(self) -> None:
-        if others := others_with_other_kv(self._control.instances, self._known):
+        if others := others_with_other_kv(self._control.instances, self.known):
             self._shell.note(WatchNote.OTHER_KV, [*others])
 
     def _relist(self, info: InstanceInfo, now_s: float) -> InstanceInfo:
         """The same process serves other names than before."""
-        self._info = self._known.info = info
-        self._control.instances.names.changed()
+        self._info = info
         self._control.tell(ev.NamesListed(info.id, info.epoch, info.names), now_s)
+        self._control.instances.names.changed()
         self._shell.note(WatchNote.NAMES, listed_names(info))
         return info
 
     def _reshape(self, info: InstanceInfo) -> None:
         assert self._info is not None
-        info = msgspec.structs.replace(self._info, ranks=info.ranks, layout=info.layout)
-        self._info = self._known.info = info
+        self._info = msgspec.structs.replace(self._info, ranks=info.ranks, layout=info.layout)
+        self.known.learn(ranks=info.ranks, layout=info.layout)
         self._shape = self._asked_shape
 
     def _others_since_s(self, now_s: float) -> float:
-        return self._control.progress.others_since_s(self._known.id, now_s)
+        return self._control.progress.others_since_s(self.known.id, now_s)
 
     def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None:
-        self._control.instance_lost(self._known, cause, now_s, may_live=may_live)
+        self._control.instance_lost(self.known, cause, now_s, may_live=may_live)
 
 
-class AgentWatch(Watch[AgentInfo, AgentReport]):
+class AgentWatch(Watch[KnownAgent, AgentInfo, AgentReport]):
     def __init__(
         self, known: KnownAgent, control: Control[Any], limits: WatchLimits, shell: WatchShell
     ) -> None:
         super().__init__(known, limits, shell)
-        self._known = known
         self._checkpoints = control.checkpoints
         self._self_tests = control.self_tests
 
     def _fault(self, info: AgentInfo) -> str | None:
-        return self._checkpoints.agents.fault(self._known, info)
+        return self._checkpoints.agents.fault(self.known, info)
 
     def _up(self, info: AgentInfo, now_s: float) -> None:
-        self._checkpoints.up(self._known, info, now_s)
+        self._checkpoints.up(self.known, info, now_s)
         self._self_tests.changed()
 
     def _count(self, info: AgentInfo, report: AgentReport, now_s: float) -> None:
-        self._checkpoints.reported(self._known, report, now_s)
+        self._checkpoints.reported(self.known, report, now_s)
 
     def _lose(self, cause: str, now_s: float, *, may_live: bool) -> None:
-        self._checkpoints.lost(self._known, cause, now_s)
+        self._checkpoints.lost(self.known, cause, now_s)

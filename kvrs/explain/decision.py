@@ -16,8 +16,9 @@ from math import inf, isfinite
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
-from kvrs.core.model.cluster_view import Agent, ClusterView, Member
+from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books, Case, Term, case_of
 from kvrs.core.rules import ALL, BY_NAME
@@ -174,8 +175,10 @@ def _case(question: Question) -> Case:
             at_target -= {Capability.PULL_PAGES}
     holder, prefill, target = (
         view.add(
-            assumed_instance(InstanceId(name), node, role, question.geometry, can),
-            question.prefill,
+            Member.of(
+                assumed_instance(InstanceId(name), node, role, question.geometry, can),
+                question.prefill,
+            )
         )
         for name, node, role, can in (
             ("holder", _N0, Role.PREFILL, at_holder),

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvrs.config.file import Config
 from kvrs.config.policy import Degraded, Dispatch, Failing, PolicyName
-from kvrs.core.fleet.known import Health
+from kvrs.core.model.member import Health
 from kvrs.core.topology import Topology
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.sim import fault_scenarios

@@ -13,7 +13,6 @@ from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.leases import Leases
 from kvrs.core.control import Control
 from kvrs.core.event_log import event_line, header_line
-from kvrs.core.fleet.known import KnownInstance
 from kvrs.core.fleet.self_tests import (
     Continues,
     Generated,
@@ -25,6 +24,7 @@ from kvrs.core.fleet.self_tests import (
 from kvrs.core.live import Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Member
 from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate
@@ -231,7 +231,7 @@ class SimProxy:
         ids = None if arrival.is_text else arrival.prompt_ids
         self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids))
 
-    def watch_anew(self, known: KnownInstance) -> None:
+    def watch_anew(self, known: Member) -> None:
         """An instance that was removed is there again."""
         watch = self.watches[known.id] = self.watches[known.id].anew(known)
         watch.begin()

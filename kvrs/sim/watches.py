@@ -9,7 +9,8 @@ from typing import Any, assert_never
 
 from kvrs.core.books.fences import Number
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance
+from kvrs.core.fleet.known import KnownAgent
+from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import (
     AgentWatch,
     DeathCause,
@@ -47,32 +48,31 @@ class SimWatch:
     def __init__(
         self,
         process: SimEngine | SimAgent,
-        known: KnownInstance | KnownAgent,
+        known: Member | KnownAgent,
         control: Control[SimStream],
         line: ReportLine,
     ) -> None:
         self.process = process
         self.drop = 0  # So many of the next reports are lost.
-        self._known = known
         self._control = control
         self._line = line
         self._time = line.time
         self._gossiped_epoch = -1  # The latest of the process whose death gossip has reported.
         self._arrival_s = 0.0
         self._is_over = False
-        self._watch: Watch[Any, Any] = (
+        self._watch: Watch[Any, Any, Any] = (
             InstanceWatch(known, control, line.limits, self)
-            if isinstance(known, KnownInstance)
+            if isinstance(known, Member)
             else AgentWatch(known, control, line.limits, self)
         )
 
-    def anew(self, known: KnownInstance) -> "SimWatch":
+    def anew(self, known: Member) -> "SimWatch":
         """For the same process, after it was removed."""
         return SimWatch(self.process, known, self._control, self._line)
 
     @property
     def is_up(self) -> bool:
-        return self._known.health is Health.UP
+        return self._watch.known.health is Health.UP
 
     def begin(self) -> None:
         """Ask for the identity of the process, and for its reports with the same message."""

@@ -8,7 +8,8 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import Member
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -44,7 +45,7 @@ def instance_up(
 def member(name: str, **changes: Any) -> Member:
     """The member of a view that `instance_up` makes."""
     event = instance_up(name, **changes)
-    return ClusterView(1e9).add(event.info, event.prefill)
+    return ClusterView(1e9).add(Member.of(event.info, event.prefill))
 
 
 def load(

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvrs.core.books.agent_slots import Denied, Granted, SlotOutcome, Slots
-from kvrs.core.fleet.known import Agents, Health
+from kvrs.core.fleet.known import Agents
+from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 

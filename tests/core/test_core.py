@@ -17,6 +17,7 @@ from kvrs.core.live import CannotContinue, Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
@@ -285,6 +286,41 @@ def test_a_named_table_is_not_that_of_forced_decode_steps() -> None:
         accepted.append(instances.accept(instances.known[instance], info).prefill)
 
     assert accepted == [catalog.prefill_table(name), None]
+
+
+def test_an_instance_has_one_record_which_its_next_process_replaces() -> None:
+    """The watch and the policy write the same one: nothing is copied between them. One that another
+    proxy has fenced is the same process.
+    """
+    driver = Driver()
+    known, members = driver.control.instances.known, driver.control.policy.members
+    first = known[D0]
+
+    driver.up(D0, epoch=2)
+    fenced = known[D0], members[D0].epoch
+    driver.lose(D0)
+    lost = known[D0], first.health, D0 in members
+    driver.up(D0, epoch=3, pid=2)
+
+    assert (fenced, lost) == ((first, 2), (first, Health.DOWN, False))
+    assert all(known[name] is members[name] for name in (P0, D0, P1, D1))
+    assert (known[D0] is first, known[D0].epoch, first.epoch) == (False, 3, 2)
+    assert known[D0].epochs == {0: 3}
+
+
+def test_of_a_removed_instance_nothing_is_known() -> None:
+    """What still asks for it finds it not up, and with no capability."""
+    driver = Driver()
+    instances = driver.control.instances
+    before = instances.retains(D0), instances.sends_checkpoints(D0)
+    left = instances.known[D0]
+
+    instances.remove(left)
+
+    assert before == (True, True)
+    assert (instances.retains(D0), instances.sends_checkpoints(D0)) == (False, False)
+    assert left.health is instances.known[D0].health is Health.REMOVED
+    assert (instances.known[D0].epochs, instances.is_present(D0)) == ({}, False)
 
 
 @pytest.mark.parametrize("pulls", [True, False])

@@ -10,7 +10,7 @@ from kvrs.core.model.streams import Stream
 from kvrs.core.routing import prefill_for
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.gpus import GpuState
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, member, of, only
 
 S = StreamId("s")
 
@@ -109,8 +109,8 @@ def test_a_history_is_not_computed_on_a_failing_gpu() -> None:
     nearer.
     """
     view, stream = ClusterView(1e9), Stream(S, 0, 100, 0.0, None)
-    for up in map(instance_up, ("p0", "p1", "d1")):
-        view.add(up.info, up.prefill)
+    for name in ("p0", "p1", "d1"):
+        view.add(member(name))
     members = view.members
 
     well = prefill_for(view, members[InstanceId("d1")], stream)

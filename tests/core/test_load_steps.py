@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrs.core.model.cluster_view import Member
+from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport

@@ -7,10 +7,10 @@ import pytest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
-from kvrs.core.model.health import AnswerHealth, pause_s
+from kvrs.core.model.member import AnswerHealth, pause_s
 from kvrs.core.model.streams import RefusedBy, Stream
 from kvrs.ids import InstanceId, StreamId
-from tests.core.policy_harness import PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import PolicyHarness, instance_up, member, of, only
 
 P0, P1, D0, B0, B1 = (InstanceId(name) for name in ("p0", "p1", "d0", "b0", "b1"))
 A, B = StreamId("A"), StreamId("B")
@@ -74,7 +74,7 @@ def test_a_probe_that_ends_before_it_has_come_there_makes_room_for_another() -> 
     harness.handle(ev.PrefillDone(A, 1, 20))
     fail(harness, first, D0)
     harness.handle(ev.StreamEnded(A, 1))
-    health = harness.policy.members[D0].health
+    health = harness.policy.members[D0].answers
 
     harness.handle(ev.StreamArrived(B, 20), at_s=1.0)
     probes = health.probe
@@ -101,7 +101,7 @@ def test_an_instance_that_fails_its_probe_is_ejected() -> None:
 def test_an_answered_probe_readmits_its_instance() -> None:
     """Its next failure is one of an instance that was well."""
     harness = PolicyHarness(*PAIRS)
-    health = harness.policy.members[P0].health
+    health = harness.policy.members[P0].answers
     for at_s, stream in ((0.0, A), (1.0, B)):
         fail(harness, only(harness.handle(ev.StreamArrived(stream, 20), at_s), act.Start), P0)
     was_ejected = health.is_ejected
@@ -220,13 +220,9 @@ def test_a_final_refusal_of_an_instance_that_refuses_what_others_accept_is_not_b
 def test_no_busy_instance_is_a_target_and_one_that_fails_is_where_no_other_is() -> None:
     """A pause that an instance has asked for itself holds in any case."""
     view = ClusterView(1e9)
-    members = []
-    for name in ("d0", "d1", "d2"):
-        up = instance_up(name)
-        members.append(view.add(up.info, up.prefill))
-    busy, failing, well = members
-    busy.health.note_busy(busy.id, A, 1.0, view.now_s)
-    failing.health.close("HTTP 500", view.now_s, 1.0)
+    busy, failing, well = [view.add(member(name)) for name in ("d0", "d1", "d2")]
+    busy.answers.note_busy(busy.id, A, 1.0, view.now_s)
+    failing.answers.close("HTTP 500", view.now_s, 1.0)
 
     with_one = view.targets()
     view.remove(well)
@@ -368,7 +364,7 @@ class Rates:
 
     def count(self, name: str, answers: int, failures: int) -> None:
         """All at once, so that nothing of it has faded."""
-        health = self.members[InstanceId(name)].health
+        health = self.members[InstanceId(name)].answers
         health.answers, health.failures = float(answers), float(failures)
         health.counted_s = self.harness.now_s
         health.consecutive = 0
@@ -409,7 +405,7 @@ def test_ejections_are_forgiven_after_a_minute(good_s: float, ejections: int) ->
     """The pauses of one that was ejected again soon go on doubling."""
     rates = Rates()
     start = only(rates.harness.handle(ev.StreamArrived(A, 20), at_s=good_s), act.Start)
-    failing = rates.members[start.plan.decode].health
+    failing = rates.members[start.plan.decode].answers
     failing.ejections, failing.readmitted_s, failing.consecutive = 3, 0.0, 2
 
     fail(rates.harness, start, start.plan.decode)

@@ -8,6 +8,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability
 from tests.core.policy_harness import PolicyHarness, instance_up, only
@@ -103,7 +104,7 @@ def test_tokens_differ_while_two_decode_instances_compute_different_ones() -> No
     view, differ = ClusterView(1e9), []
     for name, tokens in (("d0", "one"), ("d1", ""), ("p0", "other"), ("d2", "other")):
         up = instance_up(name, tokens=tokens)
-        view.set_self_tested(view.add(up.info, up.prefill), up)
+        view.set_self_tested(view.add(Member.of(up.info, up.prefill)), up)
         differ.append(view.tokens_differ)
 
     view.remove(view.members[InstanceId("d0")])

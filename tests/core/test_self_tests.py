@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrs.core.fleet.known import Health, KnownInstance
 from kvrs.core.fleet.self_tests import (
     Continues,
     Generated,
@@ -15,6 +14,7 @@ from kvrs.core.fleet.self_tests import (
     TokensTest,
     TransferTest,
 )
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import Capability, InstanceInfo, MeasuredPrefill, Role
@@ -29,7 +29,7 @@ class Bench:
 
     def __init__(self, *names: str, **settings: Any) -> None:
         self.known = {
-            InstanceId(name): KnownInstance(InstanceId(name), NodeId("n"), ROLES[name[0]])
+            InstanceId(name): Member(InstanceId(name), NodeId("n"), ROLES[name[0]])
             for name in names
         }
         self.tests = SelfTests(self.known, **({"enabled": True, "tests_kv": True} | settings))

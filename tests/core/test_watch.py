@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.core.fleet.known import Health
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -68,13 +68,15 @@ class Watched:
     def __init__(self, **info: Any) -> None:
         self.driver = Driver()
         self.control = self.driver.control
-        self.known = self.control.instances.known[D0]
-        assert self.known.info is not None
-        self.info: InstanceInfo = msgspec.structs.replace(self.known.info, **info)
-        self.known.health, self.known.info = Health.STARTING, None
+        instances = self.control.instances
+        up = instances.known[D0].info
+        assert up is not None
+        self.info: InstanceInfo = msgspec.structs.replace(up, **info)
+        self.control.tell(ev.InstanceRemoved(D0, {}), 0.0)
+        known = instances.known[D0] = Member(D0, self.info.node, self.info.role)
         self.control.instances.known[D1].reported_s = inf  # It could always take the streams.
         self.shell = Shell()
-        self.watch = InstanceWatch(self.known, self.control, LIMITS, self.shell)
+        self.watch = InstanceWatch(known, self.control, LIMITS, self.shell)
         self.session = 0
 
     def identity(self, epoch: int, **changes: Any) -> InstanceInfo:
@@ -94,6 +96,10 @@ class Watched:
 
     def end(self, death: DeathCause = FAILED, now_s: float = 0.0) -> float | None:
         return self.watch.ended(self.session, "ended", death, now_s)
+
+    @property
+    def known(self) -> Member:
+        return self.control.instances.known[D0]
 
     @property
     def health(self) -> Health:
@@ -384,7 +390,7 @@ def test_a_process_that_reports_in_time_is_never_lost(reports: list[tuple[float,
     assert now_s - heard_s == pytest.approx(watched.watch.limit_s(now_s))
 
 
-def _look(watch: Watch[Any, Any], now_s: float) -> float | None:
+def _look(watch: Watch[Any, Any, Any], now_s: float) -> float | None:
     return watch.silence.look(now_s, watch.limit_s(now_s), lambda: False)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrs.core.books.incident_book import IncidentBook
-from kvrs.core.model.health import AnswerHealth
+from kvrs.core.model.member import AnswerHealth
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.scenarios import avalanche, poisoned
 from kvrs.sim.world import World

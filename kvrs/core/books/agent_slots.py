@@ -14,7 +14,8 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.core.fleet.known import Agents, Health, Instances
+from kvrs.core.fleet.known import Agents, Instances
+from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, SlotUpdate
 

@@ -11,7 +11,8 @@ from typing import Any
 from kvrs.config.backup import BackupMode, BackupSettings, Placement
 from kvrs.core.books.placement import PlacementCandidate, place, weighed
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Agent, ClusterView, Member
+from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import StoredCheckpoint, Stream
 from kvrs.ids import InstanceId, NodeId, along_ring
 
@@ -69,7 +70,7 @@ class Checkpoints:
             and each.decodes
             and each.checkpoints
             and not each.must_drain
-            and each.info.fingerprint == decode.info.fingerprint
+            and each.fingerprint == decode.fingerprint
         ]
         others = [each for each in others if each.node != decode.node] or others
         stream.unprotected = "" if others else "no other decode instance is up"
@@ -101,7 +102,7 @@ class Checkpoints:
 
     def adopt(self, stream: Stream, agent: Agent, pages: int) -> None:
         """The agent stores pages of it for another proxy, which has booked the room: a source."""
-        geometries = [member.info.geometry for member in self._view.members.values()]
+        geometries = [member.geometry for member in self._view.members.values()]
         if pages and geometries:
             stream.checkpoints[agent.id] = StoredCheckpoint(agent, geometries[0], pages=pages)
             agent.streams.add(stream.id)
@@ -169,11 +170,11 @@ class Checkpoints:
         self, stream: Stream, agent: Agent, decode: Member, need_bytes: int
     ) -> StoredCheckpoint:
         checkpoint = stream.checkpoints.get(agent.id)
-        if checkpoint is None or not checkpoint.is_of(decode.info):
+        if checkpoint is None or not checkpoint.is_of(decode):
             if checkpoint is not None:
                 _rebook(checkpoint, 0)
             checkpoint = stream.checkpoints[agent.id] = StoredCheckpoint(
-                agent, decode.info.geometry, kv_fingerprint=decode.info.kv_fingerprint
+                agent, decode.geometry, kv_fingerprint=decode.kv_fingerprint
             )
             agent.streams.add(stream.id)
         _rebook(checkpoint, need_bytes, decode.node)
@@ -204,7 +205,7 @@ def _need_bytes(stream: Stream, decode: Member) -> int:
     """Room for the stream's longest possible history; for the present one where no limit is
     known.
     """
-    ends = (stream.most_tokens, decode.info.max_model_len or None)
+    ends = (stream.most_tokens, decode.max_model_len or None)
     longest = min((most for most in ends if most is not None), default=0)
     tokens = max(longest, stream.history_tokens)
     return max(1, tokens // decode.page_size_tokens) * decode.page_bytes

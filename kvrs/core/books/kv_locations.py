@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent, ClusterView, Member
+from kvrs.core.model.cluster_view import Agent, ClusterView
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.ids import InstanceId, StreamId
 
@@ -26,7 +27,7 @@ class KvLocations:
     def instance_up(self, member: Member) -> None:
         """Record the KV of open streams that the instance has kept."""
         event = self._kept.pop(member.id, None)
-        if event is None or event.epoch != member.info.epoch:
+        if event is None or event.epoch != member.epoch:
             return
         for stream_id, pages in event.pages.items():
             if (stream := self._streams.get(stream_id)) is not None:
@@ -66,7 +67,7 @@ class KvLocations:
     def _replicated(self, event: ev.CheckpointsReported) -> None:
         """An instance reports replicas. Of streams that it keeps under a lease it has more."""
         member = self._view.members.get(event.holder)
-        if member is None or event.epoch != member.info.epoch:
+        if member is None or event.epoch != member.epoch:
             return
         for stream_id, pages in event.pages.items():
             stream = self._streams.get(stream_id)
@@ -123,7 +124,7 @@ class KvLocations:
         if stream is None:
             return ()
         held = [
-            ev.Kept(holder, found.member.info.epoch, found.pages)
+            ev.Kept(holder, found.member.epoch, found.pages)
             for holder, found in stream.holders.items()
         ]
         return (
@@ -138,7 +139,7 @@ class KvLocations:
         """Take over locations from another proxy, as far as those epochs are still up."""
         for each in kept:
             member, agent = self._view.members.get(each.holder), self._view.agents.get(each.holder)
-            if member is not None and member.info.epoch == each.epoch:
+            if member is not None and member.epoch == each.epoch:
                 self.retain(stream, member, each.pages)
             elif agent is not None and agent.epoch == each.epoch:
                 self._checkpoints.adopt(stream, agent, each.pages)

@@ -12,13 +12,8 @@ from typing import assert_never
 from kvrs.config.policy import RecoverySettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import ClusterView, Member
-from kvrs.core.model.health import (
-    BUSY_PAUSE_S,
-    EJECTION_PAUSE_S,
-    FAILURE_PAUSE_S,
-    pause_s,
-)
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import BUSY_PAUSE_S, EJECTION_PAUSE_S, FAILURE_PAUSE_S, Member, pause_s
 from kvrs.core.model.streams import RefusedBy, Stream
 
 CONSECUTIVE_FAILURES = 3
@@ -45,7 +40,7 @@ class Outliers:
 
     def started(self, stream: Stream, member: Member) -> None:
         """An attempt begins there; at a closed instance it is the probe."""
-        health = member.health
+        health = member.answers
         if health.until_s is not None and health.probe is None:
             health.probe = stream.id
         if health.busy_until_s is not None:
@@ -53,7 +48,7 @@ class Outliers:
 
     def answered(self, stream: Stream, member: Member) -> None:
         """The attempt's prefill is done there, or its first token has come from there."""
-        health = member.health
+        health = member.answers
         health.left(stream.id)
         now_s = health.answered_s = self._view.now_s
         health.count(now_s, answered=True)
@@ -61,7 +56,7 @@ class Outliers:
         if is_news:
             if health.is_ejected:
                 health.readmitted_s = now_s
-                self._actions.append(act.Readmitted(member.id, member.info.epoch))
+                self._actions.append(act.Readmitted(member.id, member.epoch))
             health.consecutive, health.refuses_wrongly = 0, False
             if health.pauses:  # Each closing, and each busy answer, is one.
                 health.open()
@@ -75,10 +70,10 @@ class Outliers:
             if refuser is not None and not refuser.prefills and not accepting.decodes:
                 continue  # Of the next stage, which this answer does not prove.
             stream.forget_refusal(refusal.instance)
-            if refuser is None or refuser is accepting or refuser.info.epoch != refusal.epoch:
+            if refuser is None or refuser is accepting or refuser.epoch != refusal.epoch:
                 continue
-            is_probe = refusal.is_probe and refuser.health.until_s is not None
-            refuser.health.refuses_wrongly = True
+            is_probe = refusal.is_probe and refuser.answers.until_s is not None
+            refuser.answers.refuses_wrongly = True
             self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
 
     def computed(self, stream: Stream, member: Member) -> None:
@@ -87,9 +82,9 @@ class Outliers:
         """
         for each in stream.recovery.overflowed:
             other = self._view.members.get(each.instance)
-            if other is None or other is member or other.info.epoch != each.epoch:
+            if other is None or other is member or other.epoch != each.epoch:
                 continue
-            is_probe = each.is_probe and other.health.until_s is not None
+            is_probe = each.is_probe and other.answers.until_s is not None
             self._charge(other, "its logits overflow where others' do not", is_probe=is_probe)
 
     def failed(self, stream: Stream, event: ev.AttemptFailed) -> None:
@@ -97,12 +92,12 @@ class Outliers:
         member = self._view.members.get(event.instance)
         if member is None:
             return
-        health = member.health
+        health = member.answers
         is_probe = health.probe == stream.id
         health.left(stream.id)
         match event.failure:
             case ev.FailureKind.REFUSED | ev.FailureKind.NOT_A_NUMBER:
-                by = RefusedBy(event.instance, member.info.epoch, is_probe)
+                by = RefusedBy(event.instance, member.epoch, is_probe)
                 if event.failure is ev.FailureKind.REFUSED:
                     stream.note_refusal(by)
                 else:
@@ -134,7 +129,7 @@ class Outliers:
         if any(each.instance != event.instance for each in stream.refusals):
             return True
         member = self._view.members.get(event.instance)
-        if member is not None and member.health.refuses_wrongly:
+        if member is not None and member.answers.refuses_wrongly:
             return False
         return (
             event.final
@@ -143,21 +138,21 @@ class Outliers:
                 other is not member
                 and stream.is_served_at(other)
                 and not other.is_drained
-                and not other.health.is_ejected
+                and not other.answers.is_ejected
                 for other in self._peers(member)
             )
         )
 
     def left(self, stream: Stream, member: Member) -> None:
         """The attempt, which was to answer there, is over, for whatever reason."""
-        health = member.health
+        health = member.answers
         is_overdue = health.is_overdue(self._view.now_s, member.reported_queue_s)
         health.left(stream.id)
         if is_overdue and not health.is_ejected:
             self._pause(member, "it answers nothing", FAILURE_PAUSE_S)
 
     def _charge(self, member: Member, cause: str, *, is_probe: bool) -> None:
-        health = member.health
+        health = member.answers
         health.count(self._view.now_s, answered=False)
         health.consecutive += 1
         if health.is_ejected:
@@ -171,7 +166,7 @@ class Outliers:
             self._pause(member, cause, FAILURE_PAUSE_S)
 
     def _pause(self, member: Member, cause: str, first_s: float) -> None:
-        health = member.health
+        health = member.answers
         if health.until_s is not None and self._view.now_s < health.until_s:
             return  # Of an attempt from before the pause.
         if health.is_ejected:
@@ -181,21 +176,21 @@ class Outliers:
         health.close(cause, self._view.now_s, pause)
 
     def _eject(self, member: Member, cause: str) -> None:
-        health = member.health
+        health = member.answers
         pause = pause_s(member.id, EJECTION_PAUSE_S, health.ejections)
         health.is_ejected = True
         health.ejections += 1
         health.close(cause, self._view.now_s, pause)
-        self._actions.append(act.Ejected(member.id, member.info.epoch, cause, pause))
+        self._actions.append(act.Ejected(member.id, member.epoch, cause, pause))
 
     def _is_outlier(self, member: Member) -> bool:
-        health = member.health
+        health = member.answers
         if health.consecutive >= CONSECUTIVE_FAILURES:
             return True
         counted = health.answers + health.failures
         if counted < _LEAST_COUNTED or health.failures < _FAILURE_SHARE * counted:
             return False
-        others = [other.health for other in self._peers(member) if other is not member]
+        others = [other.answers for other in self._peers(member) if other is not member]
         failures = sum(other.failures for other in others)
         of_all = failures + sum(other.answers for other in others)
         return health.failures * of_all >= _TIMES_PEERS * failures * counted
@@ -204,7 +199,7 @@ class Outliers:
         """Never more than half of a role, so that at least one instance stays."""
         for does in (_prefills, _decodes):
             peers = [other for other in self._view.members.values() if does(other)]
-            ejected = sum(other.health.is_ejected for other in peers)
+            ejected = sum(other.answers.is_ejected for other in peers)
             if does(member) and 2 * (ejected + 1) > len(peers):
                 return False
         return True

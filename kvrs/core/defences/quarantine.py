@@ -14,7 +14,8 @@ one that came along would be a second suspect, and the killer would have another
 from collections.abc import Iterable
 
 from kvrs.core.books.incident_book import IncidentBook
-from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.protocol.instance import Role
 
@@ -29,15 +30,15 @@ def suspects_at(
     guest where a suspected stream ran apart is none, nor one whose prompt another instance has
     prefilled before.
     """
-    waiting = member.health.awaited
+    waiting = member.answers.awaited
     return [
         stream
         for stream in streams
         if (
             (stream.id in waiting and not stream.attempt.is_guest)
-            or book.broke_at(stream.id, member.id, member.info.epoch, now_s)
+            or book.broke_at(stream.id, member.id, member.epoch, now_s)
         )
-        and not (member.info.role is Role.PREFILL and _was_prefilled(stream))
+        and not (member.role is Role.PREFILL and _was_prefilled(stream))
     ]
 
 
@@ -53,7 +54,7 @@ def occupied(view: ClusterView, book: IncidentBook, stream: Stream) -> frozenset
         member.id
         for member in view.members.values()
         if member.quarantined_for not in (None, stream.id)
-        or any(other != stream.id for other in member.health.awaited)
+        or any(other != stream.id for other in member.answers.awaited)
     }
     for role in _roles(view):
         if not _can_spare(role):
@@ -114,4 +115,4 @@ def _next_free(view: ClusterView, stream: Stream, role: list[Member]) -> Member 
     ]
     if not _can_spare(role):
         return None
-    return min(allowed, key=lambda each: (len(each.health.awaited), each.rank), default=None)
+    return min(allowed, key=lambda each: (len(each.answers.awaited), each.rank), default=None)

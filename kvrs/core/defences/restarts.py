@@ -2,8 +2,7 @@
 longer before it gets work.
 """
 
-from kvrs.core.model.cluster_view import Member
-from kvrs.core.model.health import pause_s
+from kvrs.core.model.member import Member, pause_s
 from kvrs.ids import InstanceId
 
 # A death within this time of coming up is a quick one.
@@ -23,11 +22,11 @@ class Restarts:
         name = member.id
         self._up_s[name] = now_s
         deaths = self._quick_deaths.get(name, 0)
-        member.health.quick_deaths = deaths
+        member.answers.quick_deaths = deaths
         if deaths >= _FREE_DEATHS:
             cause = f"it died {deaths} times within {_QUICK_S:g} s of coming up"
             pause = pause_s(name, _FIRST_PAUSE_S, deaths - _FREE_DEATHS)
-            member.health.close(cause, now_s, pause)
+            member.answers.close(cause, now_s, pause)
             self._up_s[name] += pause
 
     def forget(self, instance: InstanceId) -> None:

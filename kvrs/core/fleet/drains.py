@@ -5,8 +5,9 @@ time is over is moved.
 from collections.abc import Callable
 from typing import Any
 
-from kvrs.core.fleet.known import Health, Instances, KnownInstance
+from kvrs.core.fleet.known import Instances
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Role
 
@@ -45,7 +46,7 @@ class Drains:
                 return f"no other instance that is up and not drained can do {role.value}"
         return None
 
-    def remains(self, known: KnownInstance) -> bool:
+    def remains(self, known: Member) -> bool:
         """The instance is up and may get new streams."""
         return known.health is Health.UP and not self.is_draining(known.id)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrs.core.fleet.known import KnownInstance
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import InstanceInfo
@@ -37,7 +37,7 @@ class Gpus:
     cannot, and for all other GPUs, the instance as a whole is judged.
     """
 
-    def __init__(self, known: Mapping[InstanceId, KnownInstance]) -> None:
+    def __init__(self, known: Mapping[InstanceId, Member]) -> None:
         self._known = known
         self._judgements: dict[InstanceId, tuple[GpuState, str]] = {}
         self._asked: dict[tuple[InstanceId, str], _Asked] = {}

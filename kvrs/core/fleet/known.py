@@ -4,8 +4,8 @@ Only one model is served at a time. There are no agents when `backup.mode` is of
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from dataclasses import dataclass
+from enum import Enum
 from math import inf
 
 import msgspec
@@ -14,93 +14,22 @@ from kvrs.config.file import Config
 from kvrs.core.fleet.names import NameBook
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import (
-    EPOCHS_PER_START,
     AgentInfo,
     AgentReport,
     Capability,
     InstanceInfo,
-    LoadReport,
     Role,
 )
-
-_STARTS_KEPT = 8  # Of each instance, to which a report of an exit may belong.
 
 
 def overdue_after_s(interval_s: float) -> float:
     """Return the age at which a report that comes every `interval_s` is overdue."""
     return max(1.0, 4 * interval_s)
-
-
-class Health(StrEnum):
-    STARTING = "starting"  # Never seen up.
-    UP = "up"
-    DOWN = "down"
-    # It was taken out of the configuration. Kept, so that what still asks for it finds it not up.
-    REMOVED = "removed"
-    REFUSED = "refused"  # It answers, and must not be used; `reason` says why.
-
-
-@dataclass(slots=True, eq=False)
-class KnownInstance:
-    """One configured instance."""
-
-    id: InstanceId
-    node: NodeId
-    role: Role
-    group: str | None = None  # Instances of one group lend each other the hosts of their stages.
-    health: Health = Health.STARTING
-    reason: str | None = None
-    info: InstanceInfo | None = None
-    load: LoadReport | None = None
-    reported_s: float = 0.0  # When `load` came.
-    # When its last heartbeat came: while its event loop stalls, it has these alone.
-    beat_s: float = -inf
-    epochs: dict[int, int] = field(default_factory=dict)  # The last of each of its last starts.
-
-    @property
-    def lost(self) -> InstanceInfo | None:
-        """The process that was last lost and may still run."""
-        return None if self.health is Health.UP else self.info
-
-    def is_same_process(self, info: InstanceInfo) -> bool:
-        """The process, with its workers, has been up all the time: another proxy has fenced it."""
-        before = self.info
-        if self.health is not Health.UP or before is None or not _can_fence(info):
-            return False
-        return (info.pid, info.worker_pids) == (before.pid, before.worker_pids)
-
-    def note_epoch(self, epoch: int) -> None:
-        """It is up in this epoch."""
-        self.epochs[epoch // EPOCHS_PER_START] = epoch
-        if len(self.epochs) > _STARTS_KEPT:
-            del self.epochs[next(iter(self.epochs))]
-
-    def had_not_ended(self, info: InstanceInfo) -> bool:
-        """The process, with its workers, ran on while it was taken for lost. One without a pid (0)
-        is known by its epoch, which rises with every process.
-        """
-        lost = self.lost
-        if lost is None or (info.pid, info.worker_pids) != (lost.pid, lost.worker_pids):
-            return False
-        return info.pid != 0 or info.epoch == lost.epoch
-
-    def must_be_fenced(self, info: InstanceInfo) -> bool:
-        """The process ran on while it was taken for lost."""
-        return self.lost is not None and info.pid == self.lost.pid and _can_fence(info)
-
-    def must_drain_before_use(self, info: InstanceInfo) -> bool:
-        """The process is used again only when nothing runs on it: it was lost, runs on, and cannot
-        be fenced.
-
-        A process without a pid (0) is known by its epoch, which rises with every process.
-        """
-        lost = self.lost
-        is_same = lost is not None and (info.pid, info.epoch) == (lost.pid, lost.epoch)
-        return is_same and not _can_fence(info)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +56,7 @@ class Replays(Enum):
 class Instances:
     def __init__(self, config: Config) -> None:
         self.known = {
-            instance.id: KnownInstance(instance.id, node.id, instance.role, instance.group)
+            instance.id: Member(instance.id, node.id, instance.role, instance.group)
             for node, instance in config.cluster.instances()
         }
         self.served_name = config.cluster.served_name
@@ -147,18 +76,18 @@ class Instances:
 
     def add(
         self, instance: InstanceId, node: NodeId, role: Role, group: str | None = None
-    ) -> KnownInstance:
+    ) -> Member:
         self.decodes_only &= role is Role.DECODE
-        known = self.known[instance] = KnownInstance(instance, node, role, group)
+        known = self.known[instance] = Member(instance, node, role, group)
         return known
 
-    def remove(self, known: KnownInstance) -> None:
-        known.health, known.reason = Health.REMOVED, None
-        known.info = known.load = self._plain = self._replays = None
+    def remove(self, known: Member) -> None:
+        self.known[known.id] = Member(known.id, known.node, known.role, known.group, Health.REMOVED)
+        known.health, known.reason, known.info, known.load = Health.REMOVED, None, None, None
+        self._plain = self._replays = None
         self.names.changed()
-        known.epochs.clear()
 
-    def present(self) -> Iterator[KnownInstance]:
+    def present(self) -> Iterator[Member]:
         """Those of the configuration."""
         return (known for known in self.known.values() if known.health is not Health.REMOVED)
 
@@ -177,17 +106,14 @@ class Instances:
 
     def computes_prompts(self, instance: InstanceId) -> bool:
         """True for a decode instance that needs no prefill instance for a new stream."""
-        info = self.known[instance].info
-        return info is not None and info.computes_prompts and info.role is Role.DECODE
+        return self.known[instance].computes_prompts
 
     def resumes_exactly(self, instance: InstanceId) -> bool:
         """The engine continues text, stop strings, usage and sampling itself."""
-        info = self.known[instance].info
-        return info is not None and Capability.EXACT_RESUME in info.capabilities
+        return self.known[instance].resumes_exactly
 
     def sends_checkpoints(self, instance: InstanceId) -> bool:
-        info = self.known[instance].info
-        return info is not None and Capability.CHECKPOINT in info.capabilities
+        return self.known[instance].checkpoints
 
     def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
         """Where the instance is to send checkpoints; nowhere if it cannot."""
@@ -195,15 +121,13 @@ class Instances:
 
     def retains(self, instance: InstanceId) -> bool:
         """The instance keeps pages under a lease, which is to be renewed and given back."""
-        info = self.known[instance].info
-        return info is not None and Capability.RETAIN in info.capabilities
+        return self.known[instance].retains
 
     def is_one_call(self, plan: act.Plan) -> bool:
         """The decode instance has the history computed by the plan's prefill instance, which is of
         the same server.
         """
-        info = self.known[plan.decode].info
-        return plan.prefill is not None and info is not None and info.own_prefill == plan.prefill
+        return plan.prefill is not None and self.known[plan.decode].own_prefill == plan.prefill
 
     def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
         """The last report of the instance is no older than it should be."""
@@ -235,7 +159,7 @@ class Instances:
         """
         if self._replays is None:
             decoding = [
-                Capability.REPLAY in known.info.capabilities
+                known.replays
                 for known in self.known.values()
                 if known.role is not Role.PREFILL and known.info is not None
             ]
@@ -248,7 +172,7 @@ class Instances:
         load = self.known[instance].load
         return 0 if load is None else load.queued
 
-    def fault(self, known: KnownInstance, info: InstanceInfo, *, streams_open: bool) -> str | None:
+    def fault(self, known: Member, info: InstanceInfo, *, streams_open: bool) -> str | None:
         """Why an instance that answered cannot be used."""
         for what, wanted, got in (
             ("id", known.id, info.id),
@@ -284,18 +208,21 @@ class Instances:
                 )
         return None
 
-    def accept(self, known: KnownInstance, info: InstanceInfo) -> ev.InstanceUp:
-        """Note that the instance is used from now on; what the policy needs of it."""
-        known.info = info
-        known.health = Health.UP
-        known.reason = None
-        known.note_epoch(info.epoch)
+    def accept(self, known: Member, info: InstanceInfo) -> ev.InstanceUp:
+        """Note that the instance is used from now on; return what the policy needs of it. A process
+        that has been up all the time keeps its record, of which the policy changes `info`.
+        """
+        table = self._named_table(info)
         self._served, self._plain, self._replays = info, None, None
         self.model, self.max_model_len = info.model, info.max_model_len or None
         self.names.changed()
         if info.own_prefill not in self.known:
             info = msgspec.structs.replace(info, own_prefill=None)
-        return ev.InstanceUp(info, self._named_table(known.info))
+        if not known.is_same_process(info):
+            known = self.known[known.id] = known.next_process(info, table)
+        known.health, known.reason = Health.UP, None
+        known.note_epoch(info.epoch)
+        return ev.InstanceUp(info, table)
 
     def _named_table(self, info: InstanceInfo) -> PrefillTable | None:
         """The table of the settings; None: the instance's own counts. One that has another instance
@@ -303,7 +230,7 @@ class Instances:
         """
         return self._table if info.own_prefill is None else None
 
-    def lose(self, known: KnownInstance, cause: str) -> None:
+    def lose(self, known: Member, cause: str) -> None:
         """Note that the instance is not used any more."""
         known.health = Health.DOWN
         known.reason = cause
@@ -323,14 +250,13 @@ def all_refused(instances: Instances) -> str | None:
     return "; ".join(causes) or None
 
 
-def others_with_other_kv(instances: Instances, known: KnownInstance) -> list[InstanceId]:
+def others_with_other_kv(instances: Instances, known: Member) -> list[InstanceId]:
     """Instances whose checkpoints cannot be restored there, nor its own at them."""
-    own = "" if known.info is None else known.info.kv_fingerprint
+    own = known.kv_fingerprint
     return [
         each.id
         for each in instances.present()
-        if own and each.health is Health.UP
-        if each.info is not None and each.info.kv_fingerprint not in ("", own)
+        if own and each.health is Health.UP and each.kv_fingerprint not in ("", own)
     ]
 
 
@@ -396,7 +322,3 @@ class Agents:
         known.health = Health.DOWN
         known.reason = cause
         known.report = None
-
-
-def _can_fence(info: InstanceInfo) -> bool:
-    return Capability.FENCE in info.capabilities

@@ -15,8 +15,8 @@ from typing import Any, assert_never
 import msgspec
 from msgspec.structs import replace
 
-from kvrs.core.fleet.known import Health, KnownInstance
 from kvrs.core.model import events as ev
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Capability, InstanceInfo, Role
 from kvrs.protocol.speculation import SpeculationReport
@@ -132,7 +132,7 @@ class SelfTests:
 
     def __init__(
         self,
-        known: Mapping[InstanceId, KnownInstance],
+        known: Mapping[InstanceId, Member],
         *,
         enabled: bool,
         tests_kv: bool,

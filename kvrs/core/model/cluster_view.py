@@ -9,155 +9,13 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from operator import attrgetter
 from typing import Any
 
 from kvrs.core.model import events as ev
-from kvrs.core.model.health import UNANSWERED_S, AnswerHealth
-from kvrs.core.model.reports import PredictedReforming
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.profiles.tables import PrefillTable
-from kvrs.protocol.instance import MEMORY, Capability, InstanceInfo, LoadReport, Role
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One epoch of one instance; its next epoch is another member."""
-
-    info: InstanceInfo
-    full_prefill: PrefillTable  # With all its ranks.
-    # KV really comes to it, or from it. False until a self-test has seen that, where there are any.
-    moves_kv: bool = True
-    restores: bool = True  # KV really comes to it from agents.
-    # Instances with equal names go on exactly where another one was cut. Empty: not known.
-    tokens: str = ""
-    told: LoadReport | None = None  # Its last report that changed a decision.
-    reported_queue_s: float = 0.0
-    work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.
-    queue_s: float = 0.0  # The larger of the two.
-    bookings: int = 0
-    # Streams that decode there or will after their prefill, those of all other proxies included.
-    streams: int = 0
-    others_reported: int = 0  # Streams of other proxies, by its last report.
-    # Streams of which the current stage, or the only call, runs there.
-    running: set[StreamId] = field(default_factory=set)
-    held: set[StreamId] = field(default_factory=set)  # Streams of which it retains or caches pages.
-    gpu_degraded: bool = False  # By the settings, for this state of its GPU it is to be drained.
-    draining: bool = False  # The process has reported that it is about to end.
-    drain_ordered: bool = False  # By an operator.
-    reforming: PredictedReforming | None = None  # It computes nothing until it has other ranks.
-    is_drained: bool = False  # For any of these it gets nothing new: others have its role.
-    # Decoding with fewer ranks than it was configured with takes so much longer per token.
-    slower_token_s: float = 0.0
-    prefill_factor: float = 1.0  # Of its prefill table, for the same reason.
-    # A suspected stream that runs there, or will, with no other that waits for its first token.
-    quarantined_for: StreamId | None = None
-    quarantined_until_s: float = -inf  # Till then also if there is no other instance of its role.
-    health: AnswerHealth = field(default_factory=AnswerHealth)
-    # What every decision uses of `info`, looked up once.
-    id: InstanceId = field(init=False)
-    node: NodeId = field(init=False)
-    prefills: bool = field(init=False)
-    decodes: bool = field(init=False)
-    pulls: bool = field(init=False)
-    retains: bool = field(init=False)
-    caches: bool = field(init=False)
-    splits: bool = field(init=False)
-    checkpoints: bool = field(init=False)
-    replays: bool = field(init=False)
-    computes_prompts: bool = field(init=False)
-    own_prefill: InstanceId | None = field(init=False)
-    names: tuple[str, ...] = field(init=False)  # Of models, aliases and adapters that it serves.
-    page_bytes: int = field(init=False)
-    page_size_tokens: int = field(init=False)
-    bytes_per_token: int = field(init=False)
-    prefill: PrefillTable = field(init=False)  # With the ranks that it has.
-    # The order of decode instances: by streams, then by id.
-    rank: tuple[int, InstanceId] = field(init=False)
-    # Decode instances of its node that are not drained and can have its hand-offs.
-    own_decoders: list["Member"] = field(default_factory=list)
-    is_ranked: bool = False  # Among the decode instances that are not drained.
-
-    def __post_init__(self) -> None:
-        self.prefill = self.full_prefill
-        self.set_info(self.info)
-        self.rank = self.streams, self.id
-
-    def set_info(self, info: InstanceInfo) -> None:
-        """The same process, with what it says of itself now."""
-        capabilities, geometry = info.capabilities, info.geometry
-        self.info, self.id, self.node = info, info.id, info.node
-        self.prefills = info.role is not Role.DECODE
-        self.decodes = info.role is not Role.PREFILL
-        self.pulls = Capability.PULL_PAGES in capabilities
-        self.retains = Capability.RETAIN in capabilities
-        self.caches = Capability.PREFIX_CACHE in capabilities
-        self.splits = self.pulls and Capability.SPLIT in capabilities
-        self.checkpoints = Capability.CHECKPOINT in capabilities
-        self.replays = Capability.REPLAY in capabilities
-        self.computes_prompts = info.computes_prompts and info.role is Role.DECODE
-        self.own_prefill, self.names = info.own_prefill, info.name_keys
-        self.page_bytes = geometry.page_bytes
-        self.page_size_tokens = geometry.page_size_tokens
-        self.bytes_per_token = geometry.bytes_per_token
-
-    @property
-    def is_to_end(self) -> bool:
-        """The instance is to be left for good, as far as is known."""
-        return self.gpu_degraded or self.draining or self.drain_ordered
-
-    @property
-    def must_drain(self) -> bool:
-        """Nothing new is to go there while another instance has its role."""
-        return self.is_to_end or self.reforming is not None
-
-    def has_lost_cells(self, stream: StreamId) -> bool:
-        """It re-forms, and pages of the stream there are not whole until it has restored them."""
-        return self.reforming is not None and self.reforming.pages_of(stream)[0] > 0
-
-    def note_queue(self, reported_s: float) -> None:
-        self.reported_queue_s, self.queue_s = reported_s, max(reported_s, self.work_s)
-
-    def is_clear(self, now_s: float) -> bool:
-        """Fast path: no health restriction applies, the instance is open for new requests and for
-        recoveries, and not busy.
-        """
-        health = self.health
-        return (
-            health.until_s is None
-            and health.busy_until_s is None
-            and self.quarantined_for is None
-            and not health.is_ejected
-            and (
-                not health.awaited
-                or now_s - health.awaited_from_s <= UNANSWERED_S
-                or now_s - health.answered_s <= UNANSWERED_S
-            )
-        )
-
-    def set_pace(self, decode_factor: float, prefill_factor: float, token_s: float) -> None:
-        """It takes so many times as long as with all its ranks, at `token_s` per token now or
-        before.
-        """
-        self.slower_token_s = max(0.0, decode_factor - 1) * token_s
-        if prefill_factor != self.prefill_factor:
-            self.prefill_factor = prefill_factor
-            self.prefill = self.full_prefill
-            if prefill_factor != 1.0:
-                self.prefill = self.full_prefill.scaled(prefill_factor)
-
-    def takes_from(self, prefill: "Member") -> bool:
-        """A prefill there can be handed off to this instance. A server that pulls no pages takes
-        hand-offs from its own prefill instance only.
-        """
-        return self.pulls or self.own_prefill is None or self.own_prefill == prefill.id
-
-    def continues(self, tokens: str) -> bool:
-        """The instance goes on exactly with the output of one that computes `tokens`, as far as is
-        known.
-        """
-        return not tokens or self.tokens in ("", tokens)
+from kvrs.protocol.instance import MEMORY
 
 
 @dataclass(slots=True, eq=False)
@@ -251,12 +109,10 @@ class ClusterView:
         self.by_node: dict[NodeId, list[Member]] = {}
         self._leaving: dict[InstanceId, Member] = {}  # That must drain, or are drained.
 
-    def add(self, info: InstanceInfo, prefill: PrefillTable | None = None) -> Member:
-        """`prefill`: its table; None: that which it has measured itself."""
-        assert info.id not in self.members, info.id
-        table = prefill or PrefillTable.from_measured(info.prefill)
-        member = self.members[info.id] = Member(info, table)
-        self.by_node.setdefault(info.node, []).append(member)
+    def add(self, member: Member) -> Member:
+        assert member.id not in self.members, member.id
+        self.members[member.id] = member
+        self.by_node.setdefault(member.node, []).append(member)
         if member.decodes:
             self._set_ranked(member, True)
         self.update(member)
@@ -341,7 +197,7 @@ class ClusterView:
 
     def takes_start(self, member: Member) -> bool:
         """The answers of the instance allow a new request."""
-        health = member.health
+        health = member.answers
         if member.quarantined_for is not None:
             return False
         # Open, or due for a probe and none runs.
@@ -351,7 +207,7 @@ class ClusterView:
 
     def takes_recovery(self, member: Member) -> bool:
         """The answers of the instance allow an interrupted stream, which is never a probe."""
-        health = member.health
+        health = member.answers
         if member.quarantined_for is not None or health.is_ejected:
             return False
         if health.until_s is not None and self.now_s < health.until_s:
@@ -360,7 +216,7 @@ class ClusterView:
 
     def is_busy(self, member: Member) -> bool:
         """The instance has asked for a pause that is not over: nothing goes there."""
-        return member.health.is_busy(self.now_s)
+        return member.answers.is_busy(self.now_s)
 
     def is_healthy(self, decode: Member) -> bool:
         """An interrupted stream should go on there."""
@@ -438,8 +294,8 @@ class ClusterView:
                 {
                     "id": member.id,
                     "node": member.node,
-                    "role": member.info.role.value,
-                    "epoch": member.info.epoch,
+                    "role": member.role.value,
+                    "epoch": member.epoch,
                     "queue_s": member.queue_s,
                     "work_s": member.work_s,
                     "running": len(member.running),
@@ -448,7 +304,7 @@ class ClusterView:
                     "retained_streams": len(member.held),
                     "drained": member.is_drained,
                     "quarantined_for": member.quarantined_for,
-                    "health": member.health.snapshot(self.now_s),
+                    "health": member.answers.snapshot(self.now_s),
                 }
                 for member in self.members.values()
             ],

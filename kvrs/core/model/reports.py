@@ -11,7 +11,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 
 if TYPE_CHECKING:
-    from kvrs.core.model.cluster_view import Member
+    from kvrs.core.model.member import Member
 
 # Smaller changes of a queue change no decision.
 _QUEUE_STEP = 0.1

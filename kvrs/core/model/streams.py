@@ -12,12 +12,12 @@ import msgspec
 
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent, Link, Member
+from kvrs.core.model.cluster_view import Agent, Link
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import InstanceInfo
 
 # Between two tries of the same instance, which double from `recovery.retry_pause_s`.
 LONGEST_PAUSE_S = 2.0
@@ -51,11 +51,11 @@ class StoredCheckpoint:
     booked_for: NodeId | None = None  # The node that decodes the stream.
     kv_fingerprint: str | None = None  # Of the instance that saves; None: not known.
 
-    def is_of(self, info: InstanceInfo) -> bool:
+    def is_of(self, member: Member) -> bool:
         """The instance saves and loads pages like these."""
         theirs, kv_fingerprint = self.geometry, self.kv_fingerprint
-        return (theirs is info.geometry or theirs == info.geometry) and (
-            kv_fingerprint is None or kv_fingerprint == info.kv_fingerprint
+        return (theirs is member.geometry or theirs == member.geometry) and (
+            kv_fingerprint is None or kv_fingerprint == member.kv_fingerprint
         )
 
 
@@ -251,14 +251,14 @@ class Stream:
         return self.adopted or self.attempt.number > 1
 
     def bars(self, member: Member) -> bool:
-        return (member.id, member.info.epoch) in self.excluded_epochs
+        return (member.id, member.epoch) in self.excluded_epochs
 
     def is_served_at(self, member: Member) -> bool:
         """The instance has the model, alias or adapter that the stream is of."""
         return not self.name or self.name in member.names
 
     def exclude(self, member: Member) -> None:
-        self.excluded_epochs |= {(member.id, member.info.epoch)}
+        self.excluded_epochs |= {(member.id, member.epoch)}
 
     def note_refusal(self, refused: RefusedBy) -> None:
         self.forget_refusal(refused.instance)

@@ -15,8 +15,9 @@ import msgspec
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView, Member
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.ids import InstanceId
 
@@ -136,10 +137,10 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
     `SOURCES_MAX`, those with the most pages.
     """
     sources: list[KvSource] = []
-    geometry, node, page_bytes = target.info.geometry, target.node, target.page_bytes
+    geometry, node, page_bytes = target.geometry, target.node, target.page_bytes
     for holder in stream.holders.values() if target.moves_kv else ():
         member = holder.member
-        theirs = member.info.geometry
+        theirs = member.geometry
         if (
             member is target
             or not holder.pages
@@ -156,7 +157,7 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
         )
     for checkpoint in stream.checkpoints.values() if target.restores else ():
         agent = checkpoint.agent
-        if not checkpoint.pages or not checkpoint.is_of(target.info):
+        if not checkpoint.pages or not checkpoint.is_of(target):
             continue
         link = view.link_from(agent, node)
         is_local = agent.node == node and not link.measured
@@ -337,7 +338,7 @@ def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
 
 def _epoch(view: ClusterView, holder: InstanceId) -> int:
     agent = view.agents.get(holder)
-    return view.members[holder].info.epoch if agent is None else agent.epoch
+    return view.members[holder].epoch if agent is None else agent.epoch
 
 
 def _run_end(stream: Stream, holder: InstanceId, wanted: int, *, is_last: bool) -> int:

@@ -7,8 +7,8 @@ ready + one step of decoding; of a stream that lacks something also: what the st
 from collections.abc import Iterable
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.reports import PredictedReforming
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, Case, RecoveryOption, Term, lookahead_s

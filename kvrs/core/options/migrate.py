@@ -9,8 +9,8 @@ pages: queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / ba
 from collections.abc import Iterable
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import (
     Books,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
     Books,

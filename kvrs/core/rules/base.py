@@ -6,8 +6,8 @@ import msgspec
 
 from kvrs.config.policy import PolicyName
 from kvrs.core import options
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
     Books,

@@ -8,8 +8,8 @@ target, the best remote node: its costs cannot tell targets apart.
 from collections.abc import Iterable, Sequence
 
 from kvrs.config.policy import PolicyName
-from kvrs.core.model.cluster_view import Member
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import (
     Books,

@@ -6,7 +6,8 @@ import msgspec
 from aiohttp import web
 
 from kvrs import __version__
-from kvrs.core.fleet.known import Health, Instances, missing_roles
+from kvrs.core.fleet.known import Instances, missing_roles
+from kvrs.core.model.member import Health
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.fields import VLLM
 from kvrs.proxy.api.answers import json_response

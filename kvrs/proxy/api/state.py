@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import Health, KnownAgent, KnownInstance, others_with_other_kv
+from kvrs.core.fleet.known import KnownAgent, others_with_other_kv
 from kvrs.core.fleet.names import listed_names
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.speculation import Reload
 from kvrs.proxy.streams.driver import Driver
@@ -90,7 +91,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
 
 
 def _instance(
-    known: KnownInstance, driver: Driver, answers: Mapping[str, Any] | None, now_s: float
+    known: Member, driver: Driver, answers: Mapping[str, Any] | None, now_s: float
 ) -> dict[str, Any]:
     shown = {
         "id": known.id,
@@ -133,7 +134,7 @@ def _reloads(driver: Driver) -> dict[InstanceId, Reload]:
     }
 
 
-def _restart(known: KnownInstance, reload: Reload | None) -> dict[str, Any]:
+def _restart(known: Member, reload: Reload | None) -> dict[str, Any]:
     """State and partner of an instance with drafts, which has no ranks that have a state."""
     if known.health is not Health.UP and reload is not None:
         shown: dict[str, Any] = msgspec.to_builtins(reload)
@@ -145,7 +146,7 @@ def _restart(known: KnownInstance, reload: Reload | None) -> dict[str, Any]:
     return helper if load.full_degree else {"state": "full", **helper}
 
 
-def _connector(known: KnownInstance, driver: Driver) -> dict[str, Any] | None:
+def _connector(known: Member, driver: Driver) -> dict[str, Any] | None:
     """Counts of the kvrs connector in vLLM; None: it has none, or is not up."""
     report = None if known.load is None else known.load.connector
     if report is None:
@@ -154,7 +155,7 @@ def _connector(known: KnownInstance, driver: Driver) -> dict[str, Any] | None:
     return {**msgspec.to_builtins(report), "differs_from": others}
 
 
-def _ranks(known: KnownInstance, now_s: float) -> dict[str, Any]:
+def _ranks(known: Member, now_s: float) -> dict[str, Any]:
     """How many ranks compute, of an instance that has several; None: it has no parts, or is not up.
 
     `ready_in_s`: by the prediction of the instance, while it re-forms.

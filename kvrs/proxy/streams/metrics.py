@@ -22,9 +22,9 @@ from prometheus_client import (
 
 from kvrs import __version__
 from kvrs.core.books.agent_slots import SlotOutcome
-from kvrs.core.fleet.known import KnownInstance
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
+from kvrs.core.model.member import Member
 from kvrs.core.watch import DeathCause
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
@@ -322,7 +322,7 @@ class LoadMetrics:
         for gauge in (self._streams, *self._reported, *self._of_ranks, *self._of_experts):
             gauge.remove(*labels)
 
-    def measure(self, known: KnownInstance, streams: int) -> None:
+    def measure(self, known: Member, streams: int) -> None:
         labels, load = (known.id, known.role), known.load
         self._streams.labels(*labels).set(streams)
         reported = degrees = experts = None

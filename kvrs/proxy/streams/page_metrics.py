@@ -4,7 +4,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvrs.core.fleet.known import KnownInstance
+from kvrs.core.model.member import Member
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ConnectorReport, LoadReport
 
@@ -71,7 +71,7 @@ class LendingMetrics:
         for gauge in (self._lent, self._borrowed):
             gauge.remove(worker)
 
-    def measure(self, known: KnownInstance) -> None:
+    def measure(self, known: Member) -> None:
         load = known.load
         if load is None or known.group is None:
             self.remove(known.id)

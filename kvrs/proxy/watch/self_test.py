@@ -15,7 +15,6 @@ from typing import Any, assert_never
 
 import msgspec
 
-from kvrs.core.fleet.known import Health
 from kvrs.core.fleet.self_tests import (
     Continues,
     Generated,
@@ -26,6 +25,7 @@ from kvrs.core.fleet.self_tests import (
     names_of,
 )
 from kvrs.core.model import actions as act
+from kvrs.core.model.member import Health
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import Capability, InstanceInfo, LeaseUpdate, Role

@@ -9,7 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.core.fleet.known import KnownAgent, KnownInstance
+from kvrs.core.fleet.known import KnownAgent
+from kvrs.core.model.member import Member
 from kvrs.core.watch import (
     LONGEST_PAUSE_S,
     AgentWatch,
@@ -42,7 +43,7 @@ class Watcher:
 
     def __init__(
         self,
-        known: KnownInstance | KnownAgent,
+        known: Member | KnownAgent,
         driver: Driver,
         settings: ProxySettings,
         metrics: Metrics,
@@ -57,9 +58,9 @@ class Watcher:
         self._watchdog: Watchdog | None = None
         self._peer: Backend | AgentBackend
         self._watch_reports: Callable[[float], AbstractAsyncContextManager[AsyncIterator[Any]]]
-        self._watch: Watch[Any, Any]
+        self._watch: Watch[Any, Any, Any]
         limits = WatchLimits.of(settings)
-        if isinstance(known, KnownInstance):
+        if isinstance(known, Member):
             self._peer = instance = driver.backends[known.id]
             self._watch_reports = instance.watch_load
             self._watch = InstanceWatch(known, driver.control, limits, self)
@@ -161,7 +162,7 @@ class Watcher:
         self._gossip_view.up(self.id)
 
     def lost(self, epoch: int, cause: str, death: DeathCause, silent_s: float) -> None:
-        if isinstance(self._known, KnownInstance):
+        if isinstance(self._known, Member):
             self._metrics.worker_lost(self.id, death, silent_s)
         else:
             self._metrics.agents.lost(self.id, death)

@@ -7,6 +7,7 @@ from kvrs.core.books.slots import SlotBook
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
+from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books, case_of
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
@@ -31,7 +32,7 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     )
     view, alone = ClusterView(204_800.0), list[Estimate]()
     up = instance_up("b1")
-    target = view.add(up.info, up.prefill)
+    target = view.add(Member.of(up.info, up.prefill))
     target.note_queue(0.5)
     books = Books(view, SlotBook(1), PolicySettings(), {Option.RECOMPUTE: 2.0})
     RECOMPUTE.estimate(case_of(books, Stream(StreamId("s"), 0, 110, 0.0), target, 0.0), alone)
@@ -47,7 +48,7 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     """
     view, slots = ClusterView(1e9), SlotBook(1)
     for up in (instance_up("p1"), instance_up("d1")):
-        view.add(up.info, up.prefill)
+        view.add(Member.of(up.info, up.prefill))
     target, marks = view.members[InstanceId("d1")], []
     target.prefill = PrefillTable("longer", "test", 100, [0.0, 0.09, 0.18, 0.27, 0.36, 0.45])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvrs.core.fleet.known import Health
+from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId
 from kvrs.proxy.server import Proxy
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group

@@ -11,7 +11,8 @@ import pytest
 
 from kvrs.core.books import agent_slots as slots
 from kvrs.core.books.agent_slots import Slots
-from kvrs.core.fleet.known import Agents, Health
+from kvrs.core.fleet.known import Agents
+from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.proxy.fleet import slots as sender
