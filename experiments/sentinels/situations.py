@@ -8,12 +8,12 @@ from itertools import product
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
 from kvrs.core.books.slots import SlotBook
-from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books
+from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
@@ -123,7 +123,7 @@ def hand_offs() -> dict[str, float | str]:
         own = HandoffCandidate(InstanceId("d0"), queue_s, 300e9, is_near=True)
         other = HandoffCandidate(InstanceId("d1"), 0.0, rate, 1 << 28)
         for how in (Handoff.AUTO, Handoff.ROM):
-            taken = choose(how, own, [other], tokens * bytes_per_token, 0.005)
+            taken = choose_hand_off(how, own, [other], tokens * bytes_per_token, 0.005)
             places.append(str(taken.instance))
             name = f"{how.value}, {tokens} tokens, {gbit_per_s:g} Gbit/s, queue of {queue_s:g} s"
             found[name] = hand_off_s(how, taken, tokens * bytes_per_token, 0.005)

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from math import inf
 
 from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
+from kvrs.core import options
 from kvrs.core.books.learning import Corrections
 from kvrs.core.books.slots import SlotBook
 from kvrs.core.books.timers import is_past
-from kvrs.core.deadlines import due_s
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Decision, Stream
-from kvrs.core.options import plan_of, takes_slot
 from kvrs.core.options.base import Books
 from kvrs.core.options.in_place import estimate_stay
 from kvrs.core.routing import pair_for, starts_at, targets_for
@@ -143,7 +142,9 @@ class Decisions:
     def _decision(
         self, stream: Stream, chosen: Estimate, estimates: list[Estimate], others: float
     ) -> Decision:
-        plan = None if chosen.option is Option.ABORT else plan_of(self._books, stream, chosen)
+        plan: act.Plan | None = None
+        if chosen.option is not Option.ABORT:
+            plan = options.BY_NAME[chosen.option].plan(self._books, stream, chosen)
         charged = others if self._rule.spares_others else 0.0
         return Decision(chosen, tuple(estimates), plan, charged)
 
@@ -151,7 +152,7 @@ class Decisions:
         """The time that the next token may take; None: no limit."""
         if not self._slo.abort:
             return None
-        due = due_s(stream)
+        due = stream.due_s()
         return due - now_s if due < inf else None
 
     def settle(self, stream: Stream, decision: Decision, now_s: float) -> act.Settled:
@@ -204,7 +205,7 @@ class Decisions:
             # A stream with an expired slot may still be fetching: only an option that needs no
             # slot may replace that at once. One that has queued for `recovery.wait_s` takes such an
             # option too, so that no policy queues for ever.
-            return [estimate for estimate in estimates if not takes_slot(estimate)]
+            return [estimate for estimate in estimates if not options.takes_slot(estimate)]
         if stream.needs_replay and Option.REPLAY not in recovery.removed:
             estimates = [each for each in estimates if each.option is Option.REPLAY] or estimates
         if not recovery.removed:

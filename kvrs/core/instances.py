@@ -6,12 +6,11 @@ from typing import assert_never
 from kvrs.config.policy import Degraded, Failing, GpuSettings, PolicySettings
 from kvrs.core.books.incident_book import LostInstance
 from kvrs.core.defences import quarantine
-from kvrs.core.defences.restarts import Restarts
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import events as ev
 from kvrs.core.model.cluster_view import have_roles_of
 from kvrs.core.model.lifecycle import InstanceLeft, Stage
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Member, pause_s
 from kvrs.core.model.reports import cause_of, changes_ranks
 from kvrs.core.model.streams import Stream
 from kvrs.core.starter import Starter
@@ -19,6 +18,12 @@ from kvrs.core.staying import Staying
 from kvrs.core.steps import Steps
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.gpus import GpuState
+
+# A death within this time of coming up is a quick one. So many of them in a row are no loop yet;
+# each further process of the instance waits longer before it gets work.
+_QUICK_S = 10.0
+_FREE_DEATHS = 2
+_FIRST_PAUSE_S = 1.0
 
 
 class InstanceEvents:
@@ -39,7 +44,7 @@ class InstanceEvents:
         self._steps = steps
         self._settings = settings
         self._member_of = member_of
-        self._restarts = Restarts()
+        self._quick_deaths: dict[InstanceId, int] = {}  # In a row.
         # Instances with an unhealthy GPU that are to be left; a new process is on the same GPU.
         self._gpu_degraded: set[InstanceId] = set()
         self._drain_ordered: set[InstanceId] = set()
@@ -64,7 +69,7 @@ class InstanceEvents:
         member.gpu_degraded = info.id in self._gpu_degraded
         member.drain_ordered = info.id in self._drain_ordered
         self._view.update(member)
-        self._restarts.up(member, now_s)
+        self._pause_after_deaths(member, now_s)
         self._ledger.kv_locations.instance_up(member)
         if sum(each.role is member.role for each in self._view.members.values()) == 1:
             # The wait to run apart begins when there is anywhere to run.
@@ -72,6 +77,16 @@ class InstanceEvents:
         self._incidents.up(info.id, had_not_ended=event.had_not_ended)
         self._starter.gather(lost, now_s)
         self._starter.place_idle(now_s)
+
+    def _pause_after_deaths(self, member: Member, now_s: float) -> None:
+        """A process has come up; it is closed for a while if those before it died quickly."""
+        deaths = member.answers.quick_deaths = self._quick_deaths.get(member.id, 0)
+        member.up_s = now_s
+        if deaths >= _FREE_DEATHS:
+            cause = f"it died {deaths} times within {_QUICK_S:g} s of coming up"
+            pause = pause_s(member.id, _FIRST_PAUSE_S, deaths - _FREE_DEATHS)
+            member.answers.close(cause, now_s, pause)
+            member.up_s += pause
 
     def reported(self, event: ev.LoadReported, now_s: float) -> None:
         member, report = self._view.members.get(event.instance), event.report
@@ -145,7 +160,7 @@ class InstanceEvents:
                     self._starter.gather(victims, now_s)
                 self._drain_ordered.discard(name)
                 self._gpu_degraded.discard(name)
-                self._restarts.forget(name)
+                self._quick_deaths.pop(name, None)
             case ev.InstanceExited():
                 is_external = event.is_external
                 freed = self._incidents.exited(name, event.epoch, now_s, is_external=is_external)
@@ -246,7 +261,10 @@ class InstanceEvents:
     ) -> list[Stream]:
         """Take it and its streams out of the books; return those that are to be placed again."""
         self._view.remove(member)
-        self._restarts.died(member, now_s)
+        if now_s - member.up_s < _QUICK_S:
+            self._quick_deaths[member.id] = self._quick_deaths.get(member.id, 0) + 1
+        else:
+            self._quick_deaths.pop(member.id, None)
         suspects = self._note_death(member, now_s, may_live=may_live)
         waiting = [stream for stream in suspects if stream.stage is Stage.WAITING]
         for stream_id in list(member.held):

@@ -12,7 +12,6 @@ is a recovery. All of it takes a fixed number of operations while the queues are
 import msgspec
 
 from kvrs.config.policy import AdmissionSettings
-from kvrs.core.deadlines import due_s, tightest
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.streams import Decision, Stream
@@ -48,11 +47,11 @@ class LoadShedding:
                 f"the predicted wait is {wait_s:.1f} s; allowed: {bound_s:g} s",
                 wait_s - bound_s,
             )
-        left_s = due_s(stream) - now_s - chosen.compute_s - chosen.transfer_s
+        left_s = stream.due_s() - now_s - chosen.compute_s - chosen.transfer_s
         if 0 < left_s < wait_s:
             return LoadRefusal(
                 act.Reason.OVERLOADED,
-                f"the predicted wait is {wait_s:.1f} s, too long for {tightest(stream)}",
+                f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
                 wait_s - left_s,
             )
         if wait_s <= bound_s / 2 or not stream.client:

@@ -2,12 +2,13 @@
 recoveries to the few targets worth weighing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import itemgetter
 
+import msgspec
+
 from kvrs.config.policy import Handoff, PolicySettings
-from kvrs.core import handoff
 from kvrs.core.defences.quarantine import keeps_out
 from kvrs.core.dispatch import Victim
 from kvrs.core.model.cluster_view import ClusterView
@@ -277,6 +278,47 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
     return targets or [assigned]
 
 
+class HandoffCandidate(msgspec.Struct, frozen=True):
+    """A decode instance that could take a hand-off once prefill is done (DESIGN section 4).
+
+    The own decode instance's queue is weighed against a transfer to another one and the queue
+    there. The crossover of seed KVRS follows: with more than `q* = (KV bytes / bandwidth) / service
+    time` requests in the own queue, an idle remote instance is sooner.
+    """
+
+    instance: InstanceId
+    queue_s: float
+    bytes_per_s: float  # From the prefill instance.
+    bytes_ahead: int = 0  # On that link already.
+    is_near: bool = False  # On the prefill instance's own node.
+
+
+def choose_hand_off(
+    how: Handoff,
+    planned: HandoffCandidate,
+    others: Sequence[HandoffCandidate],
+    kv_bytes: int,
+    handshake_s: float,
+) -> HandoffCandidate:
+    """The candidate at which the stream goes on soonest; a tie goes to the planned one."""
+    if how is Handoff.OWN_PAIR or not others:
+        return planned
+    return min((planned, *others), key=lambda each: hand_off_s(how, each, kv_bytes, handshake_s))
+
+
+def hand_off_s(
+    how: Handoff, candidate: HandoffCandidate, kv_bytes: int, handshake_s: float
+) -> float:
+    """Seconds until the stream goes on there: by seed KVRS (`rom`), or by all terms."""
+    if how is Handoff.ROM:
+        # The link of the own pair is taken to cost nothing: NVLink in seed KVRS.
+        is_free = candidate.is_near
+        return candidate.queue_s + (0.0 if is_free else kv_bytes / candidate.bytes_per_s)
+    # Transfers ahead on the link drain while the stream queues.
+    wait_s = max(candidate.queue_s, candidate.bytes_ahead / candidate.bytes_per_s)
+    return wait_s + handshake_s + kv_bytes / candidate.bytes_per_s
+
+
 def starts_at(
     view: ClusterView, stream: Stream, prefill: Member, planned: Member, settings: PolicySettings
 ) -> Member:
@@ -341,7 +383,7 @@ def _soonest(
     others: Iterable[Member],
     settings: PolicySettings,
 ) -> Member:
-    found = handoff.choose(
+    found = choose_hand_off(
         settings.handoff,
         _candidate(view, prefill, planned),
         [_candidate(view, prefill, member) for member in islice(others, TARGETS_MAX)],
@@ -351,9 +393,9 @@ def _soonest(
     return view.members[found.instance]
 
 
-def _candidate(view: ClusterView, prefill: Member, decode: Member) -> handoff.HandoffCandidate:
+def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCandidate:
     link = view.link(prefill.node, decode.node)
-    return handoff.HandoffCandidate(
+    return HandoffCandidate(
         decode.id,
         decode.queue_s,
         link.bytes_per_s,

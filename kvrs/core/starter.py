@@ -10,7 +10,6 @@ from kvrs.config.policy import PolicySettings
 from kvrs.core.books.incident_book import Ruling
 from kvrs.core.books.slots import SHORTEST_WAIT_S
 from kvrs.core.books.timers import SLACK_S, is_past
-from kvrs.core.deadlines import by_urgency, tightest
 from kvrs.core.decisions import Decisions
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.retry_budget import RetryBudget
@@ -21,7 +20,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import fraction
-from kvrs.core.model.streams import NOWHERE, Decision, Stream
+from kvrs.core.model.streams import NOWHERE, Decision, Stream, by_urgency
 from kvrs.core.overload import LoadShedding
 from kvrs.core.routing import PROMPTS_MAX, computing_prompts, isolated_target, victim_of
 from kvrs.core.waits import Waits
@@ -193,7 +192,7 @@ class Starter:
         budget_s = self._decisions.budget_s(stream, now_s)
         budget_ends_s = inf if budget_s is None else now_s + budget_s
         if is_past(budget_ends_s, now_s):
-            message = f"instances died, and no news of the cause came in time: {tightest(stream)}"
+            message = f"instances died, and no news of the cause came in time: {stream.tightest()}"
             self.give_up(stream, act.Reason.SLO, message)
             return
         self._ledger.wait(stream, now_s)
@@ -292,7 +291,7 @@ class Starter:
         if decision is None:
             self._keep_waiting(stream, now_s)
         elif decision.plan is None:
-            message = f"no option brings the stream on in time: {tightest(stream)}"
+            message = f"no option brings the stream on in time: {stream.tightest()}"
             self.give_up(stream, act.Reason.SLO, message)
         elif not is_first and not self._has_token(stream, now_s):
             self._pace(stream, now_s)
@@ -399,7 +398,9 @@ class Starter:
             found = self._waits.refusal(wait_s, next_try_in_s, held_back=is_held_back)
             self.give_up(stream, found.reason, found.message, found.retry_after_s)
         elif is_past(budget_ends_s, now_s):
-            self.give_up(stream, act.Reason.SLO, f"no instance came up in time: {tightest(stream)}")
+            self.give_up(
+                stream, act.Reason.SLO, f"no instance came up in time: {stream.tightest()}"
+            )
         else:
             alarms_s = [wait_ends_s, budget_ends_s, recovery.retry_at_s]
             if stream.avoided:

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.timers import is_past
-from kvrs.core.deadlines import by_urgency
 from kvrs.core.decisions import Decisions
 from kvrs.core.dispatch import assign, ceiling
 from kvrs.core.ledger import Ledger
@@ -19,7 +18,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import PredictedReforming, cause_of, factors_of
-from kvrs.core.model.streams import Decision, StayDeadline, Stream
+from kvrs.core.model.streams import Decision, StayDeadline, Stream, by_urgency
 from kvrs.core.options.base import usable_pages
 from kvrs.core.routing import victim_of
 from kvrs.core.starter import Starter

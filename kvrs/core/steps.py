@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from kvrs.config.policy import PolicySettings, SloSettings
-from kvrs.core.deadlines import deadlines_of
 from kvrs.core.decisions import Decisions
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
@@ -77,7 +76,7 @@ class Steps:
     def reload(self, settings: PolicySettings, slo: SloSettings) -> None:
         self._settings = settings
         self._slo = slo
-        self._deadlines = deadlines_of(ev.NO_DEADLINES, slo)  # Of most streams.
+        self._deadlines = _deadlines_of(ev.NO_DEADLINES, slo)  # Of most streams.
 
     def apply(self, stream_id: StreamId, event: StreamEvent, now_s: float) -> None:
         """Take the step that the table names."""
@@ -105,7 +104,7 @@ class Steps:
     def _admit(self, _: None, event: ev.StreamArrived, now_s: float) -> None:
         deadlines = self._deadlines
         if event.deadlines is not ev.NO_DEADLINES:
-            deadlines = deadlines_of(event.deadlines, self._slo)
+            deadlines = _deadlines_of(event.deadlines, self._slo)
         stream = Stream(
             event.stream,
             self._arrivals,
@@ -132,7 +131,7 @@ class Steps:
             event.prompt_tokens,
             now_s,
             event.most_tokens,
-            deadlines_of(event.deadlines, self._slo),
+            _deadlines_of(event.deadlines, self._slo),
             self._deadlines,
             event.tenant,
             arrived_s=now_s - event.age_s,
@@ -166,7 +165,7 @@ class Steps:
 
     def _hand_off(self, stream: Stream, event: ev.PrefillDone, now_s: float) -> None:
         """To the decode instance of the plan, which may be a new epoch by now, or to another one
-        where that is sooner (`handoff.py`).
+        where that is sooner (`routing.py`).
         """
         attempt, view = stream.attempt, self._ledger.view
         if attempt.stay_deadline is not None:
@@ -309,3 +308,14 @@ class Steps:
     def halt_all(self, streams: list[Stream]) -> None:
         for stream in streams:
             self._halt(stream)
+
+
+def _deadlines_of(requested: ev.Deadlines, slo: SloSettings) -> ev.Deadlines:
+    """The client's limits, and the operator's where the client named none."""
+    return ev.Deadlines(
+        ttft_s=slo.ttft_s if requested.ttft_s is None else requested.ttft_s,
+        recovery_gap_s=slo.recovery_gap_s
+        if requested.recovery_gap_s is None
+        else requested.recovery_gap_s,
+        end_to_end_s=slo.deadline_s if requested.end_to_end_s is None else requested.end_to_end_s,
+    )

@@ -15,12 +15,12 @@ from math import inf, isfinite
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
 from kvrs.core.books.slots import SlotBook
-from kvrs.core.handoff import HandoffCandidate, choose, hand_off_s
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
 from kvrs.core.options.base import Books, Case, Term, case_of
+from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import ALL, BY_NAME
 from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -250,7 +250,7 @@ def _hand_off(question: Question, how: Handoff) -> WeighedHandoff:
     kv_bytes = question.prompt_tokens * question.geometry.bytes_per_token
     costs = kv_bytes, question.settings.handshake_s
     own_s, remote_s = (hand_off_s(how, each, *costs) for each in (own, remote))
-    return WeighedHandoff(how, own_s, remote_s, choose(how, own, [remote], *costs) is own)
+    return WeighedHandoff(how, own_s, remote_s, choose_hand_off(how, own, [remote], *costs) is own)
 
 
 def _crossover(question: Question) -> Crossover:

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrs.config.policy import SloSettings
-from kvrs.core.deadlines import by_urgency, due_s, tightest
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.streams import Stream
+from kvrs.core.model.streams import Stream, by_urgency
 from kvrs.ids import InstanceId, NodeId, StreamId
 from tests.core.policy_harness import PolicyHarness, of, only
 
@@ -34,8 +33,8 @@ def test_the_next_token_is_due_before_the_rest_of_the_output() -> None:
     """50 tokens came in 5 s; of the 49 behind the next one each takes 0.1 s."""
     stream = interrupted(20.0, 100, produced=50, flowed_s=5.0)
 
-    assert due_s(stream) == pytest.approx(20.0 - 4.9)
-    assert tightest(stream) == "20 s in all, 4.9 s of them for the rest of its output"
+    assert stream.due_s() == pytest.approx(20.0 - 4.9)
+    assert stream.tightest() == "20 s in all, 4.9 s of them for the rest of its output"
 
 
 def test_the_more_urgent_of_two_streams_comes_first() -> None:
@@ -56,8 +55,8 @@ def test_a_limit_that_was_out_of_reach_before_the_failure_says_nothing() -> None
     """`max_tokens` is a bound: 1,000 tokens would have taken 100 s without any failure."""
     stream = interrupted(20.0, 1_000, produced=50, flowed_s=5.0)
 
-    assert due_s(stream) == 20.0
-    assert tightest(stream) == "20 s in all"
+    assert stream.due_s() == 20.0
+    assert stream.tightest() == "20 s in all"
 
 
 @given(
@@ -74,10 +73,10 @@ def test_the_next_token_is_due_between_the_failure_and_the_deadline(
     failed_s = stream.recovery.failed_at_s
     assert failed_s is not None
 
-    assert due_s(stream) <= end_to_end_s
-    assert due_s(stream) >= min(failed_s, end_to_end_s) - 1e-6
+    assert stream.due_s() <= end_to_end_s
+    assert stream.due_s() >= min(failed_s, end_to_end_s) - 1e-6
     if produced == 0 or most_output is None:
-        assert due_s(stream) == end_to_end_s
+        assert stream.due_s() == end_to_end_s
 
 
 @pytest.mark.parametrize(("most_output", "is_given_up"), [(60, False), (190, True)])

@@ -3,9 +3,9 @@
 import pytest
 
 from kvrs.config.policy import Handoff, PolicyName
-from kvrs.core.handoff import HandoffCandidate, choose
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.routing import HandoffCandidate, choose_hand_off
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only
@@ -29,15 +29,18 @@ def test_the_seeds_crossover_lies_between_6_and_7_requests(
     own = near(D0, requests * 0.06, 1e15)
     remote = HandoffCandidate(D1, 0.0, 25e9 / 8)
 
-    assert choose(Handoff.ROM, own, [remote], 1_210_000_000, 0.0).instance == expected
+    assert choose_hand_off(Handoff.ROM, own, [remote], 1_210_000_000, 0.0).instance == expected
 
 
 def test_a_tie_goes_to_the_own_pair() -> None:
     """A transfer that gains nothing is none of it."""
     own, remote = near(D0, 1.0, 1e9), HandoffCandidate(D1, 0.0, 1e9)
 
-    assert choose(Handoff.ROM, own, [remote], 1_000_000_000, 0.0) is own
-    assert choose(Handoff.AUTO, own, [HandoffCandidate(D1, 1.0, 1e9)], 1_000_000_000, 0.0) is own
+    assert choose_hand_off(Handoff.ROM, own, [remote], 1_000_000_000, 0.0) is own
+    assert (
+        choose_hand_off(Handoff.AUTO, own, [HandoffCandidate(D1, 1.0, 1e9)], 1_000_000_000, 0.0)
+        is own
+    )
 
 
 def test_auto_weighs_what_is_on_the_link_already() -> None:
@@ -45,8 +48,8 @@ def test_auto_weighs_what_is_on_the_link_already() -> None:
     own = near(D0, 1.0, 1e9)
     crowded = HandoffCandidate(D1, 0.0, 1e9, bytes_ahead=2_000_000_000)
 
-    assert choose(Handoff.ROM, own, [crowded], 1_000_000, 0.0) is crowded
-    assert choose(Handoff.AUTO, own, [crowded], 1_000_000, 0.0) is own
+    assert choose_hand_off(Handoff.ROM, own, [crowded], 1_000_000, 0.0) is crowded
+    assert choose_hand_off(Handoff.AUTO, own, [crowded], 1_000_000, 0.0) is own
 
 
 @pytest.mark.parametrize("queue_s", [0.5, 1.5])
@@ -54,7 +57,7 @@ def test_rom_takes_the_link_within_the_node_to_cost_nothing(queue_s: float) -> N
     """Also where the plan is another node: the transfer of a second is to there."""
     planned, own = HandoffCandidate(D1, 0.0, 1e9), near(D0, queue_s, 1e9)
 
-    found = choose(Handoff.ROM, planned, [own], 1_000_000_000, 0.0)
+    found = choose_hand_off(Handoff.ROM, planned, [own], 1_000_000_000, 0.0)
 
     assert found is (own if queue_s < 1 else planned)
 

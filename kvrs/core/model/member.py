@@ -88,7 +88,7 @@ class AnswerHealth:
     abrupt_s: float = -inf  # The last failure that came without an error.
     is_ejected: bool = False
     ejections: int = 0
-    quick_deaths: int = 0  # Of the processes before it, in a row (`core/defences/restarts.py`).
+    quick_deaths: int = 0  # Of the processes before it, in a row (`core/instances.py`).
     readmitted_s: float = -inf
     cause: str = ""  # Of the last closing.
     closed_s: float = -inf
@@ -214,6 +214,7 @@ class Member:
     restores: bool = True  # KV really comes to it from agents.
     # Instances with equal names go on exactly where another one was cut. Empty: not known.
     tokens: str = ""
+    up_s: float = 0.0  # When it came up, or gets work, if those before it died again and again.
     told: LoadReport | None = None  # Its last report that changed a decision.
     reported_queue_s: float = 0.0
     work_s: float = 0.0  # Predicted compute time of what was sent there and has no answer yet.

@@ -5,6 +5,7 @@ Each record is written from one module: a stream's facts and its recovery from h
 attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -250,6 +251,48 @@ class Stream:
         """The attempt, or the next one where there is none yet, is a recovery."""
         return self.adopted or self.attempt.number > 1
 
+    def due_s(self, deadlines: ev.Deadlines | None = None) -> float:
+        """The time by which the next token must have come, by its own deadlines or by these.
+
+        The end-to-end deadline is that of the last token, so the next one is due as much earlier as
+        the rest of the output takes: the tokens that the request still allows, at the stream's own
+        pace. Where these would have been late without the failure, too, the limit of the request
+        says nothing about the end of its output, and only the next token is held against the
+        deadline.
+        """
+        due, wanted, failed_at_s = inf, deadlines or self.deadlines, self.recovery.failed_at_s
+        if not self.first_token_sent:
+            if wanted.ttft_s is not None:
+                due = self.arrived_s + wanted.ttft_s
+        elif wanted.recovery_gap_s is not None and failed_at_s is not None:
+            due = failed_at_s + wanted.recovery_gap_s
+        if wanted.end_to_end_s is not None:
+            ends_s = self.arrived_s + wanted.end_to_end_s
+            due = min(due, ends_s - self._reserved_s(ends_s))
+        return due
+
+    def _reserved_s(self, ends_s: float) -> float:
+        """The part of the end-to-end deadline that the output behind the next token needs."""
+        failed_at_s, rest_s = self.recovery.failed_at_s, self.rest_s
+        return rest_s if failed_at_s is not None and failed_at_s + rest_s <= ends_s else 0.0
+
+    def tightest(self) -> str:
+        """The deadline that is due first, in words."""
+        deadlines, due = self.deadlines, self.due_s()
+        if due == inf:
+            return "no limit"
+        if deadlines.end_to_end_s is not None:
+            ends_s = self.arrived_s + deadlines.end_to_end_s
+            reserved_s = self._reserved_s(ends_s)
+            if due == ends_s - reserved_s:
+                rest = (
+                    f", {reserved_s:.1f} s of them for the rest of its output" if reserved_s else ""
+                )
+                return f"{deadlines.end_to_end_s:g} s in all{rest}"
+        if not self.first_token_sent:
+            return f"{deadlines.ttft_s:g} s to its first token"
+        return f"a pause of {deadlines.recovery_gap_s:g} s"
+
     def bars(self, member: Member) -> bool:
         return (member.id, member.epoch) in self.excluded_epochs
 
@@ -302,3 +345,22 @@ class Stream:
         self.flows_since_s, self.flows_from_tokens = now_s, self.produced_tokens
         self.avoided = NOWHERE
         self.recovery = RecoveryState()
+
+
+def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
+    """The most urgent first. By the deadlines that are common to all tenants each tenant has its
+    places in the order, and its streams take them by the deadlines of their own: a tenant that
+    names tight ones overtakes itself only.
+    """
+    ordered = list(streams)
+    if len(ordered) < 2:
+        return ordered
+    ordered.sort(key=lambda stream: (stream.due_s(), stream.number))
+    if all(stream.tenant == ordered[0].tenant for stream in ordered):
+        return ordered
+    of_tenant: dict[str, list[Stream]] = {}
+    for stream in ordered:
+        of_tenant.setdefault(stream.tenant, []).append(stream)
+    next_of = {tenant: iter(own) for tenant, own in of_tenant.items()}
+    places = sorted(ordered, key=lambda each: (each.due_s(each.common_deadlines), each.number))
+    return [next(next_of[stream.tenant]) for stream in places]

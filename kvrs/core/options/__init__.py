@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.model.streams import Stream
-from kvrs.core.options.base import Books, RecoveryOption
+from kvrs.core.options.base import RecoveryOption
 from kvrs.core.options.in_place import IN_PLACE
 from kvrs.core.options.migrate import MIGRATE
 from kvrs.core.options.recompute import RECOMPUTE
@@ -26,8 +24,3 @@ def takes_slot(estimate: Estimate) -> bool:
     """The plan of the estimate fetches pages into the target."""
     has_source = estimate.source is not None or estimate.second is not None
     return BY_NAME[estimate.option].fetches and has_source and not estimate.by_prefill
-
-
-def plan_of(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
-    """How to carry out an estimate that was just made for the stream."""
-    return BY_NAME[estimate.option].plan(books, stream, estimate)

@@ -94,6 +94,8 @@ class RecoveryOption(msgspec.Struct, frozen=True):
     terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
     # Its plan fetches pages, if an estimate names a source; such a transfer takes a slot.
     fetches: bool = True
+    # It is weighed only for a stream for which this is true; None: for all.
+    needs: Callable[[Stream], object] | None = None
 
 
 _NO_SOURCES: Sequence[KvSource] = ()

@@ -7,6 +7,7 @@ before every other option (`core/decisions.py`).
 """
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -23,7 +24,7 @@ _REPLAY = Option.REPLAY
 def estimate(case: Case, estimates: list[Estimate]) -> None:
     stream, target = case.stream, case.target
     most = case.books.settings.replay_tokens_max
-    if not (stream.needs_replay and target.replays and stream.produced_tokens <= most):
+    if not (target.replays and stream.produced_tokens <= most):
         return
     prompt, found = _prompt_of(case), list[Estimate]()
     MIGRATE.estimate(prompt, found)
@@ -67,4 +68,6 @@ def _decode_s(case: Case) -> float:
     return stream.produced_tokens * step_s
 
 
-REPLAY = RecoveryOption(_REPLAY, estimate, plan, terms, fetches=False)
+REPLAY = RecoveryOption(
+    _REPLAY, estimate, plan, terms, fetches=False, needs=attrgetter("needs_replay")
+)

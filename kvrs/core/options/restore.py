@@ -5,6 +5,8 @@ As migrate; from the agent of the target's own node at the rate of its memory, a
 `host_to_device_bytes_per_s` until that is measured.
 """
 
+from operator import attrgetter
+
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.options.base import Case, RecoveryOption, fetch_plan, fetch_terms, weigh_fetch
 
@@ -12,11 +14,11 @@ _RESTORE = Option.RESTORE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    if not case.stream.checkpoints:
-        return
     for source in case.sources:
         if source.is_agent:
             weigh_fetch(case, _RESTORE, source, estimates)
 
 
-RESTORE = RecoveryOption(Option.RESTORE, estimate, fetch_plan, fetch_terms)
+RESTORE = RecoveryOption(
+    Option.RESTORE, estimate, fetch_plan, fetch_terms, needs=attrgetter("checkpoints")
+)

@@ -19,18 +19,16 @@ class Auto(Rule):
     several_targets = True
     spares_others = True
 
-    def decide(
-        self, estimates: Sequence[Estimate], budget_s: float | None = None, others: float = 0.0
-    ) -> Estimate:
-        if not others:
-            return super().decide(estimates, budget_s)
+    def choose_sparing(
+        self, estimates: Sequence[Estimate], budget_s: float | None, others: float
+    ) -> Estimate | None:
         best: Estimate | None = None
         least_s, limit_s = inf, inf if budget_s is None else budget_s
         for estimate in estimates:
             cost_s = estimate.total_s + others * estimate.at_target_s
             if cost_s < least_s and estimate.total_s - estimate.lookahead_s <= limit_s:
                 best, least_s = estimate, cost_s
-        return super().decide(estimates, budget_s) if best is None else best
+        return best
 
 
 AUTO = Auto(PolicyName.AUTO, options.ALL)

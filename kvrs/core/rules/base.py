@@ -33,7 +33,7 @@ class Rule:
 
     def __init__(self, name: PolicyName, weighed: Sequence[RecoveryOption]) -> None:
         self.name = name
-        self._estimators = tuple(each.estimate for each in weighed)
+        self._weighed = tuple((each.needs, each.estimate) for each in weighed)
 
     def weigh(
         self, books: Books, stream: Stream, targets: Sequence[Member], now_s: float
@@ -43,8 +43,9 @@ class Rule:
         for target in targets:
             case = case_of(books, stream, target, now_s)
             weighed = len(estimates)
-            for estimate in self._estimators:
-                estimate(case, estimates)
+            for needs, estimate in self._weighed:
+                if needs is None or needs(stream):
+                    estimate(case, estimates)
             if target.slower_token_s:
                 later_s = lookahead_s(books.settings, stream, target)
                 estimates[weighed:] = [_later(each, later_s) for each in estimates[weighed:]]
@@ -54,6 +55,12 @@ class Rule:
         """The estimate to carry out, of at least one."""
         return fastest
 
+    def choose_sparing(
+        self, estimates: Sequence[Estimate], budget_s: float | None, others: float
+    ) -> Estimate | None:
+        """The choice of a rule that spares others, where there are any; None: as for one victim."""
+        return None
+
     def decide(
         self, estimates: Sequence[Estimate], budget_s: float | None = None, others: float = 0.0
     ) -> Estimate:
@@ -61,6 +68,10 @@ class Rule:
         fastest option would have cost (seed KVRS). `others`: how many other victims of the event
         there are for each target; only a rule that spares them counts what they wait.
         """
+        if others:
+            chosen = self.choose_sparing(estimates, budget_s, others)
+            if chosen is not None:
+                return chosen
         fastest = cheapest(estimates)
         if budget_s is not None and fastest.next_token_s > budget_s:
             return Estimate(Option.ABORT, fastest.target, fastest.total_s, raw_s=fastest.raw_s)

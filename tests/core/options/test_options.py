@@ -88,7 +88,7 @@ def test_an_estimate_takes_a_slot_exactly_if_its_plan_fetches(name: PolicyName) 
         members = books.view.members
         stream.holders[InstanceId(target)] = Holder(members[InstanceId(target)], 3)
         for estimate in BY_NAME[name].weigh(books, stream, [members[InstanceId(target)]], 0.0):
-            plan = options.plan_of(books, stream, estimate)
+            plan = options.BY_NAME[estimate.option].plan(books, stream, estimate)
 
             assert options.takes_slot(estimate) is bool(plan.runs)
             checked.add(estimate.option)
