@@ -90,13 +90,14 @@ class Attempt(Generic[S]):
         only for the ids of a prompt that came as text.
         """
         control, plan, journal = self._control, self.plan, self.live.journal
+        decode = control.instances.known[plan.decode]
         if plan.prefill is not None:
-            is_one_call = control.instances.is_one_call(plan)
+            is_one_call = decode.own_prefill == plan.prefill
         else:
-            is_one_call = not journal.output_ids and control.instances.computes_prompts(plan.decode)
+            is_one_call = not journal.output_ids and decode.computes_prompts
             if not is_one_call and journal.prompt_ids is not None:
                 return None
-        if control.instances.retains(self.failed_at):
+        if control.instances.known[self.failed_at].retains:
             self.live.note_prefilled(self.failed_at)
         self._first_token_timeout_s = control.progress.first_token_timeout_s(self.failed_at)
         self._waits_for = (self.failed_at,)
@@ -215,6 +216,6 @@ class Attempt(Generic[S]):
         if instance != self.plan.decode:
             control.fences.left(instance, live.id)
         control.progress.delivered[instance].last_s = now_s
-        if control.instances.retains(instance):
+        if control.instances.known[instance].retains:
             control.leases.hold(instance, live.id)
         control.tell(ev.PrefillDone(live.id, self.number, history_tokens), now_s)

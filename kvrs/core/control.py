@@ -435,7 +435,8 @@ class Control(Generic[S]):
 
     def _running_on(self, instance: InstanceId) -> list[S]:
         """The streams whose current attempt is lost with the instance."""
-        return [self.streams[each] for each in self.policy.running_on(instance)]
+        member = self.policy.members.get(instance)
+        return [] if member is None else [self.streams[each] for each in sorted(member.running)]
 
 
 def _token_s(running: Sequence[LiveStream]) -> float:

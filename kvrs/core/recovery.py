@@ -144,11 +144,6 @@ class RecoveryPolicy:
         member = self._view.members.get(instance)
         return member is None or has_others(self._view, member, is_heard)
 
-    def running_on(self, instance: InstanceId) -> list[StreamId]:
-        """The streams whose attempt is lost with the instance."""
-        member = self._view.members.get(instance)
-        return [] if member is None else sorted(member.running)
-
     @property
     def has_waiting(self) -> bool:
         """Streams wait for a place or a slot."""

@@ -216,7 +216,8 @@ class World:
 
     def begin_attempt(self, live: SimStream, plan: act.Plan) -> None:
         attempt = self._running[live.id] = Attempt(self.control, live, plan)
-        self.one_calls += self.control.instances.is_one_call(plan)
+        own = self.control.instances.known[plan.decode].own_prefill
+        self.one_calls += own is not None and own == plan.prefill
         self._prefilling.discard(live.id)
         if attempt.begin() is None:
             attempt.decode()

@@ -196,7 +196,7 @@ def test_one_call_is_lost_with_either_of_its_instances() -> None:
     driver = Driver(own_prefill=True)
     live = driver.stream()
     assert live.plan is not None
-    assert driver.control.instances.is_one_call(live.plan)
+    assert driver.control.instances.known[live.plan.decode].own_prefill == live.plan.prefill
     assert live.stage is Stage.PREFILL
 
     driver.lose(live.plan.decode)
@@ -309,16 +309,16 @@ def test_an_instance_has_one_record_which_its_next_process_replaces() -> None:
 
 
 def test_of_a_removed_instance_nothing_is_known() -> None:
-    """What still asks for it finds it not up, and with no capability."""
+    """It is found not up, and with no capability, by all that still name it."""
     driver = Driver()
     instances = driver.control.instances
-    before = instances.retains(D0), instances.sends_checkpoints(D0)
+    before = instances.known[D0].retains, instances.known[D0].checkpoints
     left = instances.known[D0]
 
     instances.remove(left)
 
     assert before == (True, True)
-    assert (instances.retains(D0), instances.sends_checkpoints(D0)) == (False, False)
+    assert (instances.known[D0].retains, instances.known[D0].checkpoints) == (False, False)
     assert left.health is instances.known[D0].health is Health.REMOVED
     assert (instances.known[D0].epochs, instances.is_present(D0)) == ({}, False)
 

@@ -136,7 +136,7 @@ class CheckpointHolds:
         plan, kept = live.plan, self.protected(live)
         if plan is None:
             return "no instance was found for it yet"
-        if any(kept.values()) or (kept and self._instances.sends_checkpoints(plan.decode)):
+        if any(kept.values()) or (kept and self._instances.known[plan.decode].checkpoints):
             return None
         if kept:
             return f"{plan.decode} sends no checkpoints"

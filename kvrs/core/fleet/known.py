@@ -101,33 +101,13 @@ class Instances:
     def ready(self) -> bool:
         """A new stream could start now."""
         missing = missing_roles(self)
-        computes = any(map(self.computes_prompts, filter(self.is_up, self.known)))
+        known = self.known.values()
+        computes = any(each.computes_prompts for each in known if each.health is Health.UP)
         return computes if self.decodes_only or missing == [Role.PREFILL] else not missing
-
-    def computes_prompts(self, instance: InstanceId) -> bool:
-        """True for a decode instance that needs no prefill instance for a new stream."""
-        return self.known[instance].computes_prompts
-
-    def resumes_exactly(self, instance: InstanceId) -> bool:
-        """The engine continues text, stop strings, usage and sampling itself."""
-        return self.known[instance].resumes_exactly
-
-    def sends_checkpoints(self, instance: InstanceId) -> bool:
-        return self.known[instance].checkpoints
 
     def places(self, instance: InstanceId, plan: act.Plan) -> tuple[act.Place, ...]:
         """Where the instance is to send checkpoints; nowhere if it cannot."""
-        return plan.places if self.sends_checkpoints(instance) else ()
-
-    def retains(self, instance: InstanceId) -> bool:
-        """The instance keeps pages under a lease, which is to be renewed and given back."""
-        return self.known[instance].retains
-
-    def is_one_call(self, plan: act.Plan) -> bool:
-        """The decode instance has the history computed by the plan's prefill instance, which is of
-        the same server.
-        """
-        return plan.prefill is not None and self.known[plan.decode].own_prefill == plan.prefill
+        return plan.places if self.known[instance].checkpoints else ()
 
     def is_reporting(self, instance: InstanceId, now_s: float) -> bool:
         """The last report of the instance is no older than it should be."""
@@ -144,13 +124,12 @@ class Instances:
         """
         if self._plain is None:
             decoding = (
-                known.id
+                known
                 for known in self.known.values()
                 if known.role is not Role.PREFILL and known.info is not None
             )
-            self._plain = (
-                next((name for name in decoding if not self.resumes_exactly(name)), None),
-            )
+            plain = (known.id for known in decoding if not known.resumes_exactly)
+            self._plain = (next(plain, None),)
         return self._plain[0]
 
     def replays(self) -> Replays:

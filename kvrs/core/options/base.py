@@ -60,6 +60,7 @@ class Case(msgspec.Struct, gc=False):
     history_s: float  # What the target would take to compute the whole history.
     extrapolated: bool  # That is outside what was measured.
     wanted_pages: int  # Worth fetching; 0 also where no KV of the history is left.
+    held_pages: int  # Of these, what the target has itself.
     sources: Sequence[KvSource]
     slot_wait_s: float  # Expected until the target has a slot for a fetch.
     best_fetch: Estimate | None = None  # Of migrate and restore, as far as they have been weighed,
@@ -73,7 +74,7 @@ class Case(msgspec.Struct, gc=False):
     def pages_of(self, source: InstanceId | None) -> int:
         """Leading pages of the history that this source (None: the target) has and are wanted."""
         if source is None:
-            return min(self.stream.holders[self.target.id].pages, self.wanted_pages)
+            return self.held_pages
         return next(each.pages for each in self.sources if each.id == source)
 
 
@@ -94,8 +95,8 @@ class RecoveryOption(msgspec.Struct, frozen=True):
     terms: Callable[[Case, Estimate], Iterable[Term]]  # Their sum is `raw_s`.
     # Its plan fetches pages, if an estimate names a source; such a transfer takes a slot.
     fetches: bool = True
-    # It is weighed only for a stream for which this is true; None: for all.
-    needs: Callable[[Stream], object] | None = None
+    # It is weighed only for a case for which this is true; None: for all.
+    needs: Callable[[Case], object] | None = None
 
 
 _NO_SOURCES: Sequence[KvSource] = ()
@@ -104,9 +105,11 @@ _NO_SOURCES: Sequence[KvSource] = ()
 def case_of(books: Books, stream: Stream, target: Member, now_s: float) -> Case:
     """The case of this stream at this target, with the sources that it could fetch from."""
     history_tokens = stream.prompt_tokens + stream.produced_tokens
-    sources, wanted, slot_wait_s = _NO_SOURCES, 0, 0.0
+    sources, wanted, held, slot_wait_s = _NO_SOURCES, 0, 0, 0.0
     if stream.holders or stream.checkpoints:
         wanted = (history_tokens - 1) // target.page_size_tokens
+        if (own := stream.holders.get(target.id)) is not None:
+            held = min(own.pages, wanted)
         if wanted and target.pulls:
             sources = sources_of(books.view, stream, target, wanted)
             if sources:
@@ -122,6 +125,7 @@ def case_of(books: Books, stream: Stream, target: Member, now_s: float) -> Case:
         history_s,
         extrapolated,
         wanted,
+        held,
         sources,
         slot_wait_s,
     )

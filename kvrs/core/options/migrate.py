@@ -7,6 +7,7 @@ pages: queue(prefill) + prefill(rest given prefix) + hand-shake + all bytes / ba
 """
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Estimate, Option
@@ -29,8 +30,6 @@ _MIGRATE = Option.MIGRATE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    if not case.wanted_pages:
-        return
     for source in case.sources:
         if not source.is_agent:
             weigh_fetch(case, _MIGRATE, source, estimates)
@@ -113,4 +112,4 @@ def estimate_cached(
     )
 
 
-MIGRATE = RecoveryOption(Option.MIGRATE, estimate, plan, terms)
+MIGRATE = RecoveryOption(Option.MIGRATE, estimate, plan, terms, needs=attrgetter("wanted_pages"))

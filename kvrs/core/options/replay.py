@@ -27,7 +27,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     if not (target.replays and stream.produced_tokens <= most):
         return
     prompt, found = _prompt_of(case), list[Estimate]()
-    MIGRATE.estimate(prompt, found)
+    if prompt.wanted_pages:
+        MIGRATE.estimate(prompt, found)
     RECOMPUTE.estimate(prompt, found)
     decode_s = _decode_s(case)
     for each in found:
@@ -69,5 +70,5 @@ def _decode_s(case: Case) -> float:
 
 
 REPLAY = RecoveryOption(
-    _REPLAY, estimate, plan, terms, fetches=False, needs=attrgetter("needs_replay")
+    _REPLAY, estimate, plan, terms, fetches=False, needs=attrgetter("stream.needs_replay")
 )

@@ -20,5 +20,5 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
 
 
 RESTORE = RecoveryOption(
-    Option.RESTORE, estimate, fetch_plan, fetch_terms, needs=attrgetter("checkpoints")
+    Option.RESTORE, estimate, fetch_plan, fetch_terms, needs=attrgetter("stream.checkpoints")
 )

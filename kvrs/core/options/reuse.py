@@ -3,6 +3,8 @@
 queue(target) [+ wait + hand-shake + more bytes / bandwidth] + prefill(rest given what is there).
 """
 
+from operator import attrgetter
+
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.options.base import (
     Case,
@@ -17,11 +19,9 @@ _REUSE = Option.REUSE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
-    target, wanted = case.target, case.wanted_pages
-    if not wanted or target.id not in case.stream.holders:
-        return
-    pages, second, more_s, wait_s = case.pages_of(None), None, 0.0, 0.0
-    if case.sources and pages < wanted:
+    target = case.target
+    pages, second, more_s, wait_s = case.held_pages, None, 0.0, 0.0
+    if case.sources and pages < case.wanted_pages:
         second, pages, more_s = extension(case, None, pages, case.slot_wait_s)
         wait_s = case.slot_wait_s if second is not None else 0.0
     estimates.append(
@@ -39,4 +39,6 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     )
 
 
-REUSE = RecoveryOption(Option.REUSE, estimate, fetch_plan, fetch_terms)
+REUSE = RecoveryOption(
+    Option.REUSE, estimate, fetch_plan, fetch_terms, needs=attrgetter("held_pages")
+)

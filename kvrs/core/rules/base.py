@@ -44,7 +44,7 @@ class Rule:
             case = case_of(books, stream, target, now_s)
             weighed = len(estimates)
             for needs, estimate in self._weighed:
-                if needs is None or needs(stream):
+                if needs is None or needs(case):
                     estimate(case, estimates)
             if target.slower_token_s:
                 later_s = lookahead_s(books.settings, stream, target)

@@ -152,7 +152,7 @@ class AttemptCalls:
     def _give_end(self, continuation: Continuation | EngineText) -> None:
         if self._live.journal.replayed:
             self._end_replays()
-        exact = self._instances.resumes_exactly(self._attempt.plan.decode)
+        exact = self._instances.known[self._attempt.plan.decode].resumes_exactly
         self._new_relay(continuation, exact).end_alone()
         self._driver.completed(self._live)
 
@@ -162,7 +162,7 @@ class AttemptCalls:
         refuse` forbids that.
         """
         journal, tokenizer = self._live.journal, self._driver.tokenizer
-        resumes_exactly = self._instances.resumes_exactly(self._attempt.plan.decode)
+        resumes_exactly = self._instances.known[self._attempt.plan.decode].resumes_exactly
         fits = resumes_exactly and journal.text_sent is None
         only_the_end = tokenizer.available and journal.remaining_tokens == 0
         if self._attempt.plan.replays or not journal.output_ids or (fits and not only_the_end):
@@ -183,7 +183,7 @@ class AttemptCalls:
                 journal,
                 self._attempt.number,
                 places,
-                exact=self._instances.resumes_exactly(instance),
+                exact=self._instances.known[instance].resumes_exactly,
                 replays=plan.replays,
                 traceparent=None if span is None else span.traceparent,
             )
@@ -209,7 +209,7 @@ class AttemptCalls:
             slot = await self._driver.slots.acquire(
                 plan.decode, live.id, live.journal.owner_epoch, attempt.number
             )
-        exact = self._instances.resumes_exactly(plan.decode)
+        exact = self._instances.known[plan.decode].resumes_exactly
         watchdog = Watchdog(attempt.limit_s, self._is_excused)
         self._relay = relay = self._new_relay(continuation, exact, watchdog.silence)
         live.expect_token = relay.expect_token

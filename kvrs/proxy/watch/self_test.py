@@ -198,7 +198,7 @@ class SelfTester:
         journal = self._journal(target, seed=None, tokens=CUT + 1)
         try:
             pulls = Capability.PULL_PAGES in self._info(target).capabilities
-            if pulls and self._control.instances.retains(holder):
+            if pulls and self._control.instances.known[holder].retains:
                 await self._migrate(holder, target, journal)
             else:
                 await self._hand_off(holder, target, journal)
@@ -237,7 +237,7 @@ class SelfTester:
             await asyncio.sleep(_COUNT_PAUSE_S)
 
     async def _release(self, holder: InstanceId, journal: Journal) -> None:
-        if self._control.instances.retains(holder):
+        if self._control.instances.known[holder].retains:
             update = LeaseUpdate(1.0, release=[journal.stream])
             await self._backend(holder).leases(update)
 
@@ -375,7 +375,7 @@ class SelfTester:
         self, instance: InstanceId, journal: Journal, places: Sequence[act.Place] = ()
     ) -> msgspec.Raw | None:
         journal.attempt += 1
-        exact = self._control.instances.resumes_exactly(instance)
+        exact = self._control.instances.known[instance].resumes_exactly
         call = prefill_call(journal, journal.attempt, places, exact=exact)
         return (await self._backend(instance).prefill(call)).transfer
 
@@ -390,7 +390,7 @@ class SelfTester:
     ) -> None:
         """Have the rest of a stream computed, whose ids are added to the journal."""
         journal.attempt += 1
-        exact = self._control.instances.resumes_exactly(instance)
+        exact = self._control.instances.known[instance].resumes_exactly
         call = decode_call(journal, journal.attempt, runs, places, transfer, exact=exact)
         if drafts:
             call.fields["kvrs"].drafts = [*drafts]
