@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
-from kvrs.core.live import LiveStream
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 
 S = TypeVar("S", bound=LiveStream)

@@ -17,8 +17,7 @@ from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
 from kvrs.core.books.agent_slots import SlotOutcome, Slots, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
-from kvrs.core.books.fences import FenceTable
-from kvrs.core.books.leases import Leases
+from kvrs.core.books.leases import FenceTable, Leases
 from kvrs.core.books.links import LinkBounds
 from kvrs.core.fleet.drains import Drains
 from kvrs.core.fleet.gpus import Gpus
@@ -26,11 +25,11 @@ from kvrs.core.fleet.known import Agents, Instances, Replays
 from kvrs.core.fleet.orders import DrainOrders
 from kvrs.core.fleet.self_tests import SelfTests
 from kvrs.core.fleet.silence import InstanceProgress
-from kvrs.core.live import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
 from kvrs.core.model.reports import changes_decision, changes_ranks
+from kvrs.core.model.streams import CannotContinue, Complete, LiveStream, Outcome
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth

@@ -5,9 +5,9 @@ from typing import Protocol
 from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import SilenceTimer
-from kvrs.core.live import Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import Complete
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass

@@ -21,10 +21,10 @@ from kvrs.core.fleet.self_tests import (
     TransferTest,
     names_of,
 )
-from kvrs.core.live import Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Member
+from kvrs.core.model.streams import Complete, Outcome
 from kvrs.core.watch import WatchLimits
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseUpdate

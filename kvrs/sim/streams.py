@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrs.core.fleet.silence import mean_interval_s
-from kvrs.core.live import LiveStream
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.lifecycle import Stage
+from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.sim.calls import tokens_at
 from kvrs.sim.flows import FlowPart
@@ -34,7 +34,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class SimJournal:
-    """The truth about one stream, as `kvrs.core.live.StreamJournal`."""
+    """The truth about one stream, as `kvrs.core.model.streams.StreamJournal`."""
 
     stream: StreamId
     arrival: Arrival

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from kvrs.core.books.fences import Number
+from kvrs.core.books.leases import Number
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import KnownAgent
 from kvrs.core.model.member import Health, Member

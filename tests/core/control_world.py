@@ -22,10 +22,10 @@ from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.control import Control
-from kvrs.core.live import CannotContinue, Complete, Outcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.member import Health
+from kvrs.core.model.streams import CannotContinue, Complete, Outcome
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.gpus import GpuHealth, GpuState
 from kvrs.protocol.instance import (

@@ -13,11 +13,11 @@ from kvrs.config.proxy import Inexact
 from kvrs.core.attempt import Attempt
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import Instances
-from kvrs.core.live import CannotContinue, Complete
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Health
+from kvrs.core.model.streams import CannotContinue, Complete
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import Capability, InstanceInfo, Role

@@ -12,7 +12,7 @@ from kvrs.core.fleet.silence import (
     SilenceTimer,
     mean_interval_s,
 )
-from kvrs.core.live import LiveStream
+from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs.sim.streams import Arrival, SimJournal

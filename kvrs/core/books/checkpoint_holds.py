@@ -13,9 +13,9 @@ from kvrs.config.file import Config
 from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.books.leases import Leases
 from kvrs.core.fleet.known import Agents, Instances, KnownAgent
-from kvrs.core.live import Copy, LiveStream
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvrs.core.fleet.known import Instances
-from kvrs.core.live import LiveStream
+from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
 
 # The least silence that counts, however quick the source was before: machines pause.

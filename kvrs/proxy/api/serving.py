@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 from aiohttp import web
 
-from kvrs.core.live import Complete
+from kvrs.core.model.streams import Complete
 from kvrs.direct import DirectRequest
 from kvrs.errors import RequestError
 from kvrs.protocol.openai.chunks import DONE, error_body, sse

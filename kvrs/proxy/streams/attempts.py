@@ -11,9 +11,9 @@ import msgspec
 from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.control import Control
 from kvrs.core.fleet.silence import SilenceTimer
-from kvrs.core.live import CannotContinue
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import CannotContinue
 from kvrs.errors import ConfigError, UpstreamError
 from kvrs.ids import InstanceId
 from kvrs.protocol.openai.chunks import error_body

@@ -14,10 +14,10 @@ from kvrs.core.attempt import Attempt
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.control import Control
 from kvrs.core.fleet.known import all_refused
-from kvrs.core.live import CannotContinue, Complete
-from kvrs.core.live import Outcome as CoreOutcome
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.streams import CannotContinue, Complete
+from kvrs.core.model.streams import Outcome as CoreOutcome
 from kvrs.errors import UpstreamError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LeaseAnswer, LeaseUpdate

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.core.fleet.self_tests import TestedProcess
-from kvrs.core.live import Complete, LiveStream
+from kvrs.core.model.streams import Complete, LiveStream
 from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
