@@ -36,8 +36,6 @@ STOP_TIMEOUT_S = 10.0
 _LOOK_AGAIN_S = 0.05
 _COUNT_S = 1.0  # Between looks at what a process that is waited for has run.
 
-Begun = subprocess.Popen[bytes] | ForkedProcess
-
 
 class ProcessFailedError(KvrsError):
     """A process ended, or was not ready in time; the message ends with its last log lines."""
@@ -64,7 +62,7 @@ class Processes:
     def __init__(self, config: Config) -> None:
         self.config = self._resolved(config)
         self.secret = secrets.token_hex(32).encode()
-        self._running: dict[str, Begun] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._starts: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
@@ -184,7 +182,7 @@ class Processes:
 
     def _begun(
         self, name: str, command: list[str], log: IO[bytes], environment: Mapping[str, str]
-    ) -> Begun:
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def _resolved(self, config: Config) -> Config:
@@ -230,7 +228,7 @@ class ForkedProcesses(Processes):
 
     def _begun(
         self, name: str, command: list[str], log: IO[bytes], environment: Mapping[str, str]
-    ) -> Begun:
+    ) -> subprocess.Popen[bytes]:
         _, _, module, *arguments = command
         return ForkedProcess(
             module,

@@ -2,14 +2,17 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 import pytest
 
 import kvrs
-from kvrs_testkit.forked import ForkedProcess
+from kvrs_testkit.forked import ForkedProcess, ForkingPopen, _place, starts_forked
 
 pytestmark = pytest.mark.process
 
@@ -70,3 +73,82 @@ def test_it_is_the_module_that_this_python_would_run(tmp_path: Path) -> None:
 
     assert process.wait(60) == spawned.returncode
     assert (tmp_path / "err").read_bytes() == spawned.stderr
+
+
+class AnyModule(ForkingPopen):
+    def _module_in(self, command: Any) -> str:
+        return str(command[2])
+
+
+def run_of(pid: int) -> bytes:
+    """The command line that a process has, which a forked one has from its nursery."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_it_reads_and_writes_where_it_is_told(tmp_path: Path) -> None:
+    """Pipes, and files in the directory that is its own."""
+    (tmp_path / "own.json").write_text("[1]")
+    command = [sys.executable, "-m", "json.tool", "--compact"]
+
+    piped = AnyModule(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    answer, _ = piped.communicate('{"a": [2, 3]}', timeout=60)
+    placed = AnyModule([*command, "own.json"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    own, _ = placed.communicate(timeout=60)
+
+    assert (answer, own) == ('{"a":[2,3]}\n', "[1]\n")
+    assert (piped.returncode, placed.returncode) == (0, 0)
+
+
+@pytest.mark.parametrize("options", [{"process_group": 0}, {"start_new_session": True}, {}])
+def test_it_leads_a_group_where_it_is_asked_to(options: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    with AnyModule(command, stdout=subprocess.PIPE, **options) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # It runs.
+        is_leader = os.getpgid(process.pid) == process.pid
+        process.kill()
+
+    assert is_leader == bool(options)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_it_has_descriptors_under_their_numbers(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    missing, line = tmp_path / "none.yaml", theirs.fileno()
+    command = [sys.executable, "-m", "kvrs.cluster.hosted", "--config", str(missing)]
+    command += ["--name", "d0", "--line", str(line)]
+
+    with ours, starts_forked():
+        hosted = subprocess.Popen(command, pass_fds=[line], stderr=subprocess.DEVNULL)
+        assert b"kvrs_testkit.forked" in run_of(hosted.pid)
+        theirs.close()
+        told = ours.recv(1 << 16).decode()
+
+    assert told.startswith("fault ")
+    assert str(missing) in told
+    assert hosted.wait(60) == 1
+
+
+def test_descriptors_may_have_come_under_numbers_of_each_other() -> None:
+    with TemporaryFile() as one, TemporaryFile() as other:
+        one.write(b"one")
+        one.flush()
+
+        _place([one.fileno(), other.fileno()], [other.fileno(), one.fileno()])
+
+        assert os.pread(other.fileno(), 9, 0) == b"one"
+        assert os.pread(one.fileno(), 9, 0) == b""
+
+
+def test_only_modules_of_kvrs_are_forked_and_only_meanwhile() -> None:
+    real = subprocess.Popen
+    with starts_forked():
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+            assert b"input()" in run_of(other.pid)
+            other.kill()
+        shown = subprocess.run(
+            [sys.executable, "-m", "kvrs", "--version"], capture_output=True, check=True
+        )
+
+    assert shown.stdout.decode() == f"kvrs {kvrs.__version__}\n"
+    assert subprocess.Popen is real

@@ -148,7 +148,7 @@ def test_a_process_that_was_stopped_reaches_nothing_when_it_goes_on(
     """
     worker = Worker(model_of(config), config.cluster.engine)
     command = [sys.executable, "-m", "tests.engine.ranks.old_head"]
-    path = Path(hosts[0].args[2])
+    path = Path(hosts[0].arguments[1])
     with subprocess.Popen(
         [*command, str(path), str(epoch)], stdout=subprocess.PIPE, text=True
     ) as old:
