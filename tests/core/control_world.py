@@ -542,7 +542,7 @@ class World:
         in an earlier epoch.
         """
         journal.owner_epoch, journal.prompt_ids = 1, list(journal.arrival.prompt_ids)
-        journal.output_ids = [0] * self.random.choice([0, self.random.randint(1, 200)])
+        journal.taken_ids = [0] * self.random.choice([0, self.random.randint(1, 200)])
         journal.arrived_s = self.now_s - self.random.choice([0.0, 0.05, 4.0])
         history_tokens = len(journal.prompt_ids) + len(journal.output_ids)
         kept = [ev.Kept(InstanceId("x9"), 1, 1)]

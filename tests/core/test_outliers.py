@@ -279,7 +279,7 @@ def test_logits_that_are_no_numbers_twice_are_the_stream_s_own(
     assert given_up.message == (
         f"the stream's logits are no numbers, as {', '.join(instances)} found: nan"
     )
-    assert all(each.health.until_s is None for each in harness.policy.members.values())
+    assert all(each.answers.until_s is None for each in harness.policy.members.values())
 
 
 def test_logits_that_are_numbers_elsewhere_are_a_failure_of_the_first_instance() -> None:
@@ -291,9 +291,9 @@ def test_logits_that_are_numbers_elsewhere_are_a_failure_of_the_first_instance()
     kind = ev.FailureKind.NOT_A_NUMBER
 
     (second,) = of(harness.handle(ev.AttemptFailed(A, 1, B0, "nan", 5, failure=kind)), act.Start)
-    before = harness.policy.members[B0].health.until_s
+    before = harness.policy.members[B0].answers.until_s
     harness.handle(ev.StreamResumed(A, 2))
-    after = harness.policy.members[B0].health
+    after = harness.policy.members[B0].answers
     harness.handle(ev.AttemptFailed(A, 2, B1, "nan", 9, failure=kind))
     harness.look_until(1.0)
 
@@ -312,7 +312,7 @@ def test_an_instance_that_computes_what_was_no_number_before_is_not_to_blame() -
 
     harness.handle(ev.StreamResumed(A, 2))
 
-    assert harness.policy.members[B0].health.until_s is None
+    assert harness.policy.members[B0].answers.until_s is None
 
 
 def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:

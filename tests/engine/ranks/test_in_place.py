@@ -112,10 +112,10 @@ def when_moving(
     """Do something once, before the next moves are ordered, or as soon as they are."""
     fetch = group.processes.fetch
 
-    def hooked(epoch: int, moves: Collection[Move]) -> None:
+    def hooked(epoch: int, moves: Collection[Move], *, yields: bool = False) -> None:
         group.processes.fetch = fetch  # type: ignore[method-assign]
         before(list(moves))
-        fetch(epoch, moves)
+        fetch(epoch, moves, yields=yields)
         then()
 
     group.processes.fetch = hooked  # type: ignore[method-assign]
