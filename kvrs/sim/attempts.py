@@ -70,7 +70,7 @@ class Connection:
 
     def join(self, flow: Flow) -> bool:
         attempt = self.attempt
-        if not attempt.takes_from(self) or attempt.live.journal.has_more_to_take:
+        if not attempt.takes_from(self) or not attempt.live.journal.takes_flows:
             return False
         flow.calls += 1
         flow.latest_s = max(flow.latest_s, self.arrival_s)
@@ -302,6 +302,11 @@ class SimAttempt:
             require(False, f"{live.id} ends after {len(live.output)} tokens")
         if is_last and not live.outcome:
             self._control.end(live, Complete(), now_s)
+
+    def token_of_flow(self, now_s: float) -> None:
+        position = len(self.live.journal.output_ids)
+        token = (self._first_token + TOKEN_STRIDE * position) % VOCABULARY
+        self.token(position, token, False, now_s)
 
     def broke(self, name: InstanceId, cause: str) -> None:
         if self._is_open:

@@ -324,9 +324,11 @@ def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:
     journal = live.journal
     lag = rng.choice([0, 0, 1, 3])
     kept = proxy.control.policy.kept(live.id)
+    journal.close_part()
+    journal.is_mirrored = True
     return replace(
         journal,
-        taken_ids=journal.output_ids[: max(0, len(journal.output_ids) - lag)],
+        taken_ids=journal.taken_ids[: max(0, len(journal.taken_ids) - lag)],
         owner_epoch=journal.owner_epoch + 1,
         attempt=0,
         kept=tuple(each for each in kept if rng.random() < 0.9),

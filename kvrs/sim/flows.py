@@ -15,7 +15,8 @@ from kvrs.sim.process import IN_ORDER_S
 class Taker(Protocol):
     """An attempt."""
 
-    def token(self, position: int, token: int, is_last: bool, now_s: float) -> None: ...
+    def token_of_flow(self, now_s: float) -> None:
+        """Its next token, which its journal does not take by itself."""
 
 
 class Flow:
@@ -26,7 +27,8 @@ class Flow:
         self.sent = 0  # Steps.
         self.latest_s = 0.0  # When the last message arrives of any of its calls.
         self.times_s = array("d")  # When each step has come.
-        self.closed: list[FlowPart] = []  # Of attempts that are over, as long as steps are to come.
+        # Of attempts that are over or mirrored, as long as steps are to come.
+        self.closed: list[FlowPart] = []
         self._delivered = delivered
 
     def keeps_order(self, at_s: float) -> bool:
@@ -45,9 +47,9 @@ class Flow:
         if self.closed:
             late = [part for part in self.closed if part.has(step)]
             for part in late:
-                part.attempt.token(0, 0, False, now_s)
+                part.attempt.token_of_flow(now_s)
             self.closed = [part for part in self.closed if part.has_after(step)]
-            calls -= len(late)
+            calls -= len(late)  # An attempt that is not over notes it itself.
         if calls:
             self._delivered.last_s = now_s
 
@@ -81,6 +83,6 @@ class FlowPart:
         return self.end is not None and self.first >= self.end
 
     def close(self) -> None:
-        """The attempt is over: what comes from now on is late."""
+        """The attempt gets each token that comes from now on: it is late, or mirrored."""
         if not self.is_over:
             self.flow.closed.append(self)

@@ -57,6 +57,7 @@ class SimJournal:
     # When the client got each token, of whichever proxy: journals of one stream share it.
     taken_s: "array[float]" = field(default_factory=lambda: array("d"))
     part: FlowPart | None = None  # By which its tokens come, if not by themselves.
+    is_mirrored: bool = False  # Another journal has the same times, and each is noted at once.
 
     @property
     def output_ids(self) -> MutableSequence[int]:
@@ -77,11 +78,11 @@ class SimJournal:
         return self.taken_last_s
 
     @property
-    def has_more_to_take(self) -> bool:
-        """Tokens are on their way by a flow."""
+    def takes_flows(self) -> bool:
+        """No tokens are on their way by one, and others may be."""
         if self.part is not None:
             self._catch_up(self.part)
-        return self.part is not None
+        return self.part is None and not self.is_mirrored
 
     @property
     def max_tokens(self) -> int | None:
@@ -109,7 +110,7 @@ class SimJournal:
         output_ids.append(token)
 
     def close_part(self) -> None:
-        """Its attempt is over: nothing that comes from now on counts."""
+        """Its attempt is over, or it is mirrored: its attempt gets what comes from now on."""
         if self.part is not None:
             self._catch_up(self.part)
         if self.part is not None:

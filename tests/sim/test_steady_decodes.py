@@ -63,7 +63,7 @@ def test_a_world_is_the_same_step_by_step(
     drawn: Callable[..., World], step_by_step: Callable[[], None]
 ) -> None:
     """Deaths, freezes, cut links, drains, aborts, preemption and proxies that die in between."""
-    seeds = SEEDS if drawn in (scenarios.scenario, scenarios.peers) else SEEDS[:3]
+    seeds = SEEDS if drawn in (scenarios.scenario, scenarios.peers) else SEEDS[:6]
     counted = [all_of(drawn(seed, keep_log=True)) for seed in seeds]
     step_by_step()
 
