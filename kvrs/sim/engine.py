@@ -349,7 +349,7 @@ class SimEngine(SimPagePool, RankedEngine):
                 self.note_filled(sequence)
         self._answer(answers)
         self.steady.stepped()
-        if self._can_be_steady:
+        if answers and self._can_be_steady:
             for run, _ in answers:
                 if run.sequence in self.runs:
                     self.steady.take(run)
@@ -403,7 +403,7 @@ class SimEngine(SimPagePool, RankedEngine):
                 answer = together[reply.asker] = []
             for position, token in enumerate(tokens, produced - len(tokens)):
                 answer.append((reply, position, token, is_last and position == produced - 1))
-        flows = self.steady.flows()
+        flows = self.steady.flows
         for asker in dict.fromkeys((*flows, *together)):
             asker.answered(self.id, together.get(asker, []), flows.get(asker))
 

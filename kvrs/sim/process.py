@@ -38,13 +38,13 @@ class Clock:
         """Until that time, or until it is done, or until there is nothing left to do."""
         agenda = self._agenda
         second_s, most = self.now_s + 1.0, self.steps + STEPS_MAX
-        while agenda and agenda[0][0] <= until_s and not (done is not None and done()):
-            self.now_s, _, step = heappop(agenda)
+        while agenda and (at_s := agenda[0][0]) <= until_s and (done is None or not done()):
+            self.now_s = at_s
             self.steps += 1
-            if self.now_s >= second_s:
-                second_s, most = self.now_s + 1.0, self.steps + STEPS_MAX
+            if at_s >= second_s:
+                second_s, most = at_s + 1.0, self.steps + STEPS_MAX
             assert self.steps < most, "the world does not come to rest"
-            step()
+            heappop(agenda)[2]()
 
 
 class OwnTime:

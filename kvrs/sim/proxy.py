@@ -113,20 +113,20 @@ class SimProxy:
         """Those that arrive at the same moment do so in one step. Also on connections that are
         closed: the instance does not know yet, and what it sends must not count.
         """
-        first_s, together = self.arrives_s(instance), dict[float, list[Answer]]()
+        first_s, clock, calls = self.arrives_s(instance), self._site.clock, 0
+        together: dict[float, list[Answer]] = {}
         if flow is not None:
             flow.send(first_s)
-            together[first_s] = []
+            together[first_s], calls = [], flow.calls
         for answer in tokens:
             at_s = answer[0].in_order_s(first_s)
             if (came := together.get(at_s)) is None:
                 came = together[at_s] = []
             came.append(answer)
-        clock = self._site.clock
         for at_s, came in together.items():
             # The step of the flow is in the first message.
-            step, flow = partial(self._arrive, came, flow, 0 if flow is None else flow.calls), None
-            clock.after(at_s - clock.now_s, step)
+            clock.after(at_s - clock.now_s, partial(self._arrive, came, flow, calls))
+            flow, calls = None, 0
 
     def _arrive(self, came: list[Answer], flow: Flow | None, calls: int) -> None:
         self._site.clock.steps += len(came) + calls - 1  # Each of them counts.

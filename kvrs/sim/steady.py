@@ -93,7 +93,8 @@ class SteadyDecodes:
         self._page_size = page_size
         self._filled = filled
         self._members: dict[Sequence, _Steady] = {}
-        self._flows: dict[Asker, Flow] = {}
+        self.flows: dict[Asker, Flow] = {}  # By which the tokens of a step go.
+        self._all_flows: dict[Asker, Flow] = {}
         self._steps = 0
         # By the step before which each is looked at: it fills a page, or is steady no more.
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
@@ -114,24 +115,22 @@ class SteadyDecodes:
         in_place = page_size - 1 - in_page
         if not in_page or not in_place or left < FEWEST_STEPS:
             return
-        if not call.reply.join(self._flow(call.reply.asker)):
+        asker = call.reply.asker
+        flow = self._flow(asker)
+        if not call.reply.join(flow):
             return
+        self.flows[asker] = flow
         self._members[sequence] = _Steady(run, self._steps, self._steps + left)
         self._scheduler.steady.add(sequence)
         self._due[self._steps + min(in_place, left)].append(sequence)
         self.context_tokens += sequence.computed_tokens + 1
 
-    def flows(self) -> dict[Asker, Flow]:
-        """Those by which the tokens of a step go."""
-        return {asker: flow for asker, flow in self._flows.items() if flow.calls}
-
     def keeps_order(self) -> bool:
         """The tokens of a step that ends now come behind all that was sent before."""
-        return all(
-            flow.keeps_order(asker.arrives_s(self._instance))
-            for asker, flow in self._flows.items()
-            if flow.calls
-        )
+        for asker, flow in self.flows.items():
+            if not flow.keeps_order(asker.arrives_s(self._instance)):
+                return False
+        return True
 
     def fill_pages(self) -> list[Sequence]:
         """A step is over: register the pages that are full by it; return their sequences."""
@@ -182,8 +181,8 @@ class SteadyDecodes:
             self._scheduler.name(batch, sequences)
 
     def _flow(self, asker: Asker) -> Flow:
-        if (flow := self._flows.get(asker)) is None:
-            flow = self._flows[asker] = asker.flow_from(self._instance)
+        if (flow := self._all_flows.get(asker)) is None:
+            flow = self._all_flows[asker] = asker.flow_from(self._instance)
         return flow
 
     def _leave(self, sequence: Sequence) -> None:
@@ -191,7 +190,10 @@ class SteadyDecodes:
         self._catch_up(sequence, member)
         self._scheduler.steady.discard(sequence)
         self.context_tokens -= sequence.computed_tokens + 1
-        member.run.call.reply.leave()
+        reply = member.run.call.reply
+        reply.leave()
+        if not self.flows[reply.asker].calls:
+            del self.flows[reply.asker]
 
     def _catch_up(self, sequence: Sequence, member: _Steady) -> None:
         if steps := self._steps - member.steps:
