@@ -21,7 +21,6 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import fraction
 from kvrs.core.model.streams import NOWHERE, Decision, Stream, by_urgency
-from kvrs.core.overload import LoadShedding
 from kvrs.core.routing import PROMPTS_MAX, computing_prompts, isolated_target, victim_of
 from kvrs.core.waits import Waits
 from kvrs.ids import InstanceId, StreamId
@@ -56,7 +55,6 @@ class Starter:
         self._timers = ledger.timers
         self._decisions = decisions
         self._settings = settings
-        self._shedding = LoadShedding(ledger.view, settings.admission)
         self._actions = actions
         # Waiting streams: victims of losses that are decided together in a moment.
         self._gathered: dict[StreamId, Stream] = {}
@@ -68,7 +66,6 @@ class Starter:
     def reload(self, settings: PolicySettings) -> None:
         """Streams that wait already have their alarms by the settings before."""
         self._settings = settings
-        self._shedding.reload(settings.admission)
 
     def gather(self, victims: Iterable[Stream], now_s: float) -> None:
         """Have the victims of losses that are near to each other placed together, a moment after
@@ -298,7 +295,7 @@ class Starter:
         elif (
             is_first
             and stream.is_fresh
-            and (refusal := self._shedding.judge(stream, decision, now_s)) is not None
+            and (refusal := self._decisions.refusal(stream, decision, now_s)) is not None
         ):
             self.give_up(stream, refusal.reason, refusal.message, refusal.retry_after_s)
         elif not decision.plan.runs:
