@@ -116,6 +116,23 @@ def test_an_instance_that_restarts_in_a_loop_waits_longer_each_time() -> None:
     assert harness.decoding("A").plan.decode != D0
 
 
+def test_a_process_that_waits_for_work_lives_from_the_end_of_its_pause_on() -> None:
+    """It had nothing to do before: a death soon after is still one of many."""
+    harness = PolicyHarness("p0", "d0", "d1")
+    for epoch in range(1, 6):
+        harness.lose("d0", epoch)
+        harness.handle(instance_up("d0", epoch + 1))
+    row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
+    paused_s = row["health"]["paused_s"]
+
+    harness.now_s += paused_s + 5.0
+    harness.lose("d0", 6)
+    harness.handle(instance_up("d0", 7))
+
+    row = next(r for r in harness.policy.snapshot()["instances"] if r["id"] == D0)
+    assert (paused_s > 5.0, row["health"]["quick_deaths"]) == (True, 6)
+
+
 def test_an_instance_that_has_lived_for_a_while_is_in_no_loop() -> None:
     """One death after a long life is not one of many."""
     harness = PolicyHarness("p0", "d0", "d1")

@@ -267,6 +267,8 @@ def test_names_that_change_are_told_without_another_epoch() -> None:
     watched, names = Watched(), ModelNames(aliases=("other",))
     watched.meet()
     watched.report()
+    served = watched.control.instances.names
+    before = served.served("m")
 
     watched.report(names=names)
 
@@ -274,6 +276,18 @@ def test_names_that_change_are_told_without_another_epoch() -> None:
     assert [event.epoch for event in listed] == [1]
     assert watched.shell.notes == [(WatchNote.NAMES, ["m", "other"])]
     assert (watched.known.info, watched.shell.ups) == (watched.identity(1, names=names), 1)
+    assert served.served("m") is not before
+
+
+def test_heartbeats_count_that_came_before_a_process_was_up() -> None:
+    """Its first report may come long after it was met: the record of the process has them."""
+    watched = Watched()
+    watched.meet(now_s=1.0)
+    watched.watch.beat(1.3)
+
+    watched.report(now_s=1.4)
+
+    assert (watched.health, watched.known.beat_s) == (Health.UP, 1.3)
 
 
 def test_an_agent_is_watched_alike() -> None:
