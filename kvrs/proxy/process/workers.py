@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
-import uvloop
 
 from kvrs.config.file import Config
 from kvrs.config.workers import WorkerPlan
@@ -51,7 +50,7 @@ def supervise(config: Config, command: Sequence[str]) -> int:
     """
     check_shared_ports(config)
     with ExitStack() as kept:
-        return uvloop.run(_Workers(config.proxy.names, command, _plans(config, kept)).run())
+        return asyncio.run(_Workers(config.proxy.names, command, _plans(config, kept)).run())
 
 
 class Supervisor:
