@@ -3,13 +3,13 @@
 import asyncio
 import os
 import re
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.scripted import SECRET
 
@@ -20,11 +20,11 @@ REQUEST = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 async def process(
     system: ProxyCluster,
     directory: Path,
-    python: Sequence[str] = (sys.executable,),
+    python: Sequence[str] = (),
     **proxy: float,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A second proxy before the same instances, and where it listens; one that does not end is
-    killed.
+    killed. `python`: the command that runs Python; none: the process is forked.
     """
     async with process_of(config_of(system, directory, **proxy), python) as started:
         yield started
@@ -51,7 +51,7 @@ def config_of(system: ProxyCluster, directory: Path, **proxy: float) -> Path:
 
 @asynccontextmanager
 async def process_of(
-    config: Path, python: Sequence[str] = (sys.executable,)
+    config: Path, python: Sequence[str] = ()
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     async with started_process(config, python) as started:
         async with asyncio.timeout(WITHIN_S):
@@ -65,14 +65,18 @@ async def process_of(
 
 @asynccontextmanager
 async def started_process(
-    config: Path, python: Sequence[str] = (sys.executable,)
+    config: Path, python: Sequence[str] = ()
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A proxy that may not be ready yet; one that does not end is killed."""
-    started = await asyncio.create_subprocess_exec(
-        *(*python, "-m", "kvrs", "proxy", "--config", str(config)),
-        env=os.environ | {"KVRS_SECRET": SECRET.decode()},
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = ("kvrs", "proxy", "--config", str(config))
+    environment = os.environ | {"KVRS_SECRET": SECRET.decode()}
+    pipe = asyncio.subprocess.PIPE
+    if python:
+        started = await asyncio.create_subprocess_exec(
+            *(*python, "-m", *command), env=environment, stderr=pipe
+        )
+    else:
+        started = await forked(*command, environment=environment, stderr=pipe)
     try:
         yield started
     finally:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.store.directory import store_directory
+from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import client_of
 
@@ -84,24 +85,33 @@ async def running(
 class AgentProcess:
     """`python -m kvrs.agent`, which can be killed and started again."""
 
-    def __init__(self, directory: Path, written: dict[str, Any], secret: bytes = SECRET) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        written: dict[str, Any],
+        secret: bytes = SECRET,
+        *,
+        forked: bool = True,
+    ) -> None:
+        """`forked`: rather than run by its command line."""
         self.config = parse_config(written)
         self._path = directory / f"{derive(secret, b'name').hex()[:8]}.yaml"
         self._path.write_text(yaml.safe_dump(written))
-        self._secret = secret
+        self._secret, self._forked = secret, forked
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "kvrs.agent", "--config", str(self._path), "--node", "n0"]
         environment = os.environ | {"KVRS_SECRET": self._secret.decode()}
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
+        with starts_forked() if self._forked else nullcontext():
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                stdin=subprocess.DEVNULL,
+            )
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "ready\n":
             raise AssertionError(self.end(signal.SIGKILL)[1])

@@ -193,7 +193,7 @@ def test_no_collection_passes_through_the_objects_of_the_start(
     told += "atexit.register(lambda: print('kept:', gc.get_freeze_count(), file=sys.stderr))\n"
     (tmp_path / "sitecustomize.py").write_text(told)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    agent = AgentProcess(tmp_path, document(tmp_path))
+    agent = AgentProcess(tmp_path, document(tmp_path), forked=False)
 
     with processes(agent):
         _, output = agent.end(signal.SIGTERM)

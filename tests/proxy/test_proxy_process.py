@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -119,7 +120,7 @@ async def test_a_signal_while_a_proxy_starts_does_not_end_it(
         return "pydantic_core" in Path(f"/proc/{pid}/maps").read_text()
 
     async with (
-        started_process(config_of(system, tmp_path)) as proxy,
+        started_process(config_of(system, tmp_path), (sys.executable,)) as proxy,
         aiohttp.ClientSession() as http,
     ):
         async with asyncio.timeout(WITHIN_S):

@@ -228,7 +228,7 @@ async def test_workers_end_with_their_supervisor(
 ) -> None:
     """A supervisor that is started again finds its ports free."""
     system = await build()
-    async with open_workers(system, tmp_path) as proxy:
+    async with open_workers(system, tmp_path, is_forked=False) as proxy:
         pids = [row["pid"] for row in await proxy.rows()]
 
         proxy.process.kill()

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster
 from kvrs_testkit.scripted import SECRET
 
@@ -108,17 +109,30 @@ def document_of(system: ProxyCluster, **sections: dict[str, Any]) -> dict[str, A
 
 @asynccontextmanager
 async def open_workers(
-    system: ProxyCluster, directory: Path, workers: int = 2, **sections: dict[str, Any]
+    system: ProxyCluster,
+    directory: Path,
+    workers: int = 2,
+    *,
+    is_forked: bool = True,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[WorkersOfProxy]:
-    """A proxy of so many workers, all up; one that does not end is killed."""
+    """A proxy of so many workers, all up; one that does not end is killed. `is_forked`: rather than
+    run by their command lines.
+    """
     sections["proxy"] = sections.get("proxy", {}) | {"workers": workers}
     config = directory / "workers.yaml"
     config.write_bytes(msgspec.json.encode(document_of(system, **sections)))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrs", "proxy", "--config", str(config)),
-        env=os.environ | {"KVRS_SECRET": SECRET.decode()},
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = ("kvrs", "proxy", "--config", str(config))
+    environment = os.environ | {"KVRS_SECRET": SECRET.decode()}
+    pipe = asyncio.subprocess.PIPE
+    if is_forked:
+        process: asyncio.subprocess.Process = await forked(
+            *command, environment=environment, stderr=pipe, with_children=True
+        )
+    else:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *command), env=environment, stderr=pipe
+        )
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector) as http:
         running = WorkersOfProxy(process, config, http)

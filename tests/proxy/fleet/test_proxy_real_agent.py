@@ -4,7 +4,6 @@ pushed as an engine does.
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvrs.transfer.links import SendingLinks
 from kvrs.transfer.peers import CheckpointClaim, Identity, Peer, StoredPages
 from kvrs.transfer.pusher import PagePusher
 from kvrs.transfer.send_faults import SendingFaults
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import GEOMETRY, SECRET
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -41,13 +41,13 @@ class Agent:
 
     def __init__(self, config: Config, file: Path, node: NodeId) -> None:
         self.settings = next(each for each in config.cluster.nodes if each.id == node)
-        self._command = [sys.executable, "-m", "kvrs.agent", "--config", str(file), "--node", node]
+        self._command = ["kvrs.agent", "--config", str(file), "--node", node]
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = await forked(
             *self._command,
-            env=os.environ | {"KVRS_SECRET": SECRET.decode()},
+            environment=os.environ | {"KVRS_SECRET": SECRET.decode()},
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None
