@@ -9,10 +9,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvrs.cluster.guard import members
+from kvrs_testkit.forked import starts_forked
 
 END_S = 180.0  # Only ends what hangs: on a starved machine a cluster takes minutes.
 
@@ -55,8 +57,16 @@ def _heed_hangups() -> None:
 class Launch:
     """`kvrs up` in a process group of its own, as a terminal would start it."""
 
-    def __init__(self, tmp_path: Path, *arguments: str, before: Sequence[str] = ()) -> None:
-        """`before`: a command that runs it, such as nohup."""
+    def __init__(
+        self,
+        tmp_path: Path,
+        *arguments: str,
+        before: Sequence[str] = (),
+        forked: bool = False,
+    ) -> None:
+        """`before`: a command that runs it, such as nohup. `forked`: rather than run by its
+        command line, and so is what it starts.
+        """
         self.directory = tmp_path
         self._log = tmp_path / "up.log"
         command = [
@@ -71,9 +81,14 @@ class Launch:
             "0",
             *arguments,
         ]
-        with self._log.open("wb") as log:
+        start = starts_forked(with_children=True) if forked else nullcontext()
+        with self._log.open("wb") as log, start:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, process_group=0, preexec_fn=_heed_hangups
+                command,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+                preexec_fn=None if forked else _heed_hangups,
             )
 
     @property

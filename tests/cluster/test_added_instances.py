@@ -39,7 +39,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: str) -> Iter
     policy = {"name": "always_migrate"}
     proxy = {"self_test": False}
     config.write_text(yaml.safe_dump({"cluster": cluster, "policy": policy, "proxy": proxy}))
-    launch = Launch(tmp_path, "--config", str(config))
+    launch = Launch(tmp_path, "--config", str(config), forked=True)
     launch.wait_for_output("kvrs is up", WAIT_S)
     yield launch
     launch.process.terminate()

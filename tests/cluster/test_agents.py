@@ -42,7 +42,7 @@ def started(tmp_path: Path, memory: Path, tiny_llama: str) -> Iterator[Launch]:
             }
         )
     )
-    launch = Launch(tmp_path, "--config", str(config))
+    launch = Launch(tmp_path, "--config", str(config), forked=True)
     try:
         launch.wait_for_output("kvrs is up")
         complete(launch)

@@ -13,6 +13,7 @@ from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
+from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -43,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Iterat
             "event_log": str(tmp_path_factory.mktemp("exits") / "events.jsonl"),
         },
     }
-    with Cluster(parse_config(document), lambda line: None, proxies=2) as running:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None, proxies=2) as running:
         yield running
 
 

@@ -20,6 +20,7 @@ from kvrs.config.file import parse_config
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.noted_prefill import note_prefill
 from kvrs_testkit.turning_experts import BAD_ID, FIRST_IDS, LAST_IDS, write_turning_model
 from tests.cluster.launches import until
@@ -60,7 +61,7 @@ def cluster(model: Path, store: Path) -> Iterator[Cluster]:
         "backup": {"mode": "local", "capacity_bytes": 8 << 20, "directory": str(store)},
         "proxy": {"port": 0, "admin_port": 0},
     }
-    with Cluster(parse_config(document), lambda line: None) as cluster:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as cluster:
         yield cluster
 
 

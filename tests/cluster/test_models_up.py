@@ -39,7 +39,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     config = directory / "config.yaml"
     document = {"gossip": {"enabled": True}, "backup": BACKUP, "models": entries}
     config.write_text(yaml.safe_dump(document))
-    launch = Launch(directory, "--config", str(config))
+    launch = Launch(directory, "--config", str(config), forked=True)
     try:
         launch.wait_for_output("Ctrl-C ends it")
         yield launch

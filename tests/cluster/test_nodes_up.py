@@ -14,6 +14,7 @@ import pytest
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.engine.random_model import write_tiny_model
+from kvrs_testkit.forked import starts_forked
 from tests.cluster.test_ranks_up import LONG, complete, greedy, is_full, row_of
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -39,7 +40,7 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         "cluster": {"model": tiny_llama, "nodes": nodes, "engine": {"pages": 512}},
         "proxy": {"port": 0, "admin_port": 0},
     }
-    with Cluster(parse_config(document), lambda line: None) as running:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as running:
         yield running
 
 

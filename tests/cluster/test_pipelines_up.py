@@ -12,6 +12,7 @@ from kvrs.cluster.fault_injection import members_of, unknown_victims
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.faults.language import parse_faults
+from kvrs_testkit.forked import starts_forked
 from tests.cluster.test_hosts_stay import hosts_of
 from tests.cluster.test_ranks_up import LONG, carry_out, complete, row_of
 
@@ -30,7 +31,7 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
     document = asked.model_dump(mode="json")
     document["backup"]["mode"] = "off"
     document["cluster"]["model"] = tiny_llama
-    with Cluster(parse_config(document), lambda line: None) as cluster:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as cluster:
         yield cluster
 
 

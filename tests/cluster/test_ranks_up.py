@@ -25,6 +25,7 @@ from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Injection
 from kvrs.scheduling.sequences import Chunk
+from kvrs_testkit.forked import starts_forked
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
 
@@ -42,7 +43,7 @@ def running(model: str, nodes: list[dict[str, Any]], **changed: Any) -> Iterator
         "cluster": {"model": model, "nodes": nodes, "engine": engine, "allow_faults": True},
         "proxy": {"port": 0, "admin_port": 0},
     }
-    with Cluster(parse_config(document), lambda line: None) as cluster:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as cluster:
         yield cluster
 
 

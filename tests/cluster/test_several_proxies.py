@@ -46,7 +46,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, tiny_llama: str) -> Iterat
         "transfer": {"lease_s": 2.0},
     }
     config.write_text(yaml.safe_dump(document))
-    launch = Launch(directory, "--config", str(config), "--proxies", "2")
+    launch = Launch(directory, "--config", str(config), "--proxies", "2", forked=True)
     try:
         launch.wait_for_output("Ctrl-C ends it")
         yield launch

@@ -13,6 +13,7 @@ from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
+from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -33,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
         "proxy": {"port": 0, "admin_port": 0},
         "speculation": {"source": "draft"},
     }
-    with Cluster(parse_config(document), lambda line: None) as running:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as running:
         yield running
 
 

@@ -23,6 +23,7 @@ from kvrs.faults.schedule import FaultSchedule
 from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.passes import Injection
+from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -44,7 +45,7 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         "proxy": {"port": 0, "admin_port": 0},
         "state_plane": {"enabled": True},
     }
-    with Cluster(parse_config(document), lambda line: None) as running:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as running:
         yield running
 
 

@@ -31,7 +31,8 @@ def state_of(admin_url: str) -> Any:
 
 async def test_workers_of_several_proxies_are_one_cluster(tmp_path: Path, tiny_llama: str) -> None:
     """Streams of a killed worker, and of a killed supervisor, go on without a lost token."""
-    launch = Launch(tmp_path, "--model", tiny_llama, "--proxies", "2", "--workers", "2")
+    of_proxies = ("--proxies", "2", "--workers", "2")
+    launch = Launch(tmp_path, "--model", tiny_llama, *of_proxies, forked=True)
     try:
         await asyncio.to_thread(launch.wait_for_output, "Ctrl-C ends it")
         admins = [workers_of(admin) for _, admin in launch.all_urls]
