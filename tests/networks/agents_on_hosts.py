@@ -1,15 +1,16 @@
 """`kvrs agent` processes, each on a host of its own, and their states of each other."""
 
+import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import yaml
 
 from kvrs.config.file import ENV_NAME
+from kvrs_testkit.forked import ForkedProcess
 from tests.networks.members import Members, Watch
 from tests.networks.network_cluster import DESK, Network
 
@@ -66,17 +67,14 @@ class AgentsOnHosts(Members):
         agent = {"host": host, "port": PORT, "page_port": PAGE_PORT, "gossip_port": GOSSIP_PORT}
         return {"id": name, "instances": [instance], "agent": agent}
 
-    def command(self, name: str) -> tuple[list[str], dict[str, str]]:
-        arguments = [
-            sys.executable,
-            "-m",
-            "kvrs.agent",
-            "--config",
-            str(self._config),
-            "--node",
-            name,
-        ]
-        return self.network.command_at(name, *arguments), {ENV_NAME: SECRET}
+    def begun(self, name: str, log: IO[bytes]) -> ForkedProcess:
+        return ForkedProcess(
+            *("kvrs.agent", "--config", str(self._config), "--node", name),
+            environment=os.environ | {ENV_NAME: SECRET},
+            stdout=log,
+            stderr=log,
+            network=self.network.path(name),
+        )
 
     def start_all(self) -> None:
         for name in self.names:

@@ -1,7 +1,6 @@
 """Member processes of one system, and the member changes in their logs."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 START_TIMEOUT_S = PATIENCE_S = 60.0
 _LOOK_S = 0.02
@@ -51,15 +50,12 @@ class Members(ABC):
         self._stack.close()
 
     @abstractmethod
-    def command(self, name: str) -> tuple[list[str], dict[str, str]]:
-        """And what is added to the environment."""
+    def begun(self, name: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """A process that writes there."""
 
     def start(self, name: str) -> None:
-        arguments, environment = self.command(name)
         with self._log(name).open("ab") as log:
-            self._running[name] = subprocess.Popen(
-                arguments, stdout=log, stderr=log, env=os.environ | environment
-            )
+            self._running[name] = self.begun(name, log)
 
     def wait_ready(self) -> None:
         give_up_s = time.monotonic() + START_TIMEOUT_S
