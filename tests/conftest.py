@@ -118,6 +118,12 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.fixture
+def tiny_beside(tmp_path: Path, tiny_llama: str) -> None:
+    """The same model as `tiny` in the directory of the test."""
+    (tmp_path / "tiny").symlink_to(tiny_llama)
+
+
 @pytest.fixture(scope="session")
 def vllm_servers(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[VllmServers]":
     """One prefill (p0) and two decode servers (d0, d1), up and warm. A test that ends one

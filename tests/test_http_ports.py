@@ -13,7 +13,6 @@ import pytest
 from kvrs import http
 from kvrs.config.file import parse_config
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.server import serve_http
 from kvrs.ids import InstanceId
 from kvrs.protocol.proof import END, NONCE_BYTES, ClientProof, ProofError
@@ -23,7 +22,7 @@ from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.ports import proven
 from tests.agent.agents import SECRET, document, running
 
-pytestmark = [pytest.mark.network, pytest.mark.engine]
+pytestmark = [pytest.mark.network, pytest.mark.engine, pytest.mark.usefixtures("tiny_beside")]
 
 Opened = Callable[[Path], AbstractAsyncContextManager[int]]
 
@@ -41,13 +40,8 @@ async def agent(directory: Path) -> AsyncIterator[int]:
 async def engine(directory: Path) -> AsyncIterator[int]:
     port, page_port = free_ports(2)
     instance = {"id": "e0", "role": "both", "port": port, "page_port": page_port}
-    write_tiny_model(directory / "tiny", seed=0)
-    cluster = {
-        "model": str(directory / "tiny"),
-        "nodes": [{"id": "n0", "instances": [instance]}],
-        "engine": {"max_model_len": 64},  # It measures at its start how long prompts take.
-    }
-    config = parse_config({"cluster": cluster})
+    nodes = [{"id": "n0", "instances": [instance]}]
+    config = parse_config({"cluster": {"model": str(directory / "tiny"), "nodes": nodes}})
     async with serve_http(EngineInstance(config, InstanceId("e0"), 1, SECRET), allow_faults=False):
         yield port
 

@@ -18,7 +18,6 @@ from kvrs import tls
 from kvrs.config.file import Config, parse_config
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.engine.instance import EngineInstance
-from kvrs.engine.random_model import write_tiny_model
 from kvrs.engine.server import serve_http
 from kvrs.faults.orders import NoFault
 from kvrs.ids import InstanceId
@@ -32,6 +31,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.engine,
     pytest.mark.process,
+    pytest.mark.usefixtures("tiny_beside"),
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
 
@@ -68,7 +68,6 @@ async def cluster(
     directory: Path, section: dict[str, str | None], *, allow_faults: bool = False
 ) -> AsyncIterator[Cluster]:
     """One engine, its agent, and two proxies that are peers."""
-    write_tiny_model(directory / "tiny", seed=0)
     keys = ("engine", "engine pages", "agent", "agent pages", "gossip", "peer 0", "peer 1")
     ports = dict(zip(keys, free_ports(len(keys)), strict=True))
 
