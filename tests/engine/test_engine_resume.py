@@ -264,47 +264,59 @@ def answered(
     request: CompletionRequest,
     tokenizer: Tokenizer,
     prompt: list[int],
-    output: list[int],
-) -> list[StepOutput]:
-    """The whole output of an engine after this history; it computes the history in two pieces,
-    then token by token.
+    outputs: list[list[int]],
+) -> list[list[StepOutput]]:
+    """The whole outputs of an engine after these histories, which are in one batch; it computes
+    each history in two pieces, then token by token.
     """
-    run = run_of(request, tokenizer, prompt, output)
-    token_ids, pages = run.sequence.token_ids, range(worker.pool.pages)
-    half = len(token_ids) // 2
-    worker.execute([Chunk(token_ids[:half], 0, pages, logits=0)])
-    steps: list[StepOutput] = []
-    computed = half
-    while not steps or steps[-1].finish_reason is None:
-        # Another sequence in the batch, so that a row does not always stand in the same place.
-        neighbour = Chunk([7], 0, [worker.pool.pages - 1], logits=1)
-        logits = worker.execute(
-            [neighbour, Chunk(token_ids[computed:], computed, pages, logits=1)]
-        )[1:]
-        computed = len(token_ids)
-        steps += run.step(logits)
-        token_ids += steps[-1].token_ids
+    runs = [run_of(request, tokenizer, prompt, output) for output in outputs]
+    histories = [run.sequence.token_ids for run in runs]
+    room = (worker.pool.pages - 1) // len(runs)
+    pages = [range(room * n, room * (n + 1)) for n in range(len(runs))]
+    computed = [len(token_ids) // 2 for token_ids in histories]
+    worker.execute(
+        [
+            Chunk(token_ids[:half], 0, own, logits=0)
+            for token_ids, half, own in zip(histories, computed, pages, strict=True)
+        ]
+    )
+    steps: list[list[StepOutput]] = [[] for _ in runs]
+    # Another sequence in the batch, so that a row does not always stand in the same place.
+    neighbour = Chunk([7], 0, [worker.pool.pages - 1], logits=1)
+    going = [*range(len(runs))]
+    while going:
+        chunks = [
+            Chunk(histories[n][computed[n] :], computed[n], pages[n], logits=1) for n in going
+        ]
+        for n, logits in zip(going, worker.execute([neighbour, *chunks])[1:], strict=True):
+            computed[n] = len(histories[n])
+            steps[n] += runs[n].step(logits[None])
+            histories[n] += steps[n][-1].token_ids
+        going = [n for n in going if steps[n][-1].finish_reason is None]
     return steps
 
 
 @pytest.fixture(scope="module")
 def worker(tiny_model: Path) -> Worker:
-    return Worker(tiny_model, EngineSettings(pages=64))
+    return Worker(tiny_model, EngineSettings(pages=256))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_on_the_worker_every_cut_continues_exactly(
     worker: Worker, tokenizer: Tokenizer, sampling: str
 ) -> None:
-    """The sampled ids, their probabilities, the text and the end are functions of the history."""
+    """The sampled ids, their probabilities, the text and the end are functions of the history; all
+    cuts are in one batch, the whole is alone.
+    """
     body = {"prompt": "x", "max_tokens": MAX_TOKENS, "logprobs": 5, **SAMPLINGS[sampling]}
     request = parse_completion_request(msgspec.json.encode(body))
     prompt = tokenizer.encode(PROMPT).ids
-    whole = answered(worker, request, tokenizer, prompt, [])
+    (whole,) = answered(worker, request, tokenizer, prompt, [[]])
     output = [token_id for step in whole for token_id in step.token_ids]
 
-    for cut in range(1, len(whole)):
-        assert answered(worker, request, tokenizer, prompt, output[:cut]) == whole[cut:]
+    cuts = range(1, len(whole))
+    continued = answered(worker, request, tokenizer, prompt, [output[:cut] for cut in cuts])
+    assert continued == [whole[cut:] for cut in cuts]
 
 
 @pytest.mark.parametrize(
