@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -81,8 +82,10 @@ class AnyModule(ForkingPopen):
 
 
 def run_of(pid: int) -> bytes:
-    """The command line that a process has, which a forked one has from its nursery."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    """The command line of a process that waits, which a forked one has from its nursery."""
+    while not (run := Path(f"/proc/{pid}/cmdline").read_bytes()):
+        time.sleep(0.01)  # It has just begun.
+    return run
 
 
 def test_it_reads_and_writes_where_it_is_told(tmp_path: Path) -> None:
@@ -120,7 +123,6 @@ def test_it_has_descriptors_under_their_numbers(tmp_path: Path) -> None:
 
     with ours, starts_forked():
         hosted = subprocess.Popen(command, pass_fds=[line], stderr=subprocess.DEVNULL)
-        assert b"kvrs_testkit.forked" in run_of(hosted.pid)
         theirs.close()
         told = ours.recv(1 << 16).decode()
 
@@ -140,12 +142,31 @@ def test_descriptors_may_have_come_under_numbers_of_each_other() -> None:
         assert os.pread(one.fileno(), 9, 0) == b""
 
 
+def test_descriptors_may_have_to_go_where_the_next_one_would_be() -> None:
+    with TemporaryFile() as file:
+        file.write(b"one")
+        file.flush()
+        came = os.dup(file.fileno())
+        free = os.dup(came)
+        os.close(free)
+
+        _place([came], [free])
+
+        assert os.pread(free, 9, 0) == b"one"
+        os.close(free)
+
+
 def test_only_modules_of_kvrs_are_forked_and_only_meanwhile() -> None:
     real = subprocess.Popen
     with starts_forked():
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-            assert b"input()" in run_of(other.pid)
-            other.kill()
+        for module, name in (
+            ("json.tool", "json.tool"),
+            ("kvrs.cluster.guard", "kvrs_testkit.forked"),
+        ):
+            run = [sys.executable, "-m", module]
+            with subprocess.Popen(run, stdin=subprocess.PIPE) as waiting:
+                assert name.encode() in run_of(waiting.pid)
+                waiting.kill()
         shown = subprocess.run(
             [sys.executable, "-m", "kvrs", "--version"], capture_output=True, check=True
         )
