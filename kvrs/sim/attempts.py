@@ -15,7 +15,7 @@ from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.first_token import FirstToken
-from kvrs.sim.flows import Flow, FlowPart
+from kvrs.sim.flows import FlowPart, TokenFlow
 from kvrs.sim.process import IN_ORDER_S, Step, require
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import SimStream
@@ -68,7 +68,10 @@ class Connection:
         self._is_open = True
         self._part: FlowPart | None = None
 
-    def join(self, flow: Flow) -> bool:
+    def new_flow(self) -> TokenFlow:
+        return TokenFlow(self.attempt.host.control.progress.delivered[self._engine.id])
+
+    def join(self, flow: TokenFlow) -> bool:
         attempt = self.attempt
         if not attempt.takes_from(self) or not attempt.live.journal.takes_flows:
             return False

@@ -15,7 +15,7 @@ from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.scheduling.sources import PullSource
-from kvrs.sim.flows import Flow
+from kvrs.sim.flows import TokenFlow
 from kvrs.sim.process import SimProcess, Step
 from kvrs.transfer.checkpoint_backlog import CheckpointBacklog
 from kvrs.transfer.meter import LinkMeter
@@ -49,13 +49,13 @@ def tokens_at(stream: StreamId, position: int, count: int) -> list[int]:
 class Asker(Protocol):
     """A proxy."""
 
-    def answered(self, instance: InstanceId, tokens: "list[Answer]", flow: Flow | None) -> None:
+    def answered(
+        self, instance: InstanceId, tokens: "list[Answer]", flow: TokenFlow | None
+    ) -> None:
         """Tokens of one batch of the instance are on their way, those of a flow among them."""
 
     def arrives_s(self, name: InstanceId) -> float:
         """When a message to or from the process arrives that is sent now."""
-
-    def flow_from(self, instance: InstanceId) -> Flow: ...
 
 
 class Reply(Protocol):
@@ -63,7 +63,10 @@ class Reply(Protocol):
 
     asker: Asker
 
-    def join(self, flow: Flow) -> bool:
+    def new_flow(self) -> TokenFlow:
+        """One from this instance to this proxy."""
+
+    def join(self, flow: TokenFlow) -> bool:
         """Its tokens come by the flow from now on; False: they cannot."""
 
     def leave(self) -> None:

@@ -1,10 +1,11 @@
-"""What a computed batch has put into the pages of a simulated instance."""
+"""Pages of a simulated instance before and after a batch: their contents are checked, and noted."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvrs.scheduling.sequences import Chunk, Sequence
 from kvrs.sim.calls import Batch
+from kvrs.sim.process import require
 
 if TYPE_CHECKING:
     from kvrs.sim.engine import SimEngine
@@ -39,3 +40,17 @@ def note_verified(
             engine.received(pages[index], sequence.tags[index])
         assert engine.drafts is not None
         engine.drafts.counts.verified(chunk.drafts, len(sampled[sequence]) - 1)
+
+
+def verify(engine: "SimEngine", batch: Batch) -> None:
+    """Check that the pages of new chunks hold the KV of their history, however it got there."""
+    for sequence, chunk in batch:
+        if sequence not in engine.unverified:
+            continue
+        engine.unverified.discard(sequence)
+        what = f"{engine.id} computes {sequence.stream}"
+        for index in range(chunk.first_position // engine.pages.page_size_tokens):
+            right = engine.contents.get(chunk.pages[index]) == sequence.tags[index]
+            require(right, f"{what} with a wrong page {index}")
+            gone = engine.ranks is not None and engine.ranks.gone(chunk.pages[index])
+            require(not gone, f"{what} with cells that are gone")

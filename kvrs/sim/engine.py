@@ -35,7 +35,7 @@ from kvrs.sim.calls import (
     token_at,
 )
 from kvrs.sim.checkpoint_sender import SimCheckpointSender
-from kvrs.sim.computed_pages import note_computed, note_verified
+from kvrs.sim.computed_pages import note_computed, note_verified, verify
 from kvrs.sim.drafts import SimDrafts, chosen_tokens
 from kvrs.sim.pipelines import SimPipeline
 from kvrs.sim.process import Step, require
@@ -72,16 +72,21 @@ class SimEngine(SimPagePool, RankedEngine):
         self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
         self._pace = site.paces[name]
-        self._settings = site.config.cluster.engine
-        self._size = self._settings.page_size_tokens
+        self.settings = site.config.cluster.engine
+        self._size = self.settings.page_size_tokens
         self._reset()
 
     def _reset(self) -> None:
-        self.pages = PageManager(self._settings.pages, self._size)
+        self.pages = PageManager(self.settings.pages, self._size)
         hosts = self._site.hosts.get(self.id, [])
         self._depth = max(1, len(hosts))
-        self.scheduler = SteadyScheduler(self._settings, self.pages, depth=self._depth)
-        self.steady = SteadyDecodes(self.id, self.scheduler, self._size, self._filled)
+        self.scheduler = SteadyScheduler(self.settings, self.pages, depth=self._depth)
+        self.steady = SteadyDecodes(
+            self.id,
+            self.scheduler,
+            self._size,
+            lambda sequence, index: self.received(sequence.pages[index], sequence.tags[index]),
+        )
         self.places = AdmissionWaitEstimator()
         self.meter = LinkMeter(
             self._site.config.transfer.link, self._site.config.transfer.probe_bytes
@@ -226,7 +231,7 @@ class SimEngine(SimPagePool, RankedEngine):
             "simulated",
             "simulated",
             self._site.geometry,
-            self._settings.max_model_len,
+            self.settings.max_model_len,
             0,
             [Capability.PREFIX_CACHE] if self.is_plain else list(Capability),
             MeasuredPrefill(
@@ -287,7 +292,7 @@ class SimEngine(SimPagePool, RankedEngine):
     def _begin_batch(self) -> bool:
         """False: there is none."""
         steady = self.steady
-        if steady and not self._can_be_steady:
+        if steady and not _can_be_steady(self):
             steady.stop(None)
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
         if steady:
@@ -299,7 +304,7 @@ class SimEngine(SimPagePool, RankedEngine):
         if not batch and not steady:
             return False
         if self.unverified:
-            self._verify(batch)
+            verify(self, batch)
         self.flights.append(batch)
         chunks = [chunk for _, chunk in batch]
         seconds = self._pace.pace.batch_s(chunks, len(steady), steady.context_tokens)
@@ -307,30 +312,6 @@ class SimEngine(SimPagePool, RankedEngine):
         compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
         compute(seconds, lambda: self._complete(batch))
         return True
-
-    @property
-    def _can_be_steady(self) -> bool:
-        """Nothing changes what a decode step is, and all of them fit into each batch."""
-        settings = self._settings
-        return (
-            self.ranks is None
-            and (self.drafts is None or self.drafts.helper is None)
-            and settings.max_running < settings.max_batch_tokens
-            and not self.scheduler.is_short
-        )
-
-    def _verify(self, batch: Batch) -> None:
-        """Check that the pages of new chunks hold the KV of their history, however it got there."""
-        for sequence, chunk in batch:
-            if sequence not in self.unverified:
-                continue
-            self.unverified.discard(sequence)
-            what = f"{self.id} computes {sequence.stream}"
-            for index in range(chunk.first_position // self._size):
-                right = self.contents.get(chunk.pages[index]) == sequence.tags[index]
-                require(right, f"{what} with a wrong page {index}")
-                gone = self.ranks is not None and self.ranks.gone(chunk.pages[index])
-                require(not gone, f"{what} with cells that are gone")
 
     def _complete(self, batch: Batch) -> None:
         if self.hangs:
@@ -349,7 +330,7 @@ class SimEngine(SimPagePool, RankedEngine):
                 self.note_filled(sequence)
         self._answer(answers)
         self.steady.stepped()
-        if answers and self._can_be_steady:
+        if answers and _can_be_steady(self):
             for run, _ in answers:
                 if run.sequence in self.runs:
                     self.steady.take(run)
@@ -385,10 +366,6 @@ class SimEngine(SimPagePool, RankedEngine):
                 self._end(run, retain_until_s=self.clock.now_s + self._site.config.transfer.lease_s)
                 run.call.reply.prefilled(sequence.history_tokens)
         return answers
-
-    def _filled(self, sequence: Sequence, index: int) -> None:
-        """A steady sequence has computed all of that page."""
-        self.received(sequence.pages[index], sequence.tags[index])
 
     def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:
         """Send the tokens of a batch, those for one proxy together."""
@@ -492,3 +469,14 @@ class SimEngine(SimPagePool, RankedEngine):
             not self.backlog.lag_pages and not self.checkpoint_sender.pinned_pages,
             f"{self.id} still sends checkpoints",
         )
+
+
+def _can_be_steady(engine: SimEngine) -> bool:
+    """Nothing changes what a decode step is, and all of them fit into each batch."""
+    settings = engine.settings
+    return (
+        engine.ranks is None
+        and (engine.drafts is None or engine.drafts.helper is None)
+        and settings.max_running < settings.max_batch_tokens
+        and not engine.scheduler.is_short
+    )

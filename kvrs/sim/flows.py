@@ -19,7 +19,7 @@ class Taker(Protocol):
         """Its next token, which its journal does not take by itself."""
 
 
-class Flow:
+class TokenFlow:
     """The steps of one instance for one proxy."""
 
     def __init__(self, delivered: Delivered) -> None:
@@ -58,7 +58,7 @@ class Flow:
 class FlowPart:
     """The steps of one call, without those of them that its journal has taken."""
 
-    flow: Flow
+    flow: TokenFlow
     attempt: Taker
     first: int
     end: int | None = None  # None: it goes on.

@@ -32,7 +32,7 @@ from kvrs.sim.agent import SimAgent
 from kvrs.sim.attempts import SimAttempt
 from kvrs.sim.calls import Answer
 from kvrs.sim.engine import SimEngine
-from kvrs.sim.flows import Flow
+from kvrs.sim.flows import TokenFlow
 from kvrs.sim.invariants import Grants, Invariants
 from kvrs.sim.process import OwnTime, Step, require
 from kvrs.sim.site import Site
@@ -106,10 +106,7 @@ class SimProxy:
         """Do this later, unless this proxy has died by then."""
         self.time.after(delay_s, step)
 
-    def flow_from(self, instance: InstanceId) -> Flow:
-        return Flow(self.control.progress.delivered[instance])
-
-    def answered(self, instance: InstanceId, tokens: list[Answer], flow: Flow | None) -> None:
+    def answered(self, instance: InstanceId, tokens: list[Answer], flow: TokenFlow | None) -> None:
         """Those that arrive at the same moment do so in one step. Also on connections that are
         closed: the instance does not know yet, and what it sends must not count.
         """
@@ -128,11 +125,11 @@ class SimProxy:
             clock.after(at_s - clock.now_s, partial(self._arrive, came, flow, calls))
             flow, calls = None, 0
 
-    def _arrive(self, came: list[Answer], flow: Flow | None, calls: int) -> None:
+    def _arrive(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
         self._site.clock.steps += len(came) + calls - 1  # Each of them counts.
         self.time.do(partial(self._take, came, flow, calls))
 
-    def _take(self, came: list[Answer], flow: Flow | None, calls: int) -> None:
+    def _take(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
         now_s = self.now_s
         if flow is not None:
             flow.came(calls, now_s)

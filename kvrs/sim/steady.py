@@ -19,7 +19,7 @@ from kvrs.scheduling.reservation import register
 from kvrs.scheduling.scheduler import BatchScheduler
 from kvrs.scheduling.sequences import Sequence, next_chunk
 from kvrs.sim.calls import Asker, Batch, SimRun, token_at, tokens_at
-from kvrs.sim.flows import Flow
+from kvrs.sim.flows import TokenFlow
 
 FEWEST_STEPS = 2  # For which it is worth while.
 
@@ -93,8 +93,8 @@ class SteadyDecodes:
         self._page_size = page_size
         self._filled = filled
         self._members: dict[Sequence, _Steady] = {}
-        self.flows: dict[Asker, Flow] = {}  # By which the tokens of a step go.
-        self._all_flows: dict[Asker, Flow] = {}
+        self.flows: dict[Asker, TokenFlow] = {}  # By which the tokens of a step go.
+        self._all_flows: dict[Asker, TokenFlow] = {}
         self._steps = 0
         # By the step before which each is looked at: it fills a page, or is steady no more.
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
@@ -116,7 +116,8 @@ class SteadyDecodes:
         if not in_page or not in_place or left < FEWEST_STEPS:
             return
         asker = call.reply.asker
-        flow = self._flow(asker)
+        if (flow := self._all_flows.get(asker)) is None:
+            flow = self._all_flows[asker] = call.reply.new_flow()
         if not call.reply.join(flow):
             return
         self.flows[asker] = flow
@@ -179,11 +180,6 @@ class SteadyDecodes:
         self._filling, self._beginning = [], []
         if sequences and batch is not None:
             self._scheduler.name(batch, sequences)
-
-    def _flow(self, asker: Asker) -> Flow:
-        if (flow := self._all_flows.get(asker)) is None:
-            flow = self._all_flows[asker] = asker.flow_from(self._instance)
-        return flow
 
     def _leave(self, sequence: Sequence) -> None:
         member = self._members.pop(sequence)

@@ -15,7 +15,7 @@ from kvrs.sim import scenarios
 from kvrs.sim.calls import SimRun
 from kvrs.sim.clients import records_of
 from kvrs.sim.fault_scenarios import named_deaths
-from kvrs.sim.flows import Flow
+from kvrs.sim.flows import TokenFlow
 from kvrs.sim.steady import SteadyDecodes
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
@@ -110,14 +110,14 @@ def test_long_outputs_are_the_same_step_by_step(
 def test_most_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests above: there is something to compare."""
     counted = 0
-    came = Flow.came
+    came = TokenFlow.came
 
-    def noted(flow: Flow, calls: int, now_s: float) -> None:
+    def noted(flow: TokenFlow, calls: int, now_s: float) -> None:
         nonlocal counted
         counted += calls
         came(flow, calls, now_s)
 
-    monkeypatch.setattr(Flow, "came", noted)
+    monkeypatch.setattr(TokenFlow, "came", noted)
     outcome = _long().run()
 
     assert counted > outcome.tokens * 0.7
