@@ -67,7 +67,7 @@ async def forked(
 
 
 def _reader(pipe: IO[bytes] | None) -> asyncio.StreamReader | None:
-    """What comes through a pipe, until its other end is closed."""
+    """The bytes of a pipe, until its other end is closed."""
     if pipe is None:
         return None
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()

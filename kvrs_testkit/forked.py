@@ -204,7 +204,7 @@ def _forget(module: str) -> None:
 
 
 def _fork_from_here() -> None:
-    """What this process starts is forked: by a nursery that is a copy of it, as it is now."""
+    """Fork what this process starts, by a nursery that is a copy of it as it is now."""
     global _nursery
     _nursery = Nursery([])
     _nursery.begin_here(_run)
