@@ -204,7 +204,7 @@ async def test_an_order_about_the_fleet_is_for_one_model() -> None:
 
 
 async def test_an_order_cannot_take_an_id_of_another_model() -> None:
-    """Of an instance or of a node; the order names the model that has it."""
+    """The id of an instance or of a node; the order names the model that has it."""
     async with open_models_cluster("a", "b", pairs=1) as system:
         url = f"http://127.0.0.1:{system.proxy.admin_ports['b']}/kvrs/v1/instances"
         for row, param in (
