@@ -86,7 +86,7 @@ class Staying:
 
     def reformed(self, home: Member, event: ev.LoadReported, now_s: float) -> None:
         """The instance serves again; the deadlines of the streams that stay hold."""
-        home.set_pace(*factors_of(home, event.report), event.token_s)
+        home.set_pace(*factors_of(event.report), event.token_s)
         if home.reforming is not None:
             home.note_queue(home.reforming.queue_s)
             home.reforming = None

@@ -41,6 +41,7 @@ class RankReports:
         """`nodes`: of the stages that it does not borrow."""
         self._ranks, self._nodes, self._epoch, self._prefill = ranks, nodes, epoch, prefill
         self._core, self._port, self._loans, self._ring = core, port, loans, ring
+        self._factors: tuple[int, tuple[float, float]] | None = None  # With the layout's number.
 
     def facts(self) -> dict[str, Any]:
         """Fields of `LoadReport`."""
@@ -50,6 +51,9 @@ class RankReports:
             "layout_number": layout.number + (0 if loans is None else loans.changes),
             "full_degree": len(self._ranks.full.ranks),
         }
+        if self._factors is None or self._factors[0] != layout.number:
+            self._factors = layout.number, self._ranks.factors(layout)
+        facts["decode_factor"], facts["prefill_factor"] = self._factors[1]
         facts["experts"] = self._experts(layout)
         facts |= {"rank_deaths": ranks.deaths, "stages": self._stages()}
         if loans is not None:
@@ -57,8 +61,8 @@ class RankReports:
             facts["restarts"] = restarts.recent.reports()
             facts["adopted_pages"] = restarts.adopted_pages
         now = ranks.reforming
-        # Ranks that stay compute while copies of experts move: no stream needs to be decided on.
-        if now is None or (not now.way.pauses and now.after.ranks == layout.ranks):
+        # Where nothing is lost the ranks compute while units move: no stream is to be decided on.
+        if now is None or not now.way.pauses:
             return facts | {"degree": len(layout.ranks)}
         core = self._core
         decode, prefill = self._ranks.factors(now.after)

@@ -144,10 +144,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     worker_pids: list[int] = []  # Where the work is done in other processes than `pid`.
     ranks: list[RankInfo] = []  # None where one process computes everything.
     layout: LayoutInfo | None = None  # Of the ranks.
-    gpus: list[str] | None = (
-        # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
-        None
-    )
+    # The boards it runs on, by NVML's uuid; None: not known, so it may be any of its node.
+    gpus: list[str] | None = None
     # Leading full pages of streams that ran in the process before, whose memory it has taken over;
     # they are leased as those of a hand-off.
     kept: dict[StreamId, Natural] = {}
@@ -259,9 +257,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     queued_reuse: Natural = 0  # Recoveries that will try to fetch KV of their history.
     queued_recompute: Natural = 0  # Recoveries that compute it.
     queued_new: Natural = 0
-    checkpoint_lag_pages: Natural = (
-        0  # Full pages of protected streams that their holders do not have yet.
-    )
+    # Full pages of protected streams that their holders do not have yet.
+    checkpoint_lag_pages: Natural = 0
     # Fetched since the start and found damaged; they were computed instead.
     damaged_pages: Natural = 0
     # Fetched from other instances and agents since the start, and used; None: it does not count.
@@ -279,6 +276,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     layout_number: Natural = 0  # Of its ranks; rises with every change.
     degree: Natural = 0  # Ranks that compute, or will next; 0: one process computes everything.
     full_degree: Natural = 0  # Ranks that it was configured with.
+    # Step times of the layout that serves over those of the full one; None: by the number of ranks.
+    decode_factor: Factor | None = None
+    prefill_factor: Factor | None = None
     rank_deaths: Natural = 0  # Since the start, of ranks that it has lost and goes on without.
     stages: list[StageInfo] = []  # None where one process computes everything.
     lends: list[StageLent] = []

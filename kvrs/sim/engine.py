@@ -235,6 +235,7 @@ class SimEngine(SimPagePool, RankedEngine):
         compute_s = scheduler.queued_s(self._pace.queued_prefill)
         admission_s = self.places.expected_s(now_s, scheduler.waiting, scheduler.running)
         links = self.meter.measurements(now_s)
+        paces = self.ranks.factors if isinstance(self.ranks, SimRanks) else (None, None)
         return LoadReport(
             self.epoch,
             scheduler.queued,
@@ -248,6 +249,8 @@ class SimEngine(SimPagePool, RankedEngine):
             layout_number=0 if self.ranks is None else self.ranks.layout_number,
             degree=0 if self.ranks is None else self.ranks.degree,
             full_degree=0 if self.ranks is None else self.ranks.count,
+            decode_factor=paces[0],
+            prefill_factor=paces[1],
             speculation=None if self.drafts is None else self.drafts.report(),
             replicas=dict(self.replicas.changed()),
         )

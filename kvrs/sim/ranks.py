@@ -120,17 +120,18 @@ class SimRanks:
         ready_in_s = max(0.0, self._ready_s - self._site.clock.now_s)
         return msgspec.structs.replace(self.report, ready_in_s=ready_in_s)
 
-    def factor(self, *, decodes: bool) -> float:
-        """Step times of the layout over those of all ranks."""
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Step times of decoding and of prefill of the layout over those of all ranks."""
         if self._paced is not self._machine.layout:
             self._paced = self._machine.layout
             self._factors = self._shares(self._paced).factors(self._full)
-        decode, prefill = self._factors
-        return decode if decodes else prefill
+        return self._factors
 
     def compute(self, batch: Batch, seconds: float, done: Step) -> None:
         decodes = all(len(chunk.token_ids) - chunk.drafts == 1 for _, chunk in batch)
-        self._engine.later(seconds * self.factor(decodes=decodes), done)
+        decode, prefill = self.factors
+        self._engine.later(seconds * (decode if decodes else prefill), done)
 
     def filled(self, page: int) -> None:
         """All cells of the page have been written."""
@@ -187,8 +188,7 @@ class SimRanks:
             case CarryOut():
                 self._carry_out(action)
             case FormRanks():
-                if self.report is None:  # It served while units moved.
-                    self._announce(action.layout, Way.RESIZE, self._model.join_s, 0)
+                self._engine.places.pause(self._site.clock.now_s)  # It may have served until now.
                 for rank in action.layout.ranks:
                     joined = RankJoined(action.epoch, rank)
                     self._later((self._start_s + self._model.join_s) * late, joined)
@@ -211,7 +211,7 @@ class SimRanks:
                 f"{self._engine.id} reads what ranks have that leave or stay",
             )
         else:
-            self._announce(action.plan.after, action.way, action.ready_s, action.plan.moved_bytes)
+            self._announce(action)
         if action.way is Way.RESTART:
             self._start_s = self._model.restart_s
         ends_s: dict[tuple[int, Unit], float] = {}
@@ -224,20 +224,20 @@ class SimRanks:
         if ends_s:
             self._start_s = 0.0
 
-    def _announce(self, after: Layout, way: Way, ready_s: float, move_bytes: int) -> None:
+    def _announce(self, action: CarryOut) -> None:
         self.number += 1
         self._engine.places.pause(self._site.clock.now_s)
-        self._ready_s = self._site.clock.now_s + ready_s
+        self._ready_s = self._site.clock.now_s + action.ready_s
         self.report = ReformingReport(
             self.number,
-            way.value,
-            ready_s,
-            len(after.ranks),
-            self._lost if way.pauses else [],
-            move_bytes,
+            action.way.value,
+            action.ready_s,
+            len(action.plan.after.ranks),
+            self._lost,
+            action.plan.moved_bytes,
             self._cells.missing,
             self._cells.page_s,
-            *self._shares(after).factors(self._full),
+            *self._shares(action.plan.after).factors(self._full),
             held_pages=self._cells.held,
             held_page_s=self._cells.held_page_s,
         )

@@ -190,9 +190,11 @@ async def test_streams_of_a_lost_rank_go_on(cluster: Cluster) -> None:
 
 
 async def test_a_rank_leaves_by_order_while_its_instance_streams(cluster: Cluster) -> None:
-    """The streams have their tokens, and the other rank and the instance are the same processes."""
+    """The streams have their tokens, and no recovery; the other rank and the instance are the same
+    processes. The rank that is had back joins in the same way.
+    """
     expected = {seed: complete(cluster, seed) for seed in (None, 7)}
-    before = row_of(cluster, "d0")
+    before, recoveries = row_of(cluster, "d0"), cluster.state()["recoveries"]
     last = max(one["rank"] for one in before["ranks"])
     with ThreadPoolExecutor(STREAMS) as clients:
         seeds = [None, 7] * (STREAMS // 2)
@@ -210,3 +212,12 @@ async def test_a_rank_leaves_by_order_while_its_instance_streams(cluster: Cluste
     (left,) = after["ranks"]
     assert left["pid"] == before["ranks"][0]["pid"]
     assert left["units"] == sum(one["units"] for one in before["ranks"])
+
+    with ThreadPoolExecutor(STREAMS) as clients:
+        answers = clients.map(lambda seed: complete(cluster, seed, LONG), seeds)
+        order(cluster, "DELETE", f"leave/d0/{last}")
+        await until_whole(cluster, after=before)
+        got = list(answers)
+
+    assert [each[:TOKENS] for each in got] == [expected[seed] for seed in seeds]
+    assert cluster.state()["recoveries"] == recoveries

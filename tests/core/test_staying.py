@@ -526,6 +526,18 @@ def test_a_token_after_the_predicted_end_settles_though_the_report_is_late() -> 
     assert of(ring(harness, stay.until_s), act.Halt) == []
 
 
+def test_an_instance_says_how_slow_it_is_with_the_ranks_that_it_has() -> None:
+    """Also one whose ranks have changed while it served, which has predicted nothing."""
+    harness = two_pairs()
+    paces = {"decode_factor": 3.0, "prefill_factor": 2.0}
+
+    harness.handle(load("d0", token_s=0.05, degree=3, full_degree=4, layout_number=1, **paces))
+
+    member = harness.policy._view.members[InstanceId("d0")]
+    assert member.prefill.seconds_for(200) == pytest.approx(0.4)
+    assert member.slower_token_s == pytest.approx(0.1)
+
+
 def test_fewer_ranks_scale_the_tables_until_all_are_back() -> None:
     harness = two_pairs()
     harness.handle(reformed("d0", factor=1.5))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,6 +108,29 @@ def test_a_rank_that_leaves_by_order_costs_its_streams_a_formation_and_no_cell()
     assert set(outcome.ended) == {"complete"}
     assert set(seen[:-1]) == {(0, 1, 3)}
     assert seen[-1] == (0, 1, 2, 3)
+
+
+def test_ranks_that_leave_and_join_cost_no_stream_a_recovery() -> None:
+    """Streams wait for the new formation where they are."""
+    world = ranked(0, deaths=0)
+    engine = world.cluster.engines[InstanceId("d0")]
+    clock = world.cluster.clock
+    seen: list[tuple[int, bool]] = []
+
+    def order(*, leaves: bool) -> None:
+        assert isinstance(engine.ranks, SimRanks)
+        assert engine.ranks.order(2, leaves=leaves)
+        seen.append((engine.ranks.degree, engine.scheduler.running > 0))
+
+    clock.after(3.0, partial(order, leaves=True))
+    clock.after(6.0, partial(order, leaves=False))
+    outcome = world.run()
+
+    assert set(outcome.ended) == {"complete"}
+    assert seen == [(4, True), (3, True)]
+    assert isinstance(engine.ranks, SimRanks)
+    assert engine.ranks.degree == 4
+    assert not outcome.recoveries
 
 
 EXPERTS = RankModel(

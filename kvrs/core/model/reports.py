@@ -94,15 +94,12 @@ def changes_ranks(member: "Member", report: LoadReport, now_s: float) -> bool:
     return (told.layout_number, told.degree) != (report.layout_number, report.degree)
 
 
-def factors_of(member: "Member", report: LoadReport) -> tuple[float, float]:
-    """Step times of decoding and prefill over those of all ranks, of an instance that has
-    re-formed: as it predicted, or by its ranks alone.
+def factors_of(report: LoadReport) -> tuple[float, float]:
+    """Step times of decoding and prefill over those of all ranks, of an instance that serves: as it
+    says, or by its ranks alone.
     """
-    if member.reforming is not None:
-        predicted = member.reforming.report
-        return predicted.decode_factor, predicted.prefill_factor
     by_ranks = report.full_degree / report.degree if report.degree else 1.0
-    return by_ranks, by_ranks
+    return report.decode_factor or by_ranks, report.prefill_factor or by_ranks
 
 
 def cause_of(instance: InstanceId, report: ReformingReport) -> str:

@@ -308,8 +308,8 @@ class RanksOnNodes(StepHook):
 
 
 def together(parts: Sequence[tuple[range, RanksNow]]) -> RanksNow:
-    """The ranks of all parts, which re-form until the last one serves. Each part has these
-    consecutive stages; they follow each other.
+    """The ranks of all parts, which re-form until the last one serves, and pause if one of them
+    does. Each part has these consecutive stages; they follow each other.
     """
     each = [now for _, now in parts]
     number = sum(now.number for now in each)
@@ -320,7 +320,7 @@ def together(parts: Sequence[tuple[range, RanksNow]]) -> RanksNow:
             for stages, now in parts
         ]
         reforming = replace(
-            max(under_way, key=lambda now: now.ready_at_s),
+            max(under_way, key=lambda now: (now.way.pauses, now.ready_at_s)),
             number=number,
             after=joined(after),
             lost=tuple(rank for now in under_way for rank in now.lost),

@@ -304,8 +304,8 @@ async def test_streams_go_on_in_their_attempts(
 ) -> None:
     """Greedy and drawn ones, through a rank that leaves by order, a SIGKILL and a lost device, have
     the tokens of one process; load reports say at once that the ranks re-form, and when they
-    compute again, and so does the engine, of each pause. Of what the leaving rank has nothing is
-    read from the host.
+    compute again, and so does the engine, of each pause. That a rank leaves or joins is no pause.
+    Of what the leaving rank has nothing is read from the host.
     """
     reports: list[dict[str, Any]] = []
     left: list[Reformed] = []
@@ -322,13 +322,21 @@ async def test_streams_go_on_in_their_attempts(
     assert left[0].moved == {"peer": left[0].peer_bytes, "read": 0}
     assert left[0].host_bytes == 0 < left[0].peer_bytes
     reforming = [each["reforming"] for each in reports if each["reforming"] is not None]
-    assert {each["way"] for each in reforming} >= {"reshard"}
+    ways = {each["way"] for each in reforming}
+    assert "reshard" in ways
+    assert "resize" not in ways
     assert all(each["lost"] for each in reforming if each["way"] == "reshard")
     assert any(each["missing_pages"] for each in reforming)
     page_s = tables[0].page_s(EngineSettings().page_size_tokens)
     assert all(
         each["page_s"] == pytest.approx(page_s * each["prefill_factor"]) for each in reforming
     )
+    # Those that are left have the step times that were predicted of them.
+    alone_on = [each for each in reports if each["degree"] == 1]
+    predicted = [each["reforming"] for each in alone_on if each["reforming"] is not None]
+    serving = [each["decode_factor"] for each in alone_on if each["reforming"] is None]
+    assert {each["decode_factor"] for each in predicted} == {*serving}
+    assert reports[0]["decode_factor"] == reports[0]["prefill_factor"] == 1.0
     assert {each["epoch"] for each in reports} == {1}
     assert reports[0]["degree"] == reports[0]["full_degree"] == 3
     assert min(each["degree"] for each in reports) == 1

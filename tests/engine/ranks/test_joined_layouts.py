@@ -100,3 +100,16 @@ def test_an_instance_re_forms_until_its_last_part_serves() -> None:
     assert both.reforming.after.ranks == (0, 2, 4, 5, 6)
     assert (both.reforming.lost, both.reforming.move_bytes) == ((1, 3), 128)
     assert busy.later(-3.0).reforming == replace(first, ready_at_s=7.0)
+
+
+def test_an_instance_pauses_where_one_part_does_while_a_rank_leaves_another() -> None:
+    """Though the rank leaves later than the lost one is done without."""
+    full = uneven(UNITS, STAGES)
+    lost = ReformingNow(4, Way.RESHARD, 10.0, without(full, 3), (3,), 64, 8)
+    leaves = ReformingNow(4, Way.RESIZE, 12.0, without(full, 1), (), 64, 0)
+    parts = [RanksNow(full, {}, 0, 4, each) for each in (leaves, lost)]
+
+    found = together(list(zip(PARTS, parts, strict=True))).reforming
+
+    assert found is not None
+    assert (found.way, found.ready_at_s, found.lost) == (Way.RESHARD, 10.0, (3,))
