@@ -529,7 +529,7 @@ def test_a_token_after_the_predicted_end_settles_though_the_report_is_late() -> 
 def test_an_instance_says_how_slow_it_is_with_the_ranks_that_it_has() -> None:
     """Also one whose ranks have changed while it served, which has predicted nothing."""
     harness = two_pairs()
-    paces = {"decode_factor": 3.0, "prefill_factor": 2.0}
+    paces: dict[str, Any] = {"decode_factor": 3.0, "prefill_factor": 2.0}
 
     harness.handle(load("d0", token_s=0.05, degree=3, full_degree=4, layout_number=1, **paces))
 
