@@ -35,6 +35,9 @@ _RETRY_TOKEN_POLL_S = 0.25
 _ISOLATION_POLL_S = 0.1
 # The same for one that waits for news of deaths.
 _NEWS_LOOK_S = 0.1
+# Times that logits are no numbers before they count as the stream's own, wherever it runs. Once may
+# be the fault of an instance, of its memory, or of KV that was made elsewhere.
+_MOST_OVERFLOWS = 2
 
 
 class Starter:
@@ -263,6 +266,11 @@ class Starter:
         """
         recovery = stream.recovery
         failed = recovery.attempts
+        if len(recovery.overflowed) >= _MOST_OVERFLOWS:
+            found_by = ", ".join(dict.fromkeys(each.instance for each in recovery.overflowed))
+            message = f"the stream's logits are no numbers, as {found_by} found: {recovery.cause}"
+            self.give_up(stream, act.Reason.RETRIES, message)
+            return
         if failed >= self._settings.recovery.max_attempts:
             message = (
                 f"the stream failed {failed} times without a token in between, at last: "

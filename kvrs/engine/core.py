@@ -13,13 +13,14 @@ from functools import partial
 
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.hooks import Batch, DraftSource, StepHook
-from kvrs.engine.requests import NOT_A_NUMBER, GenerationRun, StepOutput
+from kvrs.engine.requests import GenerationRun, StepOutput
 from kvrs.engine.runs import RunCore
 from kvrs.engine.worker import ModelWorker
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import FetchReport
+from kvrs.protocol.openai.chunks import NOT_A_NUMBER
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.protocol.parts import Cell
 from kvrs.scheduling.admission_wait import AdmissionWaitEstimator

@@ -15,13 +15,12 @@ from kvrs.engine.penalties import Penalties
 from kvrs.engine.sampler import SampledLogprobs, SamplingParams, logprobs_of, sample
 from kvrs.errors import RequestError
 from kvrs.protocol.instance import CheckpointTarget, FetchReport
+from kvrs.protocol.openai.chunks import NOT_A_NUMBER
 from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.scheduling.sequences import Sequence
 from kvrs.scheduling.sources import PullSource
 from kvrs.text.chat import ChatOutput
 from kvrs.text.output import OutputText, TextDelta
-
-NOT_A_NUMBER = "not_a_number"
 
 
 @dataclass(frozen=True, slots=True)

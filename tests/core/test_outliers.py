@@ -256,6 +256,69 @@ def test_a_final_refusal_of_what_has_begun_is_a_failure() -> None:
     assert [each.attempt for each in again] == [2]
 
 
+@pytest.mark.parametrize(("instances", "at"), [(["b0", "b1"], [B0, B1]), (["b0"], [B0, B0])])
+@pytest.mark.parametrize("begun", [True, False])
+def test_logits_that_are_no_numbers_twice_are_the_stream_s_own(
+    instances: list[str], at: list[InstanceId], *, begun: bool
+) -> None:
+    """Elsewhere for the second time where there is another instance. Neither is to blame: each gets
+    the next stream.
+    """
+    harness = PolicyHarness(*instances)
+    if begun:
+        harness.decoding("A")
+    else:
+        harness.handle(ev.StreamArrived(A, 20))
+    ends: list[list[act.Action]] = []
+    for number, instance in enumerate(at, 1):
+        kind = ev.FailureKind.NOT_A_NUMBER
+        event = ev.AttemptFailed(A, number, instance, "nan", 5 * begun, failure=kind)
+        ends.append([*harness.handle(event), *harness.look_until(number)])
+
+    (given_up,) = of(ends[1], act.GiveUp)
+    assert [each.plan.decode for each in of(ends[0], act.Start)] == [at[1]]
+    assert of(ends[0], act.GiveUp) == []
+    assert of(ends[1], act.Start) == []
+    assert given_up.reason is act.Reason.RETRIES
+    assert given_up.message == (
+        f"the stream's logits are no numbers, as {', '.join(instances)} found: nan"
+    )
+    assert all(each.health.until_s is None for each in harness.policy.members.values())
+
+
+def test_logits_that_are_numbers_elsewhere_are_a_failure_of_the_first_instance() -> None:
+    """A token between two such failures makes each the first; an instance that computes what it did
+    not before is not charged.
+    """
+    harness = PolicyHarness("b0", "b1")
+    harness.decoding("A")
+    kind = ev.FailureKind.NOT_A_NUMBER
+
+    (second,) = of(harness.handle(ev.AttemptFailed(A, 1, B0, "nan", 5, failure=kind)), act.Start)
+    before = harness.policy.members[B0].health.until_s
+    harness.handle(ev.StreamResumed(A, 2))
+    after = harness.policy.members[B0].health
+    harness.handle(ev.AttemptFailed(A, 2, B1, "nan", 9, failure=kind))
+    harness.look_until(1.0)
+
+    assert second.plan.decode == B1
+    assert (before, after.cause) == (None, "its logits overflow where others' do not")
+    assert of(harness.actions, act.GiveUp) == []
+    assert [each.attempt for each in of(harness.actions, act.Start)] == [1, 2, 3]
+
+
+def test_an_instance_that_computes_what_was_no_number_before_is_not_to_blame() -> None:
+    """KV that it was computed from may have come from elsewhere."""
+    harness = PolicyHarness("b0")
+    harness.decoding("A")
+    harness.handle(ev.AttemptFailed(A, 1, B0, "nan", 5, failure=ev.FailureKind.NOT_A_NUMBER))
+    harness.look_until(1.0)
+
+    harness.handle(ev.StreamResumed(A, 2))
+
+    assert harness.policy.members[B0].health.until_s is None
+
+
 def test_an_instance_that_has_accepted_something_since_decides_refusals_again() -> None:
     harness = PolicyHarness("b0")
     first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)

@@ -3,8 +3,8 @@
 An instance is ejected when it fails after the pause of a failure again, after several failures in a
 row, or for a share of failures that its peers do not have; never more than half of a role. A
 refusal (4xx) counts as a failure only once another instance has accepted the request. One that
-names a fault of the request is final: no other instance is asked. Busy answers eject nothing: the
-instance pauses.
+names a fault of the request is final: no other instance is asked. Logits that are no numbers count
+once another instance has the stream's next token. Busy answers eject nothing: the instance pauses.
 """
 
 from typing import assert_never
@@ -81,6 +81,17 @@ class Outliers:
             refuser.health.refuses_wrongly = True
             self._charge(refuser, "it refuses what others accept", is_probe=is_probe)
 
+    def computed(self, stream: Stream, member: Member) -> None:
+        """The next token has come from there: where the logits were no numbers before, that was the
+        fault of the instance.
+        """
+        for each in stream.recovery.overflowed:
+            other = self._view.members.get(each.instance)
+            if other is None or other is member or other.info.epoch != each.epoch:
+                continue
+            is_probe = each.is_probe and other.health.until_s is not None
+            self._charge(other, "its logits overflow where others' do not", is_probe=is_probe)
+
     def failed(self, stream: Stream, event: ev.AttemptFailed) -> None:
         """The attempt failed at an instance: broken, busy, or refused as far as is known."""
         member = self._view.members.get(event.instance)
@@ -90,8 +101,12 @@ class Outliers:
         is_probe = health.probe == stream.id
         health.left(stream.id)
         match event.failure:
-            case ev.FailureKind.REFUSED:
-                stream.note_refusal(RefusedBy(event.instance, member.info.epoch, is_probe))
+            case ev.FailureKind.REFUSED | ev.FailureKind.NOT_A_NUMBER:
+                by = RefusedBy(event.instance, member.info.epoch, is_probe)
+                if event.failure is ev.FailureKind.REFUSED:
+                    stream.note_refusal(by)
+                else:
+                    stream.recovery.note_overflow(by)
                 if is_probe:  # The cause is known later: the next probe may come then.
                     health.close(event.cause, self._view.now_s, FAILURE_PAUSE_S)
             case ev.FailureKind.BUSY:

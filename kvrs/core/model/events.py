@@ -284,6 +284,8 @@ class FailureKind(StrEnum):
     BUSY = "busy"  # It had no room (429, 503), or took no connection.
     # By a 4xx that may be the client's fault: another instance will tell, unless it is final.
     REFUSED = "refused"
+    # The logits of this stream overflow there: where that is the model's, they do anywhere.
+    NOT_A_NUMBER = "not_a_number"
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):

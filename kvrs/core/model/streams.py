@@ -60,7 +60,7 @@ class StoredCheckpoint:
 
 
 class RefusedBy(msgspec.Struct, frozen=True, gc=False):
-    """A 4xx that may be the fault of the instance, in this epoch."""
+    """A 4xx, or logits that are no numbers; it may be the fault of the instance, in this epoch."""
 
     instance: InstanceId
     epoch: int
@@ -121,6 +121,8 @@ class RecoveryState:
     # Attempts that were lost or failed. To be moved, denied a slot or told to come back later is
     # not to fail.
     attempts: int = 0
+    # Where its logits were no numbers, once for each time.
+    overflowed: tuple[RefusedBy, ...] = ()
     owes_token: bool = False  # To the retry budget, for the next attempt.
     token_at_s: float = -inf  # When the token may be used.
     busy_since_s: float | None = None  # Since the first busy answer.
@@ -150,6 +152,10 @@ class RecoveryState:
         pause_s = min(LONGEST_PAUSE_S, pause_s * 2**self.failures)
         self.retry_at_s = now_s + pause_s * (1 - _JITTER * jitter)
         self.failures += 1
+
+    def note_overflow(self, by: RefusedBy) -> None:
+        """Its logits are no numbers there."""
+        self.overflowed = (*self.overflowed, by)
 
     def pay_token(self, at_s: float) -> None:
         self.owes_token, self.token_at_s = False, at_s

@@ -13,6 +13,8 @@ from kvrs.protocol.instance import KvTransferParams, TokenId
 
 # The code of what is longer than the model takes, by which clients fall back to another one.
 TOO_LONG = "context_length_exceeded"
+# That of a stream whose logits are no numbers, since its weights or activations overflow.
+NOT_A_NUMBER = "not_a_number"
 # In the words of vLLM.
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 

@@ -22,12 +22,19 @@ from kvrs.protocol.instance import (
     RankAnswer,
     RankRequest,
 )
-from kvrs.protocol.openai.chunks import Usage, error_body, error_kind, refusal_body
+from kvrs.protocol.openai.chunks import NOT_A_NUMBER, Usage, error_body, error_kind, refusal_body
 from kvrs.protocol.speculation import SpeculationReport
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
-from kvrs.proxy.wire.peer import UNREADABLE, BusyError, DeniedError, Peer, UnusableError
+from kvrs.proxy.wire.peer import (
+    UNREADABLE,
+    BusyError,
+    DeniedError,
+    NotANumberError,
+    Peer,
+    UnusableError,
+)
 from kvrs.proxy.wire.pool import EngineLinks
 from kvrs.proxy.wire.upstream import Need, Reader, WholeReader
 
@@ -176,10 +183,15 @@ class PdBackend(OpenAiPeer):
 def _refusal(status: int, headers: Mapping[str, str], answer: bytes) -> KvrsError:
     if is_the_clients_fault(status):
         return RefusedError(status, _as_openai(answer))
-    cause = f"HTTP {status}{error_kind(_decoded(answer))}"
+    error = _decoded(answer)
+    cause = f"HTTP {status}{error_kind(error)}"
     if status in _BUSY:
         return BusyError(cause, status, _seconds(headers.get("Retry-After")))
-    return UpstreamError(cause)
+    match error:
+        case {"error": {"code": str(code)}} if code == NOT_A_NUMBER:
+            return NotANumberError(cause)
+        case _:
+            return UpstreamError(cause)
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -29,6 +29,7 @@ from kvrs.proxy.wire.peer import (
     BusyError,
     ConnectionLostError,
     DeniedError,
+    NotANumberError,
     NotConnectedError,
 )
 from kvrs.proxy.wire.watchdog import SilentError, Watchdog
@@ -329,6 +330,8 @@ def _fault_of(error: UpstreamError) -> CallFault:
             return CallFault.REFUSED
         case BusyError():
             return CallFault.BUSY
+        case NotANumberError():
+            return CallFault.NOT_A_NUMBER
         case NotConnectedError():
             return CallFault.NOT_CONNECTED
         case ConnectionLostError() | SilentError():

@@ -13,6 +13,7 @@ from kvrs.core.fleet.silence import Delivered, SilenceTimer
 from kvrs.errors import UpstreamError
 from kvrs.protocol.openai.chunks import (
     CHUNK,
+    NOT_A_NUMBER,
     Choice,
     ReceivedChoice,
     ReceivedChunk,
@@ -25,7 +26,7 @@ from kvrs.proxy.streams.continuation import Continuation, EngineText, Piece
 from kvrs.proxy.streams.replayed import ReplayedOutput, parsed_parts
 from kvrs.proxy.streams.token_path import TokenPath
 from kvrs.proxy.wire.journal import Journal
-from kvrs.proxy.wire.peer import UNREADABLE
+from kvrs.proxy.wire.peer import UNREADABLE, NotANumberError
 from kvrs.proxy.wire.sse import (
     CHOICES,
     PROMPT_TOKEN_IDS,
@@ -431,5 +432,7 @@ def _raise_error_event(error: Any) -> None:
         case {"message": str(), "code": int(code)} if is_the_clients_fault(code):
             # vLLM sends it when it finds the fault after the status.
             raise RefusedError(code, refusal_body(error))
+        case {"code": str(code)} if code == NOT_A_NUMBER:
+            raise NotANumberError(f"sent an error event{error_kind({'error': error})}")
         case _:
             raise ErrorEventError(error)

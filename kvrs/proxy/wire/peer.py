@@ -61,6 +61,10 @@ class BusyError(UpstreamError):
         self.retry_after_s = retry_after_s
 
 
+class NotANumberError(UpstreamError):
+    """The engine finds that the logits of this stream are no numbers."""
+
+
 class UnusableError(UpstreamError):
     """The process answers and must not be used: another server, version or secret."""
 

@@ -135,6 +135,29 @@ async def test_what_another_instance_accepts_was_the_fault_of_the_first(
     assert incidents_of(log) == [f"failed at {first}"]
 
 
+@pytest.mark.parametrize("stage", ["p", "d"])
+async def test_logits_that_are_no_numbers_are_computed_once_more(
+    build: ProxyClusterBuilder, stage: str
+) -> None:
+    """Elsewhere; then the client is told so, with the engine's code."""
+    system = await build(pairs=3, policy={"recovery": {"retry_pause_s": 0.001}})
+    for instance in system.instances.values():
+        if instance.id[0] == stage:
+            body = error_body("got nan", kind="server_error", code="not_a_number")
+            instance.refusal = 500, body
+
+    status, body = await system.ask(TEXT)
+
+    said = msgspec.json.decode(body)["error"]
+    assert (status, said["code"]) == (502, "retries")
+    assert said["message"] == (
+        f"the stream's logits are no numbers, as {stage}0, {stage}1 found: "
+        "HTTP 500 (server_error, not_a_number)"
+    )
+    assert asked(system, stage) == 2
+    assert await outcomes(system) == {"failed": 1}
+
+
 async def test_a_refusal_beside_a_failure_is_a_failure(build: ProxyClusterBuilder) -> None:
     """No instance has agreed with the first one, so the request is not known to be at fault."""
     system = await build(

@@ -27,6 +27,7 @@ from kvrs.proxy.streams.clients import SseClient, TakeToken
 from kvrs.proxy.streams.continuation import EngineText
 from kvrs.proxy.streams.relay import Relay
 from kvrs.proxy.wire.journal import Journal
+from kvrs.proxy.wire.peer import NotANumberError
 from kvrs.proxy.wire.requests import COMPLETIONS, read
 from kvrs.proxy.wire.sse import (
     PROMPT_TOKEN_IDS,
@@ -375,6 +376,13 @@ def test_a_client_that_does_not_read_stops_the_engines_bytes_until_it_does() -> 
 
     assert said == ["pause"]
     assert tap.said == ["pause", "resume"]
+
+
+def test_an_error_event_tells_of_logits_that_are_no_numbers() -> None:
+    event = sse(error_body("got nan", kind="server_error", code="not_a_number"))
+
+    with pytest.raises(NotANumberError, match=r"error event \(server_error, not_a_number\)$"):
+        relay(journal_of(), event)
 
 
 @pytest.mark.parametrize(
