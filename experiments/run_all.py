@@ -138,6 +138,7 @@ ALL = (
     _of("experts", "exact", 20, "exact --rows 200000 --jobs 4"),
     _of("experts", "balance", 2, "balance"),
     _of("experts", "simulated", 1, "simulated"),
+    _of("experts", "degrees", 2, "degrees"),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
     _of("crossover", "crossover", 7),

@@ -12,7 +12,8 @@ chosen equally often. Exit status 1: copies make the ranks slower.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ HOME = InstanceId("b0")
 RATES = LinkRates(host_bytes_per_s=25e9, peer_bytes_per_s=100e9)
 _GROUPS = 4  # Layers that lie alike, as one.
 _BALANCES_AFTER_S, _WINDOW_S, _LONGEST_S, _NEVER_S = 2.0, 2.0, 600.0, 1e6
+
+TokenTimes = Mapping[StreamId, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,13 @@ def config() -> Config:
     )
 
 
-def play(exponent: float, variant: str, seed: int) -> Row:
-    """Raises AssertionError where an invariant of the simulator is violated."""
-    model = model_of(exponent, variant, seed)
+@contextmanager
+def running(model: RankModel, seed: int) -> Iterator[tuple[SimCluster, SimRanks, TokenTimes]]:
+    """A cluster once copies have moved, whose streams all have tokens; with the ranks of its
+    instance, and the times of tokens by stream.
+
+    Raises AssertionError where an invariant of the simulator is violated.
+    """
     with token_times() as tokens_s:
         cluster = SimCluster(
             config(), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
@@ -133,22 +140,30 @@ def play(exponent: float, variant: str, seed: int) -> Row:
             clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, OUTPUT_TOKENS)))
         ranks = cluster.engines[HOME].ranks
         assert isinstance(ranks, SimRanks)
-
-        def rate() -> float:
-            """Tokens per second within a window from now on."""
-            had, from_s = sum(map(len, tokens_s.values())), clock.now_s
-            clock.run(from_s + _WINDOW_S)
-            return (sum(map(len, tokens_s.values())) - had) / _WINDOW_S
-
         run_until(clock, lambda: all(len(tokens_s[name]) > 8 for name in names), 0.5, _LONGEST_S)
         clock.run(clock.now_s + 3 * _BALANCES_AFTER_S)
-        before, lost_s = rate(), clock.now_s
+        yield cluster, ranks, tokens_s
+
+
+def tokens_per_s(cluster: SimCluster, tokens_s: TokenTimes) -> float:
+    """The rate of all streams together, within a window from now on."""
+    clock = cluster.clock
+    had, from_s = sum(map(len, tokens_s.values())), clock.now_s
+    clock.run(from_s + _WINDOW_S)
+    return (sum(map(len, tokens_s.values())) - had) / _WINDOW_S
+
+
+def play(exponent: float, variant: str, seed: int) -> Row:
+    """Raises AssertionError where an invariant of the simulator is violated."""
+    with running(model_of(exponent, variant, seed), seed) as (cluster, ranks, tokens_s):
+        clock = cluster.clock
+        before, lost_s = tokens_per_s(cluster, tokens_s), clock.now_s
         ranks.lose([RANKS - 1], memory_kept=False)
         run_until(clock, lambda: ranks.serves, 0.001, _LONGEST_S)
         pause_s = clock.now_s - lost_s
         # What the streams have lost is computed again first.
         clock.run(clock.now_s + 6 * _BALANCES_AFTER_S)
-        behind = rate()
+        behind = tokens_per_s(cluster, tokens_s)
     return Row(exponent, variant, before, behind, pause_s, sum(map(len, ranks.layout.copies)))
 
 
