@@ -106,8 +106,8 @@ def weaker() -> str:
                 "RaidServe: the breakdown of figure 12, the prefill half of figure 11, the curves "
                 f"of figure 10, and Mixtral there. The balance of ours is {gains} where +16 / +51 "
                 "/ +78 % are published.",
-                "AnchorTP: Mixtral from 8 to 6, and figure 5 from 8 down to 2. In place the first "
-                f"token comes after {shares} of a restart (bar 0.1): a restart takes "
+                "AnchorTP: Mixtral from 8 to 6, and figure 5 from 8 down to 2 on processes. In "
+                f"place the first token comes after {shares} of a restart (bar 0.1), which takes "
                 f"{restart[0]:.0f} s, most of it the start of Python and not of weights, of which "
                 f"there are {figure_at(figures.ANCHORTP_RECOVERY, 'model_bytes') / 1e9:.2f} GB.",
                 "KevlarFlow: the baseline of TensorRT-LLM; figures 1 and 5 to 7 as curves. Table 1 "

@@ -38,6 +38,7 @@ KILLS_SIMULATED = "kills/results/simulated.json"
 THROUGHPUT = "raidserve/results/throughput.json"
 PLANS = "anchortp/results/plans.json"
 EXPERTS = "experts/results/simulated.json"
+DEGREES = "experts/results/degrees.json"
 SHARES = "raidserve/results/shares.json"
 IN_PLACE = "measured_once/results/in_place.json"
 COMPUTED = "measured_once/results/raidserve_computed.json"
@@ -648,6 +649,19 @@ def experts() -> str:
         f"Zipf {exponent:g}: {off:.0f} to {rows[exponent, 'on']:.0f} tokens/s"
         for (exponent, variant), off in rows.items()
         if variant == "off"
+    )
+
+
+def experts_by_degree() -> str:
+    """Times and rates of the losses at Zipf 1."""
+    rows = [row for row in kept(DEGREES)["rows"] if row["exponent"] == 1.0 and row["tfs_s"]]
+    on, off = ([row for row in rows if row["variant"] == variant] for variant in ("on", "off"))
+    first, last = on[0], on[-1]
+    return (
+        f"Zipf 1, {first['ranks']} to {last['ranks']} ranks left: TFS {first['tfs_s']:.2f} to "
+        f"{last['tfs_s']:.2f} s, TTP {first['ttp_s']:.2f} to {last['ttp_s']:.2f} s; "
+        f"{first['tokens_per_s']:.0f} to {last['tokens_per_s']:.0f} tokens/s, without copies "
+        f"{off[0]['tokens_per_s']:.0f} to {off[-1]['tokens_per_s']:.0f}"
     )
 
 

@@ -703,6 +703,18 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             sentinels=("in_place", "plans"),
         ),
         Exhibit(
+            "Figure 5: experts, from 8 to 2",
+            "TFS and TTP rise",
+            How.SIMULATED,
+            "Mixtral-8x22B by the clock of a profile of vLLM on eight GPUs, lost one by one",
+            figures.experts_by_degree,
+            "experts",
+            figures.DEGREES,
+            judged=Verdict.DIRECTION,
+            because="TFS rises with each loss",
+            sentinels=("in_place", "plans"),
+        ),
+        Exhibit(
             "Figures 4, 6: experts rebalanced",
             "436.61 to 562.32 tokens/s",
             How.SIMULATED,
