@@ -1,7 +1,10 @@
 """Rows find the same experts, and get the same bytes from them, whatever stands beside them."""
 
+import json
 import math
 import random
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -282,3 +285,27 @@ def test_equal_rows_of_a_router_choose_alike_on_any_ranks(tmp_path: Path) -> Non
         counts = ranks.memory.tiles.sum(0)
         assert counts[2] > counts[5] > 0
         ranks.close()
+
+
+def test_a_row_takes_the_cpu_time_of_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    """Two of eight, beside all eight of the same weights: by time of this process, in turns. Where
+    all were computed and then left out, both would take as long.
+    """
+    two, eight = tmp_path / "two", tmp_path / "eight"
+    model = ExpertsModel("mixtral", 2, 256, 8, 4, 32, 8, 2, 2048, 0.0)
+    write_experts_model(two, model, seed=1)
+    shutil.copytree(two, eight)
+    config = json.loads((eight / "config.json").read_text())
+    (eight / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 8}))
+    workers = [Worker(each, EngineSettings(pages=16)) for each in (two, eight)]
+    chunk = Chunk([(7 * at * at + 3) % 500 for at in range(240)], 0, range(16), logits=1)
+    took_s: list[list[float]] = [[], []]
+
+    for _ in range(6):
+        for worker, own_s in zip(workers, took_s, strict=True):
+            began_s = time.process_time()
+            worker.execute([chunk])
+            own_s.append(time.process_time() - began_s)
+
+    few_s, all_s = (sum(own_s[1:]) for own_s in took_s)  # Without the first batch of each.
+    assert few_s < 0.6 * all_s
