@@ -111,6 +111,8 @@ ALL = (
     _of("raidserve", "shares", 1, "shares"),
     _of("raidserve", "throughput", 5, "throughput", AVAILABILITY),
     _of("raidserve", "in_place", 1, "in_place"),
+    _of("raidserve", "peaks", 5, "peaks", TRACE),
+    _of("raidserve", "curves", 15, "curves", TRACE),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),

@@ -110,21 +110,23 @@ def models() -> list[Model]:
     ]
 
 
+def room_tokens(model: Model, layout: Layout) -> float:
+    """Tokens of context for which the fullest rank has memory."""
+    token_cell = model.token_bytes / (model.units.layers * len(model.units.attention_bytes))
+    return min(
+        (GPU_BYTES - layout.weight_bytes(rank, model.units))
+        / (layout.cells_per_page(rank) * token_cell)
+        for rank in layout.ranks
+    )
+
+
 def tokens_per_s(model: Model, layout: Layout, most: int) -> float:
     """Output tokens per second with as many sequences as the fullest rank has memory for, and at
     most so many.
     """
     own = shares(layout, model.units)
-    token_cell = model.token_bytes / (model.units.layers * len(model.units.attention_bytes))
     context = INPUT_TOKENS + OUTPUT_TOKENS / 2
-    room = int(
-        min(
-            (GPU_BYTES - layout.weight_bytes(rank, model.units))
-            / (layout.cells_per_page(rank) * token_cell * context)
-            for rank in layout.ranks
-        )
-    )
-    batch = min(room, most)
+    batch = min(int(room_tokens(model, layout) / context), most)
     if batch < 1:
         return 0.0
     step_s = model.speed.decode_s(own, batch, int(batch * context))
