@@ -108,6 +108,7 @@ ALL = (
     _of("request_path", "request_path", 1),
     _of("request_path", "gauge", 1, "gauge"),
     _of("anchortp", "plans", 1, "plans"),
+    _of("anchortp", "degrees", 10, "degrees"),
     _of("raidserve", "shares", 1, "shares"),
     _of("raidserve", "throughput", 5, "throughput", AVAILABILITY),
     _of("raidserve", "in_place", 1, "in_place"),

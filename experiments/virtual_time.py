@@ -1,5 +1,5 @@
-"""Common parts of experiments on a simulated cluster: when clients get their tokens, and running
-until something has happened.
+"""Common parts of experiments on a simulated cluster: when clients get their tokens, streams that
+stay, and running until something has happened.
 """
 
 from collections import defaultdict
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from kvrs.core import staying
 from kvrs.ids import StreamId
 from kvrs.sim.process import Clock, require
 from kvrs.sim.streams import SimJournal
@@ -24,6 +25,15 @@ def token_times() -> Iterator[defaultdict[StreamId, list[float]]]:
 
     with patch.object(SimJournal, "append", noted):
         yield tokens_s
+
+
+@contextmanager
+def patient(longest_s: float) -> Iterator[None]:
+    """Streams stay at an instance that re-forms for so long, if it takes longer than was promised:
+    where there is no other one.
+    """
+    with patch.multiple(staying, _SHORTEST_GRACE_S=longest_s, _LONGEST_GRACE_S=longest_s):
+        yield
 
 
 def run_until(clock: Clock, done: Callable[[], bool], step_s: float, longest_s: float) -> None:

@@ -21,12 +21,10 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 from experiments.record import Record
-from experiments.virtual_time import run_until, token_times
+from experiments.virtual_time import patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
-from kvrs.core import staying
 from kvrs.core.model.estimates import Option
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import hybrid, staged
@@ -62,8 +60,6 @@ _GROUPS = 4  # Layers that lie alike, as one: there are fewer cells to follow.
 _OUTPUT_TOKENS, _LEAST_TOKENS = 1500, 8
 _STEP_S, _FINE_S, _LONGEST_S = 0.5, 0.001, 600.0
 _NEVER_S = 1e6
-# There is nowhere to go, so no stream leaves if it takes longer than was promised.
-_PATIENT = patch.multiple(staying, _SHORTEST_GRACE_S=_LONGEST_S, _LONGEST_GRACE_S=_LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,7 @@ def config_of(way: str) -> Config:
 def play(way: str, seed: int) -> Row:
     """Raises AssertionError where an invariant of the simulator is violated."""
     model = RankModel(units(), rates_of(way), join_s(), _NEVER_S, _NEVER_S)
-    with token_times() as tokens_s, _PATIENT:
+    with token_times() as tokens_s, patient(_LONGEST_S):
         cluster = SimCluster(
             config_of(way), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
         )
