@@ -225,26 +225,38 @@ def _secret(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _draft(config: Config) -> Iterator[Finding]:
     """The draft model: whether it loads, and whether that is sooner than the model does."""
-    check, draft, engine = "speculation.draft", config.speculation.draft, config.cluster.engine
+    check, draft = "speculation.draft", config.speculation.draft
     if draft is None or config.cluster.model is None:
         return
     faults = [*faults_of_draft(config)]
     with suppress(MissingExtraError):
         check_extras("engine")
         from kvrs.engine.models.loading import check_stored
-        from kvrs.engine.models.reading import reading_of
 
         faults = faults or faults_in(partial(check_stored, Path(draft)))
         if not faults:
-            own = reading_of(Path(draft), engine.disk_bytes_per_s, config.speculation.pace)
-            model = reading_of(Path(config.cluster.model), engine.disk_bytes_per_s, engine.pace)
-            value = f"{draft}, {own.total_bytes:,} bytes of weights"
-            if own.is_shorter_than(model):
-                yield good(check, f"{value}, beside {model.total_bytes:,} of the model")
-            else:
-                allowed = f"less to read than the model, which has {model.total_bytes:,}"
-                yield doubtful(check, value, allowed, "a smaller one: this one is skipped")
+            yield _size_of_draft(check, Path(draft), Path(config.cluster.model), config)
     yield from (of_fault(each, "give the directory of such a model", check) for each in faults)
+
+
+def _size_of_draft(check: str, draft: Path, model: Path, config: Config) -> Finding:
+    """By the pace of each instance: one of which the model is there as soon makes no drafts."""
+    from kvrs.engine.models.reading import reading_of
+
+    cluster, rate = config.cluster, config.cluster.engine.disk_bytes_per_s
+    instances = [instance for _, instance in cluster.instances()]
+    own = reading_of(draft, rate, config.speculation.pace)
+    models = {pace: reading_of(model, rate, pace) for pace in map(cluster.pace_of, instances)}
+    skipping = [
+        each.id for each in instances if not own.is_shorter_than(models[cluster.pace_of(each)])
+    ]
+    value = f"{draft}, {own.total_bytes:,} bytes of weights"
+    size = f"{reading_of(model, rate).total_bytes:,}"
+    if not skipping:
+        return good(check, f"{value}, beside {size} of the model")
+    where = "" if len(skipping) == len(instances) else f" by {', '.join(skipping)}"
+    allowed = f"less to read than the model, which has {size}"
+    return doubtful(check, value, allowed, f"a smaller one: this one is skipped{where}")
 
 
 def _remedy_of_file(fault: str, path: str) -> str:

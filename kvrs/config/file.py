@@ -439,7 +439,7 @@ def _faults_of_services(config: Config) -> Iterator[str]:
 def _faults_of_profiles(config: Config) -> Iterator[str]:
     needed: tuple[tuple[str, str | None, tuple[Callable[[str], object], ...]], ...] = (
         ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
-        ("cluster.engine.pace", config.cluster.engine.pace, (decode_table,)),
+        ("cluster.engine.pace", config.cluster.engine.pace, (decode_table, load_s)),
         ("speculation.pace", config.speculation.pace, (decode_table, load_s)),
         *(
             (f"cluster.nodes: instance {each.id!r}: pace", each.pace, (decode_table, load_s))

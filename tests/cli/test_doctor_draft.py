@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import parse_config
 from kvrs.engine.random_model import random_tokenizer, random_weights, write_model, write_tiny_model
+from kvrs.profiles import catalog
 from tests.cli.test_doctor import NOT_ASKED
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
@@ -25,10 +27,16 @@ def draft(tmp_path: Path) -> Path:
     return tmp_path / "draft"
 
 
-def found(draft: Path, **speculation: Any) -> list[Finding]:
+def found(
+    draft: Path,
+    cluster: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    **speculation: Any,
+) -> list[Finding]:
     """All findings that name the draft."""
+    model = str(draft.parent / "model")
     document = {
-        "cluster": {"model": str(draft.parent / "model")},
+        "cluster": {"model": model, "engine": engine or {}} | (cluster or {}),
         "speculation": {"source": "draft", "draft": str(draft), **speculation},
     }
     findings = machine_findings(parse_config(document), {}, NOT_ASKED)
@@ -97,3 +105,30 @@ def test_a_draft_of_which_a_part_was_copied_is_a_failure(draft: Path) -> None:
     (one,) = found(draft)
     assert one.level is Level.FAILURE
     assert str(file) in one.value
+
+
+def test_the_pace_of_each_instance_decides_whether_the_draft_is_sooner(
+    draft: Path, tmp_path: Path
+) -> None:
+    """By name, or from a file, of which the model is read sooner than that of the draft's pace."""
+    slow, small = "llama-3.1-70b-a100-vllm-tp4", "llama-3.1-8b-a100-vllm-tp1"
+    profile = msgspec.to_builtins(catalog.profile(small))
+    profile["load"]["weight_bytes"] //= 2
+    file = tmp_path / "smaller.json"
+    file.write_bytes(msgspec.json.encode(profile))
+
+    def by(*paces: str | Path) -> Finding:
+        instances = [{"id": f"b{n}", "role": "both", "pace": str(p)} for n, p in enumerate(paces)]
+        (one,) = found(
+            draft,
+            cluster={"nodes": [{"id": "n0", "instances": instances}]},
+            engine={"disk_bytes_per_s": 1e9},
+            pace=small,
+        )
+        return one
+
+    assert by(slow, slow).level is Level.OK
+    mixed, none = by(slow, file), by(file, file)
+    assert (mixed.level, none.level) == (Level.WARNING, Level.WARNING)
+    assert mixed.remedy == "a smaller one: this one is skipped by b1"
+    assert none.remedy == "a smaller one: this one is skipped"

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from kvrs.config.file import (
 )
 from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
+from kvrs.profiles import catalog
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "guide" / "kvrs.example.yaml"
 
@@ -139,6 +141,23 @@ def test_services_are_of_vllm_alone() -> None:
     assert without == ["cluster.nodes: no instance of role 'prefill'; allowed: at least one"]
     both = vllm | {"services": [services[1], {**services[2], "id": "t"}]}
     parse_config({"cluster": both, "profiles": {"prefill": "opt-13b-a100-distserve-tp1"}})
+
+
+def test_a_pace_that_says_not_how_long_a_load_takes_is_refused(tmp_path: Path) -> None:
+    """An instance needs that of its profile at its start, wherever the profile is named."""
+    profile: dict[str, Any] = msgspec.to_builtins(catalog.profile("opt-13b-a100-vllm-tp1"))
+    del profile["load"]
+    file = tmp_path / "without.json"
+    file.write_bytes(msgspec.json.encode(profile))
+    pair = [{"id": "p0", "role": "prefill"}, {"id": "d0", "role": "decode", "pace": str(file)}]
+
+    of_all = faults_of({"cluster": {"engine": {"pace": str(file)}}})
+    of_one = faults_of({"cluster": {"nodes": [{"id": "n0", "instances": pair}]}})
+
+    assert [fault.partition("; allowed: ")[0] for fault in of_all + of_one] == [
+        f"cluster.engine.pace: '{file}' has no load time",
+        f"cluster.nodes: instance 'd0': pace: '{file}' has no load time",
+    ]
 
 
 def test_a_dumped_configuration_reads_back_equal() -> None:
