@@ -2,12 +2,14 @@
 requests are in the window.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments.lumen.paper import slowed
-from experiments.lumen.run import LLAMA, TARGET, Run, figures
+from experiments.lumen.paper import EXHIBITS, VARIANTS, as_text, cell_of, slowed
+from experiments.lumen.run import LLAMA, OPT, TARGET, WHOLE, Run, by_case, cell, figures
+from kvrs.config.backup import BackupSettings
 from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
 from kvrs.scheduling.sequences import Chunk
@@ -37,6 +39,45 @@ def test_the_window_has_the_interrupted_with_their_replay() -> None:
     assert row["window_clean_ttft_s"] == pytest.approx(0.1)
     assert row["window_ttft_s"] == pytest.approx((19 * 0.1 + 60 * 1.0 + 2.5) / 80)
     assert row["hit_tpot_s"] == pytest.approx(2.4)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("variant", ["depth", "alpha"])
+def test_variants_have_the_figures_of_whole_runs(variant: str) -> None:
+    """B.6 and B.7: of each value as if it had been there from the beginning; others stand against
+    the default, which is first.
+    """
+    draft = LLAMA.draft
+    assert draft is not None
+    setup = replace(
+        OPT, requests=40, most_output=48, reload_s=2.0, draft=replace(draft, load_s=0.3)
+    )
+    name = f"3x1:6.0 {variant}#0"
+
+    rows = cell_of(setup, 1, {}, name)
+
+    assert rows == cell(replace(setup, schemes=VARIANTS[variant]), "3x1:6.0#0", {})
+    base, *others = rows
+    text = as_text(by_case({name: rows}))
+    assert [line for line in text.splitlines() if base in line and "(" in line] == []
+    assert all(f"{other} " in text for other in others)
+    if variant == "depth":
+        accepted = {each: row["accepted_a_step"] for each, row in rows.items()}
+        assert 0 < accepted["depth 2"] <= 2
+        assert accepted["depth 8"] != accepted["depth 4"]
+
+
+def test_the_default_of_a_variant_is_that_of_the_scheme() -> None:
+    """LUMEN's own depth and weight, under another name; the paper's other values beside it."""
+    depth, alpha = VARIANTS["depth"][0], VARIANTS["alpha"][0]
+
+    assert replace(depth, name=WHOLE.name, acceptance=None) == WHOLE
+    assert LLAMA.draft is not None
+    assert depth.acceptance == LLAMA.draft.acceptance
+    assert alpha.backup == {**WHOLE.backup, "alpha": BackupSettings().alpha}
+    assert {each.depth for each in VARIANTS["depth"]} == {2, 4, 8}
+    assert {each.backup["alpha"] for each in VARIANTS["alpha"]} == {0.25, 0.5, 1.0, 2.0, 4.0}
+    assert (EXHIBITS["B.6"], EXHIBITS["B.7"]) == (("10x1 depth",), ("10x1 alpha",))
 
 
 def record(number: int, ttft_s: float) -> StreamRecord:

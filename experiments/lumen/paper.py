@@ -1,4 +1,4 @@
-"""LUMEN's experiments B.1 to B.5 at the paper's operating point, in virtual time: Llama-3-70B, the
+"""LUMEN's experiments B.1 to B.7 at the paper's operating point, in virtual time: Llama-3-70B, the
 chunks and the batches of its section 6.1, 1.4 requests/s of a worker.
 
     python -m experiments.lumen.paper --jobs 2              # B.1; results/
@@ -35,6 +35,8 @@ from experiments.lumen.run import (
     WHOLE,
     ByCase,
     Case,
+    Clean,
+    Row,
     Setup,
     by_case,
     change,
@@ -59,8 +61,22 @@ EXHIBITS = {
     "B.3": ("10x2", "10x3", "10x4", "10x5"),
     "B.4": ("4x1", "8x2", "16x4", "32x8", "64x16"),
     "B.5": ("8x1", "16x1", "32x1", "64x1"),
+    "B.6": ("10x1 depth",),
+    "B.7": ("10x1 alpha",),
 }
 SCHEMES = (STOP, FIXED, SCHEDULING, PROGRESSIVE, WHOLE)
+# Of cases with a word behind them: LUMEN with other values, the default first, against which the
+# others stand. Acceptances by depth are the paper's, of its pair of models.
+VARIANTS = {
+    "depth": tuple(
+        replace(WHOLE, name=f"depth {depth}", depth=depth, acceptance=acceptance)
+        for depth, acceptance in ((4, 0.60), (2, 0.72), (8, 0.50))
+    ),
+    "alpha": tuple(
+        replace(WHOLE, name=f"alpha {alpha:g}", backup={**WHOLE.backup, "alpha": alpha})
+        for alpha in (1.0, 0.25, 0.5, 2.0, 4.0)
+    ),
+}
 
 
 def slowed(label: str, factor: float, directory: Path) -> str:
@@ -110,30 +126,31 @@ def as_text(found: ByCase) -> str:
     lines = [
         f"splitwise-conv lengths, {PER_S}/s of a worker unless named, {SPAN_S:g} s; {TARGET} and "
         f"its drafts, {SLOWER:g} times as slow; back after {LLAMA.reload_s:.3g} s",
-        "means of the seeds; in brackets against stop-and-restart, seed by seed; * where the "
-        "interval excludes 0",
-        f"{'case':10}{'scheme':18}{'seeds':>6}{'hit':>5}"
+        "means of the seeds; in brackets against the first row of the case, seed by seed; * where "
+        "the interval excludes 0",
+        f"{'case':12}{'scheme':18}{'seeds':>6}{'hit':>5}"
         + "".join(f"{title:>24}" for title, _, _ in COLUMNS),
     ]
     for case, rows in found.items():
+        base = next(iter(rows))
         for scheme, by_seed in rows.items():
-            line = f"{case:10}{scheme:18}{len(by_seed):>6}{mean(by_seed, 'interrupted'):>5.0f}"
+            line = f"{case:12}{scheme:18}{len(by_seed):>6}{mean(by_seed, 'interrupted'):>5.0f}"
             for _, key, scale in COLUMNS:
                 cell = f"{mean(by_seed, key) * scale:.2f}"
-                if scheme != STOP.name and (by := change(rows, scheme, key)) is not None:
+                if scheme != base and (by := change(rows, scheme, key, base)) is not None:
                     cell += f" ({shown(by)}{'*' if is_shown(by) else ''})"
                 line += f"{cell:>24}"
             lines.append(line.rstrip())
-        stop = rows[STOP.name]
-        ttft_s, tpot_s = (mean(stop, f"window_clean_{key}") for key in ("ttft_s", "tpot_s"))
-        lines.append(f"{case:10}{'no failure':29}{'':24}{ttft_s:>24.2f}{tpot_s * 1e3:>24.2f}")
+        first = rows[base]
+        ttft_s, tpot_s = (mean(first, f"window_clean_{key}") for key in ("ttft_s", "tpot_s"))
+        lines.append(f"{case:12}{'no failure':29}{'':24}{ttft_s:>24.2f}{tpot_s * 1e3:>24.2f}")
         lines.append(
-            f"{case:10}{'':29}of the TTFT of the others under stop-and-restart "
-            f"{mean(stop, 'queue_share'):.0%} is queueing"
+            f"{case:12}{'':29}of the TTFT of the others in the first row "
+            f"{mean(first, 'queue_share'):.0%} is queueing"
         )
         still_open = sum(not row["is_closed"] for each in rows.values() for row in each.values())
         if still_open:
-            lines.append(f"{case:10}{'':29}{still_open} windows were open when the run ended")
+            lines.append(f"{case:12}{'':29}{still_open} windows were open when the run ended")
     lines += [
         "",
         "window: failure-impact window of LUMEN section 6.1, with TTFT and TPOT of the requests in "
@@ -157,6 +174,17 @@ def fit(directory: Path, factors: Sequence[float]) -> None:
             f"{1e3 * tpot_s:.1f} ms ({1e3 * PUBLISHED_TPOT_S:.1f})",
             flush=True,
         )
+
+
+def cell_of(setup: Setup, jobs: int, clean: dict[str, Clean], name: str) -> dict[str, Row]:
+    """By scheme, of a case with a seed; of a variant, LUMEN's with other values. `clean` has the
+    runs without a failure, which cells of one kind share.
+    """
+    case, _, seed = name.partition("#")
+    size, _, variant = case.partition(" ")
+    schemes = VARIANTS[variant] if variant else setup.schemes
+    own = clean.setdefault(variant, {})
+    return forked_cell(replace(setup, schemes=schemes), f"{size}#{seed}", own, jobs)
 
 
 def main() -> int:
@@ -183,8 +211,7 @@ def main() -> int:
             for exhibit in options.exhibits
             for case in EXHIBITS[exhibit]
         ]
-        measure = partial(forked_cell, setup, clean={}, jobs=options.jobs)
-        cells.measure(names, options.limit_s, measure)
+        cells.measure(names, options.limit_s, partial(cell_of, setup, options.jobs, {}))
     rows = by_case(cells.found)
     text = as_text(rows)
     print(text, end="")

@@ -52,6 +52,8 @@ class Scheme:
     dispatch: str
     backup: dict[str, Any]
     drafts: bool = False
+    depth: int = 4  # Drafts of a step.
+    acceptance: float | None = None  # None: that of the setup's draft model.
 
 
 STOP = Scheme("stop-and-restart", "always_recompute", "least_loaded", {"mode": "off"})
@@ -155,7 +157,11 @@ def config_of(case: Case, scheme: Scheme) -> Config:
             "policy": {"name": scheme.policy, "dispatch": scheme.dispatch},
             "backup": {"capacity_bytes": 160 << 30, **scheme.backup},
             "transfer": {"link_bytes_per_s": LINK_BYTES_PER_S},
-            "speculation": {"source": "draft" if scheme.drafts else "off", "draft": DRAFT},
+            "speculation": {
+                "source": "draft" if scheme.drafts else "off",
+                "draft": DRAFT,
+                "depth": scheme.depth,
+            },
         }
     )
 
@@ -194,9 +200,18 @@ def world_of(case: Case, scheme: Scheme, seed: int, *, drafts: bool) -> tuple[Wo
         deaths_of(case, fault_s),
         seed=seed,
         reload_s=case.setup.reload_s,
-        draft_model=case.setup.draft if scheme.drafts else None,
+        draft_model=draft_of(case.setup, scheme),
     )
     return world, fault_s
+
+
+def draft_of(setup: Setup, scheme: Scheme) -> SimDraftModel | None:
+    """The draft model of a scheme; None: it has none."""
+    if setup.draft is None or not scheme.drafts:
+        return None
+    if scheme.acceptance is None:
+        return setup.draft
+    return replace(setup.draft, acceptance=scheme.acceptance)
 
 
 def deaths_of(case: Case, fault_s: float) -> list[FaultEvent]:
@@ -231,6 +246,10 @@ def run_of(world: World, fault_s: float) -> Run:
             counts.proposed += engine.drafts.counts.proposed
             counts.accepted += engine.drafts.counts.accepted
     return Run(records, set(recovered), fault_s, counts)
+
+
+# By instances, rate and seed: runs without a failure.
+Clean = dict[tuple[int, float, int], Run]
 
 
 def window_of(run: Run, clean: Run) -> tuple[dict[int, float], Impact]:
@@ -340,31 +359,31 @@ def _mean(values: Iterable[float | None]) -> float:
     return fmean(known) if known else 0.0
 
 
-def cell(setup: Setup, name: str, clean: dict[tuple[int, float, int], Run]) -> dict[str, Row]:
+def cell(setup: Setup, name: str, clean: Clean) -> dict[str, Row]:
     """By scheme. `clean` has the runs without a failure, which several cells share."""
     text, _, seed_text = name.partition("#")
     case, seed = Case.of(setup, text), int(seed_text)
     same = case.instances, case.per_s, seed
     if same not in clean:
-        clean[same] = simulate(case, STOP, seed, fails=False)
+        clean[same] = simulate(case, setup.schemes[0], seed, fails=False)
     return {
         scheme.name: figures(simulate(case, scheme, seed, fails=True), clean[same], setup)
         for scheme in setup.schemes
     }
 
 
-def forked_cell(
-    setup: Setup, name: str, clean: dict[tuple[int, float, int], Run], jobs: int = 1
-) -> dict[str, Row]:
+def forked_cell(setup: Setup, name: str, clean: Clean, jobs: int = 1) -> dict[str, Row]:
     """The same figures as `cell`, from less work: until the failure all schemes with one kind of
-    backup are one run, from whose state each goes on in a process of its own, and no further than
-    its figures need. So does the run without a failure, with the first scheme's backup.
+    backup and one depth are one run, from whose state each goes on in a process of its own, and no
+    further than its figures need. So does the run without a failure, with the first scheme's.
     """
     text, _, seed_text = name.partition("#")
     case, seed = Case.of(setup, text), int(seed_text)
     same, found = (case.instances, case.per_s, seed), dict[str, Row]()
-    for backup in {str(scheme.backup): scheme.backup for scheme in setup.schemes}.values():
-        schemes = [scheme for scheme in setup.schemes if scheme.backup == backup]
+    together: dict[str, list[Scheme]] = {}
+    for scheme in setup.schemes:
+        together.setdefault(f"{scheme.backup} {scheme.depth}", []).append(scheme)
+    for schemes in together.values():
         drafts = any(scheme.drafts for scheme in schemes)
         world, fault_s = world_of(case, schemes[0], seed, drafts=drafts)
         world.run_before(fault_s)
@@ -384,7 +403,7 @@ def without_failure(world: World, fault_s: float) -> Run:
 
 
 def with_failure(world: World, case: Case, scheme: Scheme, fault_s: float, clean: Run) -> Row:
-    draft = case.setup.draft if scheme.drafts else None
+    draft = draft_of(case.setup, scheme)
     world.go_on_with(deaths_of(case, fault_s), config_of(case, scheme), draft)
     return figures(until_it_has_closed(world, fault_s, clean, case.setup), clean, case.setup)
 
@@ -398,12 +417,14 @@ def by_case(cells: dict[str, dict[str, Row]]) -> ByCase:
     return found
 
 
-def change(rows: dict[str, dict[str, Row]], scheme: str, key: str) -> Interval | None:
-    """Against stop-and-restart, seed by seed; None: there it is 0 with some seed."""
-    base = rows[STOP.name]
-    if not all(base[seed][key] for seed in rows[scheme]):
+def change(
+    rows: dict[str, dict[str, Row]], scheme: str, key: str, base: str = STOP.name
+) -> Interval | None:
+    """Against another scheme, seed by seed; None: there it is 0 with some seed."""
+    before = rows[base]
+    if not all(before[seed][key] for seed in rows[scheme]):
         return None
-    return interval([row[key] / base[seed][key] - 1 for seed, row in rows[scheme].items()])
+    return interval([row[key] / before[seed][key] - 1 for seed, row in rows[scheme].items()])
 
 
 def shown(found: Interval) -> str:
@@ -483,7 +504,7 @@ def main() -> int:
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)
     cells = Cells(options.out, options.keep or setup.name, {"reload_s": setup.reload_s})
-    clean: dict[tuple[int, float, int], Run] = {}
+    clean: Clean = {}
     names = [f"{case}#{seed}" for seed in seeds for case in options.cases or setup.cases]
     measure = (
         partial(cell, setup) if options.whole else partial(forked_cell, setup, jobs=options.jobs)
