@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 from experiments.lumen.paper import EXHIBITS, VARIANTS, as_text, cell_of, slowed
-from experiments.lumen.run import LLAMA, OPT, TARGET, WHOLE, Run, by_case, cell, figures
+from experiments.lumen.run import (
+    LLAMA,
+    OPT,
+    TARGET,
+    WHOLE,
+    Case,
+    Run,
+    by_case,
+    cell,
+    config_of,
+    draft_of,
+    figures,
+)
 from kvrs.config.backup import BackupSettings
 from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
@@ -75,7 +87,14 @@ def test_the_default_of_a_variant_is_that_of_the_scheme() -> None:
     assert LLAMA.draft is not None
     assert depth.acceptance == LLAMA.draft.acceptance
     assert alpha.backup == {**WHOLE.backup, "alpha": BackupSettings().alpha}
-    assert {each.depth for each in VARIANTS["depth"]} == {2, 4, 8}
+    drafts = {each.depth: draft_of(LLAMA, each) for each in VARIANTS["depth"]}
+    assert {at: each and each.acceptance for at, each in drafts.items()} == {
+        4: 0.6,
+        2: 0.72,
+        8: 0.5,
+    }
+    case = Case.of(LLAMA, "4x1")
+    assert [config_of(case, each).speculation.depth for each in VARIANTS["depth"]] == [4, 2, 8]
     assert {each.backup["alpha"] for each in VARIANTS["alpha"]} == {0.25, 0.5, 1.0, 2.0, 4.0}
     assert (EXHIBITS["B.6"], EXHIBITS["B.7"]) == (("10x1 depth",), ("10x1 alpha",))
 
