@@ -83,7 +83,6 @@ def weaker() -> str:
     )
     window = figures.percent(figures.by_seed("4x1", "window_s"))
     ttft_s = figures.means("8x1", figures.STOP, "ttft_s")
-    gains = " / ".join(f"{gain:+.0%}" for gain in figures.balance_gains())
     most = max(
         int(case.partition("x")[0])
         for path in (figures.SIMULATED, figures.SIMULATED_TEN)
@@ -103,10 +102,8 @@ def weaker() -> str:
                 "to 4.1 s), so the window is little more than the reload. The model and its reload "
                 "are others, too: the paper has Llama-3-70B on four A100, weights from SSD at "
                 "2 GB/s, and the trace Splitwise-conv.",
-                "RaidServe: the breakdown of figure 12, the prefill half of figure 11, the curves "
-                f"of figure 10, and Mixtral there. The balance of ours is {gains} where +16 / +51 "
-                "/ +78 % are published.",
-                "AnchorTP: Mixtral from 8 to 6, and figure 5 from 8 down to 2. In place the first "
+                "RaidServe: the curves of figure 10, and Mixtral there.",
+                "AnchorTP: Mixtral from 8 to 6, and figure 5 with experts. In place the first "
                 f"token comes after {shares} of a restart (bar 0.1): a restart takes "
                 f"{restart[0]:.0f} s, most of it the start of Python and not of weights, of which "
                 f"there are {figure_at(figures.ANCHORTP_RECOVERY, 'model_bytes') / 1e9:.2f} GB.",

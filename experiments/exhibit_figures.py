@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from experiments.anchortp import degrees
 from experiments.kept import kept
+from experiments.raidserve import peaks
 from kvrs.elastic import cmm, on_demand, speed
 from kvrs.elastic.layouts import even, hybrid, staged, uneven
 from kvrs.elastic.plans import HOST
@@ -37,7 +39,9 @@ KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
 THROUGHPUT = "raidserve/results/throughput.json"
 PLANS = "anchortp/results/plans.json"
+DEGREES = "anchortp/results/degrees.json"
 EXPERTS = "experts/results/simulated.json"
+PEAKS = "raidserve/results/peaks.json"
 SHARES = "raidserve/results/shares.json"
 IN_PLACE = "measured_once/results/in_place.json"
 COMPUTED = "measured_once/results/raidserve_computed.json"
@@ -526,14 +530,34 @@ def seven_ratios() -> tuple[float, float]:
     return ours / rates["standard"][7], ours / rates["non-uniform"][7]
 
 
-def balance() -> str:
-    return " / ".join(f"{gain:+.0%}" for gain in balance_gains()) + " at 5 / 6 / 7 GPUs"
+def balance(stage: str) -> Callable[[], str]:
+    def ours() -> str:
+        gains = " / ".join(f"{gain.mean:+.0%}" for gain in balance_gains(stage))
+        return f"{stage} {gains} at 5 / 6 / 7 GPUs"
+
+    return ours
 
 
-def balance_gains() -> list[float]:
-    """Hybrid over naive at 5, 6 and 7 GPUs."""
-    rates = rates_of("Llama-3.1-70B")
-    return [rates["hybrid"][gpus] / rates["non-uniform"][gpus] - 1 for gpus in (5, 6, 7)]
+def balance_gains(stage: str) -> list[Interval]:
+    """RaidServe over naive at 5, 6 and 7 GPUs, over the seeds."""
+    found = kept(PEAKS)["tokens_per_s"]["Llama-3.1-70B"][stage]
+    return [mean_of(peaks.gains(found, f"ours {gpus}", f"naive {gpus}")) for gpus in (5, 6, 7)]
+
+
+def breakdown() -> str:
+    return "; ".join(
+        f"{stage}: memory {memory.mean:+.0%}, compute {compute.mean:+.0%}"
+        for stage, (memory, compute) in breakdown_parts().items()
+    )
+
+
+def breakdown_parts() -> dict[str, tuple[Interval, Interval]]:
+    """By stage, in points of naive throughput at 7 GPUs: balanced memory, balanced computation."""
+    found = kept(PEAKS)["tokens_per_s"]["Llama-3.1-70B"]
+    return {
+        stage: (mean_of(parts["memory"]), mean_of(parts["compute"]))
+        for stage, parts in ((stage, peaks.parts(cells)) for stage, cells in found.items())
+    }
 
 
 def balance_of_ranks() -> str:
@@ -586,6 +610,30 @@ def recovered() -> str:
 def degree_by_degree() -> str:
     row = kept(ANCHORTP_RECOVERY)["rows"]["in place, KV restored"]
     return f"4 to 3 / 3 to 2: TFS {each(row, 'tfs_s')} s, TTP {each(row, 'ttp_s')} s"
+
+
+def dense_degrees() -> str:
+    found = []
+    for model in degrees.MODELS:
+        switches = dense_s(model, degrees.KEPT, "tfs_s")
+        seconds = [
+            " / ".join(f"{each:.0f}" for each in dense_s(model, way, key).values())
+            for way, key in (
+                (degrees.KEPT, "tfs_s"),
+                (degrees.KEPT, "ttp_s"),
+                (degrees.WHOLE, "tfs_s"),
+            )
+        ]
+        found.append(
+            f"{model}, {max(switches)} to {min(switches) - 1}: TFS {seconds[0]} s, TTP "
+            f"{seconds[1]} s; whole shards TFS {seconds[2]} s"
+        )
+    return "; ".join(found)
+
+
+def dense_s(model: str, way: str, key: str) -> dict[int, float]:
+    """By the degree before the loss, the means of the seeds."""
+    return degrees.by_degree(kept(DEGREES)["rows"], model, way, key)
 
 
 def each(row: dict[str, Any], key: str) -> str:
