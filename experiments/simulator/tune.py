@@ -3,8 +3,8 @@ held-out trace, from a table that is right and from two that are wrong.
 
     python -m experiments.simulator.tune
 
-Simulated. The search has Mooncake's conversations, the comparison those of Azure. Recoveries of a
-killed instance's streams are decided by the table; engines keep the time of a profile, whatever the
+Simulated. The search has Mooncake's conversations, the comparison those of Azure. Recoveries of the
+streams of killed instances are decided by the table; engines keep the time of a profile, whatever the
 table says.
 """
 
@@ -40,8 +40,9 @@ OTHERS = (
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 OWN = "as instances measure it"
 BASES = (OWN, "0.25 times", "4 times")
-REQUESTS, PER_S, DEATHS = 300, 8.0, 3
-SEEDS, HELD_OUT_SEEDS, TRIALS = 5, 10, 30
+REQUESTS, PER_S = 120, 8.0
+KILLS_S = (4.0, 8.0, 12.0)  # Of a decode instance, whichever the seed draws.
+SEEDS, HELD_OUT_SEEDS, TRIALS = 4, 8, 24
 LINK_BYTES_PER_S = 25e9 / 8
 
 
@@ -83,6 +84,11 @@ def search(
     """
     asked = {"requests": REQUESTS, "trials": TRIALS, "seeds": SEEDS} | less
     config, space = directory / "kvrs.yaml", directory / "space.yaml"
+    faults = directory / "faults.yaml"
+    kills = [
+        {"when": {"at_s": at_s}, "what": "kill", "whom": {"role": "decode"}} for at_s in KILLS_S
+    ]
+    faults.write_text(yaml.safe_dump(kills))
     config.write_text(yaml.safe_dump(config_of(values[base])))
     space.write_text(yaml.safe_dump({KEY: list(values.values())}))
     case = SimulateOptions(
@@ -90,7 +96,7 @@ def search(
         trace=traces[0],
         requests=asked["requests"],
         rate=PER_S,
-        deaths=DEATHS,
+        fault=faults,
         seeds=asked["seeds"],
     )
     options = TuneOptions(
@@ -126,8 +132,8 @@ def figures_of(base: str, tuned: Tuned, values: dict[str, Value]) -> dict[str, A
 
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        f"SIMULATED: {REQUESTS} requests at {PER_S:g}/s, {DEATHS} deaths a run, engines at the "
-        f"pace of {PACE}, links of 25 Gbit/s; goal: p99 of the pauses of recovered streams",
+        f"SIMULATED: {REQUESTS} requests at {PER_S:g}/s, {len(KILLS_S)} kills a run, engines at "
+        f"the pace of {PACE}, links of 25 Gbit/s; goal: p99 of the pauses of recovered streams",
         f"search: Mooncake's conversations, {TRIALS} trials, {SEEDS} seeds; held out: Azure's, "
         f"{HELD_OUT_SEEDS} seeds, 95 %",
         f"tables: {', '.join([OWN, *(f'{each:g} times' for each in FACTORS), *OTHERS])}",
