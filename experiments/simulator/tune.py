@@ -4,8 +4,8 @@ held-out trace, from a table that is right and from two that are wrong.
     python -m experiments.simulator.tune
 
 Simulated. The search has Mooncake's conversations, the comparison those of Azure. Recoveries of the
-streams of killed instances are decided by the table; engines keep the time of a profile, whatever the
-table says.
+streams of killed instances are decided by the table; engines keep the time of a profile, whatever
+the table says.
 """
 
 import argparse
