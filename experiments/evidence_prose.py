@@ -102,7 +102,8 @@ def weaker() -> str:
                 "to 4.1 s), so the window is little more than the reload. The model and its reload "
                 "are others, too: the paper has Llama-3-70B on four A100, weights from SSD at "
                 "2 GB/s, and the trace Splitwise-conv.",
-                "RaidServe: the curves of figure 10, and Mixtral there.",
+                "RaidServe: one sample of the trace for the curves of figure 10, without an "
+                "interval; curves of its figure 9 over time are not drawn.",
                 "AnchorTP: Mixtral from 8 to 6, and figure 5 with experts. In place the first "
                 f"token comes after {shares} of a restart (bar 0.1): a restart takes "
                 f"{restart[0]:.0f} s, most of it the start of Python and not of weights, of which "

@@ -10,7 +10,7 @@ from experiments.anchortp.degrees import KEPT, WHOLE
 from experiments.exhibit_figures import FIXED, STOP
 from experiments.kept import kept
 from experiments.pipelines import table1
-from experiments.raidserve import peaks
+from experiments.raidserve import curves, peaks
 from experiments.verdicts import Compared, change
 
 
@@ -160,12 +160,13 @@ def availability() -> list[Compared]:
     return found
 
 
-def seven_of_eight() -> list[Compared]:
-    over_four, over_naive = figures.seven_ratios()
-    return [
-        Compared("over TP 4", 2.0, over_four),
-        Compared("decode over naive", 1.6, over_naive),
-    ]
+def within_limits() -> list[Compared]:
+    found = []
+    for (model, stage, below), ratio in figures.limit_ratios().items():
+        published = curves.PUBLISHED[model, stage, below]
+        what = f"{model} {stage} over {'TP 4' if below == 'standard 4' else 'naive'}"
+        found.append(Compared(what, published, ratio.mean, ratio.half_width))
+    return found
 
 
 def balance(stage: str) -> list[Compared]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.anchortp import degrees
 from experiments.kept import kept
-from experiments.raidserve import peaks
+from experiments.raidserve import curves, peaks
 from kvrs.elastic import cmm, on_demand, speed
 from kvrs.elastic.layouts import even, hybrid, staged, uneven
 from kvrs.elastic.plans import HOST
@@ -41,6 +41,7 @@ THROUGHPUT = "raidserve/results/throughput.json"
 PLANS = "anchortp/results/plans.json"
 DEGREES = "anchortp/results/degrees.json"
 EXPERTS = "experts/results/simulated.json"
+CURVES = "raidserve/results/curves.json"
 PEAKS = "raidserve/results/peaks.json"
 SHARES = "raidserve/results/shares.json"
 IN_PLACE = "measured_once/results/in_place.json"
@@ -513,21 +514,19 @@ def availability_ratios() -> dict[str, tuple[Interval, Interval]]:
     }
 
 
-def rates_of(name: str) -> dict[str, list[float]]:
-    """Rates of a node, by the number of GPUs that are left."""
-    found: dict[str, list[float]] = kept(THROUGHPUT)["rates"][name]
-    return found
+def within_limits() -> str:
+    """Throughput within the limits of Figure 10, over that of others."""
+    found: dict[str, list[str]] = {}
+    for (model, stage, below), ratio in limit_ratios().items():
+        other = "TP 4" if below == "standard 4" else "naive"
+        found.setdefault(f"{model} {stage}", []).append(f"{ratio.mean:.2f} times {other}")
+    return "; ".join(f"{name}: {', '.join(those)}" for name, those in found.items())
 
 
-def seven_of_eight() -> str:
-    over_four, over_naive = seven_ratios()
-    return f"Llama-3.1-70B {over_four:.2f} times TP 4, {over_naive:.2f} times naive"
-
-
-def seven_ratios() -> tuple[float, float]:
-    rates = rates_of("Llama-3.1-70B")
-    ours = rates["hybrid"][7]
-    return ours / rates["standard"][7], ours / rates["non-uniform"][7]
+def limit_ratios() -> dict[tuple[str, str, str], Interval]:
+    """By model, stage and system: of RaidServe on 7 GPUs over that, over the seeds."""
+    result = kept(CURVES)["curves"]
+    return {each: mean_of(curves.ratios(result, *each)) for each in curves.PUBLISHED}
 
 
 def balance(stage: str) -> Callable[[], str]:
