@@ -181,7 +181,7 @@ def balance(stage: str) -> list[Compared]:
 
 
 def breakdown() -> list[Compared]:
-    """As in `balance`."""
+    """Published zeros are treated as in `balance`."""
     return [
         change(f"{stage}, {part}", published, gain)
         for stage, gains in figures.breakdown_parts().items()

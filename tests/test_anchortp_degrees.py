@@ -9,7 +9,7 @@ from experiments.anchortp.degrees import KEPT, MODELS, WHOLE, missed, play, rate
 
 
 def test_a_rank_reads_what_is_lost_and_not_its_whole_shard() -> None:
-    """Of a dense model, 1 / k of the weights of layers, by one loader for all."""
+    """A dense model reads 1 / k of the weights of layers, by one loader for all."""
     model = MODELS["Qwen3-32B"]
     layers_bytes = model.units().total_bytes - model.units().common_bytes
 

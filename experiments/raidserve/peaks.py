@@ -105,12 +105,12 @@ def measure(whole: Trace, seeds: int, jobs: int) -> dict[str, dict[str, PerS]]:
 
 
 def gains(found: PerS, above: str, below: str) -> list[float]:
-    """Of one cell over another, seed by seed."""
+    """Gains of one cell over another, seed by seed."""
     return [a / b - 1 for a, b in zip(found[above], found[below], strict=True)]
 
 
 def parts(found: PerS, gpus: int = 7) -> dict[str, list[float]]:
-    """What the steps of Figure 12 add, in points of the naive throughput."""
+    """The steps of Figure 12, in points of the naive throughput."""
     memory = gains(found, f"cyclic {gpus}", f"naive {gpus}")
     both = gains(found, f"ours {gpus}", f"naive {gpus}")
     return {"memory": memory, "compute": [b - m for b, m in zip(both, memory, strict=True)]}

@@ -86,7 +86,7 @@ class Instance:
 
     @cached_property
     def _pair_s(self) -> float:
-        """Of a new token and one before its chunk, on one rank."""
+        """Seconds of a new token with one before its chunk, on one rank."""
         prefill = catalog.profile(self.profile).prefill
         assert isinstance(prefill, PrefillPoints)
         assert prefill.cached is not None
@@ -140,7 +140,7 @@ def _one_stage(model: Model, gpus: int) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What an instance did with a trace. `full_per_s`: tokens per second as long as requests waited
+    """A trace at an instance. `full_per_s`: tokens per second as long as requests waited
     for room, of a trace that arrives at once the peak.
     """
 
