@@ -204,7 +204,7 @@ def rebalance(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int
 
 
 def _better(layout: Layout, units: Units, tiles: Tiles, room: Mapping[int, int]) -> Rebalanced:
-    """One round of `rebalance`; what it gives may be better still by a few percent from there on."""
+    """One round of `rebalance`; a further one may find copies that are better by a few percent."""
     now = _Search(layout, units, tiles, room)
     now.fit()
     now.drop_useless()
