@@ -23,6 +23,7 @@ class PodsApi:
         self.refused_watches: tuple[int, str] | None = None  # Status and body of their answers.
         self.url = ""
         self._version = 100
+        self._events: dict[int, dict[str, Any]] = {}  # Each change, by the version after it.
         self._watching: dict[asyncio.Queue[dict[str, Any] | None], dict[str, str]] = {}
         self._runner: web.AppRunner | None = None
 
@@ -87,9 +88,10 @@ class PodsApi:
         self._version += 1
         pod["metadata"]["resourceVersion"] = str(self._version)
         self.pods[name] = pod
+        self._events[self._version] = event = {"type": kind, "object": pod}
         for queue, wanted in self._watching.items():
-            if wanted.items() <= pod["metadata"]["labels"].items():
-                queue.put_nowait({"type": kind, "object": pod})
+            if _is_about(event, wanted):
+                queue.put_nowait(event)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if self.refusal is not None or request.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -110,15 +112,25 @@ class PodsApi:
 
     async def _watch(self, request: web.Request, wanted: dict[str, str]) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await answer.prepare(request)
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        listed = int(request.query["resourceVersion"])
+        for version, event in self._events.items():
+            if version > listed and _is_about(event, wanted):
+                queue.put_nowait(event)
         self._watching[queue] = wanted
         try:
+            await answer.prepare(request)
             while (event := await queue.get()) is not None:
                 await answer.write(json.dumps(event).encode() + b"\n")
         finally:
             del self._watching[queue]
         return answer
+
+
+def _is_about(event: dict[str, Any], wanted: dict[str, str]) -> bool:
+    """The event is about a pod with these labels."""
+    labels: dict[str, str] = event["object"]["metadata"]["labels"]
+    return wanted.items() <= labels.items()
 
 
 def _with_slashes(labels: dict[str, str]) -> dict[str, str]:
