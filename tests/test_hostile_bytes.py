@@ -8,7 +8,7 @@ import pytest
 
 from tests.test_http_ports import Opened, admin, agent, engine, exchange, proxy
 
-pytestmark = [pytest.mark.network, pytest.mark.engine]
+pytestmark = [pytest.mark.network, pytest.mark.engine, pytest.mark.usefixtures("tiny_beside")]
 
 _HEAD = b"POST /v1/completions HTTP/1.1\r\n"
 _HOST = b"Host: 127.0.0.1\r\n"
