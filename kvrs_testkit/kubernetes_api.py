@@ -114,9 +114,9 @@ class PodsApi:
         answer = web.StreamResponse(headers={"Content-Type": "application/json"})
         queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         listed = int(request.query["resourceVersion"])
-        for version, event in self._events.items():
-            if version > listed and _is_about(event, wanted):
-                queue.put_nowait(event)
+        for version, change in self._events.items():
+            if version > listed and _is_about(change, wanted):
+                queue.put_nowait(change)
         self._watching[queue] = wanted
         try:
             await answer.prepare(request)
