@@ -127,6 +127,19 @@ def test_a_rebalance_never_burdens_nor_overfills_and_is_idempotent(
     assert rebalance(found, units, tiles, room).layout is found
 
 
+def test_a_rebalance_that_opens_the_way_for_a_better_one_makes_that_one() -> None:
+    """Drawn cases seldom have it: with two copies of the last expert a third one pays."""
+    units = model(experts=4, layers=2)
+    layout, tiles = laid_out(units, 4), [[8.0, 2.0, 5.0, 2.0], [0.0, 1.0, 0.0, 23.0]]
+    room = room_for(layout, 1)
+
+    found = rebalance(layout, units, tiles, room).layout
+
+    assert found.copies == (((0, 3),), ((3, 0), (3, 1), (3, 2)))
+    assert found.number == layout.number + 1
+    assert rebalance(found, units, tiles, room).layout is found
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
 def test_a_rebalance_from_other_copies_is_no_worse_than_they_are(
