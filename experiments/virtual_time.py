@@ -1,13 +1,15 @@
-"""Common parts of experiments on a simulated cluster: when clients get their tokens, streams that
-stay, and running until something has happened.
+"""Common parts of experiments on a simulated cluster: models of fewer layers, times of tokens,
+streams that stay, and running until something has happened.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 from kvrs.core import staying
+from kvrs.elastic.units import Units
 from kvrs.ids import StreamId
 from kvrs.sim.calls import SimRun
 from kvrs.sim.process import Clock, require
@@ -32,6 +34,17 @@ def token_times() -> Iterator[defaultdict[StreamId, list[float]]]:
 
     with patch.object(SimJournal, "append", noted), patch.object(SteadyDecodes, "take", by_itself):
         yield tokens_s
+
+
+def grouped(units: Units, groups: int) -> Units:
+    """The model's, with so many layers, each of which stands for as many alike."""
+    each = units.layers // groups
+    return replace(
+        units,
+        layers=groups,
+        attention_bytes=tuple(each * size for size in units.attention_bytes),
+        mlp_bytes=tuple(each * size for size in units.mlp_bytes),
+    )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.record import Record
-from experiments.virtual_time import patient, run_until, token_times
+from experiments.virtual_time import grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import hybrid, staged
@@ -61,15 +61,7 @@ class DenseModel:
     requests_per_s: float
 
     def units(self) -> Units:
-        """The model's, with the layers of a group as one."""
-        whole = SHAPES[self.shape].units()
-        each = whole.layers // _GROUPS
-        return replace(
-            whole,
-            layers=_GROUPS,
-            attention_bytes=tuple(each * size for size in whole.attention_bytes),
-            mlp_bytes=tuple(each * size for size in whole.mlp_bytes),
-        )
+        return grouped(SHAPES[self.shape].units(), _GROUPS)
 
 
 MODELS = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from experiments.record import Record
-from experiments.virtual_time import run_until, token_times
+from experiments.virtual_time import grouped, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.shapes import SHAPES
@@ -70,16 +70,9 @@ def main() -> int:
 
 def units() -> Units:
     """The model's, with the layers of a group as one, and parts of an expert as of its width."""
-    whole = SHAPES[MODEL].units()
-    each = whole.layers // _GROUPS
-    expert_bytes = sum(whole.mlp_bytes) // EXPERTS
-    return replace(
-        whole,
-        layers=_GROUPS,
-        attention_bytes=tuple(each * size for size in whole.attention_bytes),
-        mlp_bytes=(each * expert_bytes // PARTS,) * EXPERTS * PARTS,
-        expert_parts=PARTS,
-    )
+    whole = grouped(SHAPES[MODEL].units(), _GROUPS)
+    part_bytes = sum(whole.mlp_bytes) // EXPERTS // PARTS
+    return replace(whole, mlp_bytes=(part_bytes,) * EXPERTS * PARTS, expert_parts=PARTS)
 
 
 def model_of(exponent: float, variant: str, seed: int) -> RankModel:

@@ -7,22 +7,17 @@ paper's limits.
 Simulated: layouts, bases and batches are the product's; step times come from profiles.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.kills.drill import TRACE
-from experiments.raidserve.peaks import NAMES, PROFILES, REQUESTS, STAGES, SYSTEMS, drawn
+from experiments.raidserve.peaks import NAMES, PROFILES, REQUESTS, STAGES, SYSTEMS, drawn, run
 from experiments.raidserve.stages import Instance, Played
 from experiments.raidserve.throughput import models
-from experiments.record import Record
 from kvrs.report.metrics import percentile
-from kvrs.traces.formats import load_trace
 from kvrs.traces.mooncake import Trace, at_rate, jitter
 
 NAME = "curves"
@@ -190,21 +185,5 @@ def _point(stage: str, seeds: Sequence[Mapping[str, Any]], at: int) -> str:
     return f"{tokens:,.0f} @ {wait}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    record = Record(*range(options.seeds), timed=False)
-    found = measure(load_trace(options.trace), options.seeds, options.jobs)
-    text = as_text(found)
-    print(text)
-    record.keep(options.out, NAME, {"curves": found}, text)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, NAME, "curves", measure, as_text)

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from experiments.record import Record
-from experiments.virtual_time import patient, run_until, token_times
+from experiments.virtual_time import grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model.estimates import Option
 from kvrs.elastic import on_demand
@@ -72,15 +72,7 @@ class Row:
 
 
 def units() -> Units:
-    """The model's, with the layers of a group as one."""
-    whole = SHAPES[MODEL].units()
-    each = whole.layers // _GROUPS
-    return replace(
-        whole,
-        layers=_GROUPS,
-        attention_bytes=tuple(each * size for size in whole.attention_bytes),
-        mlp_bytes=tuple(each * size for size in whole.mlp_bytes),
-    )
+    return grouped(SHAPES[MODEL].units(), _GROUPS)
 
 
 def join_s() -> float:

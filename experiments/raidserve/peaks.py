@@ -152,9 +152,16 @@ def _compared(name: str, stage: str, cells: PerS) -> list[str]:
     return lines
 
 
-def main() -> None:
+def run(
+    doc: str | None,
+    name: str,
+    key: str,
+    measure: Callable[[Trace, int, int], dict[str, Any]],
+    as_text: Callable[[dict[str, Any]], str],
+) -> None:
+    """An experiment of the folder by its command line; it keeps what it measures under `key`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--seeds", type=int, default=3)
@@ -165,8 +172,8 @@ def main() -> None:
     found = measure(load_trace(options.trace), options.seeds, options.jobs)
     text = as_text(found)
     print(text)
-    record.keep(options.out, NAME, {"tokens_per_s": found}, text)
+    record.keep(options.out, name, {key: found}, text)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, NAME, "tokens_per_s", measure, as_text)
