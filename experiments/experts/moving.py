@@ -5,7 +5,7 @@
 Real: four ranks as processes, a generated Mixtral with 1 GB of weights of which other experts are
 popular every few seconds, so that copies move over and over, and steps of decoding one after the
 other. A step counts as one in a move if one is under way at its beginning or at its end; a step
-that a new formation breaks off counts until it is computed. Exit status 1: their p99 is more than
+that has to wait for a new formation counts from then on. Exit status 1: their p99 is more than
 1.2 times that of steps in calm, or no copies moved.
 """
 
@@ -40,7 +40,7 @@ class Steps:
 
     calm: list[float] = field(default_factory=list)
     moving: list[float] = field(default_factory=list)
-    broken_off: int = 0
+    waited: int = 0
     rebalances: int = 0
     copied_bytes: int = 0
     # Medians of the parts of a change, of which the ranks compute no step from `join` on.
@@ -103,7 +103,7 @@ def _compute(group: RankGroup, chunks: list[Chunk], steps: Steps) -> float:
         try:
             group.execute(chunks)
         except RanksLostError:
-            steps.broken_off += 1
+            steps.waited += 1
             group.on_lost()
         else:
             return time.monotonic() - began_s
@@ -121,7 +121,7 @@ def as_text(steps: Steps) -> str:
     lines += [
         "",
         f"{steps.rebalances} changes of copies, {steps.copied_bytes / 1e6:.0f} MB; "
-        f"{steps.broken_off} steps were broken off",
+        f"{steps.waited} steps waited for the ranks",
         "median of a change: "
         + ", ".join(f"{part} {took_ms:.0f} ms" for part, took_ms in steps.phases.items()),
         f"p99 in a move over calm: {steps.ratio:.2f}; bar {MOST}",
