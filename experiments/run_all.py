@@ -164,6 +164,7 @@ ALL = (
     _of("kills", "decode-trace", 3, "run decode embedded --load trace", TRACE),
     _of("kills", "rank", 10, "run rank embedded"),
     _of("kills", "rank-on-nodes", 10, "run rank embedded --on-nodes"),
+    _of("kills", "rank-experts", 5, "run rank embedded --experts"),
     _of("kills", "everything", 10, "run everything embedded"),
     _of("kills", "proxy", 5, "run proxy embedded"),
     _of("kills", "proxy-sync", 5, "run proxy embedded --mirror sync"),
