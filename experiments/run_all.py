@@ -144,7 +144,7 @@ ALL = (
     _of("experts", "cpu", 5, "cpu --steps 30"),
     _of("experts", "moving", 4, "moving"),
     _of("experts", "dense", 3, "dense"),
-    _of("experts", "lost_ranks", 37, "lost_ranks --requests 40 --repeats 3"),
+    _of("experts", "lost_ranks", 60, "lost_ranks"),
     _of("experts", "degrees", 2, "degrees"),
     _of("notice", "notice", 4),
     _of("notice", "starved", 4, "run --spinning 4"),
