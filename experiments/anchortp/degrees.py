@@ -9,17 +9,16 @@ the times of a profile, weights those of the paper's loader. Exit status 1: whol
 quick.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.virtual_time import grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
@@ -252,12 +251,9 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = Record(*range(options.seeds), timed=False)
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:

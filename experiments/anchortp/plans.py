@@ -4,14 +4,13 @@ Nothing is moved: the planners of kvrs/elastic are asked, and their plans counte
 plan reads more than Eq. (1) allows, or a tile goes from rank to rank on demand.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.elastic import cmm, on_demand
 from kvrs.elastic.layouts import even, uneven
@@ -156,9 +155,7 @@ def _span(values: tuple[int, int], divisor: float, digits: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     record = Record(timed=False)
     rows = measure()
     text = as_text(rows)

@@ -30,6 +30,7 @@ from experiments.bench_proxy.engines import (
 from experiments.bench_proxy.proxies import HERE, MissingError, Start
 from experiments.bench_proxy.special import SPECIAL, SkippedError, Special
 from experiments.bench_proxy.steady import STEADY, T200, Cores, Row, Setting, Steady, measure
+from experiments.command_line import parser_of
 from experiments.record import Record, commit_of
 
 ROUNDS = 3
@@ -76,9 +77,7 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--quick", action="store_true", help="one short round of few proxies")
     parser.add_argument("--rounds", type=int, help=f"of all subjects; default {ROUNDS}")
     parser.add_argument("--only", help=f"scenarios, of {','.join(SCENARIOS)}")
@@ -87,8 +86,6 @@ def parsed() -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvrs-bench"
     parser.add_argument("--peers", type=Path, default=cache, help="where peers are installed")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="no measurement goes beyond")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.only = _chosen(parser, arguments.only, ",", SCENARIOS)
     arguments.subjects = _chosen(parser, arguments.subjects, ";", SUBJECTS)

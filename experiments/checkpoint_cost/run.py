@@ -7,7 +7,6 @@ the engines per token, and the times between tokens. Loss: decode is killed at r
 tokens that no holder has, per stream.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -24,6 +23,7 @@ import aiohttp
 import msgspec
 from rich.progress import Progress
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import HandOff, Rig, draw, interval, session_for
 from kvrs.config.file import Config, parse_config
@@ -245,13 +245,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     record = Record(arguments.seed)
     with Processes(settings()) as processes:

@@ -31,6 +31,7 @@ from experiments.checkpoint_cost.vllm_bench import (
     Load,
     Side,
 )
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import interval
 from kvrs.config.file import Config
@@ -256,16 +257,12 @@ def _config(directory: Path, *, on_gpu: bool) -> Config:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--aborts", type=int, default=200)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     with tempfile.TemporaryDirectory() as directory:

@@ -8,7 +8,6 @@ bandwidth and length for OPT-13B, and the same point measured with real engines 
 embedded ones, or the decoding stages of DistServe's servers.
 """
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -16,12 +15,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import numpy
 from rich.progress import Progress
 
+from experiments.command_line import parser_of
 from experiments.distserve_servers import add_option, check_option, processes_for
 from experiments.record import Record
 from experiments.rig import Rig, draw, interval, session_for
@@ -223,12 +222,8 @@ def is_missed(result: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     add_option(parser)
     arguments = parser.parse_args()
     check_option(parser, distserve=arguments.distserve)

@@ -8,7 +8,6 @@ the calls that a proxy makes, until the first new token. With `--distserve` they
 servers of DistServe, and the decisions are those by the tables that the stages have measured.
 """
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -18,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
+from experiments.command_line import parser_of
 from experiments.distserve_servers import add_option, check_option, processes_for
 from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
@@ -288,10 +287,8 @@ def as_text(cells: list[Cell], result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     add_option(parser)
     arguments = parser.parse_args()
     distserve = arguments.distserve

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.load.admin import AdminClient
 from kvrs_testkit.vllm_servers import PYTHON_ENV, START_TIMEOUT_S, VllmServers, connector_config
@@ -189,8 +190,7 @@ def _around_the_middle(text: str) -> tuple[str, str]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder for the result and the picture")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--python",
         default=os.environ.get(PYTHON_ENV),

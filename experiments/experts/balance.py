@@ -10,17 +10,16 @@ bytes over links of a known rate. Exit status 1: with copies the fullest rank ha
 times the mean, or is busier than without them.
 """
 
-import argparse
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.elastic import on_demand
 from kvrs.elastic.experts import TileHistory, assign, pieces_of, rebalance, skew
@@ -92,10 +91,7 @@ class Loss:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    options = parser_of(__doc__, __file__, seed=0).parse_args()
     record = Record(options.seed, timed=False)
     rows, losses = [], []
     for name, shape in SHAPES.items():

@@ -10,12 +10,11 @@ from the loss to the next token of any stream, TTP that from there to the stable
 per second. Exit status 1: copies make some number of ranks slower.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.experts.simulated import (
     EXPONENTS,
     OUTPUT_TOKENS,
@@ -50,10 +49,7 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    options = parser_of(__doc__, __file__, seed=0).parse_args()
     record = Record(options.seed, timed=False)
     rows = [
         row

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from experiments.command_line import parser_of
 from experiments.record import ROOT, Record
 from kvrs.engine.random_model import write_tiny_model
 
@@ -65,12 +66,11 @@ print(json.dumps({"one process": measured(Worker(model, settings)), "two ranks":
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--before", default=BEFORE, help="the commit without experts")
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--steps", type=int, default=400, help="of each kind and turn")
     parser.add_argument("--rows", type=int, default=8, help="of a step")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(0)
     found: dict[str, dict[str, list[float]]] = {

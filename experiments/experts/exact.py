@@ -10,7 +10,6 @@ process computes of its sequence alone. Exit status 1: a byte differs, or ranks 
 than the rows of their experts fill.
 """
 
-import argparse
 import asyncio
 import random
 import sys
@@ -25,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic import on_demand
@@ -73,11 +73,9 @@ class Count:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rows", type=int, default=200_000, help="of all models together")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
     each = -(-options.rows // len(MODELS))

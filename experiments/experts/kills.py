@@ -8,7 +8,6 @@ of copies is under way. Each stream is compared with the one that a single proce
 status 1: a stream is lost, repeated or different, or a kind of kill did not happen.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.elastic.ways.base import Way
@@ -60,10 +60,8 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--streams", type=int, default=500, help="of each degree")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
     with tempfile.TemporaryDirectory() as directory:

@@ -10,15 +10,14 @@ by bytes of attention and of the experts' tiles; the profile's are those of expe
 chosen equally often. Exit status 1: copies make the ranks slower.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from random import Random
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.virtual_time import grouped, run_until, token_times
 from kvrs.config.file import Config, parse_config
@@ -56,10 +55,7 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    options = parser_of(__doc__, __file__, seed=0).parse_args()
     record = Record(options.seed, timed=False)
     rows = [play(exponent, variant, options.seed) for exponent in EXPONENTS for variant in VARIANTS]
     gains = gains_of(rows)

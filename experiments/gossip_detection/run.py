@@ -3,12 +3,11 @@ are the product's own objects (`kvrs.gossip.node.Gossip`), network and clocks th
 `kvrs_testkit.gossip_net`.
 """
 
-import argparse
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.gossip_detection.hours import Chunk, figures_of, run_chunk, run_chunks
 from experiments.gossip_detection.measures import death_times, deaths_by_stops, traffic
 from experiments.gossip_detection.storms import storms
@@ -44,7 +43,7 @@ def tell(chunks: list[Chunk]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--hours", type=int, default=HOURS, help="simulated, without a death")
     parser.add_argument(
         "--budget-s", type=float, default=600.0, help="after which no further hour is begun"
@@ -52,7 +51,6 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--large-seeds", type=int, default=2, help="clusters of 1,000 nodes")
     parser.add_argument("--storms", type=int, default=10_000, help="seeds")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     os.nice(19 - os.nice(0))
     record = Record(timed=False)

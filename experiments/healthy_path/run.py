@@ -8,7 +8,6 @@ engines: prefill, then decode. Both ways pass the same taps, which live in this 
 latency is the time from its passing the tap on its way out of the engine until the client has it.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -24,6 +23,7 @@ from typing import Any
 
 import aiohttp
 
+from experiments.command_line import parser_of
 from experiments.healthy_path.tap import Piece, Tap, token_events
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
@@ -311,9 +311,7 @@ def request_table(experiment: Experiment) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--pairs", type=int, default=16, help="of streams, one each way")
     parser.add_argument("--tokens", type=int, default=256, help="per stream")
     parser.add_argument(
@@ -324,7 +322,6 @@ def main() -> int:
         action="store_true",
         help=f"tokens at the rate of {PACE}: the machine idles between them",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record()
 

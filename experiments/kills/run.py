@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.kills import (
     drill,
     innocents,
@@ -99,20 +99,15 @@ PARTS: dict[tuple[str, str], Part] = {
 
 def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
     """The combination, and its options; ends with status 2 for one that it does not take."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(
-            f"{victims} {cluster}: {' '.join(map(_flag, part.options))}"
-            for (victims, cluster), part in PARTS.items()
-        ),
+    parser = parser_of(__doc__, __file__, seed=1)
+    parser.epilog = "\n".join(
+        f"{victims} {cluster}: {' '.join(map(_flag, part.options))}"
+        for (victims, cluster), part in PARTS.items()
     )
     parser.add_argument("victims", choices=list(dict.fromkeys(victims for victims, _ in PARTS)))
     parser.add_argument("cluster", choices=list(dict.fromkeys(cluster for _, cluster in PARTS)))
     for name, settings in OPTIONS.items():
         parser.add_argument(_flag(name), **settings)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(words)
     part = PARTS.get((options.victims, options.cluster))
     if part is None:

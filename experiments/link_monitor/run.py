@@ -5,17 +5,16 @@ knows the rate at every moment, but not what follows.
 python -m experiments.link_monitor.run [--seeds 8] [--out DIR]
 """
 
-import argparse
 import random
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import NodeId
@@ -322,11 +321,8 @@ def as_text(rows: list[dict[str, Any]], seeds: int) -> tuple[bool, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)

@@ -11,7 +11,6 @@ where it loses that much. The rates around it are measured. A run goes on from t
 kept, if the code has not changed since.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import uvloop
 from rich.progress import Progress
 
+from experiments.command_line import parser_of
 from experiments.distserve_servers import add_option, check_option, processes_for
 from experiments.load_skew.run import MOST_CPU, figures, load, requests, settings, start
 from experiments.record import Record
@@ -107,15 +107,11 @@ def as_text(rows: Rows, repeats: int, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="without a premise test")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--limit-s", type=float, default=900.0, help="no repeat goes beyond")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     add_option(parser)
     arguments = parser.parse_args()
     check_option(parser, distserve=arguments.distserve)

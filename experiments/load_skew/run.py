@@ -9,18 +9,17 @@ front doors; each sends its prompts to its own node's prefill instance, and both
 instances. With `--distserve` each node is a server of DistServe with the same clock.
 """
 
-import argparse
 import asyncio
 import random
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.progress import Progress
 
+from experiments.command_line import parser_of
 from experiments.distserve_servers import add_option, check_option, processes_for
 from experiments.record import Record
 from experiments.rig import draw
@@ -166,14 +165,10 @@ def as_text(rows: dict[str, dict[str, list[dict[str, Any]]]], result: dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--shares", type=int, nargs="+", default=[50, 60, 70, 80, 90])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     add_option(parser)
     arguments = parser.parse_args()
     check_option(parser, distserve=arguments.distserve)

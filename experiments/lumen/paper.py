@@ -11,7 +11,6 @@ it begins two minutes before the failure, and ends five after it. It goes on fro
 kept, if the code has not changed since.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 from experiments.cells import Cells
+from experiments.command_line import parser_of
 from experiments.lumen.run import (
     DRAFT,
     FIXED,
@@ -188,15 +188,12 @@ def cell_of(setup: Setup, jobs: int, clean: dict[str, Clean], name: str) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--exhibits", nargs="+", choices=list(EXHIBITS), default=["B.1"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.fit:

@@ -4,16 +4,15 @@ when a quarter of all nodes does.
 python -m experiments.lumen.placement [--out DIR]
 """
 
-import argparse
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.backup import Placement
 from kvrs.core.books.placement import PlacementCandidate, place
@@ -135,9 +134,7 @@ def spread(how: Placement, alpha: float, footprint: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    options = parser_of(__doc__, __file__).parse_args()
     record = Record(*SEEDS, timed=False)
     rows: list[dict[str, Any]] = [
         {

@@ -9,7 +9,6 @@ scheme gets a cluster of its own and the same requests, in random order; the run
 is that of stop-and-restart.
 """
 
-import argparse
 import asyncio
 import random
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.cells import Cells
+from experiments.command_line import parser_of
 from experiments.lumen.run import (
     DRAFT,
     LINK_BYTES_PER_S,
@@ -233,13 +233,10 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--cases", nargs="+", default=SETUP.cases)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(*range(options.seeds))
     cells = Cells(options.out, SETUP.name, {"reload_s": SETUP.reload_s, "per_s": SETUP.per_s})

@@ -8,17 +8,16 @@ A case is instances x failures, with requests per second of an instance behind a
 rate is another. A run goes on from the cells that are kept, if the code has not changed since.
 """
 
-import argparse
 import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from experiments.cells import Cells
+from experiments.command_line import parser_of
 from experiments.forking import in_children
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
@@ -486,9 +485,7 @@ def as_text(found: ByCase, setup: Setup) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--model", choices=list(SETUPS), default="opt")
     parser.add_argument("--cases", nargs="+", help="default: those of the model")
     parser.add_argument("--seeds", type=int, default=5)
@@ -498,7 +495,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     parser.add_argument("--keep", metavar="RESULT", help="whose cells these are")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     setup = SETUPS[options.model]
     seeds = range(options.seeds)

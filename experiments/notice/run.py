@@ -9,7 +9,6 @@ policy gets the loss can be read. A third process kills and holds the bare socke
 sends streams.
 """
 
-import argparse
 import asyncio
 import logging
 import multiprocessing
@@ -33,6 +32,7 @@ from unittest import mock
 import aiohttp
 import uvloop
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import stretched
 from kvrs.config.file import Config, parse_config
@@ -345,9 +345,7 @@ def summary(kills: list[Kill]) -> dict[str, dict[str, float | None]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument(
         "--rounds", type=int, default=8, help="of five idle and five busy kills each"
     )
@@ -356,7 +354,6 @@ def main() -> int:
         "--unpaced", action="store_true", help="let the engines use all the CPU they can get"
     )
     parser.add_argument("--spinning", type=int, default=0, help="processes that want a CPU each")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     logging.getLogger("kvrs").setLevel(logging.ERROR)  # Losses are what this is about.
     record = Record()

@@ -13,11 +13,11 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from experiments.command_line import parser_of
 from experiments.pipelines.two import (
     Pipelines,
     Row,
@@ -175,14 +175,10 @@ def as_text(rows: Sequence[Row], load_s: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 6.0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--load-s", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     rows = measure(options)

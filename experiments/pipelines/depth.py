@@ -11,16 +11,15 @@ there, all stages together. Ideal is a stage that always computes: a stage's par
 each batch. Both instances are there all the time, and are asked in turns.
 """
 
-import argparse
 import asyncio
 import statistics
 import time
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import aiohttp
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import draw, interval, session_for
 from kvrs.config.file import Config, parse_config
@@ -149,11 +148,8 @@ def as_text(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(0)
     rows = asyncio.run(measure(options.pairs))

@@ -21,6 +21,7 @@ from typing import Any
 
 import uvloop
 
+from experiments.command_line import parser_of
 from experiments.pipelines.two import (
     PIPELINES,
     Pipelines,
@@ -206,14 +207,10 @@ def as_text(figures: Row) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--rate", type=float, default=3.0, help="requests/s")
     parser.add_argument("--load-s", type=float, default=4.0, help="of a host")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     with cluster_of(options.load_s, options.seed) as cluster:

@@ -9,7 +9,6 @@ profile, so that pages are sent while something else would compute. Each instanc
 or with `--hosts` two stages in hosts, which bring each other the parts of pages.
 """
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -24,6 +23,7 @@ import aiohttp
 from rich.progress import Progress
 
 from experiments.checkpoint_cost.run import paired, percentile, process_cpu_s
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import Rig, draw, session_for
 from kvrs.config.file import Config, parse_config
@@ -207,14 +207,10 @@ def as_text(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--hosts", action="store_true", help="instances with hosts of stages")
     parser.add_argument("--real", action="store_true", help="compute at the own pace")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     profile = None if options.real else PROFILE

@@ -17,11 +17,11 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from experiments.command_line import parser_of
 from experiments.pipelines.two import (
     HARD_KINDS,
     KINDS,
@@ -354,9 +354,7 @@ def as_text(figures: Row, way: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--stages", type=int, default=STAGES)
@@ -367,8 +365,6 @@ def main() -> int:
         "--ring", action="store_true", help="with a group: and keep replicas of each other's pages"
     )
     parser.add_argument("--hard", action="store_true", help="the hard kinds of deaths")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     config = config_of(

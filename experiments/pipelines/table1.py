@@ -11,7 +11,6 @@ are and when the failure comes it does not say: these two are fitted to one row 
 all other figures are output. A run goes on from the cells that are kept.
 """
 
-import argparse
 import csv
 import gc
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 import yaml
 
 from experiments.cells import Cells
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.backup import BackupSettings
 from kvrs.config.cluster import pipeline_nodes
@@ -310,19 +310,15 @@ def cases_of(scenes: Sequence[str], rates: Sequence[float] | None) -> list[Case]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--clock", choices=list(CLOCKS), default="light")
     parser.add_argument("--scenes", nargs="+", choices=("1", "2", "3"), default=["1", "2", "3"])
     parser.add_argument("--rates", type=float, nargs="+")
     parser.add_argument("--session-s", type=float, default=SESSION_S)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--limit-s", type=float, default=7200.0, help="no cell goes beyond")
     parser.add_argument("--keep", default="table1", metavar="RESULT")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     if options.fit:
         fit(options.seed, (450, 480, 510), (60, 120, 180), options.jobs)

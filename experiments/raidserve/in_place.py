@@ -8,7 +8,6 @@ take the times of the profile, moves their bytes over the paper's links. Exit st
 a ratio of the paper is missed.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.virtual_time import grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
@@ -256,10 +256,8 @@ def as_text(figures: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
+    parser = parser_of(__doc__, seed=1)
     parser.add_argument("--jobs", type=int, help="processes at a time")
-    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     record = Record(chosen.seed, timed=False)
     with ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:

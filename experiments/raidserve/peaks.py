@@ -6,13 +6,13 @@ balanced memory and balanced computation each add to it on 7, by lengths of Moon
 Simulated: layouts, bases and batches are the product's; step times come from profiles.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.kills.drill import TRACE
 from experiments.raidserve.stages import (
     Instance,
@@ -160,13 +160,10 @@ def run(
     as_text: Callable[[dict[str, Any]], str],
 ) -> None:
     """An experiment of the folder by its command line; it keeps what it measures under `key`."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(doc)
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = Record(*range(options.seeds), timed=False)
     found = measure(load_trace(options.trace), options.seeds, options.jobs)

@@ -2,12 +2,11 @@
 and how even the ranks' loads are, beside batches in the order of arrival.
 """
 
-import argparse
 import random
 import statistics
 import time
-from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.scheduling.shares import PrefillCost, Waiting, in_line, shared_out
 
@@ -77,10 +76,8 @@ def as_text(rows: dict[str, dict[str, float]], rounds: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
+    parser = parser_of(__doc__, seed=1)
     parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = Record(options.seed)
     rows = measure(options.seed, options.rounds)

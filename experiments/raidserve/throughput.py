@@ -6,7 +6,6 @@ not from a GPU. Ours drives the state machine of `kvrs/elastic/reforming.py` thr
 return; its layouts are those that it comes to.
 """
 
-import argparse
 import datetime
 import random
 import statistics
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.elastic.layouts import Layout, even, hybrid, staged, uneven
 from kvrs.elastic.moving import LinkRates
@@ -341,10 +341,9 @@ def as_text(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = Record(*range(options.seeds), timed=False)
     trace = read_trace(options.trace)

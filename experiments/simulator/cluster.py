@@ -7,14 +7,13 @@ which takes the time of a profile. Links carry its pages in the time that those 
 model take in the simulator.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from experiments.command_line import parser_of
 from experiments.kills.simulated import config_of
 from experiments.record import Record
 from kvrs.cluster.launcher import Cluster
@@ -164,14 +163,10 @@ def agreement(rows: Sequence[Row]) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--kills", type=int, default=1)
     parser.add_argument("--rate", type=float, default=8.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     trace = generate(GeneratorSettings(requests=options.streams), options.seed)

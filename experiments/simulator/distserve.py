@@ -8,7 +8,6 @@ simpy and pandas. Each known difference has a
 switch: with all of them off, both should agree; then each is on by itself.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import parse_config
 from kvrs.errors import ConfigError
@@ -256,13 +256,9 @@ def largest(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if "DISTSERVE_HOME" not in os.environ:
         raise ConfigError("DISTSERVE_HOME: not set; allowed: a checkout of DistServe")

@@ -6,16 +6,15 @@ hand-off.
 In virtual time; the figures depend on the seeds alone.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, exp, floor, log
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
@@ -238,12 +237,9 @@ def as_text(rows: Sequence[Compared], worst: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--requests", type=int, default=8000)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     seeds = range(options.seeds)
     record = Record(*seeds, timed=False)

@@ -8,7 +8,6 @@ the middle request comes, with its hosts' memory, and nothing is left to reset a
 then, and until the last stream has ended, invariants are checked; the rest behind that is left out.
 """
 
-import argparse
 import resource
 import signal
 import sys
@@ -19,10 +18,10 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from types import FrameType
 from unittest.mock import patch
 
+from experiments.command_line import parser_of
 from experiments.lumen import run as lumen
 from experiments.record import Record
 from kvrs.config.file import Config
@@ -171,12 +170,9 @@ def as_text(found: list[Scaled], interval_s: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--cases", nargs="+", default=["64x4", "256x4", "1000x2"])
     parser.add_argument("--interval-s", type=float, default=0.25)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(0)
     found = []

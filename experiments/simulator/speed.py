@@ -6,15 +6,14 @@ A case is workers x requests of each. CPU seconds of one process, not the clock'
 the repeats counts, since what else runs on the machine takes caches and cores and never gives any.
 """
 
-import argparse
 import resource
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 
+from experiments.command_line import parser_of
 from experiments.lumen import run as lumen
 from experiments.record import Record
 from kvrs.faults.language import parse_faults
@@ -83,12 +82,9 @@ def as_text(found: list[Measured]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--cases", nargs="+", default=["10x300", "64x40"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(0)
     found = []

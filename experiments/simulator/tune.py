@@ -8,7 +8,6 @@ streams of killed instances are decided by the table; engines keep the time of a
 the table says.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from experiments.command_line import parser_of
 from experiments.kills.drill import TRACE
 from experiments.lumen.paper import slowed
 from experiments.record import Record
@@ -152,11 +152,8 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--held-out", type=Path, default=HELD_OUT)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     record = Record(*range(SEEDS), timed=False)
     rows = []
