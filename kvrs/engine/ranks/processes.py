@@ -87,7 +87,7 @@ class RankProcesses:
         self._directory, self._settings = directory, settings
         self._config, self._cells, self._spreads = config, cells, spreads
         self._start_yields = yields
-        self._fetch_yields = False  # Of the newest order.
+        self._fetch_nice = 0  # Of the newest order.
         self._blocks = UnitBlocks(config, Weights(directory))
         self._coming: dict[tuple[int, int, Unit], _Coming] = {}
         # Ranks that copy a unit from a rank that is to read it, by epoch, rank and unit.
@@ -168,15 +168,15 @@ class RankProcesses:
             log.warning("a unit was damaged in a rank's memory", extra={"unit": name})
         return True
 
-    def fetch(self, epoch: int, moves: Collection[Move], *, yields: bool = False) -> None:
+    def fetch(self, epoch: int, moves: Collection[Move], *, nice: int = 0) -> None:
         """Let each target get its units, those first that others copy from it; each has room for
-        all of them before the first moves. `yields`: to whatever else runs on the machine.
+        all of them before the first moves. `nice`: by which their priority is lower than usual.
 
         Raises:
             KvrsError: there is not so much memory.
         """
         self._behind.clear()
-        self._fetch_yields = yields
+        self._fetch_nice = nice
         awaited = {(move.source, move.unit) for move in moves}
         ordered = sorted(
             moves, key=lambda move: (move.target, (move.target, move.unit) not in awaited)
@@ -249,7 +249,7 @@ class RankProcesses:
             self._coming[seat.pid, epoch, move.unit] = coming
         names = [unit_name(move.unit) for move in moves]
         known = {name: self.hashes[name] for name in names if name in self.hashes}
-        return FetchUnits(epoch, wire, known, self._fetch_yields), descriptors
+        return FetchUnits(epoch, wire, known, self._fetch_nice), descriptors
 
     def _source(
         self, move: Move, sources: dict[int, int], descriptors: list[int]
@@ -273,7 +273,7 @@ class RankProcesses:
             at = self._coming[waiting.pid, answer.epoch, answer.unit].at
             move = UnitMove(answer.unit, 0, at.offset, 1, theirs.offset)
             known = {unit_name(answer.unit): answer.hash}
-            order = FetchUnits(answer.epoch, [move], known, self._fetch_yields)
+            order = FetchUnits(answer.epoch, [move], known, self._fetch_nice)
             _order(waiting, order, [at.memory.descriptor, theirs.memory.descriptor])
 
     def drop_coming(self, of_epoch: int | None = None) -> None:

@@ -67,7 +67,7 @@ from kvrs.engine.ranks.wire import (
     send,
     settings_of,
 )
-from kvrs.engine.ranks.yielding import yielding
+from kvrs.engine.ranks.yielding import LOAD_NICE, yielding
 from kvrs.engine.worker import arithmetic_of, check_attention, geometry_of
 from kvrs.errors import ConfigError, KvrsError
 from kvrs.scheduling.sequences import Chunk
@@ -185,7 +185,7 @@ class _Rank:
                 life.begin()
                 torch.set_num_threads(1)
                 load = partial(_Loaded, order, life, cells)
-                self._loaded = yielding(load) if order.yields else load()
+                self._loaded = yielding(load, LOAD_NICE) if order.yields else load()
                 self._answer(self._loaded.answer)
             case FetchUnits():
                 assert self._loaded is not None, "what is no unit is loaded first"
@@ -222,8 +222,8 @@ class _Rank:
                 self._answer(answer)
 
         try:
-            if order.yields:
-                yielding(fetch)
+            if order.nice:
+                yielding(fetch, order.nice)
             else:
                 fetch()
         except ConfigError as error:

@@ -47,6 +47,7 @@ from kvrs.engine.ranks.seats import Answered, Ended, RankOrdered, RankSeat, stat
 from kvrs.engine.ranks.spares import SpareRanks, stage_of
 from kvrs.engine.ranks.stages import step_factors
 from kvrs.engine.ranks.wire import Answer, Fetched, Joined, Loaded, Refused
+from kvrs.engine.ranks.yielding import COPY_NICE
 from kvrs.errors import KvrsError, RanksLostError
 from kvrs.memory import free_bytes
 from kvrs.protocol.parts import Cell
@@ -317,9 +318,8 @@ class Reformer:
             if not self._seat(rank, action):
                 return
         try:
-            # Nothing waits for it where all ranks compute meanwhile.
-            yields = not action.way.pauses and not action.fresh
-            self._processes.fetch(action.epoch, action.plan.moves, yields=yields)
+            nice = 0 if action.way.pauses or action.fresh else COPY_NICE  # Nothing waits then.
+            self._processes.fetch(action.epoch, action.plan.moves, nice=nice)
         except KvrsError as error:
             self._handle(RoomMissing(action.epoch, str(error)))
             if self._machine.phase is ReformingPhase.SERVING:

@@ -27,6 +27,7 @@ from kvrs.engine.ranks.futex import check_futexes
 from kvrs.engine.ranks.processes import RankMessage, RankProcesses
 from kvrs.engine.ranks.seats import END_S, Answered, Ended, RankSeat
 from kvrs.engine.ranks.wire import Fetched, Joined, Loaded, Refused
+from kvrs.engine.ranks.yielding import LOAD_NICE
 from kvrs.engine.worker import geometry_of
 from kvrs.errors import ConfigError, RanksLostError
 from kvrs.scheduling import sequences
@@ -114,7 +115,7 @@ class StageRanks:
         units = self._config.units_of_ranks
         whole = plan(layout, layout, units, layout.ranks, in_pieces=False)
         moves = [move for move in whole.moves if move.target in processes.seats]
-        processes.fetch(1, moves, yields=self._yields)
+        processes.fetch(1, moves, nice=LOAD_NICE if self._yields else 0)
         self._collect(move.target for move in moves)
         fetched_s = time.monotonic()
         formation = self.form(1, layout)

@@ -63,7 +63,7 @@ class FetchUnits(msgspec.Struct, frozen=True, tag="fetch"):
     epoch: int
     moves: list[UnitMove]
     hashes: dict[str, bytes]  # Of those with known weights, by name.
-    yields: bool = False  # As `Load`.
+    nice: int = 0  # By which the priority is lower than usual.
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -73,7 +73,7 @@ class ScriptedProcesses:
         self.hooks: dict[str, Callable[[Any], bool | None]] = {}
         self.held_back: list[Answered] = []
         self.room_bytes: float = float("inf")
-        self.yields: list[bool] = []  # Of each order to fetch.
+        self.nices: list[int] = []  # Of each order to fetch.
         self._coming: dict[tuple[int, Unit, int], Move] = {}
 
     def _seat(self, rank: int) -> ScriptedSeat:
@@ -112,9 +112,9 @@ class ScriptedProcesses:
     def loaded(self, seat: ScriptedSeat, answer: Loaded) -> None:
         seat.is_loaded = True
 
-    def fetch(self, epoch: int, moves: Iterable[Move], *, yields: bool = False) -> None:
+    def fetch(self, epoch: int, moves: Iterable[Move], *, nice: int = 0) -> None:
         moves = list(moves)
-        self.yields.append(yields)
+        self.nices.append(nice)
         if (wanted := sum(move.bytes for move in moves)) > self.room_bytes:
             raise KvrsError(f"no room for {wanted} bytes")
         for move in moves:

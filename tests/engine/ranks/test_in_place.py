@@ -112,10 +112,10 @@ def when_moving(
     """Do something once, before the next moves are ordered, or as soon as they are."""
     fetch = group.processes.fetch
 
-    def hooked(epoch: int, moves: Collection[Move], *, yields: bool = False) -> None:
+    def hooked(epoch: int, moves: Collection[Move], *, nice: int = 0) -> None:
         group.processes.fetch = fetch  # type: ignore[method-assign]
         before(list(moves))
-        fetch(epoch, moves, yields=yields)
+        fetch(epoch, moves, nice=nice)
         then()
 
     group.processes.fetch = hooked  # type: ignore[method-assign]

@@ -39,6 +39,7 @@ from kvrs.engine.ranks.wire import (
     UnitMove,
     UnitPlace,
 )
+from kvrs.engine.ranks.yielding import COPY_NICE
 from kvrs.engine.worker import geometry_of
 from kvrs.transfer.shared_memory.regions import Region
 
@@ -93,11 +94,11 @@ def test_what_is_fetched_yields_where_it_may(processes: RankProcesses) -> None:
     orders: list[Any] = []
     seat = processes.seats[0] = seat_of(0)
     seat.order = lambda order, descriptors: orders.append(order)
-    for epoch, yields in ((2, True), (3, False)):
-        processes.fetch(epoch, [Move(Unit(UnitKind.MLP, 0, 0), 0, 64, HOST, 0)], yields=yields)
+    for epoch, nice in ((2, COPY_NICE), (3, 0)):
+        processes.fetch(epoch, [Move(Unit(UnitKind.MLP, 0, 0), 0, 64, HOST, 0)], nice=nice)
     processes.drop_coming()
 
-    assert [order.yields for order in orders] == [True, False]
+    assert [order.nice for order in orders] == [COPY_NICE, 0]
 
 
 def test_a_unit_that_comes_twice_from_where_a_lost_rank_had_it_stays_there(

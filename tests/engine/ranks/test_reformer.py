@@ -15,6 +15,7 @@ from kvrs.elastic.reforming import ReformingPhase
 from kvrs.elastic.ways.base import Way
 from kvrs.engine.ranks.seats import Answered
 from kvrs.engine.ranks.wire import Loaded
+from kvrs.engine.ranks.yielding import COPY_NICE
 from kvrs.errors import KvrsError
 from tests.engine.ranks.scripted_ranks import UNITS, ScriptedGroup, ScriptedSeat, scripted
 
@@ -369,7 +370,7 @@ def test_a_rank_leaves_by_order_and_comes_back_by_order() -> None:
         assert group.order(3, leaves=False) is None
         group.until_serving(*ALL)
         # What a loss or a rank that comes back waits for does not yield.
-        assert group.processes.yields == [True, False, False, False]
+        assert group.processes.nices == [COPY_NICE, 0, 0, 0]
 
 
 def test_a_re_forming_is_recorded_while_its_layout_serves_and_before_it_has_ended() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrs.engine.ranks.yielding import NICE, yielding
+from kvrs.engine.ranks.yielding import LOAD_NICE, yielding
 from kvrs_testkit.processes import below
 from tests.engine.ranks.on_nodes import config_of, head_of, hosting
 
@@ -29,9 +29,9 @@ def test_work_that_yields_leaves_the_priority_of_others() -> None:
 
     before = own()
 
-    assert yielding(own) == before + NICE
+    assert yielding(own, LOAD_NICE) == before + LOAD_NICE
     with pytest.raises(ValueError, match="of the work"):
-        yielding(fail)
+        yielding(fail, LOAD_NICE)
     assert own() == before
 
 
@@ -66,4 +66,4 @@ def test_a_host_loads_at_a_low_priority_and_computes_at_the_usual_one(
         has_loaded.set()
         looking.join()
 
-    assert own + NICE in seen
+    assert own + LOAD_NICE in seen
