@@ -36,6 +36,7 @@ class Grain:
     dense_layers: frozenset[int] = frozenset()
     dense_mlp: tuple[range, ...] = ()
     expert_parts: int = 0  # Units of an expert; 0: there are no experts.
+    chosen_share: float = 1.0  # Of the experts, those that a row is routed to.
 
     @classmethod
     def of(cls, *, heads: int, kv_heads: int, intermediate: int, vocab: int) -> "Grain":
@@ -46,8 +47,12 @@ class Grain:
             vocabulary=_tiles(vocab, _NARROWEST_VOCABULARY_TILE),
         )
 
-    def with_experts(self, count: int, width: int, dense_layers: frozenset[int]) -> "Grain":
-        """The same with `count` experts of an inner dimension `width` in all other layers."""
+    def with_experts(
+        self, count: int, width: int, dense_layers: frozenset[int], chosen: int
+    ) -> "Grain":
+        """The same with `count` experts of an inner dimension `width` in all other layers, of which
+        each row goes to `chosen`.
+        """
         parts = _tiles(width, _NARROWEST_EXPERT_PART, _MOST_EXPERT_PARTS)
         return replace(
             self,
@@ -55,6 +60,7 @@ class Grain:
             dense_layers=dense_layers,
             dense_mlp=self.mlp if dense_layers else (),
             expert_parts=len(parts),
+            chosen_share=chosen / count,
         )
 
     def mlp_of(self, layer: int) -> tuple[range, ...]:

@@ -19,6 +19,7 @@ class ModelShape:
     gated: bool = True
     tied: bool = False  # The head's rows are the embeddings.
     experts: int = 1
+    chosen: int = 1  # Experts that each row is routed to.
 
     def units(self, weight_bytes: int = 2) -> Units:
         """Every expert's tiles are units of their own."""
@@ -27,7 +28,7 @@ class ModelShape:
 
     def expert_units(self, weight_bytes: int = 2) -> Units:
         """The units that engines have: the parts of every expert."""
-        grain = self._grain.with_experts(self.experts, self.intermediate, frozenset())
+        grain = self._grain.with_experts(self.experts, self.intermediate, frozenset(), self.chosen)
         return self._units(grain, weight_bytes)
 
     @property
@@ -54,7 +55,9 @@ class ModelShape:
 SHAPES = {
     "meta-llama/Llama-3.1-8B": ModelShape(32, 4096, 32, 8, 128, 14336, 128256),
     "meta-llama/Llama-3.1-70B": ModelShape(80, 8192, 64, 8, 128, 28672, 128256),
-    "mistralai/Mixtral-8x22B-v0.1": ModelShape(56, 6144, 48, 8, 128, 16384, 32768, experts=8),
+    "mistralai/Mixtral-8x22B-v0.1": ModelShape(
+        56, 6144, 48, 8, 128, 16384, 32768, experts=8, chosen=2
+    ),
     "facebook/opt-13b": ModelShape(40, 5120, 40, 40, 128, 20480, 50272, gated=False, tied=True),
     "facebook/opt-66b": ModelShape(64, 9216, 72, 72, 128, 36864, 50272, gated=False, tied=True),
     "Qwen/Qwen3-14B": ModelShape(40, 5120, 40, 8, 128, 17408, 151936),

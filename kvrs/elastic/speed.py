@@ -42,7 +42,7 @@ def shares(layout: Layout, units: Units, tiles: Tiles = ()) -> Shares:
     """Shares where experts are computed in tiles as often as that (`experts.Tiles`), or, where
     nothing is counted, all equally often; those with copies are divided among their holders.
     """
-    cells = weights = rows = 0.0
+    cells = weights = rows = of_rows = 0.0
     attention = sum(units.attention_bytes)
     for stage in layout.stages:
         for layer in stage.layers:
@@ -55,9 +55,10 @@ def shares(layout: Layout, units: Units, tiles: Tiles = ()) -> Shares:
             share = (own + spread / len(stage.ranks)) / heads
             cells += share
             weights += attention * (own + spread) / heads + mlp
-            rows += attention * share + mlp
+            rows += attention * share + mlp * units.row_share(layer)
+            of_rows += attention + sum(sizes) * units.row_share(layer)
     whole = units.layers * attention + units.all_mlp_bytes
-    return Shares(cells / units.layers, weights / whole, rows / whole)
+    return Shares(cells / units.layers, weights / whole, rows / of_rows)
 
 
 def _mlp_bytes(

@@ -41,6 +41,7 @@ class Units:
     dense_layers: frozenset[int] = frozenset()
     dense_bytes: tuple[int, ...] = ()
     expert_parts: int = 0  # Units of an expert; 0: there are no experts.
+    chosen_share: float = 1.0  # Of the experts, those that a row is routed to.
 
     @classmethod
     def of(
@@ -66,7 +67,12 @@ class Units:
             dense_layers=grain.dense_layers,
             dense_bytes=tuple(matrices * len(tile) * row for tile in grain.dense_mlp),
             expert_parts=grain.expert_parts,
+            chosen_share=grain.chosen_share,
         )
+
+    def row_share(self, layer: int) -> float:
+        """The part of a layer's MLP that each row goes through."""
+        return 1.0 if layer in self.dense_layers else self.chosen_share
 
     def bytes_of(self, unit: Unit) -> int:
         if unit.kind == UnitKind.COMMON:

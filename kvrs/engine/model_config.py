@@ -87,7 +87,9 @@ class ModelConfig:
         )
         if (experts := self.experts) is None:
             return grain
-        return grain.with_experts(experts.count, experts.width, experts.dense_layers)
+        return grain.with_experts(
+            experts.count, experts.width, experts.dense_layers, experts.chosen
+        )
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers

@@ -31,16 +31,16 @@ def test_wide_experts_are_of_parts_and_others_whole() -> None:
     """These numbers belong to the grain too: Mixtral-8x7B, Qwen3-30B-A3B, and two small ones."""
     dense = Grain.of(heads=32, kv_heads=8, intermediate=14336, vocab=32000)
 
-    mixtral = dense.with_experts(8, 14336, frozenset())
-    qwen3 = dense.with_experts(128, 768, frozenset({1, 3}))
+    mixtral = dense.with_experts(8, 14336, frozenset(), 2)
+    qwen3 = dense.with_experts(128, 768, frozenset({1, 3}), 8)
 
     assert widths(mixtral.mlp) == [1792] * 64
     assert (mixtral.expert_parts, mixtral.dense_mlp) == (8, ())
     assert widths(qwen3.mlp) == [768] * 128
     assert qwen3.expert_parts == 1
     assert [len(qwen3.mlp_of(layer)) for layer in range(4)] == [128, 64, 128, 64]
-    assert widths(dense.with_experts(1, 2047, frozenset()).mlp) == [2047]
-    assert widths(dense.with_experts(1, 2050, frozenset()).mlp) == [1024, 1026]
+    assert widths(dense.with_experts(1, 2047, frozenset(), 1).mlp) == [2047]
+    assert widths(dense.with_experts(1, 2050, frozenset(), 1).mlp) == [1024, 1026]
 
 
 @given(intermediate=st.integers(1, 40_000), vocab=st.integers(1, 300_000))

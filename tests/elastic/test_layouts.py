@@ -201,7 +201,7 @@ def test_shares_of_other_experts_make_the_same_products() -> None:
     dense layers are computed as a whole.
     """
     grain = Grain.of(heads=4, kv_heads=2, intermediate=256, vocab=256)
-    grain = grain.with_experts(8, 96, frozenset({1}))
+    grain = grain.with_experts(8, 96, frozenset({1}), 2)
     units = Units.of(
         grain, layers=3, hidden=64, head_dim=16, gated=True, weight_bytes=4, common_bytes=0
     )

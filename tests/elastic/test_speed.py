@@ -1,10 +1,13 @@
 """Step times of layouts, against tables of other degrees."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvrs.elastic.layouts import even, hybrid, staged, uneven
 from kvrs.elastic.shapes import SHAPES, shape_of
 from kvrs.elastic.speed import Degree, Speed, shares
+from kvrs.elastic.units import Units
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 
@@ -52,3 +55,19 @@ def test_balance_gains_what_counting_heads_says() -> None:
 def test_a_model_without_a_shape_is_refused() -> None:
     with pytest.raises(ConfigError, match="model 'none'; allowed: Qwen"):
         shape_of("none")
+
+
+def test_rows_go_through_the_chosen_experts_alone() -> None:
+    """A quarter of the experts, so uneven attention counts four times as much beside them as in a
+    step of few rows, which reads all. Rows of a dense layer go through all of it.
+    """
+    units = Units(1, (20,) * 3, (30,) * 8, (8,) * 2, 0, expert_parts=1, chosen_share=0.25)
+    dense = replace(units, dense_layers=frozenset({0}), dense_bytes=units.mlp_bytes)
+    stages = staged(1, [range(2)])
+
+    own, of_dense = shares(uneven(units, stages), units), shares(uneven(dense, stages), dense)
+
+    attention, mlp = 2 * 20, 4 * 30  # Of the rank with two of three heads.
+    assert own.weights == pytest.approx((attention + mlp) / (60 + 240))
+    assert own.rows == pytest.approx((attention + mlp / 4) / (60 + 240 / 4))
+    assert of_dense.rows == pytest.approx(own.weights)
