@@ -233,7 +233,7 @@ def _usage(run: GenerationRun) -> Usage:
 
 
 def prompt_ids_of(run: GenerationRun) -> list[int]:
-    return run.sequence.token_ids[: run.sequence.prompt_tokens]
+    return [*run.sequence.token_ids[: run.sequence.prompt_tokens]]
 
 
 def _delta(delta: TextDelta) -> ChatDelta:

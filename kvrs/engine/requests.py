@@ -275,7 +275,7 @@ def make_run(
         drafts=_drafts(request, model.vocab_size),
     )
     if not sequence.prefill_only:
-        run.ending = run.replay(sequence.token_ids[sequence.prompt_tokens :])
+        run.ending = run.replay([*sequence.token_ids[sequence.prompt_tokens :]])
     return run
 
 

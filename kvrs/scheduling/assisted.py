@@ -58,7 +58,7 @@ class AssistedStreams:
             self._by_number[self._begun] = assisted
             self._updates.append(MirrorUpdate(assisted.number, list(token_ids), choice))
         elif assisted.told < len(token_ids):
-            self._updates.append(MirrorUpdate(assisted.number, token_ids[assisted.told :]))
+            self._updates.append(MirrorUpdate(assisted.number, [*token_ids[assisted.told :]]))
             assisted.told = len(token_ids)
         return assisted.bursts.proposal(token_ids, min(most, self._depth))
 

@@ -14,8 +14,10 @@ Cells = frozenset[Cell]
 class OwnedPages(Protocol):
     """`kvrs.scheduling.pages.PageManager`."""
 
-    references: list[int]
     damaged: DamagedPages
+
+    @property
+    def references(self) -> Sequence[int]: ...
 
     def pin(self, page: int, *, as_replica: bool = False) -> None: ...
     def release(self, pages: Sequence[int]) -> None: ...

@@ -4,6 +4,7 @@ Paged KV as in PagedAttention (vLLM, SOSP 2023): pages with reference counts, fo
 their prefix, evicted least recently released first. Leases on retained pages are an addition.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -75,16 +76,16 @@ class PageManager:
         self.pages = pages
         self.page_size_tokens = page_size_tokens
         self._records = records
-        self.references = [0] * pages
-        self._soft_pins = [0] * pages  # How many leases hold the page.
+        self.references = array("I", [0]) * pages
+        self._soft_pins = array("I", [0]) * pages  # How many leases hold the page.
         self._tags: list[Tag | None] = [None] * pages
         # The base of each page that is not free, that of the sequence which has filled it: pages of
         # different bases have the cells of spread heads on different ranks, so no sequence has
         # both.
-        self.bases = [0] * pages
+        self.bases = array("I", [0]) * pages
         self._page_by_tag: dict[Tag, int] = {}
         self.damaged = DamagedPages(self._tags)
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = array("I", range(pages - 1, -1, -1))
         self.replicas = ReplicaPages()
         self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
         self._hard_pinned = 0
@@ -131,7 +132,7 @@ class PageManager:
         if spare_left is not None and len(self._free) < count + spare_left:
             return None
         if 0 < count <= len(self._free):
-            pages = self._free[: -count - 1 : -1]
+            pages = self._free[: -count - 1 : -1].tolist()
             del self._free[-count:]
         else:
             pages = [self._take() for _ in range(count)]
@@ -192,7 +193,7 @@ class PageManager:
             self._tags[page] = tag
             self._page_by_tag[tag] = page
             self._cached[page] = None
-        self._free = [page for page in self._free if self._tags[page] is None]
+        self._free = array("I", (page for page in self._free if self._tags[page] is None))
 
     def pin(self, page: int, *, as_replica: bool = False) -> None:
         """One more reference to a page that is not free; `as_replica`: it stays one, if it is."""
@@ -383,8 +384,7 @@ class PageManager:
             assert lease.pages, "a lease on nothing"
             for page in lease.pages:
                 soft_pins[page] += 1
-        assert soft_pins == self._soft_pins, "soft pins do not add up"
-        assert min(self.references) >= 0
+        assert soft_pins == self._soft_pins.tolist(), "soft pins do not add up"
         assert self._hard_pinned == sum(1 for count in self.references if count), (
             "hard pins do not add up"
         )

@@ -350,7 +350,7 @@ class BatchScheduler:
                 tokens = sampled[sequence]
                 assert 0 < len(tokens) <= chunk.logits, "a token for each of some leading logits"
                 end -= chunk.logits - len(tokens)
-                sequence.token_ids += tokens
+                sequence.token_ids.extend(tokens)
                 if len(sequence.token_ids) % size < len(tokens):
                     sequence.extend_tags(size)
                 self._queued_tokens += len(tokens)

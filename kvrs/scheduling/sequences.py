@@ -41,7 +41,8 @@ class Sequence:
 
     stream: StreamId
     attempt: tuple[int, int]  # (owner_epoch, attempt)
-    token_ids: list[int]  # The history, then what this attempt produced.
+    # The history, then what this attempt produced.
+    token_ids: collections.abc.MutableSequence[int]
     prompt_tokens: int  # How many of them the client wrote; 0: unknown, taken for all.
     root: Tag  # Of the model and the tenant.
     prefill_only: bool  # Compute the whole history, produce nothing.
@@ -245,7 +246,7 @@ def next_chunk(
     has_logits = end == len(sequence.token_ids) and not sequence.prefill_only
     assert has_logits or not drafts, "drafts follow the last token"
     token_ids = sequence.token_ids[first:end]
-    token_ids += drafts
+    token_ids.extend(drafts)
     return Chunk(
         token_ids,
         first,

@@ -1,6 +1,7 @@
 """Calls of proxies to a simulated instance, and its answers."""
 
 from abc import abstractmethod
+from array import array
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -87,7 +88,7 @@ class SimCall:
 
     stream: StreamId
     number: tuple[int, int]  # Owner epoch, attempt.
-    token_ids: list[int]
+    token_ids: "array[int]"
     prompt_tokens: int
     max_tokens: int
     prefill_only: bool

@@ -154,7 +154,7 @@ class SimEngine(SimPagePool, RankedEngine):
         sequence = Sequence(
             stream=call.stream,
             attempt=call.number,
-            token_ids=list(call.token_ids),
+            token_ids=call.token_ids[:],
             prompt_tokens=call.prompt_tokens,
             root=self._site.root,
             prefill_only=call.prefill_only,

@@ -194,6 +194,7 @@ class SteadyDecodes:
     def _catch_up(self, sequence: Sequence, member: _Steady) -> None:
         if steps := self._steps - member.steps:
             member.steps = self._steps
-            sequence.token_ids += tokens_at(sequence.stream, len(sequence.token_ids), steps)
+            tokens = tokens_at(sequence.stream, len(sequence.token_ids), steps)
+            sequence.token_ids.extend(tokens)
             sequence.computed_tokens += steps
             sequence.extend_tags(self._page_size)

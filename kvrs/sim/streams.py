@@ -202,8 +202,8 @@ class SimStream(LiveStream):
         return self.journal.output_ids
 
     @property
-    def history_ids(self) -> list[int]:
-        return [*self.arrival.prompt_ids, *self.journal.output_ids]
+    def history_ids(self) -> "array[int]":
+        return array("I", self.arrival.prompt_ids) + array("I", self.journal.output_ids)
 
     @property
     def true_history_tokens(self) -> int:

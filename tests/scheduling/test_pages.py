@@ -1,5 +1,7 @@
 """Claims about the page manager, one by one."""
 
+import tracemalloc
+
 import pytest
 
 from kvrs.ids import StreamId
@@ -444,3 +446,17 @@ def test_disowned_pages_are_found_no_more_and_stay_with_those_that_have_them() -
     assert held(pages, TAGS[:3]) == 3
     pages.release(again)
     assert pages.free_pages == 8
+
+
+def test_a_new_pool_takes_a_few_bytes_a_page() -> None:
+    """A simulator has thousands of pools, of which most pages are never used."""
+    pages = 10_000
+    tracemalloc.start()
+    try:
+        pool = PageManager(pages, page_size_tokens=16)
+        size_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert pool.free_pages == pages
+    assert size_bytes < 30 * pages

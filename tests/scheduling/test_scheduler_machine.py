@@ -6,6 +6,7 @@ a page is ever handed out too early, shared wrongly or registered before it is c
 sequence reads a wrong past, and it shows.
 """
 
+from collections import abc
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -35,7 +36,7 @@ def kv(past: bytes, token: int) -> bytes:
     return blake2b(past + bytes([token]), digest_size=8).digest()
 
 
-def kv_of(token_ids: list[int]) -> list[bytes]:
+def kv_of(token_ids: abc.Sequence[int]) -> list[bytes]:
     """The KV that these tokens must have, position by position."""
     values: list[bytes] = []
     for token in token_ids:
@@ -47,7 +48,7 @@ def next_token(last_kv: bytes) -> int:
     return 4 + last_kv[0] % 2
 
 
-def continuation(prompt: list[int], tokens: int) -> list[int]:
+def continuation(prompt: abc.Sequence[int], tokens: int) -> list[int]:
     """The prompt and its continuation by an engine that is never disturbed."""
     token_ids = list(prompt)
     for _ in range(tokens):
@@ -154,7 +155,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.pulls: list[Fetching] = []
         self.batches: list[list[tuple[Sequence, Chunk]]] = []  # In flight.
         self.sent: list[Sent] = []
-        self.retained: dict[StreamId, list[int]] = {}
+        self.retained: dict[StreamId, abc.Sequence[int]] = {}
         self.content_by_tag: dict[Tag, list[bytes]] = {}
         self.now_s = 0.0
 
@@ -554,7 +555,7 @@ class BatchMachine(RuleBasedStateMachine):
             return sequence.uncomputed_tokens
         return self.open[sequence] - (len(sequence.token_ids) - sequence.history_tokens)
 
-    def _learn_tags(self, token_ids: list[int]) -> None:
+    def _learn_tags(self, token_ids: abc.Sequence[int]) -> None:
         right = kv_of(token_ids)
         for index, tag in enumerate(page_tags(ROOT, token_ids, P)):
             self.content_by_tag[tag] = right[index * P : (index + 1) * P]
