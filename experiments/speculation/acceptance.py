@@ -91,7 +91,9 @@ def accepted(
         while len(stream.ids) + depth < len(right_ids):
             while drafting.batches.has_work:
                 for burst in drafting.step():
-                    bursts.came(burst.position, burst.token_ids, burst.begins_anew)
+                    bursts.came(
+                        burst.position, burst.token_ids, burst.begins_anew, burst.is_alternative
+                    )
             drafts = bursts.proposal(stream.ids, depth)
             assert len(drafts) == depth
             rows = target.execute([stream.chunk(drafts)])
