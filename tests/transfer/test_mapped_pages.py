@@ -41,6 +41,7 @@ from kvrs.transfer.shared_memory.regions import Region
 from kvrs.transfer.store.directory import StoreDirectory
 from kvrs.transfer.store.host import HostStore
 from kvrs.transfer.stream import SocketStream
+from tests.transfer.storing import until
 
 pytestmark = [pytest.mark.network, pytest.mark.process]
 
@@ -578,9 +579,3 @@ def segments_mapped(directory: Path, mode: str) -> list[str]:
     """Lines of this process's maps of that mode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if f"{directory}/segment-" in line and f" {mode} " in line]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)

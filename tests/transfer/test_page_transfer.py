@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvrs.transfer.peers import Identity, Peer, PinnedPages, PullRequest, PullRe
 from kvrs.transfer.puller import PagePuller
 from kvrs.transfer.send_faults import SendingFaults
 from kvrs.transfer.server import PageServer
+from tests.transfer.storing import until
 
 pytestmark = pytest.mark.network
 
@@ -231,12 +232,6 @@ async def world(
             asyncio.gather(*(handler for handler in relay.handlers if handler)), timeout=60
         )
         assert pages.pinned == 0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_run_and_its_tail_arrive_whole() -> None:
