@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +110,17 @@ class MultiProxyCluster:
 
     def book(self, number: int) -> RecordBook:
         return self.mirror(number).book
+
+    def mirror_of_stream(self) -> str | None:
+        """The mirror of proxy-0's only stream."""
+        (keyed,) = self.mirror(0).streams.values()
+        return keyed.outbox.mirror
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for something to become true; a test that waits in vain fails by this limit."""
+        async with asyncio.timeout(WITHIN_S):
+            while not holds():
+                await asyncio.sleep(0.005)
 
     def reader(self, key: str = "k", **fields: Any) -> Reader:
         return Reader(self, {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0} | fields, key)

@@ -2,14 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
 
 import pytest
 
 from kvrs.config.file import config_digest
 from kvrs.proxy.fleet import peer_names
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
-from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 
@@ -34,18 +32,20 @@ async def test_a_stream_goes_on_through_proxies_that_come_and_go_by_name(
         group.system.script.gate_at = 3
         await group.kill(2)
         names.discard("127.0.1.12")
-        await _until(lambda: _peers(group, 0) == {"proxy-1"})
+        await group.until(lambda: _peers(group, 0) == {"proxy-1"})
         reader = group.reader()
         reading = asyncio.create_task(reader.read(0))
-        await _until(lambda: len(reader.events) == 3 and _mirror_of(group) == "proxy-1")
+        await group.until(lambda: len(reader.events) == 3 and group.mirror_of_stream() == "proxy-1")
 
         names.add("127.0.1.12")
         await group.start(2)
-        await _until(lambda: group.mirror(0).peers.live_ids == {"proxy-1", "proxy-2"})
+        await group.until(lambda: group.mirror(0).peers.live_ids == {"proxy-1", "proxy-2"})
         await group.kill(1)
         names.discard("127.0.1.11")
-        await _until(lambda: _peers(group, 0) == {"proxy-2"} and _mirror_of(group) == "proxy-2")
-        await _until(lambda: not group.mirror(0).uncopied)
+        await group.until(
+            lambda: _peers(group, 0) == {"proxy-2"} and group.mirror_of_stream() == "proxy-2"
+        )
+        await group.until(lambda: not group.mirror(0).uncopied)
         shown = group.proxy(0).reloads.describe()
         await group.kill(0)
         await reading
@@ -91,15 +91,3 @@ async def test_a_reload_keeps_the_peers_that_were_found(monkeypatch: pytest.Monk
 
 def _peers(group: MultiProxyCluster, number: int) -> set[str]:
     return set(group.mirror(number).peers.known)
-
-
-def _mirror_of(group: MultiProxyCluster) -> str | None:
-    """The mirror of proxy-0's only stream."""
-    (keyed,) = group.mirror(0).streams.values()
-    return keyed.outbox.mirror
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not holds():
-            await asyncio.sleep(0.005)

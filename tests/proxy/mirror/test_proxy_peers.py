@@ -1,7 +1,6 @@
 """Proxies that come and go while others serve, by a reload of `proxy.peers`."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from kvrs.config.file import Config, parse_config
 from kvrs.errors import ConfigError
 from kvrs_testkit.multi_proxy_cluster import MultiProxyCluster, open_proxy_group
-from kvrs_testkit.proxy_cluster import WITHIN_S
 
 pytestmark = pytest.mark.network
 
@@ -21,20 +19,20 @@ async def test_proxies_come_and_go_at_a_reload() -> None:
         group.system.script.gate_at = 3
         reader = group.reader()
         reading = asyncio.create_task(reader.read(0))
-        await _until(lambda: len(reader.events) == 3 and _mirror_of(group) is not None)
-        leaves = _mirror_of(group)
+        await group.until(lambda: len(reader.events) == 3 and group.mirror_of_stream() is not None)
+        leaves = group.mirror_of_stream()
         (stays,) = {"proxy-1", "proxy-2"} - {leaves}
         whole, of_the_removed = group.configs[0], group.mirror(0).peers._tasks[leaves or ""]
 
         await _reload(group, _with_peers(whole, [stays]))
-        await _until(lambda: _mirror_of(group) == stays)
+        await group.until(lambda: group.mirror_of_stream() == stays)
         known = [*group.mirror(0).peers.known]
         share = group.proxy(0).parts.driver.control.slots._share
-        await _until(lambda: all(task.cancelled() for task in of_the_removed))
+        await group.until(lambda: all(task.cancelled() for task in of_the_removed))
         await _reload(group, whole)
-        await _until(lambda: group.mirror(0).peers.live_ids == {leaves, stays})
+        await group.until(lambda: group.mirror(0).peers.live_ids == {leaves, stays})
         await group.kill(int(stays[-1]))
-        await _until(lambda: _mirror_of(group) == leaves)
+        await group.until(lambda: group.mirror_of_stream() == leaves)
         gate.set()
         await reading
 
@@ -74,7 +72,7 @@ async def test_a_peer_with_another_number_of_workers_is_named_as_the_cause(
     async with open_proxy_group(2) as group:
         await _reload(group, _with_peers(group.configs[0], ["proxy-1"], **entry))
 
-        await _until(lambda: any(hint in cause for cause in _causes_of(caplog, entry["id"])))
+        await group.until(lambda: any(hint in cause for cause in _causes_of(caplog, entry["id"])))
 
 
 def _causes_of(caplog: pytest.LogCaptureFixture, proxy: str) -> list[str]:
@@ -97,15 +95,3 @@ async def _reload(group: MultiProxyCluster, config: Config) -> None:
     group.proxy(0).reloads._read = lambda: config
     result = await group.proxy(0).reload()
     assert (result.applied, result.restart_needed) == (["proxy.peers"], [])
-
-
-def _mirror_of(group: MultiProxyCluster) -> str | None:
-    """The mirror of proxy-0's only stream."""
-    (keyed,) = group.mirror(0).streams.values()
-    return keyed.outbox.mirror
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not holds():
-            await asyncio.sleep(0.005)
