@@ -29,7 +29,7 @@ from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicySettings
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.member import Member
-from kvrs.core.options.base import estimate_fetch
+from kvrs.core.options.migrate import estimate_fetch
 from kvrs.core.options.recompute import estimate_handed_off
 from kvrs.core.rules.auto import AUTO
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute

@@ -19,7 +19,7 @@ from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
-from kvrs.core.options.base import Books, Case, Term, case_of
+from kvrs.core.options.base import Books, Case, Term, cases_of
 from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import ALL, BY_NAME
 from kvrs.core.rules.base import Rule
@@ -189,7 +189,7 @@ def _case(question: Question) -> Case:
     prefill.note_queue(question.queue_s)
     target.note_queue(question.target_queue_s)
     for node in (_N0, _N2):
-        view.link(node, _N1).bytes_per_s = question.bytes_per_s
+        view.links[node, _N1].bytes_per_s = question.bytes_per_s
     stream = Stream(
         StreamId("victim"),
         0,
@@ -200,7 +200,7 @@ def _case(question: Question) -> Case:
     )
     _give(question, stream, holder, target, view)
     books = Books(view, SlotBook(settings.slots_max), settings, question.corrections)
-    return case_of(books, stream, target, 0.0)
+    return cases_of(books, stream, [target], 0.0)[0]
 
 
 def _give(

@@ -9,7 +9,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.reports import changes_decision
-from kvrs.core.options.base import case_of
+from kvrs.core.options.base import cases_of
 from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import ReformingReport
@@ -635,7 +635,8 @@ def test_the_terms_of_a_stay_add_up() -> None:
     home.reforming.ahead_s = 0.0
 
     rule: Rule = policy._decisions._rule
-    terms = [*rule.terms(case_of(books, stream, home, 1.0), estimate)]
+    (case,) = cases_of(books, stream, [home], 1.0)
+    terms = [*rule.terms(case, estimate)]
 
     assert sum(term.seconds for term in terms) == pytest.approx(estimate.raw_s)
     assert estimate.raw_s == pytest.approx(0.023)

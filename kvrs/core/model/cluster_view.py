@@ -6,9 +6,10 @@ agent, are the larger of the two, because each misses part of what the other cou
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -98,9 +99,10 @@ class ClusterView:
         self.work = ClientWork()
         self.members: dict[InstanceId, Member] = {}
         self.agents: dict[InstanceId, Agent] = {}
-        self.links: dict[tuple[NodeId, NodeId], Link] = {}
+        # From the first to the second node. One that is asked for is made.
+        self.links: defaultdict[tuple[NodeId, NodeId], Link] = defaultdict()
+        self._assume(assumed_link_bytes_per_s)
         self.now_s = 0.0  # Of the event that is being handled.
-        self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
         # Some decode instances compute other tokens than others.
         self.tokens_differ = False
         # Sorted by rank, so that the least loaded are found without a search.
@@ -251,16 +253,14 @@ class ClusterView:
 
     def reload(self, assumed_link_bytes_per_s: float) -> None:
         """Assume another bandwidth of the links that are not measured."""
-        self._assumed_link_bytes_per_s = assumed_link_bytes_per_s
+        self._assume(assumed_link_bytes_per_s)
         for link in self.links.values():
             if not link.measured:
                 link.bytes_per_s = assumed_link_bytes_per_s
 
-    def link(self, source: NodeId, target: NodeId) -> Link:
-        found = self.links.get((source, target))
-        if found is None:
-            found = self.links[source, target] = Link(self._assumed_link_bytes_per_s)
-        return found
+    def _assume(self, link_bytes_per_s: float) -> None:
+        self.assumed_link = Link(link_bytes_per_s)
+        self.links.default_factory = partial(Link, link_bytes_per_s)
 
     def link_from(self, agent: Agent, target: NodeId) -> Link:
         """The link on which instances of a node get an agent's pages: within the node its memory,
@@ -268,7 +268,7 @@ class ClusterView:
         """
         if agent.node == target and (memory := self.links.get((MEMORY, target))) is not None:
             return memory
-        return self.link(agent.node, target)
+        return self.links[agent.node, target]
 
     def restore_bytes_per_s(self, agent: Agent) -> float:
         """From an agent's memory into the instances of its node: as measured, or as set."""
@@ -276,8 +276,7 @@ class ClusterView:
         return agent.host_to_device_bytes_per_s if memory is None else memory.bytes_per_s
 
     def bytes_per_s(self, source: NodeId, target: NodeId) -> float:
-        found = self.links.get((source, target))
-        return self._assumed_link_bytes_per_s if found is None else found.bytes_per_s
+        return self.links.get((source, target), self.assumed_link).bytes_per_s
 
     def agent_on(self, node: NodeId) -> Agent | None:
         return next((agent for agent in self.agents.values() if agent.node == node), None)

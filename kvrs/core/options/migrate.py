@@ -10,31 +10,37 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from kvrs.core.model import actions as act
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, Stream
 from kvrs.core.options.base import (
+    SOURCES_MAX,
     Books,
     Case,
+    KvSource,
     RecoveryOption,
     Term,
-    cached_at,
-    fetch_plan,
-    fetch_terms,
     hand_off_terms,
+    handshake_term,
     tail,
-    weigh_fetch,
+    transfer,
+    usable_pages,
 )
+from kvrs.ids import InstanceId
 
 _MIGRATE = Option.MIGRATE
 
 
 def estimate(case: Case, estimates: list[Estimate]) -> None:
+    fetched = 0
     for source in case.sources:
         if not source.is_agent:
             weigh_fetch(case, _MIGRATE, source, estimates)
-    for holder in cached_at(case.stream, case.target):
-        estimates.append(_cached(case, holder))
+            fetched += 1
+    if fetched < len(case.stream.holders):  # What is fetched from a holder, it does not hand off.
+        for holder in cached_at(case.stream, case.target):
+            estimates.append(_cached(case, holder))
 
 
 def plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
@@ -63,7 +69,7 @@ def _cached(case: Case, holder: Holder) -> Estimate:
         _held_pages(case, holder) * there.page_size_tokens,
         bytes_per_s=case.books.view.bytes_per_s(there.node, target.node),
         queue_s=there.queue_s,
-        target_queue_s=case.queue_s,
+        target_queue_s=target.queue_s,
         handshake_s=settings.handshake_s,
         factor=case.factor(_MIGRATE),
     )
@@ -110,6 +116,195 @@ def estimate_cached(
         source=holder.id,
         by_prefill=True,
     )
+
+
+# Prefix caches.
+
+
+def cached_at(stream: Stream, target: Member) -> list[Holder]:
+    """Prefill instances that have the front of the history cached, and can hand the whole of it off
+    to a target that does not fetch it from there itself.
+    """
+    found: list[Holder] = []
+    for holder in stream.holders.values() if target.moves_kv else ():
+        member = holder.member
+        if (
+            holder.pages
+            and not (target.pulls and member.retains)  # It fetches from there.
+            and has_cached(stream, member)
+            and stream.is_served_at(member)
+            and member is not target
+            and target.takes_from(member)
+        ):
+            found.append(holder)
+    if len(found) > SOURCES_MAX:
+        found.sort(key=lambda holder: holder.pages, reverse=True)
+        del found[SOURCES_MAX:]
+    return found
+
+
+def has_cached(stream: Stream, prefill: Member) -> bool:
+    """A history that is computed there counts as migrated."""
+    return (
+        prefill.caches
+        and prefill.moves_kv
+        and prefill.prefills
+        and prefill.id in stream.holders
+        and not stream.bars(prefill)
+    )
+
+
+# Fetching: of this option and of those that stand on it (restore, reuse, split).
+
+
+def weigh_fetch(case: Case, option: Option, source: KvSource, estimates: list[Estimate]) -> None:
+    """Fetch from `source`, and what another source has beyond it from there.
+
+    What is ahead on the link drains while a slot is waited for, so the longer of the two counts.
+    """
+    target, wait_s = case.target, case.slot_wait_s
+    if source.drain_s > wait_s:
+        wait_s = source.drain_s
+    transfer_s = case.books.settings.handshake_s + source.pages * source.page_s
+    pages, second = source.pages, None
+    if len(case.sources) > 1 and pages < case.wanted_pages:
+        second, pages, more_s = extension(case, source, pages, wait_s + transfer_s)
+        transfer_s += more_s
+    factors = case.books.factors
+    estimate = estimate_fetch(
+        option,
+        target,
+        case.history_tokens,
+        case.history_s,
+        pages * target.page_size_tokens,
+        transfer_s,
+        target.queue_s + wait_s,
+        factors.get(option, 1.0) if factors else 1.0,
+        source.id,
+        second,
+    )
+    estimates.append(estimate)
+    best = case.best_fetch
+    if best is None or estimate.raw_s < best.raw_s:
+        case.best_fetch, case.best_source = estimate, source
+
+
+def estimate_fetch(
+    option: Option,
+    target: Member,
+    history_tokens: int,
+    history_s: float,
+    prefix_tokens: int,
+    transfer_s: float = 0.0,
+    queue_s: float = 0.0,
+    factor: float = 1.0,
+    source: InstanceId | None = None,
+    second: InstanceId | None = None,
+) -> Estimate:
+    """Queue, then `prefix_tokens` of the history, all of which would take `history_s`, at the
+    target after `transfer_s`, and the rest computed there.
+    """
+    table = target.prefill
+    compute_s, is_covered = table.behind(prefix_tokens, history_tokens, history_s)
+    at_target_s = compute_s - table.step_overhead_s
+    raw_s = queue_s + transfer_s + compute_s
+    return Estimate(
+        option,
+        target.id,
+        raw_s * factor,
+        queue_s,
+        transfer_s,
+        compute_s,
+        not is_covered,
+        raw_s,
+        at_target_s if at_target_s > 0 else 0.0,
+        source,
+        second,
+    )
+
+
+def extension(
+    case: Case, first: KvSource | None, pages: int, elapsed_s: float
+) -> tuple[InstanceId | None, int, float]:
+    """A second source with more than the first `pages` pages, if those are sooner fetched than
+    computed: (its id, pages then, seconds more).
+
+    Reports of agents lag: an agent that has no fewer pages than an instance by its last report is
+    tried for the rest all the same.
+    """
+    best: KvSource | None = None
+    for other in case.sources:
+        may_have_more = (
+            other.is_agent and other.pages == pages and (first is None or not first.is_agent)
+        )
+        if (
+            other is not first
+            and (other.pages > pages or may_have_more)
+            and (best is None or other.pages > best.pages)
+        ):
+            best = other
+    if best is None:
+        return None, pages, 0.0
+    size, table = case.target.page_size_tokens, case.target.prefill
+    promised, history = max(best.pages, pages + 1), case.history_tokens
+    wait_s = max(0.0, best.drain_s - elapsed_s) + case.books.settings.handshake_s
+    saved_s = table.extra(pages * size, history - pages * size) - table.extra(
+        promised * size, history - promised * size
+    )
+    if wait_s + (promised - pages) * best.page_s > saved_s:
+        return None, pages, 0.0
+    return best.id, best.pages, wait_s + (best.pages - pages) * best.page_s
+
+
+def fetch_plan(books: Books, stream: Stream, estimate: Estimate) -> act.Plan:
+    """The target fetches from the estimate's source (None: it has the front itself), then from its
+    second one.
+    """
+    wanted = usable_pages(stream, books.view.members[estimate.target])
+    runs: list[act.PageRange] = []
+    begins = estimate.first_page
+    if estimate.source is None:
+        begins = min(stream.holders[estimate.target].pages, wanted)
+    for holder in (estimate.source, estimate.second):
+        if holder is not None:
+            is_last = holder == estimate.second or estimate.second is None
+            ends = _run_end(stream, holder, wanted, is_last=is_last)
+            runs.append(act.PageRange(holder, begins, ends - begins, _epoch(books.view, holder)))
+            begins = ends
+    return act.Plan(estimate.target, None, tuple(runs))
+
+
+def _epoch(view: ClusterView, holder: InstanceId) -> int:
+    agent = view.agents.get(holder)
+    return view.members[holder].epoch if agent is None else agent.epoch
+
+
+def _run_end(stream: Stream, holder: InstanceId, wanted: int, *, is_last: bool) -> int:
+    """The end of the run from this holder. From the last agent all pages are requested: it may have
+    more than it has reported.
+    """
+    checkpoint = stream.checkpoints.get(holder)
+    if checkpoint is None:
+        return min(stream.holders[holder].pages, wanted)
+    return wanted if is_last else min(checkpoint.pages, wanted)
+
+
+def fetch_terms(case: Case, estimate: Estimate) -> Iterable[Term]:
+    """Terms of an estimate by `estimate_fetch`."""
+    yield Term("queue", estimate.queue_s, f"before the {estimate.target}")
+    prefix = has = case.pages_of(estimate.source)
+    rest_s = estimate.transfer_s
+    if estimate.source is not None:
+        handshake_s = case.books.settings.handshake_s
+        transfer_s, how = transfer(case, estimate.source, has)
+        yield handshake_term(case)
+        yield Term("transfer", transfer_s, how)
+        rest_s = max(0.0, rest_s - handshake_s - transfer_s)
+    if estimate.second is not None:
+        prefix = case.pages_of(estimate.second)
+        _, how = transfer(case, estimate.second, prefix - has)
+        yield Term("extension", rest_s, f"handshake, and {how}")
+    yield Term("prefill", estimate.compute_s, tail(case, prefix))
 
 
 MIGRATE = RecoveryOption(Option.MIGRATE, estimate, plan, terms, needs=attrgetter("wanted_pages"))

@@ -18,8 +18,8 @@ from kvrs.core.options.base import (
     RecoveryOption,
     Term,
     hand_off_terms,
-    has_cached,
 )
+from kvrs.core.options.migrate import has_cached
 from kvrs.core.routing import prefill_for
 
 _RECOMPUTE = Option.RECOMPUTE
@@ -31,8 +31,8 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
     for what the target computes.
     """
     target, history, books = case.target, case.history_tokens, case.books
-    queue_s, view = case.queue_s, books.view
-    factors = books.factors
+    queue_s, view = target.queue_s, books.view
+    factors, here_s = books.factors, queue_s + case.history_s
     factor = factors.get(_RECOMPUTE, 1.0) if factors else 1.0
     prefill, there = prefill_for(view, target, case.stream), None
     # Without a hand-off that moves KV the target would compute the history once more.
@@ -53,13 +53,13 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             prefill.queue_s,
             queue_s,
             books.settings.handshake_s,
-            view.bytes_per_s(prefill.node, target.node),
+            view.links.get((prefill.node, target.node), view.assumed_link).bytes_per_s,
         )
         # A server with a prefill instance of its own computes nowhere else.
-        if there.raw_s <= queue_s + case.history_s or target.own_prefill is not None:
+        if there.raw_s <= here_s or target.own_prefill is not None:
             estimates.append(there)
             return
-    here_s, at_target_s = queue_s + case.history_s, case.history_s - target.prefill.step_overhead_s
+    at_target_s = case.history_s - target.prefill.step_overhead_s
     estimates.append(
         Estimate(
             _RECOMPUTE,

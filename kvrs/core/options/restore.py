@@ -8,7 +8,8 @@ As migrate; from the agent of the target's own node at the rate of its memory, a
 from operator import attrgetter
 
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.options.base import Case, RecoveryOption, fetch_plan, fetch_terms, weigh_fetch
+from kvrs.core.options.base import Case, RecoveryOption
+from kvrs.core.options.migrate import fetch_plan, fetch_terms, weigh_fetch
 
 _RESTORE = Option.RESTORE
 

@@ -6,14 +6,8 @@ queue(target) [+ wait + hand-shake + more bytes / bandwidth] + prefill(rest give
 from operator import attrgetter
 
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.options.base import (
-    Case,
-    RecoveryOption,
-    estimate_fetch,
-    extension,
-    fetch_plan,
-    fetch_terms,
-)
+from kvrs.core.options.base import Case, RecoveryOption
+from kvrs.core.options.migrate import estimate_fetch, extension, fetch_plan, fetch_terms
 
 _REUSE = Option.REUSE
 
@@ -32,7 +26,7 @@ def estimate(case: Case, estimates: list[Estimate]) -> None:
             case.history_s,
             pages * target.page_size_tokens,
             transfer_s=more_s,
-            queue_s=case.queue_s + wait_s,
+            queue_s=target.queue_s + wait_s,
             factor=case.factor(_REUSE),
             second=second,
         )

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.core.model.estimates import Estimate, Option
-from kvrs.core.options.base import Case, RecoveryOption, Term, fetch_plan, tail, transfer
+from kvrs.core.options.base import Case, RecoveryOption, Term, tail, transfer
+from kvrs.core.options.migrate import fetch_plan
 from kvrs.profiles.tables import PrefillTable
 
 _SPLIT = Option.SPLIT

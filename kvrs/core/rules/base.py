@@ -14,7 +14,7 @@ from kvrs.core.options.base import (
     Case,
     RecoveryOption,
     Term,
-    case_of,
+    cases_of,
     lookahead_s,
 )
 
@@ -40,14 +40,13 @@ class Rule:
     ) -> list[Estimate]:
         """Estimates of all options for the stream at each target."""
         estimates: list[Estimate] = []
-        for target in targets:
-            case = case_of(books, stream, target, now_s)
+        for case in cases_of(books, stream, targets, now_s):
             weighed = len(estimates)
             for needs, estimate in self._weighed:
                 if needs is None or needs(case):
                     estimate(case, estimates)
-            if target.slower_token_s:
-                later_s = lookahead_s(books.settings, stream, target)
+            if case.target.slower_token_s:
+                later_s = lookahead_s(books.settings, stream, case.target)
                 estimates[weighed:] = [_later(each, later_s) for each in estimates[weighed:]]
         return estimates
 

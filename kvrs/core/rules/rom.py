@@ -15,12 +15,11 @@ from kvrs.core.options.base import (
     Books,
     Case,
     Term,
-    cached_at,
     division,
-    has_cached,
     sources_of,
     usable_pages,
 )
+from kvrs.core.options.migrate import cached_at, has_cached
 from kvrs.core.routing import prefill_for
 from kvrs.core.rules.base import Rule
 from kvrs.ids import InstanceId
@@ -39,7 +38,7 @@ class Rom(Rule):
         estimates: list[Estimate] = []
 
         def migrate_from(source: InstanceId, *, by_prefill: bool) -> None:
-            link = view.link(view.members[source].node, target.node)
+            link = view.links[view.members[source].node, target.node]
             rate = link.bytes_per_s
             estimates.append(rom_migrate(target, tokens, rate, source, by_prefill))
 

@@ -9,7 +9,7 @@ from kvrs.config.policy import PolicyName
 from kvrs.core import options
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Holder
-from kvrs.core.options.base import estimate_fetch
+from kvrs.core.options.migrate import estimate_fetch
 from kvrs.core.rules import BY_NAME
 from kvrs.ids import InstanceId
 from tests.core.policy_harness import PolicyHarness, member

@@ -9,7 +9,7 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
-from kvrs.core.options.base import Books, case_of
+from kvrs.core.options.base import Books, cases_of
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
@@ -35,7 +35,8 @@ def test_recomputing_costs_queue_the_whole_history_and_the_hand_off() -> None:
     target = view.add(Member.of(up.info, up.prefill))
     target.note_queue(0.5)
     books = Books(view, SlotBook(1), PolicySettings(), {Option.RECOMPUTE: 2.0})
-    RECOMPUTE.estimate(case_of(books, Stream(StreamId("s"), 0, 110, 0.0), target, 0.0), alone)
+    (case,) = cases_of(books, Stream(StreamId("s"), 0, 110, 0.0), [target], 0.0)
+    RECOMPUTE.estimate(case, alone)
 
     assert apart.total_s == pytest.approx(0.5 + 0.110 + 0.01 + 110 * 2048 / 204_800)
     assert [each.raw_s for each in alone] == pytest.approx([0.5 + 0.110])
@@ -55,9 +56,8 @@ def test_an_estimate_from_beyond_the_table_is_marked() -> None:
     for tokens in (400, 401):
         found: list[Estimate] = []
         stream = Stream(StreamId("s"), 0, tokens, 0.0)
-        RECOMPUTE.estimate(
-            case_of(Books(view, slots, PolicySettings()), stream, target, 0.0), found
-        )
+        (case,) = cases_of(Books(view, slots, PolicySettings()), stream, [target], 0.0)
+        RECOMPUTE.estimate(case, found)
         marks.append({each.source: each.extrapolated for each in found})
 
     assert marks == [{None: False, "p1": False}, {None: False, "p1": True}]
