@@ -217,7 +217,6 @@ class TaskShell:
         self._event_log = event_log
         self._clock = clock
         self._tasks: dict[asyncio.Task[None], OpenStream] = {}
-        self._turns = asyncio.Lock()
         self._quiet: asyncio.Future[None] | None = None
         self._wakes: set[asyncio.TimerHandle] = set()
 
@@ -228,9 +227,7 @@ class TaskShell:
         )
         # A client that has just left ends its stream when its own task runs.
         if not live.outcome.done():
-            calls = AttemptCalls(live, plan, self._driver)
-            is_first = live.journal.attempt == 1
-            self._start(live, calls.run() if is_first else self._in_turn(calls))
+            self._start(live, AttemptCalls(live, plan, self._driver).run())
 
     def end_attempt(self, live: OpenStream) -> None:
         live.enter(StreamPhase.WAITING, None)
@@ -272,14 +269,6 @@ class TaskShell:
         live.task = task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = live
         task.add_done_callback(self._task_ended)
-
-    async def _in_turn(self, calls: AttemptCalls) -> None:
-        """Victims of one death begin one after the other, and tokens of other streams, which may be
-        of other models, are read between two of them.
-        """
-        async with self._turns:
-            await asyncio.sleep(0)
-        await calls.run()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         live = self._tasks.pop(task)

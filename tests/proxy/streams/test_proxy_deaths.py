@@ -11,9 +11,6 @@ import pytest
 
 from kvrs.core.fleet import silence
 from kvrs.core.watch import WatchLimits
-from kvrs.ids import InstanceId
-from kvrs.proxy.streams.attempts import AttemptCalls
-from kvrs.proxy.streams.live import Failed
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
@@ -91,44 +88,6 @@ async def test_streams_that_break_before_their_instance_are_its_victims(
     assert early == []
     assert {row["stream"] for row in rows} == on_it
     assert {(row["attempt"], row["from"]) for row in rows} == {(2, "d0")}
-
-
-async def test_victims_of_one_death_begin_in_turns_of_the_loop_of_their_own(
-    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many there are, tokens of other streams are read between two of them. One that ends
-    while it waits for its turn keeps no other from beginning.
-    """
-    system = await build(pairs=3)
-    asked = await held_open(system, count=18)
-    driver = system.proxy.parts.driver
-    victims = [live for live in driver.streams.values() if live.plan and live.plan.decode == "d0"]
-    turn, begun, run = 0, [], AttemptCalls.run
-
-    async def count_turns() -> None:
-        nonlocal turn
-        while True:
-            await asyncio.sleep(0)
-            turn += 1
-
-    async def noted_run(calls: AttemptCalls, **given: Any) -> None:
-        begun.append(turn)
-        if len(begun) == 1:
-            driver.end_early(victims[-1].id, Failed(503, b"{}"))
-        await run(calls, **given)
-
-    monkeypatch.setattr(AttemptCalls, "run", noted_run)
-    counting = asyncio.create_task(count_turns())
-    known = driver.control.instances.known[InstanceId("d0")]
-    driver.control.instance_lost(known, "killed", driver.clock())
-    await system.until(lambda: _has_begun(begun, len(victims) - 1))
-    counting.cancel()
-    release(system)
-    statuses = [status for status, _ in await asyncio.gather(*asked)]
-
-    assert len(victims) > 3
-    assert len(set(begun)) == len(begun) == len(victims) - 1
-    assert sorted(statuses) == [200] * 17 + [503]
 
 
 async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing_behind(
@@ -363,7 +322,3 @@ async def _fail_alone(system: ProxyCluster, name: str, count: int) -> bool:
 
 async def _truth(value: bool) -> bool:
     return value
-
-
-async def _has_begun(begun: list[int], count: int) -> bool:
-    return len(begun) >= count
