@@ -172,6 +172,11 @@ ALL = (
     _of("kills", "proxy-3-sync", 5, "run proxy embedded --proxies 3 --mirror sync"),
     _of("kills", "proxy-mix", 10, "run proxy embedded --mix --kills 40"),
     _of("kills", "proxy-responses", 6, "run proxy embedded --api responses"),
+    *(
+        _of("kills", f"{victims}-{cluster}", minutes, f"run {victims} {cluster}")
+        for victims, minutes in (("prefill", 6), ("half", 2), ("poison", 1))
+        for cluster in ("embedded", "scripted")
+    ),
     _of("kills", "worlds", 10, "run everything simulated --seed 0"),
     _of("kills", "worlds-poison", 12, "run poison simulated"),
     _of("link_monitor", "simulated", 1),

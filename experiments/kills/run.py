@@ -14,6 +14,7 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.kills import (
     drill,
+    innocents,
     policies,
     proxies,
     replayed,
@@ -67,6 +68,10 @@ def _vllm(options: argparse.Namespace) -> int:
     return replayed.run(options) if options.replays else vllm.run(options)
 
 
+def _innocents(victims: str, cluster: str) -> Part:
+    return Part(partial(innocents.run, victims, cluster), ("streams", "kills", "seeds"))
+
+
 PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
     ("decode", "vllm"): Part(
@@ -82,6 +87,12 @@ PARTS: dict[tuple[str, str], Part] = {
         partial(drill.run, "distserve"), ("policy", "backup", "streams"), HOME_ENV
     ),
     ("everything", "simulated"): Part(worlds.run, ("seeds",)),
+    ("prefill", "embedded"): _innocents("prefill", "embedded"),
+    ("prefill", "scripted"): _innocents("prefill", "scripted"),
+    ("half", "embedded"): _innocents("half", "embedded"),
+    ("half", "scripted"): _innocents("half", "scripted"),
+    ("poison", "embedded"): _innocents("poison", "embedded"),
+    ("poison", "scripted"): _innocents("poison", "scripted"),
     ("poison", "simulated"): Part(worlds.run_poison, ("seeds",)),
 }
 
