@@ -21,9 +21,8 @@ class Alternative:
 
     position: int  # Of the runner-up; all tokens before are those of the mirror.
     token_ids: list[int]
-    computed: (
-        int  # The draft's KV of so many leading tokens is right, in pages of the mirror first.
-    )
+    # The draft's KV of so many leading tokens is right, in pages of the mirror first.
+    computed: int
     runners_up: list[int | None] = field(default_factory=list)  # Of all but the first token.
     pages: list[int] = field(default_factory=list)  # From the one on that holds its position.
 
