@@ -36,6 +36,7 @@ FAILURES = 3  # One after the other, until a proxy counts as not ready; as in de
 LAG_S = 3.0  # From a change of readiness to the last client that knows of it.
 DRAIN_DELAY_S = 10.0  # As in deploy/.
 SETTLE_S = 5.0
+IN_TURN_S = 0.7  # After a proxy without a delay was told to end, its streams are at the other one.
 ENGINE_DRAIN_S = 0.3  # Shorter than a stream, so that most of those of an engine are moved.
 ENGINE_DOWN_S = 1.0
 
@@ -55,7 +56,12 @@ class Proxies:
     """Processes by number, each with a file and a port that it keeps."""
 
     def __init__(
-        self, system: ProxyCluster, stack: AsyncExitStack, folder: Path, count: int
+        self,
+        system: ProxyCluster,
+        stack: AsyncExitStack,
+        folder: Path,
+        count: int,
+        drain_delay_s: float,
     ) -> None:
         self._stack = stack
         self._running: dict[int, asyncio.subprocess.Process] = {}
@@ -78,7 +84,7 @@ class Proxies:
                 "peer_host": f"127.0.1.1{number}",
                 "peer_port": ports[count],
                 "numbered_peers": peers,
-                "drain_delay_s": DRAIN_DELAY_S,
+                "drain_delay_s": drain_delay_s,
                 "drain_s": 60.0,
             }
             self._files.append(config_of(system, directory, **own))
@@ -199,10 +205,25 @@ async def engines(folder: Path) -> dict[str, Any]:
     return await _run(folder, 2, 2, PLAIN, _updates_of_engines)
 
 
+async def in_turn(folder: Path) -> dict[str, Any]:
+    """Two proxies without a delay; the second gets SIGTERM just after the streams of the first have
+    come to it, and each starts again at once; clients have keys.
+    """
+    return await _run(folder, 2, 2, WITH_KEYS, _end_in_turn, drain_delay_s=0.0)
+
+
 Change = Callable[[ProxyCluster, Proxies, Endpoints, aiohttp.ClientSession], Awaitable[None]]
 
 
-async def _run(folder: Path, first: int, most: int, load: Load, change: Change) -> dict[str, Any]:
+async def _run(
+    folder: Path,
+    first: int,
+    most: int,
+    load: Load,
+    change: Change,
+    *,
+    drain_delay_s: float = DRAIN_DELAY_S,
+) -> dict[str, Any]:
     """A run that begins with `first` proxies, of at most `most`."""
     rng = random.Random(SEED)
     bodies = [body_of(rng, load.tokens) for _ in range(load.requests)]
@@ -212,7 +233,7 @@ async def _run(folder: Path, first: int, most: int, load: Load, change: Change) 
         http = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         )
-        proxies = Proxies(system, stack, folder, most)
+        proxies = Proxies(system, stack, folder, most, drain_delay_s)
         endpoints = Endpoints(http, proxies.urls)
         for number in range(first):
             await proxies.start(number)
@@ -285,6 +306,19 @@ async def _ends_together(
     await endpoints.until(3)
 
 
+async def _end_in_turn(
+    _: ProxyCluster, proxies: Proxies, endpoints: Endpoints, __: aiohttp.ClientSession
+) -> None:
+    async def roll(number: int, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        assert await proxies.stop(number) == 0
+        await proxies.start(number)
+
+    await asyncio.sleep(4 * SETTLE_S)
+    await asyncio.gather(roll(0, 0.0), roll(1, IN_TURN_S))
+    await endpoints.until(2)
+
+
 async def _scales(
     _: ProxyCluster, proxies: Proxies, endpoints: Endpoints, __: aiohttp.ClientSession
 ) -> None:
@@ -310,6 +344,7 @@ def main() -> int:
         "update of engines": engines,
         "scale 2 to 4 to 2": scale,
         "two of three at once": together,
+        "two of two in turn": in_turn,
     }
     for name, part in parts.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -198,7 +198,8 @@ class Proxy:
 
     async def drain(self) -> None:
         """Admit no new streams, hand over those with a key that a peer can take, and wait for the
-        rest to end: where all proxies end together, for every one.
+        rest to end: where all proxies end together, for every one, and for clients that are about
+        to resume one here.
         """
         if (parts := self._parts) is None:
             return
@@ -211,12 +212,19 @@ class Proxy:
         told_s = self._tell_peers(mirror)
         if peers.live:
             await asyncio.sleep(told_s + _TOGETHER_S - time.monotonic())
-        while parts.driver.streams and time.monotonic() < until_s:
+        used_s, asked = time.monotonic(), set[str]()
+        while (now_s := time.monotonic()) < until_s:
+            if peers.staying - asked:
+                # One that did not run meanwhile may answer before it has read its own signal.
+                await peers.meet()
+                await peers.meet()
+            asked = peers.staying
+            if parts.driver.streams or mirror.streams or mirror.awaited:
+                used_s = now_s
+            # Records that no peer has would be lost with this process.
+            elif not (peers.staying and mirror.uncopied and now_s < used_s + _FLUSH_TIMEOUT_S):
+                break
             mirror.hand_over()
-            await asyncio.sleep(_LOOK_AGAIN_S)
-        # Records that no peer has would be lost with this process.
-        until_s = time.monotonic() + _FLUSH_TIMEOUT_S
-        while peers.staying and mirror.uncopied and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def _tell_peers(self, mirror: Mirror) -> float:

@@ -42,6 +42,7 @@ from kvrs.proxy.mirror.roles import (
 
 # An unfinished stream is not evicted within this time of its last message.
 _EVICT_AFTER_S = 5.0
+_AWAY_S = 10.0  # A client that resumes a stream of a proxy that ends does so within this time.
 # Updates and copies of a record that a client has deleted may be on their way for so long.
 _DROPPED_S = 30.0
 
@@ -128,6 +129,13 @@ class RecordBook:
             and not record.role.is_owner
             and not record.is_just_granted(now_s)
         ]
+
+    def awaited(self, staying: frozenset[str], now_s: float) -> int:
+        """Number of unfinished streams that do not run here, whose records no proxy that stays has,
+        and whose clients may be about to resume them.
+        """
+        sole = self.sole(PresentPeers(staying, staying), now_s)
+        return sum(not one.state.complete and one.touched_s + _AWAY_S > now_s for one in sole)
 
     def receive(self, update: Update, sender: str, now_s: float) -> Received:
         """Apply an update of an owner, or a copy, as the table of `roles.py` says.

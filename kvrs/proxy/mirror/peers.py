@@ -54,8 +54,16 @@ class ProxyPeer(Peer):
         self._pool = links.pool(url)
         self.id = name
         self.run: str | None = None  # Of its process; None while it does not answer.
-        self.leaving = False  # That process is about to end.
+        self._ending: str | None = None  # Its run that was told to end.
         self._me = me
+
+    @property
+    def leaving(self) -> bool:
+        """That process is about to end, also if it is out of reach in between."""
+        return self.run is not None and self.run == self._ending
+
+    def leave(self, run: str) -> None:
+        self._ending = run
 
     async def hello(self, hello: Hello) -> Hello:
         """Announce this proxy; return the same of the peer."""
@@ -260,7 +268,7 @@ class Peers:
         self.on_answer(peer, hello.run)
         if hello.leaving and not peer.leaving:
             log.info("proxy leaves", extra={"proxy": peer.id})
-            peer.leaving = True
+            peer.leave(hello.run)
             self._changed()
         if self._orders.take(hello):
             self.news.tell()
@@ -277,7 +285,7 @@ class Peers:
     def fail(self, peer: ProxyPeer, cause: str) -> None:
         if peer.run is not None:
             log.warning("proxy lost", extra={"proxy": peer.id, "cause": cause})
-            peer.run, peer.leaving = None, False
+            peer.run = None
             self._lost(peer.id)
 
     async def run(self, send: Callable[[ProxyPeer], Coroutine[Any, Any, None]]) -> None:
@@ -314,8 +322,8 @@ class Peers:
             await asyncio.sleep(_RECONNECT_S)
 
     async def meet(self) -> None:
-        """Exchange hellos with every peer once, before the first request: so this proxy knows which
-        are up, and they know that it is another run.
+        """Exchange hellos with every peer once. Before the first request, this proxy knows by it
+        which are up, and they know that it is another run; before the last, which are to end too.
         """
         await asyncio.gather(*map(self._meet, self.known.values()))
 
@@ -323,7 +331,9 @@ class Peers:
         try:
             self._heard(peer, await peer.hello(self.hello()))
         except UpstreamError as error:
-            log.warning("proxy not reached", extra={"proxy": peer.id, "cause": _cause(peer, error)})
+            cause = _cause(peer, error)
+            self.fail(peer, cause)
+            log.warning("proxy not reached", extra={"proxy": peer.id, "cause": cause})
 
 
 def _cause(peer: ProxyPeer, error: UpstreamError) -> str:

@@ -99,3 +99,69 @@ async def test_two_of_two_that_end_together_finish_their_streams(tmp_path: Path)
     assert [text_in(reader) for reader in (cut, *readers)] == [WANTED] * (STREAMS + 1)
     assert [reader.statuses for reader in (cut, *readers)] == [[200, 200], *[[200]] * STREAMS]
     assert refused.errors == ["shutting_down"]
+
+
+async def test_one_that_reads_its_signal_late_is_handed_no_stream(tmp_path: Path) -> None:
+    """It is told to end at the same moment, and does not run while the other one looks around."""
+    async with with_processes(2, (0, 1), tmp_path) as (group, running):
+        readers = [group.reader(f"k{n}") for n in range(STREAMS)]
+        reading = [asyncio.create_task(each.read(n % 2)) for n, each in enumerate(readers)]
+        await begun(readers)
+
+        running[1].send_signal(signal.SIGSTOP)
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.65)  # They would have handed over what there was to be handed over.
+        running[1].send_signal(signal.SIGCONT)
+        await until_logged(running[0], b"proxy leaves")
+        await asyncio.sleep(1.0)
+        gate = group.system.script.gate
+        assert gate is not None
+        gate.set()
+        await asyncio.gather(*reading)
+
+    assert [text_in(reader) for reader in readers] == [WANTED] * STREAMS
+    assert [reader.statuses for reader in readers] == [[200]] * STREAMS
+
+
+async def test_streams_outlast_two_of_two_that_end_one_after_the_other(tmp_path: Path) -> None:
+    """The second one has all of them when it is told to end, and the first one is back then."""
+    (tmp_path / "again").mkdir()
+    async with with_processes(2, (0, 1), tmp_path) as (group, (first, second)):
+        readers = [group.reader(f"k{n}") for n in range(STREAMS)]
+        left = [group.reader(f"left-{n}") for n in range(STREAMS)]
+        await asyncio.gather(*(reader.read(n % 2, tokens=4) for n, reader in enumerate(left)))
+        reading = [asyncio.create_task(each.read_all(n % 2)) for n, each in enumerate(readers)]
+        await begun(readers)
+
+        first.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(WITHIN_S):
+            assert await first.wait() == 0
+        second.send_signal(signal.SIGTERM)
+        await until_logged(second, b"draining")
+        async with process_of(group.config_file(0, tmp_path / "again")):
+            async with asyncio.timeout(WITHIN_S):
+                assert await second.wait() == 0
+            gate = group.system.script.gate
+            assert gate is not None
+            gate.set()
+            await asyncio.gather(*reading, *(reader.read_all(0) for reader in left))
+
+    assert [text_in(reader) for reader in (*readers, *left)] == [WANTED] * 2 * STREAMS
+
+
+async def test_a_client_that_is_away_finds_two_of_two_that_end(tmp_path: Path) -> None:
+    """No stream runs there any more, and both would have ended."""
+    async with with_processes(2, (0, 1), tmp_path) as (group, running):
+        left = [group.reader(f"left-{n}") for n in range(STREAMS)]
+        await asyncio.gather(*(reader.read(n % 2, tokens=4) for n, reader in enumerate(left)))
+        await until_leaving(running)
+        await asyncio.sleep(1.5)
+        gate = group.system.script.gate
+        assert gate is not None
+        gate.set()
+        await asyncio.gather(*(reader.read_all(n % 2) for n, reader in enumerate(left)))
+        async with asyncio.timeout(WITHIN_S):
+            assert [await process.wait() for process in running] == [0, 0]
+
+    assert [text_in(reader) for reader in left] == [WANTED] * STREAMS
