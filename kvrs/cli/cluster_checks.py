@@ -14,7 +14,7 @@ from kvrs.config.file import ADMIN_ENV_NAME, Config, config_digest
 from kvrs.core.fleet.self_tests import Continues
 from kvrs.errors import ConfigError
 
-PATIENCE_S = 5.0  # For instances that have not come up yet.
+PATIENCE_S = 5.0  # For instances that have not come up yet, and peers that are not reached.
 _ASK_AGAIN_S = 0.5
 _KEYS = ("instances", "agents", "proxies", "members")
 
@@ -33,7 +33,7 @@ class ProxyAnswer:
 
 def ask(config: Config, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> ProxyAnswer:
     """The state of the proxy at the configured admin port, asked again for so long while an
-    instance has not come up yet.
+    instance has not come up yet, or a peer of the proxy is not reached.
     """
     from kvrs.load.admin import AdminClient, AdminError
 
@@ -44,7 +44,7 @@ def ask(config: Config, environ: Mapping[str, str], patience_s: float = PATIENCE
     until_s = time.monotonic() + patience_s
     try:
         state = client.read("state", *_KEYS)
-        while _is_starting(state["instances"]) and time.monotonic() < until_s:
+        while _is_starting(state) and time.monotonic() < until_s:
             time.sleep(_ASK_AGAIN_S)
             state = client.read("state", *_KEYS)
         return ProxyAnswer(client.url, state)
@@ -53,8 +53,13 @@ def ask(config: Config, environ: Mapping[str, str], patience_s: float = PATIENCE
         return ProxyAnswer(client.url, None, error.cause, error.is_taken, is_locked)
 
 
-def _is_starting(rows: list[Mapping[str, Any]]) -> bool:
-    return any(row["health"] == "starting" for row in rows)
+def _is_starting(state: Mapping[str, Any]) -> bool:
+    is_late = any(row["health"] == "starting" for row in state["instances"])
+    return is_late or bool(_peers_not_up(state["proxies"]))
+
+
+def _peers_not_up(rows: list[Mapping[str, Any]]) -> list[str]:
+    return sorted({name for row in rows for name, health in row["peers"].items() if health != "up"})
 
 
 def cluster_findings(config: Config, answer: ProxyAnswer) -> Iterator[Finding]:
@@ -95,15 +100,17 @@ def _proxies(config: Config, rows: list[Mapping[str, Any]], url: str) -> Iterato
     if any(row.get("lacks_tokenizer") for row in rows):
         value = "cluster.model has no tokenizer.json: streams that are cut continue inexactly"
         remedy = "save the model's tokenizer there (save_pretrained), and restart the proxy"
-        yield doubtful("tokenizer of the proxy", value, "the file beside config.json", remedy)
+        yield bad("tokenizer of the proxy", value, "the file beside config.json", remedy)
     if config.proxy.workers == 1:  # Workers have configurations of their own, made from the file.
         yield _digest(config, rows[0])
-    down = sorted({name for row in rows for name, is_up in row["peers"].items() if is_up != "up"})
     peers = {name for row in rows for name in row["peers"]}
-    if down:
-        value = f"{', '.join(down)} of {len(peers)} cannot be reached"
-        remedy = "start it, or open its proxy.peer_port to this proxy"
-        yield doubtful("peers of the proxy", value, "all up", remedy)
+    if down := _peers_not_up(rows):
+        value = f"{', '.join(down)} of {len(peers)} cannot be reached: no stream is resumed there"
+        remedy = (
+            "start it, open its proxy.peer_port to this proxy, or give its entry in proxy.peers "
+            "the `workers` that it has; `proxy not reached` in the proxy's log has the cause"
+        )
+        yield bad("peers of the proxy", value, "all up", remedy)
     elif peers:
         yield good("peers of the proxy", f"{len(peers)} of {len(peers)} up")
 

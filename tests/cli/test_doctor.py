@@ -21,6 +21,7 @@ from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import Config, parse_config
 from kvrs_testkit.certificates import MISSING, Authority
 from kvrs_testkit.free_ports import free_ports
+from kvrs_testkit.multi_proxy_cluster import open_proxy_group
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
 
 needs_openssl = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -343,6 +344,32 @@ async def test_a_key_that_an_engine_does_not_take_is_a_failure() -> None:
 
     assert (found.level, reason in found.value) == (Level.FAILURE, True)
     assert "KVRS_VLLM_API_KEY" in found.remedy
+
+
+@pytest.mark.network
+async def test_a_peer_that_is_not_reached_is_a_failure() -> None:
+    """Streams could not be resumed at another proxy. The remedy names the likely mistake. One that
+    comes up while the doctor looks is waited for.
+    """
+    async with open_proxy_group(pairs=1) as group:
+        admin = {"admin_port": group.proxy(0).admin_port}
+        document = group.configs[0].model_dump(mode="json")
+        config = parse_config(document | {"proxy": document["proxy"] | admin})
+
+        await group.kill(1)
+        await group.until(lambda: not group.mirror(0).peers.live)
+        missing = list(cluster_findings(config, await asyncio.to_thread(ask, config, {}, 0.0)))
+        asking = asyncio.create_task(asyncio.to_thread(ask, config, {}, 60.0))
+        await asyncio.sleep(1.0)
+        is_waiting = not asking.done()
+        await group.start(1)
+        well = list(cluster_findings(config, await asking))
+
+    (found,) = (each for each in missing if each.check == "peers of the proxy")
+    assert (found.level, found.value[:27]) == (Level.FAILURE, "proxy-1 of 1 cannot be reac")
+    assert "`workers`" in found.remedy
+    assert is_waiting
+    assert ("peers of the proxy", Level.OK) in ((each.check, each.level) for each in well)
 
 
 @pytest.mark.network

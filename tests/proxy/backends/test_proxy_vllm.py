@@ -330,7 +330,7 @@ async def test_a_missing_tokenizer_is_seen_wherever_an_operator_looks(
     assert overview["proxies"][0]["lacks_tokenizer"]
     assert await system.count("kvrs_tokenizer_missing") == 1
     assert any(
-        each.level is Level.WARNING and "has no tokenizer.json" in each.value for each in findings
+        each.level is Level.FAILURE and "has no tokenizer.json" in each.value for each in findings
     )
 
 
