@@ -1,10 +1,11 @@
 """Tables and text on stdout: keys are never cut, values fold, and a pipe has no width. A document
-is printed as JSON, or with the same facts as one table for each of its parts.
+is printed as JSON, or with the same facts as one table for each of its parts. A table of which a
+key or a number would be broken is printed row by row, key below key.
 """
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 _NO_WIDTH = 10_000  # Characters. Nothing that is printed is as long.
+_WHOLE = 16  # Characters of a word of a value. Only longer ones are broken.
+_GAP = 2  # Spaces between two columns.
 
 
 def output() -> Console:
@@ -42,27 +45,38 @@ def show(document: Any, *, as_json: bool, hidden: Collection[str] = ()) -> None:
         print(msgspec.json.format(text, indent=2).decode())
         return
     console = output()
-    for name, table in _tables("", msgspec.json.decode(text), hidden):
+    for name, keys, rows in _parts("", msgspec.json.decode(text), hidden):
         if name:
             console.print(Text(f"\n{name}", style="bold"))
-        console.print(table)
+        widths = _widths(keys, rows, console.width)
+        if widths is not None:
+            console.print(_table(keys, rows, widths))
+            continue
+        for number, row in enumerate(rows):
+            if number:
+                console.print()
+            pairs = [pair for pair in zip(keys, row, strict=True) if pair[1]]
+            console.print(_table(("", ""), pairs))
 
 
-def _tables(name: str, value: Any, hidden: Collection[str]) -> Iterator[tuple[str, Table]]:
+_Part = tuple[str, list[str], list[list[str]]]  # Its name, keys and rows.
+
+
+def _parts(name: str, value: Any, hidden: Collection[str]) -> Iterator[_Part]:
     """The plain values of an object, then each other one by itself; a row for each of a list."""
     if isinstance(value, dict):
         shown = {key: each for key, each in value.items() if key not in hidden}
         parts = {key: each for key, each in shown.items() if each and isinstance(each, dict | list)}
         if plain := [(key, _text(key, each)) for key, each in shown.items() if key not in parts]:
-            yield name, _table(("", ""), plain)
+            yield name, ["", ""], [[*pair] for pair in plain]
         for key, each in parts.items():
-            yield from _tables(f"{name}.{key}".removeprefix("."), each, hidden)
+            yield from _parts(f"{name}.{key}".removeprefix("."), each, hidden)
     elif isinstance(value[0], dict):
         rows = [row for item in value for row in _rows(item, hidden)]
         keys = dict.fromkeys(key for row in rows for key, cell in row.items() if cell not in _EMPTY)
-        yield name, _table(keys, ([row.get(key, "") for key in keys] for row in rows))
+        yield name, [*keys], [[row.get(key, "") for key in keys] for row in rows]
     else:
-        yield name, _table(("",), ([str(each)] for each in value))
+        yield name, [""], [[str(each)] for each in value]
 
 
 _EMPTY = ("-", "no")  # A column of these alone is left out.
@@ -87,16 +101,40 @@ def _rows(item: dict[str, Any], hidden: Collection[str]) -> Iterator[dict[str, s
     yield from others
 
 
-def _table(keys: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    columns = [*keys]
+def _widths(keys: list[str], rows: list[list[str]], most: int) -> list[int] | None:
+    """Width of each column in characters, with the gaps at most `most`, such that no key and no
+    number is broken; room that is left goes to the first columns. None: there is too little.
+    []: a table without keys, which folds by itself.
+    """
+    if not any(keys):
+        return []
+    columns = [[key, *cells] for key, *cells in zip(keys, *rows, strict=True)]
+    natural = [max(map(len, cells)) for cells in columns]
+    # Keys, and words that are not long, are whole; the first column is not wrapped at all.
+    widths = [natural[0]]
+    for key, *cells in columns[1:]:
+        words = (min(len(word), _WHOLE) for cell in cells for word in cell.split())
+        widths.append(max([len(key), *words]))
+    room = most - sum(widths) - _GAP * (len(widths) - 1)
+    if room < 0:
+        return None
+    for number, wanted in enumerate(natural):
+        more = min(wanted - widths[number], room)
+        widths[number], room = widths[number] + more, room - more
+    return widths
+
+
+def _table(keys: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int] = ()) -> Table:
     table = Table(
-        *columns,
+        *keys,
         box=SIMPLE_HEAD,
-        show_header=any(columns),
+        show_header=any(keys),
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
     )
+    for column, width in zip(table.columns, widths, strict=False):
+        column.width = width
     for row in rows:
         table.add_row(*map(Text, row))
     return folded(table)
@@ -118,5 +156,7 @@ def _text(key: str, value: Any) -> str:
             return ", ".join(f"{name} {_text(name, each)}" for name, each in value.items()) or "-"
         case list():
             return ", ".join(_text(key, each) for each in value) or "-"
+        case str() if key.endswith("_utc"):
+            return value.replace("T", " ").removesuffix("+00:00")
         case _:
             return str(value)
