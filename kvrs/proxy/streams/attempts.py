@@ -22,7 +22,7 @@ from kvrs.proxy.backends.bodies import Call, decode_call, prefill_call
 from kvrs.proxy.fleet.slots import SlotDeniedError, SlotSender
 from kvrs.proxy.streams.clients import ClientGoneError
 from kvrs.proxy.streams.continuation import Continuation, EngineText
-from kvrs.proxy.streams.live import Failed, OpenStream, StreamPhase
+from kvrs.proxy.streams.live import DENIED, Failed, OpenStream, StreamPhase
 from kvrs.proxy.streams.relay import ErrorEventError, Relay
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
 from kvrs.proxy.wire.peer import (
@@ -102,9 +102,7 @@ class AttemptCalls:
             retry_after_s = None
             if isinstance(error, DeniedError):
                 # Another instance may take the key. If none does, the client is told at once.
-                body = error_body(
-                    f"{attempt.failed_at}: {error}", kind="server_error", code="denied"
-                )
+                body = error_body(f"{attempt.failed_at}: {error}", kind="server_error", code=DENIED)
                 live.refusal = Failed(502, body)
             elif isinstance(error, BusyError):
                 driver.busy_status, retry_after_s = error.status, error.retry_after_s

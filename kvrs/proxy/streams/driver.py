@@ -29,7 +29,7 @@ from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import AttemptCalls, AttemptDriver
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.live import Failed, OpenStream, Outcome, StreamPhase
+from kvrs.proxy.streams.live import DENIED, Failed, OpenStream, Outcome, StreamPhase
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tokenizer import LazyTokenizer
@@ -284,17 +284,22 @@ class TaskShell:
 
     def end_stream(self, live: OpenStream, outcome: CoreOutcome) -> None:
         is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
-        if live.refused_by and not is_refused:
+        is_at_fault = is_refused and live.refusal is not None and live.refusal.rejected
+        if live.refused_by and not is_at_fault:
             blame_refusers(self._metrics, live)
         match outcome:
             case Complete():
                 live.resolve(outcome)
             case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
-                self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
-                self._recoveries.rejected(live.id)
                 extra = {"stream": live.id, "cause": outcome.message}
-                log.info("request rejected", extra=extra)
+                if is_at_fault:
+                    self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
+                    self._recoveries.rejected(live.id)
+                    log.info("request rejected", extra=extra)
+                else:  # The proxy's key was refused: operators have to mend that.
+                    self._metrics.admission.given_up.labels(DENIED).inc()
+                    log.warning("stream given up", extra=extra | {"reason": DENIED})
                 live.resolve(live.refusal)
             case act.GiveUp():
                 self._metrics.admission.given_up.labels(outcome.reason).inc()

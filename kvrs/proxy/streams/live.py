@@ -14,6 +14,9 @@ from kvrs.ids import InstanceId
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.wire.journal import Journal
 
+# Code and reason of a stream of which instances refuse the proxy's key: no fault of the request.
+DENIED = "denied"
+
 
 class Failed(msgspec.Struct, frozen=True):
     """The client gets this error: as the status before its first byte, as an event after it."""

@@ -33,6 +33,7 @@ from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.fleet.supervision import TaskKind
+from kvrs.proxy.streams.live import DENIED
 from kvrs.proxy.streams.page_metrics import (
     ConnectorMetrics,
     LendingMetrics,
@@ -426,7 +427,7 @@ class AdmissionMetrics:
         self.given_up = Counter(
             "kvrs_streams_given_up", "Streams given up, by reason.", ["reason"], registry=registry
         )
-        for reason in act.Reason:
+        for reason in (*act.Reason, DENIED):
             self.given_up.labels(reason)
 
 

@@ -255,7 +255,9 @@ async def test_its_own_key_is_sent_where_there_is_one(
 
 
 async def test_a_key_that_is_not_taken_any_more_is_an_error_at_once(vllms: Builder) -> None:
-    """No instance that still answers /health is tried again and again, and none is called ready."""
+    """No instance that still answers /health is tried again and again, and none is called ready.
+    The request counts as failed: operators are told, by an alert too.
+    """
     system = await vllms()
     request = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
     for server in system.servers.values():
@@ -267,6 +269,13 @@ async def test_a_key_that_is_not_taken_any_more_is_an_error_at_once(vllms: Build
     assert b"p0: HTTP 403 to a completion, by itself or a gateway in front" in body
     assert [body["prompt"] for body in system.servers["p0"].bodies].count(PROMPT) == 1
     await system.until_health(p0="refused")
+    given_up = {
+        reason: await system.count("kvrs_streams_given_up_total", reason=reason)
+        for reason in ("denied", "refused")
+    }
+    assert given_up == {"denied": 1, "refused": 0}
+    assert await system.count("kvrs_attempts_failed_total", worker="p0") == 1
+    assert await system.count("kvrs_requests_total", outcome="failed") == 1
 
 
 async def test_a_request_that_alone_is_denied_blames_no_instance(vllms: Builder) -> None:
