@@ -93,6 +93,37 @@ def test_templates_use_values_that_exist_and_all_of_them() -> None:
             assert re.search(rf"[.$a-zA-Z ]\.{key}\b", text), f"{name}.{key}"
 
 
+def test_the_schema_has_each_value_and_no_other() -> None:
+    """Helm refuses a value that is not in it, so one that is missing there could not be set."""
+
+    def compare(section: dict[str, Any], schema: dict[str, Any]) -> None:
+        if (known := schema.get("properties")) is not None:
+            assert schema["additionalProperties"] is False
+            assert section.keys() == known.keys() - {"global"}  # Of a chart above this one.
+            for key, value in section.items():
+                compare(value, known[key])
+
+    compare(values(), json.loads((CHART / "values.schema.json").read_text()))
+
+
+@pytest.mark.process
+@needs_helm
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"networkpolicy": {"enabled": True}}, "networkpolicy"),
+        ({"networkPolicy": {"enable": True}}, "enable"),
+        ({"podMonitor": {"enabled": "yes"}}, "/podMonitor/enabled"),
+        ({"image": {"digest": "0.1.0"}}, "/image/digest"),
+        ({"replicas": "two"}, "/replicas"),
+    ],
+)
+def test_a_value_that_would_do_nothing_is_refused(wrong: dict[str, Any], named: str) -> None:
+    """By its name. A misspelt `networkPolicy` would leave the ports open."""
+    with pytest.raises(ChartError, match=named):
+        rendered(wrong)
+
+
 def test_actions_and_definitions_of_templates_are_closed() -> None:
     """A check without helm: each block has its end, each include its definition."""
     texts = {path.name: path.read_text() for path in TEMPLATES}
