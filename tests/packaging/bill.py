@@ -3,16 +3,21 @@
     pip install --dry-run --ignore-installed --report REPORT -c constraints.txt WHEEL
     python -m tests.packaging.bill REPORT
 
-prints it. A component is a file with its SHA-256, so that it belongs to that index and platform.
+prints it. A component is a file with its SHA-256, so that it belongs to that index and platform. An
+older pip, such as 23.2, leaves licence expressions out of its report: those of packages that are
+installed here in the same version are read there.
 """
 
 import json
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+
+_LICENCE = "License :: OSI Approved :: "
 
 
 def bill(report: dict[str, Any]) -> dict[str, Any]:
@@ -62,11 +67,25 @@ def _component(item: dict[str, Any], kind: str) -> dict[str, Any]:
         "purl": reference,
         "hashes": [{"alg": "SHA-256", "content": digest}],
     }
-    if expression := metadata.get("license_expression"):
+    if expression := metadata.get("license_expression") or _installed_licence(metadata):
         found["licenses"] = [{"expression": expression}]
     elif (name := metadata.get("license", "").strip()) and "\n" not in name:
         found["licenses"] = [{"license": {"name": name}}]
+    elif names := [each for each in metadata.get("classifier", []) if each.startswith(_LICENCE)]:
+        found["licenses"] = [{"license": {"name": each.rpartition(" :: ")[2]}} for each in names]
     return found
+
+
+def _installed_licence(metadata: dict[str, Any]) -> str | None:
+    """The licence expression of the same version, if that is installed here and has one."""
+    try:
+        installed = distribution(metadata["name"])
+    except PackageNotFoundError:
+        return None
+    if installed.version != metadata["version"]:
+        return None
+    found: list[str] = installed.metadata.get_all("License-Expression", [])
+    return found[0] if found else None
 
 
 def _needed(item: dict[str, Any], known: dict[str, str], environment: dict[str, str]) -> set[str]:

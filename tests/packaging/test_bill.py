@@ -1,5 +1,6 @@
 """The bill of materials that `make package` writes."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -44,6 +45,25 @@ def test_each_file_of_an_installation_is_listed_with_its_hash_and_what_it_needs(
     graph = {each["ref"]: each["dependsOn"] for each in made["dependencies"]}
     assert graph["pkg:pypi/kvrs@0.1.0"] == ["pkg:pypi/py-yaml@6.0", "pkg:pypi/tokenizers@1.0%2Bcpu"]
     assert graph["pkg:pypi/py-yaml@6.0"] == []
+
+
+def test_licences_are_found_where_the_report_has_no_expression() -> None:
+    """An older pip reads none. An installed package counts in the same version only, then come the
+    classifiers.
+    """
+    here = version("msgspec")
+    classified = {"classifier": ["Topic :: Internet", "License :: OSI Approved :: MIT License"]}
+
+    def licences(*found: dict[str, Any]) -> list[Any]:
+        report = {"environment": ENVIRONMENT, "install": [item("kvrs", "0", []), *found]}
+        return [each.get("licenses") for each in bill(report)["components"]]
+
+    assert licences(item("msgspec", here, [], **classified)) == [[{"expression": "BSD-3-Clause"}]]
+    assert licences(item("msgspec", f"{here}.1", [])) == [None]
+    assert licences(item("msgspec", f"{here}.1", [], **classified)) == [
+        [{"license": {"name": "MIT License"}}]
+    ]
+    assert licences(item("not-installed-anywhere", "1", [])) == [None]
 
 
 def test_a_file_without_a_hash_is_an_error() -> None:
