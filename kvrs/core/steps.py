@@ -242,6 +242,8 @@ class Steps:
         if is_the_clients_fault:
             self._starter.give_up(stream, act.Reason.REFUSED, event.cause)
             return
+        if event.failure is ev.FailureKind.NOT_A_NUMBER:
+            self._ledger.kv_locations.distrust(stream)
         if event.failure is ev.FailureKind.BUSY:
             stream.recovery.note_busy_answer(now_s)
         elif was_ejected and stream.recovery.lasts_s(now_s) < self._settings.recovery.wait_s:

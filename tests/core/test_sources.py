@@ -11,7 +11,7 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import MEMORY, Capability
-from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, of, only
+from tests.core.policy_harness import GEOMETRY, PolicyHarness, instance_up, load, of, only
 
 A = StreamId("A")
 P0, D1, B0, B1 = (InstanceId(name) for name in ("p0", "d1", "b0", "b1"))
@@ -105,6 +105,31 @@ def test_the_prompt_comes_from_prefill_and_what_was_generated_from_an_agent() ->
         act.PageRange(AGENT_1, 6, 5, 1),
     )
     assert only(actions, act.Recovered).option is Option.MIGRATE
+
+
+@pytest.mark.parametrize(("others", "prefill"), [(("p1", "d1"), InstanceId("p1")), (("d1",), None)])
+def test_behind_logits_that_are_no_numbers_nothing_is_loaded(
+    others: tuple[str, ...], prefill: InstanceId | None
+) -> None:
+    """Pages that an agent stores and p0 has cached may be what spoilt them: the second verdict is
+    to be about the request.
+    """
+    harness = checkpointed("p0", "d0", *others)
+    harness.kept("agent-n1", A=8)
+    kind = ev.FailureKind.NOT_A_NUMBER
+    before = {each.holder for each in harness.policy.kept(A) if each.pages}
+    harness.handle(load("d1", 9.0))  # It is as quick to compute elsewhere meanwhile.
+
+    failed = ev.AttemptFailed(A, 1, InstanceId("d0"), "nan", 60, failure=kind)
+    actions = harness.handle(failed)
+
+    assert before >= {AGENT_1}
+    assert [each for each in harness.policy.kept(A) if each.pages] == []
+    start, record = only(actions, act.Start), only(actions, act.Recovered)
+    assert start.plan.runs == ()
+    assert start.plan.decode == "d1"
+    assert start.plan.prefill == prefill
+    assert {each.option for each in record.estimates} == {Option.RECOMPUTE}
 
 
 def test_a_checkpoint_that_lags_is_extended_by_the_instance_that_has_more() -> None:

@@ -5,6 +5,7 @@ Exactly: the same tokens, and on every KV page the same bits, as in an undisturb
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.engine.hooks import StepHook
+from kvrs.engine.kv_pool import KvPool
 from kvrs.engine.random_model import write_tiny_model
 from kvrs.errors import RequestError
 from kvrs.ids import InstanceId
+from kvrs.protocol.tags import page_tags
 from kvrs.scheduling.sequences import SequencePhase
 from kvrs.transfer.peers import TrafficClass
 from kvrs.transfer.registry import peers_of
@@ -408,3 +411,26 @@ async def test_who_sends_checkpoints_hears_of_full_pages_and_of_nothing_else(wor
         *[("began", 0), ("filled", 3), ("filled", 11), ("filled", 12), ("ended", 12)],
         *[("began", 0), ("filled", 11), ("filled", 12), ("ended", 12)],
     ]
+
+
+async def test_a_poisoned_page_spoils_the_attempt_that_fetches_it_and_none_behind(
+    world: World,
+) -> None:
+    """The holder's page is no numbers, and arrives as it was sent. The attempt that fetches nothing
+    computes the history anew, at the same target too.
+    """
+    history = await world.run_undisturbed()
+    manager, pool = world.holder.instance.pages, world.holder.instance.worker.pool
+    assert isinstance(pool, KvPool), "one process"
+    held = manager.match(page_tags(world.holder.instance.root(""), history, P)[:3])
+    pool.tensor[held[-1]].fill_(math.nan)
+    manager.release(held)
+
+    spoilt = await world.target.begin(body(history, sources=[source("e1", 0, 11)]))
+    lost = await world.target.rest_of(spoilt)
+    again = await world.target.answer(body(history, attempt=3))
+
+    assert lost == []
+    assert spoilt.failure_code == "not_a_number"
+    assert again == world.output[CUT:]
+    assert world.target.pages(PROMPT + world.output)[: len(world.undisturbed)] == world.undisturbed

@@ -118,6 +118,15 @@ class KvLocations:
         if (found := stream.holders.pop(holder, None)) is not None:
             found.member.held.discard(stream_id)
 
+    def distrust(self, stream: Stream) -> None:
+        """Its KV may be what spoils its logits: the next attempt loads none of it, and is handed
+        off nothing by an instance that has cached it.
+        """
+        for held in stream.holders.values():
+            stream.exclude(held.member)
+        for holder in {*stream.holders, *stream.checkpoints}:
+            self.forget(stream.id, holder)
+
     def of(self, stream_id: StreamId) -> tuple[ev.Kept, ...]:
         """All locations, for the proxy that may have to go on with the stream."""
         stream = self._streams.get(stream_id)
