@@ -2,6 +2,8 @@
 save the move of what is lost with its owner.
 """
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,8 +136,13 @@ def test_split_experts_have_the_bytes_of_one_process_and_grow_back(tmp_path: Pat
         group.close()
 
 
-def test_a_lost_expert_with_a_copy_costs_no_byte(group: RankGroup, model: Path) -> None:
-    """Its device is gone; the rank with the copy owns it, and no move is of it."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_lost_expert_with_a_copy_costs_no_byte(
+    group: RankGroup, model: Path, *, is_killed: bool
+) -> None:
+    """Its device is gone, or its process is killed and the memory is left; the rank with the copy
+    owns it, and no move is of it.
+    """
     compute_until(group, model, copies=True)
     loads = group.reformer.loads
     assert loads is not None
@@ -159,8 +166,11 @@ def test_a_lost_expert_with_a_copy_costs_no_byte(group: RankGroup, model: Path) 
         if unit not in lost and unit.kind is not UnitKind.COMMON
     ]
 
-    group.lose_device(owner)
-    group.on_restart()
+    if is_killed:
+        os.kill(group.pids[owner], signal.SIGKILL)
+    else:
+        group.lose_device(owner)
+        group.on_restart()
     while len(group.reformer.done) == done:
         try:
             group.execute([CHUNK])
@@ -168,8 +178,10 @@ def test_a_lost_expert_with_a_copy_costs_no_byte(group: RankGroup, model: Path) 
             group.on_lost()
 
     reshard = group.reformer.done[done]
+    others_bytes = sum(map(bytes_of, others))
+    moved = dict.fromkeys(["kept"] if is_killed else ["host", "read"], others_bytes)
     assert lost
     assert reshard.way is Way.RESHARD
-    assert reshard.moved["read"] == reshard.host_bytes == sum(map(bytes_of, others))
-    assert reshard.peer_bytes == 0
+    assert {name: size for name, size in reshard.moved.items() if size} == moved
+    assert reshard.host_bytes == (0 if is_killed else others_bytes)
     assert same_bytes(group.execute([CHUNK]), Worker(model, SETTINGS).execute([CHUNK]))

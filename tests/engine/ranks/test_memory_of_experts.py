@@ -1,5 +1,6 @@
-"""Memory of ranks that have experts, as the kernel counts it of their processes."""
+"""Memory and CPU time of ranks that have experts, as the kernel counts it of their processes."""
 
+import os
 import re
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ MODEL = ExpertsModel("mixtral", 2, 256, 8, 4, 32, 8, 2, 2048, 2.0)
 # Of a rank: pages of which a unit has only a part, and what a unit's place is rounded up to.
 ROUNDED_BYTES = 1 << 20
 FEW_SECONDS_S = 60.0
+BATCHES = 20
 CHUNK = Chunk([(13 * at * at + 7) % 500 for at in range(90)], 0, range(10, 20), logits=3)
 
 
@@ -116,16 +118,8 @@ def test_a_copy_takes_the_memory_of_its_unit_where_it_is_shown(group: RankGroup)
     before, loads = in_units(group, "Pss"), group.reformer.loads
     assert loads is not None
     assert not group.layout.copies
-    group.predict = lambda chunks: 0.0
+    compute_until_copied(group)
     until_s = time.monotonic() + FEW_SECONDS_S
-    while not group.layout.copies or group.reforming:
-        try:
-            group.execute([CHUNK])
-        except RanksLostError:
-            group.on_lost()
-        assert time.monotonic() < until_s
-    # No further change of copies.
-    loads._settings = loads._settings.model_copy(update={"rebalance": False})
 
     def missing() -> int:
         """Bytes by which a rank has more or less than its copies, at most."""
@@ -140,3 +134,50 @@ def test_a_copy_takes_the_memory_of_its_unit_where_it_is_shown(group: RankGroup)
     assert missing() <= ROUNDED_BYTES
     assert loads.facts(layout).copies == sum(map(len, layout.copies)) > 0
     assert max(copied_bytes(layout, units).values()) >= units.mlp_bytes[0] > ROUNDED_BYTES
+
+
+def compute_until_copied(group: RankGroup) -> None:
+    """Batches until copies are there; no other ones come behind them."""
+    assert group.reformer.loads is not None
+    group.predict = lambda chunks: 0.0
+    until_s = time.monotonic() + FEW_SECONDS_S
+    loads = group.reformer.loads
+    while not group.layout.copies or group.reforming:
+        try:
+            group.execute([CHUNK])
+        except RanksLostError:
+            group.on_lost()
+        if group.layout.copies:
+            loads._settings = loads._settings.model_copy(update={"rebalance": False})
+        assert time.monotonic() < until_s
+
+
+def test_a_copy_takes_work_where_it_is_shown(group: RankGroup) -> None:
+    """By the CPU time that the kernel counts: the rank that has most to do without copies has a
+    smaller part of the work of all with them.
+    """
+    before = cpu_shares(group)
+    compute_until_copied(group)
+    after = cpu_shares(group)
+
+    busiest = max(before, key=before.__getitem__)
+    copied = copied_bytes(group.layout, group.units)
+    gains = {rank: after[rank] - before[rank] for rank in before}
+    assert copied
+    assert after[busiest] < before[busiest] - 0.02
+    assert max(gains, key=gains.__getitem__) in copied
+
+
+def cpu_shares(group: RankGroup) -> dict[int, float]:
+    """Each rank's part of the CPU time that all of them take for batches."""
+    group.execute([CHUNK])
+    from_s = {rank: cpu_s(pid) for rank, pid in group.pids.items()}
+    for _ in range(BATCHES):
+        group.execute([CHUNK])
+    used = {rank: cpu_s(pid) - from_s[rank] for rank, pid in group.pids.items()}
+    return {rank: own_s / sum(used.values()) for rank, own_s in used.items()}
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
