@@ -1,12 +1,12 @@
 """CPU time per token of the busiest rank, from 8 ranks to 7: without copies of experts, with them,
 and with experts that are split.
 
-    python -m experiments.experts.cpu [--tiny]
+    python -m experiments.experts.cpu [--seeds 3] [--rows 128] [--tiny]
 
 Real: processes of ranks of a generated Mixtral with 1 GB of weights, at three skews of its router,
 and the CPU time that the kernel counts for each of them. The ranks share the processors of this
-machine, so no time of a step is shown. Exit status 1: the copies of a skewed model leave the
-busiest rank more to do.
+machine, so no time of a step is shown. Each seed gives another model and other tokens. Exit status
+1: the copies of a skewed model leave the busiest rank more to do, by the median of the seeds.
 """
 
 import argparse
@@ -16,8 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
+from statistics import median
 
 from experiments.experts.stepping import group_of, step_of
 from experiments.record import Record
@@ -36,6 +38,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    seed: int
     skew: float  # Of the router's rows.
     variant: str
     ranks: int
@@ -50,19 +53,28 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="that are measured")
     parser.add_argument("--rows", type=int, default=64, help="of a step")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: does it run")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0 on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    record = Record(options.seed)
+    if options.seeds < 1:
+        parser.error(f"--seeds: got {options.seeds}; allowed: 1 and more")
+    record = Record(*range(options.seeds))
     rows: list[Row] = []
-    for skew in SKEWS:
+    for seed, skew in product(range(options.seeds), SKEWS):
         with tempfile.TemporaryDirectory() as directory:
-            write_experts_model(Path(directory), model_of(skew, tiny=options.tiny), options.seed)
+            write_experts_model(Path(directory), model_of(skew, tiny=options.tiny), seed)
             for variant in VARIANTS:
-                rows += measured(Path(directory), skew, variant, options)
-    gains = gains_of(rows)
-    figures = {"rows": [asdict(row) for row in rows], "gains": gains, "published": PUBLISHED}
-    text = as_text(rows, gains)
+                rows += measured(Path(directory), seed, skew, variant, options)
+                print(as_line(rows[-2]), as_line(rows[-1]), sep="\n", flush=True)
+    by_seed = gains_of(rows)
+    gains = {skew: median(own) for skew, own in by_seed.items()}
+    figures = {
+        "rows": [asdict(row) for row in rows],
+        "gains": gains,
+        "gains_by_seed": by_seed,
+        "published": PUBLISHED,
+    }
+    text = as_text(rows, by_seed)
     print(text)
     record.keep(options.out, NAME, figures, text)
     return min(gain for skew, gain in gains.items() if float(skew)) < 1.0
@@ -74,7 +86,9 @@ def model_of(skew: float, *, tiny: bool) -> ExpertsModel:
     return ExpertsModel.large("mixtral", skew=skew)
 
 
-def measured(directory: Path, skew: float, variant: str, options: argparse.Namespace) -> list[Row]:
+def measured(
+    directory: Path, seed: int, skew: float, variant: str, options: argparse.Namespace
+) -> list[Row]:
     """Rows of all ranks, and of those that are left once one has gone."""
     experts = ExpertSettings(
         layout="split" if variant == "split" else "whole",
@@ -85,7 +99,7 @@ def measured(directory: Path, skew: float, variant: str, options: argparse.Names
     )
     group = group_of(directory, RANKS, options.rows, experts)
     try:
-        bench = _Bench(group, options.rows, Random(options.seed))
+        bench = _Bench(group, options.rows, seed)
         before = bench.row(skew, variant, options.steps)
         order = group.reformer.order
         # Not while copies move.
@@ -97,9 +111,9 @@ def measured(directory: Path, skew: float, variant: str, options: argparse.Names
 
 
 class _Bench:
-    def __init__(self, group: RankGroup, rows: int, choose: Random) -> None:
-        self._group, self._rows, self._choose = group, rows, choose
-        self._steps = 0
+    def __init__(self, group: RankGroup, rows: int, seed: int) -> None:
+        self._group, self._rows, self._seed = group, rows, seed
+        self._choose, self._steps = Random(seed), 0
 
     def row(self, skew: float, variant: str, steps: int) -> Row:
         self._settle()
@@ -115,6 +129,7 @@ class _Bench:
         ]
         tiles = [report.tiles[rank] - from_s.tiles[rank] for rank in group.layout.ranks]
         return Row(
+            self._seed,
             skew,
             variant,
             len(group.layout.ranks),
@@ -166,26 +181,43 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def gains_of(rows: Sequence[Row]) -> dict[str, float]:
-    """CPU time per token of the busiest of seven ranks, without copies over with them."""
-    found = {(row.skew, row.variant): row.busiest_ms for row in rows if row.ranks == RANKS - 1}
-    return {f"{skew:g}": found[skew, "off"] / found[skew, "on"] for skew in SKEWS}
+def gains_of(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """CPU time per token of the busiest of seven ranks, without copies over with them: by skew, of
+    each seed.
+    """
+    found = {
+        (row.seed, row.skew, row.variant): row.busiest_ms for row in rows if row.ranks == RANKS - 1
+    }
+    seeds = sorted({row.seed for row in rows})
+    return {
+        f"{skew:g}": [found[seed, skew, "off"] / found[seed, skew, "on"] for seed in seeds]
+        for skew in SKEWS
+    }
 
 
-def as_text(rows: Sequence[Row], gains: dict[str, float]) -> str:
+def as_text(rows: Sequence[Row], gains: dict[str, list[float]]) -> str:
     lines = [
         "CPU time per token, of the rank with most and of the mean one, ms",
         "",
-        "skew  experts  ranks  copies  tiles: max/mean  busiest   mean",
+        "seed  skew  experts  ranks  copies  tiles: max/mean  busiest   mean",
     ]
-    lines += [
-        f"{row.skew:4} {row.variant:8} {row.ranks:5} {row.copies:7} {row.tiles_skew:16.2f} "
-        f"{row.busiest_ms:8.2f} {row.mean_ms:6.2f}"
-        for row in rows
-    ]
-    shown = ", ".join(f"{gain:.2f} at {skew}" for skew, gain in gains.items())
+    lines += map(as_line, rows)
+    shown = ", ".join(f"{_shown(own)} at {skew}" for skew, own in gains.items())
     lines += ["", f"off over on with 7 ranks: {shown}; AnchorTP's tokens/s: {PUBLISHED:.2f}"]
     return "\n".join(lines)
+
+
+def as_line(row: Row) -> str:
+    return (
+        f"{row.seed:4}  {row.skew:4} {row.variant:8} {row.ranks:5} {row.copies:7} "
+        f"{row.tiles_skew:16.2f} {row.busiest_ms:8.2f} {row.mean_ms:6.2f}"
+    )
+
+
+def _shown(gains: Sequence[float]) -> str:
+    """The median of the seeds, and their range."""
+    middle = f"{median(gains):.2f}"
+    return middle if len(gains) == 1 else f"{middle} ({min(gains):.2f} to {max(gains):.2f})"
 
 
 if __name__ == "__main__":
