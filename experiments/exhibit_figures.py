@@ -707,8 +707,11 @@ def busiest_rank() -> str:
 
 
 def lost_ranks() -> str:
+    def shown(ratio: float | None) -> str:
+        return "none" if ratio is None else f"{ratio:.2f}"
+
     return "; ".join(
-        f"{case}: TFS {own['tfs_s']:.2f}, TTP {own['ttp_s']:.2f}"
+        f"{case}: TFS {shown(own['tfs_s'])}, TTP {shown(own['ttp_s'])}"
         for case, own in kept(EXPERTS_LOST)["ratios"].items()
     )
 

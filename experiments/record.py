@@ -84,8 +84,8 @@ class Record:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             document = json.dumps({"run": run} | figures, indent=1, ensure_ascii=False)
-            (out / f"{name}.json").write_text(document + "\n")
-            (out / f"{name}.txt").write_text("\n".join([text.rstrip("\n"), "", *lines]) + "\n")
+            _replace(out / f"{name}.json", document + "\n")
+            _replace(out / f"{name}.txt", "\n".join([text.rstrip("\n"), "", *lines]) + "\n")
         return "void" in run
 
     def _watch(self) -> None:
@@ -115,6 +115,13 @@ class Record:
             "others_during": round(during, 3),
         }
         return run | ({"void": "; ".join(reasons)} if reasons else {})
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file whole: one that was there is replaced, or stays."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def reasons_against(before: float, during: float) -> list[str]:
