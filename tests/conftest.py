@@ -89,6 +89,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _running = None
+        _forget_applications()
+
+
+def _forget_applications() -> None:
+    """aiohttp keeps the last 1024 handlers that have answered, and with them what they belong to:
+    the weights and pages of each instance that a test has served in this process, 70 MB each.
+    """
+    if (web_app := sys.modules.get("aiohttp.web_app")) is not None:
+        web_app._cached_build_middleware.cache_clear()
 
 
 def _check_markers(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,6 +1,8 @@
 """Common parts of the HTTP faces of instances and agents."""
 
 import asyncio
+import gc
+from weakref import ref
 
 import msgspec
 import pytest
@@ -45,6 +47,41 @@ async def test_a_face_that_shuts_down_waits_for_no_watcher() -> None:
             await face.close()
 
     assert first == b'{"epoch":1}\n'
+
+
+class Served:
+    async def answer(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+
+served: list[ref[Served]] = []
+
+
+@pytest.mark.network
+async def test_a_port_answers_by_an_object() -> None:
+    """The next test looks for that object."""
+    one = Served()
+    served.append(ref(one))
+    app = http.new_app(Scope.AGENT)
+    app.router.add_get("/", one.answer)
+    key = scoped_key(SECRET, Scope.AGENT, "agent-n0")
+    face = http.HttpPort(
+        app, ConnectionLimits.of_peers(), shutdown_timeout_s=1, names=None, keys=[key]
+    )
+    port = await face.open("127.0.0.1", 0)
+
+    async with client_of(f"http://127.0.0.1:{port}", key) as client, client.get("/") as answer:
+        status = answer.status
+    await face.close()
+
+    assert status == 200
+
+
+def test_what_another_test_served_is_not_in_memory_any_more() -> None:
+    """Instances have weights and pages, tens of megabytes each."""
+    gc.collect()
+
+    assert [one for one in served if one() is not None] == []
 
 
 @pytest.mark.parametrize(("wait_s", "values"), [(0.0, "123"), (1.0, "123"), (1.1, "234")])
