@@ -36,6 +36,13 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[list[int]]:
+    """Tokens of the streams, one after the other and before any fault."""
+    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
+    return [by_seed[seed] for seed in SEEDS]
+
+
 async def until(cluster: Cluster, name: str, holds: Callable[[Row], bool]) -> Row:
     """The row of an instance for which that holds."""
     async with asyncio.timeout(120):
@@ -76,12 +83,11 @@ def survivors(row: Row, lost: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("lost", [0, 2])
 async def test_a_lost_host_is_replaced_by_that_of_the_other_pipeline(
-    cluster: Cluster, lost: int
+    cluster: Cluster, expected: list[list[int]], lost: int
 ) -> None:
     """Streams of both are exact, those that stay in the same attempt; all is as before in the end,
     without a survivor that reads anything again.
     """
-    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
     with ThreadPoolExecutor(len(SEEDS)) as clients:
@@ -93,7 +99,7 @@ async def test_a_lost_host_is_replaced_by_that_of_the_other_pipeline(
         got = list(answers)
     after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
-    assert got == [by_seed[seed] for seed in SEEDS]
+    assert got == expected
     stage = borrowed["stages"][lost]
     assert stage["host_pid"] == before["d1"]["stages"][lost]["host_pid"]
     [rank] = ranks_of(borrowed, lost)
@@ -113,9 +119,10 @@ async def test_a_lost_host_is_replaced_by_that_of_the_other_pipeline(
         assert (row["from"], row["to"], row["attempt"]) == ("d0", "d0", 1)
 
 
-async def test_a_lender_whose_process_is_killed_has_its_stage_back(cluster: Cluster) -> None:
+async def test_a_lender_whose_process_is_killed_has_its_stage_back(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
     """While another instance uses it, whose own host starts meanwhile."""
-    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
     with ThreadPoolExecutor(len(SEEDS)) as clients:
@@ -127,14 +134,15 @@ async def test_a_lender_whose_process_is_killed_has_its_stage_back(cluster: Clus
         got = list(answers)
     after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
-    assert got == [by_seed[seed] for seed in SEEDS]
+    assert got == expected
     assert after["d0"]["pid"] == before["d0"]["pid"]
     assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
 
 
-async def test_a_borrower_that_is_stopped_does_no_harm_to_its_donor(cluster: Cluster) -> None:
+async def test_a_borrower_that_is_stopped_does_no_harm_to_its_donor(
+    cluster: Cluster, expected: list[list[int]]
+) -> None:
     """While it is stopped and when it goes on, in the middle of its batches; its streams leave."""
-    by_seed = {seed: complete(cluster, seed, LONG) for seed in (None, 7)}
     before = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
     with ThreadPoolExecutor(2 * len(SEEDS)) as clients:
@@ -152,7 +160,7 @@ async def test_a_borrower_that_is_stopped_does_no_harm_to_its_donor(cluster: Clu
         got += clients.map(lambda seed: complete(cluster, seed, LONG), SEEDS)
     after = {name: await until(cluster, name, at_home) for name in ("d0", "d1")}
 
-    assert got == 3 * [by_seed[seed] for seed in SEEDS]
+    assert got == 3 * expected
     assert survivors(after["d1"], 3) == survivors(before["d1"], 3)
     assert after["d1"]["pid"] == before["d1"]["pid"]
     await until(cluster, "d1", partial(has_pages, before["d1"]["load"]["free_pages"]))
