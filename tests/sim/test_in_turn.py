@@ -17,14 +17,20 @@ from kvrs.sim.fault_scenarios import CUT_OFF, HUNG, ONE_WAY, PAGES_STALL, PROXY_
 from kvrs.sim.scenarios import KINDS, in_turn
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
+from tests.sim.stepwise import all_of, step_by_step
 
 SEEDS = range(6)
 LONG_S = 300.0
 
 
 @cache
+def all_of_seed(seed: int) -> dict[str, Any]:
+    return all_of(in_turn(seed, keep_log=True))
+
+
 def outcome_of(seed: int) -> Outcome:
-    return in_turn(seed).run()
+    outcome: Outcome = all_of_seed(seed)["outcome"]
+    return outcome
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -46,6 +52,15 @@ def test_every_kind_of_death_hits_streams() -> None:
         hit[one.death] += one.streams
 
     assert [name for name in KINDS if not hit[name]] == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_world_is_the_same_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is different where steps of steady sequences are counted."""
+    counted = all_of_seed(seed)
+    step_by_step(monkeypatch)
+
+    assert all_of(in_turn(seed, keep_log=True)) == counted
 
 
 def half_dead(name: str, seed: int) -> World:

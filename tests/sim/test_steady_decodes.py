@@ -1,10 +1,9 @@
 """Decode steps of steady sequences are counted, and nothing is different by it: each world here is
-run twice, the second time with each step of each sequence worked out by itself.
+run twice, the second time with each step of each sequence worked out by itself. Those of
+`scenarios.in_turn` are in `test_in_turn.py`, which has their first runs.
 """
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,39 +11,13 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.sim import scenarios
-from kvrs.sim.calls import SimRun
-from kvrs.sim.clients import records_of
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.flows import TokenFlow
-from kvrs.sim.steady import SteadyDecodes
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
+from tests.sim.stepwise import all_of, step_by_step
 
 SEEDS = range(24)
-
-
-def all_of(world: World) -> dict[str, Any]:
-    """Everything that a run tells: each token's time, each event and action, the books' figures."""
-    outcome = asdict(world.run())
-    logs = [world.cluster.log, *(proxy.log or [] for proxy in world.cluster.proxies)]
-    return {
-        "outcome": outcome,
-        "records": [asdict(each) for each in records_of(world.arrivals, world.cluster.proxies)],
-        "delivered": [
-            {name: each.last_s for name, each in proxy.control.progress.delivered.items()}
-            for proxy in world.cluster.proxies
-        ],
-        "logs": [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in logs],
-    }
-
-
-def nothing_is_steady(steady: SteadyDecodes, run: SimRun) -> None:
-    pass
-
-
-@pytest.fixture
-def step_by_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(SteadyDecodes, "take", nothing_is_steady)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +27,17 @@ def step_by_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         scenarios.peers,
         scenarios.contended,
         scenarios.pipelines,
-        scenarios.in_turn,
         scenarios.sick,
         scenarios.poisoned,
     ],
 )
 def test_a_world_is_the_same_step_by_step(
-    drawn: Callable[..., World], step_by_step: Callable[[], None]
+    drawn: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deaths, freezes, cut links, drains, aborts, preemption and proxies that die in between."""
     seeds = SEEDS if drawn in (scenarios.scenario, scenarios.peers) else SEEDS[:6]
     counted = [all_of(drawn(seed, keep_log=True)) for seed in seeds]
-    step_by_step()
+    step_by_step(monkeypatch)
 
     assert [all_of(drawn(seed, keep_log=True)) for seed in seeds] == counted
 
@@ -98,11 +70,11 @@ def _long(**engine: Any) -> World:
     [{}, {"pages": 90}, {"max_running": 5}, {"max_batch_tokens": 16}, {"page_size_tokens": 1}],
 )
 def test_long_outputs_are_the_same_step_by_step(
-    engine: dict[str, int], step_by_step: Callable[[], None]
+    engine: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With pages for all, for a few, and pages of one token, in each of which something happens."""
     counted = all_of(_long(**engine))
-    step_by_step()
+    step_by_step(monkeypatch)
 
     assert all_of(_long(**engine)) == counted
 
