@@ -22,6 +22,7 @@ RANK = {
     "memory": 0,
     "large_work": 0,
     "garbage": 0,
+    "release_order": 0,
     "tables": 0,
     "origins": 0,
     "private_files": 0,
@@ -75,6 +76,7 @@ PURE = {
         for name in ("ids", "errors", "private_files", "protocol", "config", "faults", "core")
     ),
     *(f"kvrs.{name}" for name in ("profiles", "scheduling", "elastic", "unfinished")),
+    "kvrs.release_order",
     *(
         f"kvrs.transfer.{name}"
         for name in (*("meter", "limiter", "send_faults", "store.book", "store.store_slots"),)

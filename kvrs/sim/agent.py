@@ -9,6 +9,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
+from kvrs.release_order import ReleaseOrder
 from kvrs.sim.process import require
 from kvrs.sim.site import LATENCY_S, OpenedPages, PageRequest, SimKeeper, Site
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
@@ -30,9 +31,10 @@ class SimAgent(SimKeeper):
         self._site = site
         self._page_bytes = site.geometry.page_bytes
         self._lease_s = site.config.transfer.lease_s
-        self._contents: dict[
-            int, Tag
-        ] = {}  # Of slots whose page is whole: what a restarted agent adopts.
+        # What a restarted agent adopts: slots whose page is whole, the one that came first being
+        # first, and by slot what is in them.
+        self._whole = ReleaseOrder()
+        self._contents: list[Tag] = []
         self._watchers: list[Changes] = []
         self.book = CheckpointBook(0)
         self.slots = SlotTable(site.config.policy.slots_max)
@@ -43,13 +45,13 @@ class SimAgent(SimKeeper):
         super().start()
         self._watchers, self._connections = [], 0
         self.book = CheckpointBook(self._site.config.backup.capacity_bytes // self._page_bytes)
-        self.book.adopt(list(self._contents.items()))
+        self.book.adopt([(slot, self._contents[slot]) for slot in self._whole])
         self.slots = SlotTable(self._site.config.policy.slots_max, first_token=self.epoch << 32)
         self._look_at_slots()
 
     def lose_memory(self) -> None:
         """The node is gone, and its shared memory with it."""
-        self._contents.clear()
+        self._whole = ReleaseOrder()
 
     # What instances ask.
 
@@ -68,9 +70,9 @@ class SimAgent(SimKeeper):
     ) -> IncomingRange:
         self._connections += 1
         run = self.book.begin(claim, first_page, tags)
-        for slot in run.numbers:
+        for slot in run.slots:
             if slot is not None:
-                self._contents.pop(slot, None)
+                self._whole.discard(slot)
         return run
 
     def commit(self, run: IncomingRange, index: int, content: Tag | None) -> None:
@@ -80,7 +82,9 @@ class SimAgent(SimKeeper):
             require(False, f"{self.id} is sent another page than it was promised")
         slot = self.book.commit(run, index)
         if slot is not None:
+            self._contents += [run.tags[index]] * (slot + 1 - len(self._contents))
             self._contents[slot] = run.tags[index]
+            self._whole.add(slot)
 
     def end(self, run: IncomingRange) -> HeldPages:
         self._connections -= 1
@@ -98,7 +102,9 @@ class SimAgent(SimKeeper):
             self._connections -= 1
             self.book.unpin(slots)
 
-        return OpenedPages([self._contents.get(slot) for slot in slots], False, close)
+        return OpenedPages(
+            [self._contents[slot] if slot in self._whole else None for slot in slots], False, close
+        )
 
     # What proxies ask.
 
@@ -153,7 +159,7 @@ class SimAgent(SimKeeper):
         return AgentReport(
             self.epoch,
             self.book.reserved_slots * self._page_bytes,
-            len(self._contents) * self._page_bytes,
+            len(self._whole) * self._page_bytes,
             self.book.reservations,
             pages,
             denied,

@@ -19,7 +19,7 @@ def store(
 ) -> HeldPages:
     """Send pages, as a connection does when all goes well."""
     incoming = book.begin(claim, first, some)
-    for position, number in enumerate(incoming.numbers):
+    for position, number in enumerate(incoming.slots):
         if number is not None:
             book.commit(incoming, position)
     return book.end(incoming)
@@ -67,7 +67,7 @@ def test_a_page_that_is_here_already_is_kept_and_not_received_again() -> None:
     incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 4, shared=2))
 
     assert offered == HeldPages(OK, 2)
-    assert [number is None for number in incoming.numbers] == [True, True, False, False]
+    assert [number is None for number in incoming.slots] == [True, True, False, False]
     book.end(incoming)
     book.release([S], until_s=20.0)
     assert book.held(T) == 2
@@ -81,7 +81,7 @@ def test_a_gap_is_answered_with_what_is_held() -> None:
 
     incoming = book.begin(CheckpointClaim(S, 0, 1), 3, tags(1, 6)[3:])
 
-    assert incoming.numbers == [None] * 3
+    assert incoming.slots == [None] * 3
     assert book.end(incoming) == HeldPages(OK, 2)
 
 
@@ -129,7 +129,7 @@ def test_a_page_that_arrives_twice_at_once_is_received_once() -> None:
     one = book.begin(claim, 0, pages)
     two = book.begin(claim, 0, pages)
 
-    assert two.numbers == [None, None]
+    assert two.slots == [None, None]
     assert book.end(two) == HeldPages(OK, 0)
     book.commit(one, 0)
     book.commit(one, 1)
@@ -181,7 +181,7 @@ def test_an_older_attempt_is_fenced() -> None:
     late = book.begin(CheckpointClaim(S, 0, 1), 2, tags(1, 3)[2:])
 
     assert book.offer(CheckpointClaim(S, 0, 1), 4, tags(1, 2), until_s=10.0) == HeldPages(FENCED, 2)
-    assert late.numbers == [None]
+    assert late.slots == [None]
     assert book.end(late) == HeldPages(FENCED, 2)
     assert store(book, CheckpointClaim(S, 1, 1), 2, tags(1, 3)[2:]) == HeldPages(
         OK, 3
@@ -224,7 +224,7 @@ def test_a_stream_without_a_reservation_has_nothing_here() -> None:
 
     incoming = book.begin(CheckpointClaim(S, 0, 1), 0, tags(1, 2))
 
-    assert incoming.numbers == [None, None]
+    assert incoming.slots == [None, None]
     assert book.end(incoming) == HeldPages(OK, 0)
 
 
@@ -263,7 +263,7 @@ def test_a_page_that_is_read_is_never_overwritten() -> None:
     assert book.offer(CheckpointClaim(T, 0, 1), 3, (), until_s=10.0).code is FULL
     assert book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0).code is OK
     incoming = book.begin(CheckpointClaim(T, 0, 1), 0, tags(2, 2))
-    assert not set(incoming.numbers) & set(read)
+    assert not set(incoming.slots) & set(read)
     book.end(incoming)
     book.unpin(read)
     book.offer(CheckpointClaim(U, 0, 1), 2, (), until_s=10.0)
@@ -434,7 +434,7 @@ def test_pages_of_a_former_attempt_that_are_read_are_not_taken_for_the_writers_o
 
     later = book.begin(CheckpointClaim(S, 0, 2), 0, new)
 
-    assert later.numbers == [None, None, None]
+    assert later.slots == [None, None, None]
     assert book.end(later).pages == 0
     book.unpin(read)
     book.check()

@@ -66,7 +66,7 @@ class BookMachine(RuleBasedStateMachine):
             # Refused because there is less than what is asked for, besides what others were
             # reserved or being read.
             busy = {slot for incoming in self.reading for slot in incoming} | {
-                slot for incoming in self.ranges for slot in incoming.numbers if slot
+                slot for incoming in self.ranges for slot in incoming.slots if slot
             }
             assert (
                 sum(slots for slots, _ in self.promised.values()) + need - had + len(busy)
@@ -93,9 +93,9 @@ class BookMachine(RuleBasedStateMachine):
         )
         self.ranges.append(incoming)
 
-        taken = [slot for slot in incoming.numbers if slot is not None]
+        taken = [slot for slot in incoming.slots if slot is not None]
         reading = {slot for slots in self.reading for slot in slots}
-        writing = {slot for other in self.ranges[:-1] for slot in other.numbers}
+        writing = {slot for other in self.ranges[:-1] for slot in other.slots}
         assert not set(taken) & (reading | writing), "a slot in use is given away"
         for slot in taken:
             self.memory[slot] = None
@@ -115,9 +115,9 @@ class BookMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         incoming = data.draw(st.sampled_from(self.ranges))
-        waiting = [position for position, slot in enumerate(incoming.numbers) if slot is not None]
+        waiting = [position for position, slot in enumerate(incoming.slots) if slot is not None]
         if waiting:
-            slot = incoming.numbers[waiting[0]]
+            slot = incoming.slots[waiting[0]]
             assert slot is not None
             self.memory[slot] = incoming.tags[waiting[0]]
             own = self.book.commit(incoming, waiting[0])

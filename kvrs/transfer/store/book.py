@@ -12,7 +12,7 @@ from math import inf
 from kvrs.ids import StreamId
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
-from kvrs.transfer.store.store_slots import StoreSlot, StoreSlots
+from kvrs.transfer.store.store_slots import StoreSlots
 
 # The states of a slot stand in `store_slots.py`; references are held by reservations.
 #
@@ -38,9 +38,9 @@ class _Reservation:
     # Tags of the stream's pages from page 0 on, as far as named by a writer and reserved.
     tags: list[Tag] = field(default_factory=list)
     # Slots of those pages; None: not here.
-    slots: list[StoreSlot | None] = field(default_factory=list)
+    slots: list[int | None] = field(default_factory=list)
     # By page index: being written by a connection.
-    incoming: dict[int, StoreSlot] = field(default_factory=dict)
+    incoming: dict[int, int] = field(default_factory=dict)
     leading: int = 0  # Pages that are here, up to the first gap.
     # How many of the tags the writer of that claim has named; those behind are of an earlier
     # attempt.
@@ -54,8 +54,10 @@ class _Reservation:
             index += 1
         return index
 
-    def agreed(self, first: int, tags: Sequence[Tag]) -> int:
-        """The index below which it can have a writer's tags from index `first` on."""
+    def agreed(self, first: int, tags: Sequence[Tag], pins: Sequence[int]) -> int:
+        """The index below which it can have a writer's tags from index `first` on; `pins` are
+        those of each slot.
+        """
         known = self.tags[first : first + len(tags)]
         if known == list(tags[: len(known)]):
             return _ALL_PAGES
@@ -63,7 +65,7 @@ class _Reservation:
             if own != tag:
                 # Dropped pages that are being read would not be free: their room cannot be used
                 # yet.
-                is_read = any(slot is not None and slot.pins for slot in self.slots[index:])
+                is_read = any(slot is not None and pins[slot] for slot in self.slots[index:])
                 return index if is_read else _ALL_PAGES
         return _ALL_PAGES
 
@@ -89,13 +91,9 @@ class IncomingRange:
     first_page: int
     tags: tuple[Tag, ...]
     code: StoreCode
-    slots: list[StoreSlot | None]
+    slots: list[int | None]
     reservation: _Reservation | None
     agreed: int = _ALL_PAGES  # Below this index the reservation has the writer's pages.
-
-    @property
-    def numbers(self) -> list[int | None]:
-        return [None if slot is None else slot.number for slot in self.slots]
 
 
 class CheckpointBook:
@@ -121,7 +119,7 @@ class CheckpointBook:
     @property
     def used_slots(self) -> int:
         """Slots that were ever used are those below this number."""
-        return len(self._slots.slots)
+        return self._slots.used
 
     @property
     def reservations(self) -> int:
@@ -152,7 +150,9 @@ class CheckpointBook:
             return HeldPages(StoreCode.FENCED, self.held(claim.stream))
         more = need - (0 if reservation is None else reservation.need)
         # Pages that are being read count once, as reserved, where the reservation will have them.
-        agreed = _ALL_PAGES if reservation is None else reservation.agreed(0, tags)
+        agreed = (
+            _ALL_PAGES if reservation is None else reservation.agreed(0, tags, self._slots.pins)
+        )
         if strays := self._slots.strays:
             own = set(tags[: min(need, agreed)])
             strays -= sum(self._slots.is_stray(tag) for tag in own)
@@ -247,7 +247,7 @@ class CheckpointBook:
         assert slot is not None, "the page has no slot to be written into"
         own = self._slots.register(slot, tag)
         self._written(incoming, position)
-        return slot.number if own else None
+        return slot if own else None
 
     def end(self, incoming: IncomingRange) -> HeldPages:
         """End the range; slots of pages that were not committed are free again."""
@@ -272,11 +272,12 @@ class CheckpointBook:
         for tag in tags:
             slot = self._slots.find(tag)
             if slot is None or (
-                slot.is_idle and self.reserved_slots + self._slots.strays >= self.capacity_slots
+                self._slots.is_idle(slot)
+                and self.reserved_slots + self._slots.strays >= self.capacity_slots
             ):
                 break
             self._slots.pin(slot)
-            found.append(slot.number)
+            found.append(slot)
         return found
 
     def unpin(self, numbers: Sequence[int]) -> None:
@@ -284,7 +285,7 @@ class CheckpointBook:
         loses its tail first.
         """
         for number in reversed(numbers):
-            self._slots.unpin(self._slots.slots[number])
+            self._slots.unpin(number)
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
         """Take over pages that an earlier process left in those slots, least recently used first.
@@ -307,7 +308,7 @@ class CheckpointBook:
         """Take over the writer's tags from index `first` on. Returns the index below which the
         reservation has them.
         """
-        agreed = reservation.agreed(first, tags)
+        agreed = reservation.agreed(first, tags, self._slots.pins)
         taken = list(tags[: max(0, min(reservation.need, agreed) - first)])
         known = reservation.tags[first : first + len(taken)]
         if known != taken[: len(known)]:
@@ -357,7 +358,7 @@ class CheckpointBook:
         if reservation is not None and self._reservations.get(incoming.stream) is reservation:
             index = incoming.first_page + position
             del reservation.incoming[index]
-            if index < len(reservation.tags) and slot.tag == reservation.tags[index]:
+            if index < len(reservation.tags) and self._slots.tags[slot] == reservation.tags[index]:
                 # It keeps the reference that it had while it was written.
                 reservation.slots[index] = slot
                 reservation.advance()
@@ -389,7 +390,7 @@ class CheckpointBook:
         """Assert that every slot is in exactly one state, that all indexes agree and that the
         invariant holds. O(slots).
         """
-        references = [0] * len(self._slots.slots)
+        references = [0] * self._slots.used
         for reservation in self._reservations.values():
             assert len(reservation.tags) == len(reservation.slots) <= reservation.need
             used = {index for index, slot in enumerate(reservation.slots) if slot is not None}
@@ -401,12 +402,13 @@ class CheckpointBook:
             for index in used:
                 slot = reservation.slots[index]
                 assert slot is not None
-                assert slot.tag == reservation.tags[index], f"slot {slot.number} holds another page"
-                references[slot.number] += 1
+                right = self._slots.tags[slot] == reservation.tags[index]
+                assert right, f"slot {slot} holds another page"
+                references[slot] += 1
             for slot in reservation.incoming.values():
-                assert slot.tag is None
-                assert slot.pins == 1
-                references[slot.number] += 1
+                assert self._slots.tags[slot] is None
+                assert self._slots.pins[slot] == 1
+                references[slot] += 1
         self._slots.check(references)
         assert self.reserved_slots == sum(
             reservation.need for reservation in self._reservations.values()

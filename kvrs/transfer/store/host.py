@@ -56,7 +56,7 @@ class _Incoming:
         self._range = incoming
         self._ended = ended
         self.views: list[memoryview | None] = [
-            None if slot is None else shelf.segments.view(slot) for slot in incoming.numbers
+            None if slot is None else shelf.segments.view(slot) for slot in incoming.slots
         ]
 
     def commit(self, index: int, checksum: int) -> None:
@@ -239,7 +239,7 @@ class HostStore:
         shelf = self._shelf
         assert shelf is not None, "`adopt` comes before any request"
         incoming = shelf.book.begin(claim, first_page, tags)
-        slots = [slot for slot in incoming.numbers if slot is not None]
+        slots = [slot for slot in incoming.slots if slot is not None]
         try:
             shelf.segments.grow_to(max(slots, default=-1) + 1)
         except OSError as error:

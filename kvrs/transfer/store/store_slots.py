@@ -3,11 +3,11 @@
 Pure: slots are numbers; `segments.py` has the memory behind them.
 """
 
-from collections import OrderedDict
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvrs.protocol.tags import Tag
+from kvrs.release_order import ReleaseOrder
 
 # A slot is in exactly one state. References are held by reservations, pins by connections that
 # write or read the slot.
@@ -20,135 +20,128 @@ from kvrs.protocol.tags import Tag
 #   reserved   yes       >= 1      any     no
 
 
-@dataclass(slots=True, eq=False)
-class StoreSlot:
-    number: int
-    tag: Tag | None = None
-    references: int = 0
-    pins: int = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """The slot may be taken for another page."""
-        return self.references == 0 and self.pins == 0
-
-
 class StoreSlots:
-    """All slots of a store. Every operation costs O(1); it keeps the count of strays: slots that
-    are pinned and of no reservation.
+    """All slots of a store, by number. Every operation costs O(1); it keeps the count of strays:
+    slots that are pinned and of no reservation.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # Those that were ever used; low numbers first, so that memory grows as needed.
-        self.slots: list[StoreSlot] = []
+        # Of those that were ever used; low numbers first, so that memory grows as needed.
+        self.tags: list[Tag | None] = []
+        self.references = array("I")
+        self.pins = array("I")
         self.strays = 0
-        self._by_tag: dict[Tag, StoreSlot] = {}
-        self._free: list[StoreSlot] = []
-        self._cached: OrderedDict[StoreSlot, None] = OrderedDict()  # In order of last use.
+        self._by_tag: dict[Tag, int] = {}
+        self._free = array("I")
+        self._cached = ReleaseOrder()
+
+    @property
+    def used(self) -> int:
+        """Slots that were ever used are those below this number."""
+        return len(self.tags)
 
     @property
     def held(self) -> int:
         """How many whole pages are here."""
         return len(self._by_tag)
 
-    def find(self, tag: Tag) -> StoreSlot | None:
+    def find(self, tag: Tag) -> int | None:
         return self._by_tag.get(tag)
 
-    def register(self, slot: StoreSlot, tag: Tag) -> bool:
+    def is_idle(self, slot: int) -> bool:
+        """The slot may be taken for another page."""
+        return not self.references[slot] and not self.pins[slot]
+
+    def register(self, slot: int, tag: Tag) -> bool:
         """The slot holds that page whole. Returns False where an equal page came first."""
-        own = self._by_tag.setdefault(tag, slot) is slot
+        own = self._by_tag.setdefault(tag, slot) == slot
         if own:
-            slot.tag = tag
+            self.tags[slot] = tag
         return own
 
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
         """Take over pages that an earlier process left, least recently used first."""
-        assert not self.slots, "this store is in use"
-        self.slots = [
-            StoreSlot(number)
-            for number in range(max((number + 1 for number, _ in pages), default=0))
-        ]
-        assert len(self.slots) <= self._capacity
-        for number, tag in pages:
-            slot = self.slots[number]
-            if slot.tag is None and self.register(slot, tag):
-                self._settle(slot)
-        self._free = [slot for slot in reversed(self.slots) if slot.tag is None]
+        assert not self.used, "this store is in use"
+        self._add(max((number + 1 for number, _ in pages), default=0))
+        assert self.used <= self._capacity
+        for slot, tag in pages:
+            if self.tags[slot] is None and self.register(slot, tag):
+                self._cached.add(slot)
+        self._free.extend(slot for slot in reversed(range(self.used)) if self.tags[slot] is None)
 
-    def take_for_writing(self) -> StoreSlot:
+    def take_for_writing(self) -> int:
         if self._free:
             slot = self._free.pop()
-        elif len(self.slots) < self._capacity:
-            slot = StoreSlot(len(self.slots))
-            self.slots.append(slot)
+        elif (slot := len(self.tags)) < self._capacity:
+            self._add(1)
         else:
             assert self._cached, "a reserved page finds no slot"
-            slot, _ = self._cached.popitem(last=False)
-            assert slot.tag is not None
-            del self._by_tag[slot.tag]
-            slot.tag = None
-        slot.references = slot.pins = 1
+            slot = self._cached.pop_first()
+            tag, self.tags[slot] = self.tags[slot], None
+            assert tag is not None
+            del self._by_tag[tag]
+        self.references[slot] = self.pins[slot] = 1
         return slot
 
-    def hold(self, slot: StoreSlot) -> None:
-        if slot.references == 0:
-            self.strays -= slot.pins > 0
-            self._cached.pop(slot, None)
-        slot.references += 1
+    def _add(self, count: int) -> None:
+        self.tags += [None] * count
+        self.references.extend([0] * count)
+        self.pins.extend([0] * count)
 
-    def drop(self, slot: StoreSlot) -> None:
-        slot.references -= 1
-        if slot.references == 0:
-            if slot.pins:
+    def hold(self, slot: int) -> None:
+        if not self.references[slot]:
+            self.strays -= self.pins[slot] > 0
+            self._cached.discard(slot)
+        self.references[slot] += 1
+
+    def drop(self, slot: int) -> None:
+        self.references[slot] -= 1
+        if not self.references[slot]:
+            if self.pins[slot]:
                 self.strays += 1
             else:
                 self._settle(slot)
 
-    def pin(self, slot: StoreSlot) -> None:
-        if slot.pins == 0:
-            self.strays += slot.references == 0
-            self._cached.pop(slot, None)
-        slot.pins += 1
+    def pin(self, slot: int) -> None:
+        if not self.pins[slot]:
+            self.strays += self.references[slot] == 0
+            self._cached.discard(slot)
+        self.pins[slot] += 1
 
-    def unpin(self, slot: StoreSlot) -> None:
-        assert slot.pins > 0, f"slot {slot.number} is unpinned once too often"
-        slot.pins -= 1
-        if slot.references == 0 == slot.pins:
+    def unpin(self, slot: int) -> None:
+        assert self.pins[slot] > 0, f"slot {slot} is unpinned once too often"
+        self.pins[slot] -= 1
+        if not self.pins[slot] and not self.references[slot]:
             self.strays -= 1
             self._settle(slot)
 
-    def _settle(self, slot: StoreSlot) -> None:
+    def _settle(self, slot: int) -> None:
         """The slot is idle from now on."""
-        if slot.tag is None:
+        if self.tags[slot] is None:
             self._free.append(slot)
         else:
-            self._cached[slot] = None
+            self._cached.add(slot)
 
     def is_stray(self, tag: Tag) -> bool:
         slot = self._by_tag.get(tag)
-        return slot is not None and slot.references == 0 and slot.pins > 0
+        return slot is not None and self.references[slot] == 0 and self.pins[slot] > 0
 
     def check(self, references: Sequence[int]) -> None:
         """Assert that every slot is in exactly one state and has these references. O(slots)."""
-        assert references == [slot.references for slot in self.slots], "references do not add up"
-        free = {slot.number for slot in self._free}
+        assert list(references) == self.references.tolist(), "references do not add up"
+        free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a slot is twice in the free list"
-        for slot in self.slots:
-            idle = slot.is_idle
-            assert (slot.number in free) == (idle and slot.tag is None), (
-                f"slot {slot.number}: free list is wrong"
+        assert len(cached) == len(self._cached), "the order of release is broken"
+        strays = 0
+        for slot, tag in enumerate(self.tags):
+            idle = self.is_idle(slot)
+            assert (slot in free) == (idle and tag is None), f"slot {slot}: free list is wrong"
+            assert (slot in cached) == (idle and tag is not None), (
+                f"slot {slot}: cache list is wrong"
             )
-            assert (slot in self._cached) == (idle and slot.tag is not None), (
-                f"slot {slot.number}: cache list is wrong"
-            )
-            assert slot.tag is None or self._by_tag[slot.tag] is slot, (
-                f"slot {slot.number}: tag is wrong"
-            )
-        assert len(self._by_tag) == sum(slot.tag is not None for slot in self.slots), (
-            "a tag leads nowhere"
-        )
-        assert self.strays == sum(slot.references == 0 and slot.pins > 0 for slot in self.slots), (
-            "strays do not add up"
-        )
-        assert len(self.slots) <= self._capacity
+            assert tag is None or self._by_tag[tag] == slot, f"slot {slot}: tag is wrong"
+            strays += self.references[slot] == 0 and self.pins[slot] > 0
+        assert len(self._by_tag) == sum(tag is not None for tag in self.tags), "a tag leads nowhere"
+        assert self.strays == strays, "strays do not add up"
+        assert self.used <= self._capacity
