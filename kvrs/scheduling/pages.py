@@ -5,13 +5,13 @@ their prefix, evicted least recently released first. Leases on retained pages ar
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvrs.ids import StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
+from kvrs.release_order import ReleaseOrder
 from kvrs.scheduling.damaged_pages import DamagedPages
 from kvrs.scheduling.page_leases import LeaseEnds, PageLease
 from kvrs.scheduling.page_parts import PageParts
@@ -87,7 +87,7 @@ class PageManager:
         self.damaged = DamagedPages(self._tags)
         self._free = array("I", range(pages - 1, -1, -1))
         self.replicas = ReplicaPages()
-        self._cached: OrderedDict[int, None] = OrderedDict()  # In order of release.
+        self._cached = ReleaseOrder()
         self._hard_pinned = 0
         self._leases: dict[StreamId, PageLease] = {}
         self._ends = LeaseEnds(self._leases)
@@ -154,7 +154,7 @@ class PageManager:
         elif self._free:
             page = self._free.pop()
         elif self._cached:
-            page = self._forget(self._cached.popitem(last=False)[0])
+            page = self._forget(self._cached.pop_first())
         else:
             return None
         self.references[page], self.bases[page] = 1, 0
@@ -192,7 +192,7 @@ class PageManager:
             assert tag not in self._page_by_tag
             self._tags[page] = tag
             self._page_by_tag[tag] = page
-            self._cached[page] = None
+            self._cached.add(page)
         self._free = array("I", (page for page in self._free if self._tags[page] is None))
 
     def pin(self, page: int, *, as_replica: bool = False) -> None:
@@ -202,7 +202,7 @@ class PageManager:
                 f"page {page} is free: there is nothing in it to pin"
             )
             self._hard_pinned += 1
-            self._cached.pop(page, None)
+            self._cached.discard(page)
             if as_replica:
                 self.replicas.unsettle(page)
         if not as_replica:
@@ -245,7 +245,7 @@ class PageManager:
                 f"page {page} is free"
             )
             self._soft_pins[page] += 1
-            self._cached.pop(page, None)
+            self._cached.discard(page)
             self.replicas.leave(page)
         self.unretain([key])
         lease = PageLease(key, list(pages), tokens, until_s)
@@ -293,9 +293,9 @@ class PageManager:
     def reset_cache(self) -> None:
         """Forget everything that has no hard pin."""
         self.unretain(list(self._leases))
-        self._cached |= dict.fromkeys(self.replicas.clear())
+        self._cached.update(self.replicas.clear())
         while self._cached:
-            self._free.append(self._forget(self._cached.popitem(last=False)[0]))
+            self._free.append(self._forget(self._cached.pop_first()))
 
     # Cells that are gone.
 
@@ -305,7 +305,7 @@ class PageManager:
         `mend`.
         """
         self.unretain(list(self._leases))
-        self._cached |= dict.fromkeys(self.replicas.clear())
+        self._cached.update(self.replicas.clear())
         for tag, page in [*self._page_by_tag.items()]:
             if not gone(page):
                 continue
@@ -316,7 +316,7 @@ class PageManager:
             if before is not None:  # It was computed or pulled anew since, into another page.
                 self.damaged.spoil(before)
                 if before in self._cached:
-                    del self._cached[before]
+                    self._cached.discard(before)
                     self._free.append(before)
             self.damaged.by_tag[tag] = page
         self.damaged.lose(gone)
@@ -346,7 +346,7 @@ class PageManager:
             self.replicas.leave(page)
             self._free.append(page)
         elif not self.replicas.settle(page):
-            self._cached[page] = None
+            self._cached.add(page)
 
     def _take(self) -> int:
         while not (self._free or self.replicas or self._cached):
@@ -362,7 +362,7 @@ class PageManager:
         if self._free:
             return self._free.pop()
         page = self.replicas.victim()
-        return self._forget(self._cached.popitem(last=False)[0] if page is None else page)
+        return self._forget(self._cached.pop_first() if page is None else page)
 
     def _forget(self, page: int) -> int:
         """Let nothing be found any more in a page that is in no list."""
