@@ -125,7 +125,7 @@ class RankedEngine(SimProcess):
     meter: LinkMeter
     runs: dict[Sequence, SimRun]
     unverified: set[Sequence]  # Of them, those whose pages are looked at with their next chunk.
-    contents: dict[int, Tag]
+    contents: list[Tag | None]
     flights: list[Batch]  # Under way.
     reporting: list[Step]
     given_up: Step | None  # Ends the process.

@@ -27,7 +27,7 @@ def note_computed(engine: "SimEngine", batch: Batch) -> Drafted:
         for index in range(first // size, end // size):
             engine.received(chunk.pages[index], sequence.tags[index])
         for page in chunk.pages[end // size :]:
-            contents.pop(page, None)
+            contents[page] = None
     return [(sequence, chunk, list(chunk.pages)) for sequence, chunk in batch if chunk.drafts]
 
 
@@ -50,7 +50,7 @@ def verify(engine: "SimEngine", batch: Batch) -> None:
         engine.unverified.discard(sequence)
         what = f"{engine.id} computes {sequence.stream}"
         for index in range(chunk.first_position // engine.pages.page_size_tokens):
-            right = engine.contents.get(chunk.pages[index]) == sequence.tags[index]
+            right = engine.contents[chunk.pages[index]] == sequence.tags[index]
             require(right, f"{what} with a wrong page {index}")
             gone = engine.ranks is not None and engine.ranks.gone(chunk.pages[index])
             require(not gone, f"{what} with cells that are gone")

@@ -98,7 +98,7 @@ class SimEngine(SimPagePool, RankedEngine):
         self.runs: dict[Sequence, SimRun] = {}
         self.unverified = set()
         self._attempts: dict[StreamId, tuple[int, int]] = {}
-        self.contents: dict[int, Tag] = {}  # Of pages that were ever full.
+        self.contents: list[Tag | None] = [None] * self.settings.pages
         self.flights = []
         self.ranks = None
         if hosts:
@@ -297,7 +297,7 @@ class SimEngine(SimPagePool, RankedEngine):
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
         if steady:
             for page in steady.begin_pages():
-                self.contents.pop(page, None)
+                self.contents[page] = None
         batch = self.scheduler.next_batch(proposals)
         if self.drafts is not None:
             self.drafts.tell()

@@ -38,9 +38,13 @@ class LostCells:
         """All cells of the page have been written."""
         self._gone.pop(page, None)
 
+    def _full_pages(self) -> list[int]:
+        contents = enumerate(self._engine.contents)
+        return [page for page, content in contents if content is not None]
+
     def lose(self, cells: Callable[[int], frozenset[Cell]]) -> None:
         """These cells of each page are gone."""
-        for page in self._engine.contents:
+        for page in self._full_pages():
             self._gone[page] = self.gone(page) | cells(page)
         # What they compute with is looked at again.
         self._engine.unverified.update(self._engine.runs)
@@ -50,7 +54,7 @@ class LostCells:
         """These cells are gone of all pages but those that were kept, without a word to the books:
         whatever computes with them is found out.
         """
-        left = [page for page in self._engine.contents if page not in kept]
+        left = [page for page in self._full_pages() if page not in kept]
         for page in left:
             self._gone[page] = self.gone(page) | cells
         if left:

@@ -80,7 +80,7 @@ class Pulling:
         require(
             engine.ranks is not None
             and engine.ranks.gone(page) <= brought
-            and engine.contents.get(page) == content,
+            and engine.contents[page] == content,
             f"{engine.id} mends a page of which more is missing",
         )
 
@@ -88,7 +88,7 @@ class Pulling:
         sequence = self._pull.sequence
         if tail and self._pull.tail_index is not None and sequence.pages:
             # What was in the page before is overwritten.
-            self._engine.contents.pop(sequence.pages[self._pull.tail_index], None)
+            self._engine.contents[sequence.pages[self._pull.tail_index]] = None
         self._engine.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self._engine.verify_found(sequence)
         self._engine.note_filled(sequence)

@@ -155,7 +155,7 @@ class SimPagePool(SimKeeper):
     pages: PageManager
     backlog: CheckpointBacklog
     replicas: ReplicaBook
-    contents: dict[int, Tag]  # Of pages that were ever full.
+    contents: list[Tag | None]  # What is in each full page, by number.
 
     # What other instances send.
 
@@ -189,7 +189,7 @@ class SimPagePool(SimKeeper):
 
     def contents_of(self, pages: list[int]) -> list[Tag | None]:
         """The true content of each page."""
-        return [self.contents.get(page) for page in pages]
+        return [self.contents[page] for page in pages]
 
 
 class Fetch:
