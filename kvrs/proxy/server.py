@@ -28,6 +28,7 @@ from kvrs.protocol.secrets import Scope, ScopedKey, scoped_keys
 from kvrs.proxy.api.admin import Admin, AdminSource
 from kvrs.proxy.fleet.pods import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
+from kvrs.proxy.mirror.book import awaited
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build
@@ -219,7 +220,8 @@ class Proxy:
                 await peers.meet()
                 await peers.meet()
             asked = peers.staying
-            if parts.driver.streams or mirror.streams or mirror.awaited:
+            away = awaited(mirror.book, frozenset(asked), mirror.clock())
+            if parts.driver.streams or mirror.streams or away:
                 used_s = now_s
             # Records that no peer has would be lost with this process.
             elif not (peers.staying and mirror.uncopied and now_s < used_s + _FLUSH_TIMEOUT_S):

@@ -130,13 +130,6 @@ class RecordBook:
             and not record.is_just_granted(now_s)
         ]
 
-    def awaited(self, staying: frozenset[str], now_s: float) -> int:
-        """Number of unfinished streams that do not run here, whose records no proxy that stays has,
-        and whose clients may be about to resume them.
-        """
-        sole = self.sole(PresentPeers(staying, staying), now_s)
-        return sum(not one.state.complete and one.touched_s + _AWAY_S > now_s for one in sole)
-
     def receive(self, update: Update, sender: str, now_s: float) -> Received:
         """Apply an update of an owner, or a copy, as the table of `roles.py` says.
 
@@ -340,6 +333,14 @@ class RecordBook:
         del self.records[key], held[key]
         if not held:
             del self._held[record.tenant]
+
+
+def awaited(book: RecordBook, staying: frozenset[str], now_s: float) -> int:
+    """Number of unfinished streams that do not run here, whose records no proxy that stays has, and
+    whose clients may be about to resume them.
+    """
+    sole = book.sole(PresentPeers(staying, staying), now_s)
+    return sum(not one.state.complete and one.touched_s + _AWAY_S > now_s for one in sole)
 
 
 def _touched_s(record: Record) -> float:

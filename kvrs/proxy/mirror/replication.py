@@ -265,11 +265,6 @@ class Mirror:
         """Number of records of streams that do not run here, and that no live peer has whole."""
         return len(self.book.sole(self.peers.present, self.clock())) + len(self._closing)
 
-    @property
-    def awaited(self) -> int:
-        """Number of streams that keep this proxy up although they do not run here."""
-        return self.book.awaited(frozenset(self.peers.staying), self.clock())
-
     def supersede(self, key: str) -> None:
         if (keyed := self.streams.pop(key, None)) is not None:
             self._count("superseded")
