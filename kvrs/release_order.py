@@ -7,8 +7,8 @@ _ABSENT = -1
 
 
 class ReleaseOrder:
-    """A set of small numbers in order of insertion. Every operation costs O(1), and a number below
-    the highest 8 bytes, a tenth of an `OrderedDict`'s.
+    """A set of small numbers in order of insertion. Every operation costs O(1); each number up to
+    the highest takes 8 bytes, also while it is not in.
     """
 
     def __init__(self) -> None:

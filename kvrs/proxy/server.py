@@ -214,14 +214,15 @@ class Proxy:
         if peers.live:
             await asyncio.sleep(told_s + _TOGETHER_S - time.monotonic())
         used_s, asked = time.monotonic(), set[str]()
-        while (now_s := time.monotonic()) < until_s:
+        while True:
             if peers.staying - asked:
                 # One that did not run meanwhile may answer before it has read its own signal.
                 await peers.meet()
                 await peers.meet()
             asked = peers.staying
             away = awaited(mirror.book, frozenset(asked), mirror.clock())
-            if parts.driver.streams or mirror.streams or away:
+            is_used, now_s = parts.driver.streams or mirror.streams or away, time.monotonic()
+            if is_used and now_s < until_s:
                 used_s = now_s
             # Records that no peer has would be lost with this process.
             elif not (peers.staying and mirror.uncopied and now_s < used_s + _FLUSH_TIMEOUT_S):

@@ -54,16 +54,13 @@ class ProxyPeer(Peer):
         self._pool = links.pool(url)
         self.id = name
         self.run: str | None = None  # Of its process; None while it does not answer.
-        self._ending: str | None = None  # Its run that was told to end.
+        self.ending: str | None = None  # Its run that was told to end.
         self._me = me
 
     @property
     def leaving(self) -> bool:
         """That process is about to end, also if it is out of reach in between."""
-        return self.run is not None and self.run == self._ending
-
-    def leave(self, run: str) -> None:
-        self._ending = run
+        return self.run is not None and self.run == self.ending
 
     async def hello(self, hello: Hello) -> Hello:
         """Announce this proxy; return the same of the peer."""
@@ -268,7 +265,7 @@ class Peers:
         self.on_answer(peer, hello.run)
         if hello.leaving and not peer.leaving:
             log.info("proxy leaves", extra={"proxy": peer.id})
-            peer.leave(hello.run)
+            peer.ending = hello.run
             self._changed()
         if self._orders.take(hello):
             self.news.tell()
