@@ -10,31 +10,14 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
-from kvrs_testkit.scripted import Fault
-from kvrs_testkit.scripted_vllm import ScriptedVllm
+from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 
 
-@dataclass(eq=False)
-class PacedVllm(ScriptedVllm):
-    pace_s: float = 0.0  # Between two events of a stream.
-
+class LoneVllm(ScriptedVllm):
     def _pull(self, history: list[int], transfer: dict[str, Any]) -> bool:
         return True
-
-    async def _events(
-        self,
-        parsed: CompletionRequest | ChatRequest,
-        history: list[int],
-        position: int,
-        known: list[int],
-    ) -> AsyncIterator[bytes | Fault]:
-        async for event in super()._events(parsed, history, position, known):
-            await asyncio.sleep(self.pace_s)
-            yield event
 
 
 @asynccontextmanager
@@ -59,7 +42,7 @@ async def vllm_process(
 
 async def main() -> None:
     name, node, role, pace_s = sys.argv[1:]
-    server = PacedVllm(name, node, role=role, pace_s=float(pace_s))
+    server = LoneVllm(name, node, role=role, script=VllmScript(pause_s=float(pace_s)))
     await server.start()
     print(server.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)

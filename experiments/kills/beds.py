@@ -22,9 +22,8 @@ from kvrs.cluster.victims import closing_process, open_process
 from kvrs.config.file import parse_config
 from kvrs.demo import PACE
 from kvrs.load.admin import AdminPort
-from kvrs.protocol.openai.requests import ChatRequest, CompletionRequest
 from kvrs.proxy.server import Proxy
-from kvrs_testkit.scripted import SECRET, Fault
+from kvrs_testkit.scripted import SECRET
 from kvrs_testkit.scripted_model import expected_ids, save_tokenizer
 from kvrs_testkit.scripted_vllm import ScriptedVllm, VllmScript
 from kvrs_testkit.vllm_cluster import CONFIG
@@ -116,7 +115,7 @@ class UpBed(Bed):
 
 
 class TimedVllm(ScriptedVllm):
-    """Computes prompts one after another, and takes its time for tokens."""
+    """Computes prompts one after another, and takes its time for them."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
@@ -129,17 +128,6 @@ class TimedVllm(ScriptedVllm):
             async with self._computing:
                 await asyncio.sleep(PREFILL_S_PER_TOKEN * len(body["prompt"]))
         return await super()._completions(request)
-
-    async def _events(
-        self,
-        parsed: CompletionRequest | ChatRequest,
-        history: list[int],
-        position: int,
-        known: list[int],
-    ) -> AsyncIterator[bytes | Fault]:
-        async for event in super()._events(parsed, history, position, known):
-            await asyncio.sleep(TOKEN_S)
-            yield event
 
 
 class VllmBed(Bed):
@@ -221,7 +209,7 @@ async def open_bed(
 
 
 def _servers(pairs: int) -> dict[str, TimedVllm]:
-    script = VllmScript()
+    script = VllmScript(pause_s=TOKEN_S)
     return {
         f"{letter}{n}": TimedVllm(f"{letter}{n}", f"n{n}", role=role, script=script)
         for n in range(pairs)
