@@ -8,6 +8,7 @@ same requests run undisturbed afterwards.
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,14 @@ from experiments.kills.vllm_figures import Death
 from experiments.record import Record
 from kvrs.engine.random_model import SYLLABLES
 from kvrs.load.admin import AdminClient, AdminPort
-from kvrs_testkit.vllm_servers import PYTHON_ENV, VllmServers, vllm_config
+from kvrs_testkit.vllm_servers import (
+    BATCH_INVARIANT,
+    GPU_FLAGS,
+    PYTHON_ENV,
+    VllmServers,
+    connector_config,
+    vllm_config,
+)
 
 WAVE = 8
 CUTS = 50  # Of each kind.
@@ -150,8 +159,8 @@ class Series:
         self._url = f"http://{proxy.host}:{proxy.port}/v1/chat/completions"
         self._admin_url = f"http://{proxy.admin_host}:{proxy.admin_port}"
 
-    async def run(self, cuts: int) -> list[dict[str, Any]]:
-        """The rows of the table."""
+    async def run(self, cuts: int, until_s: float) -> list[dict[str, Any]]:
+        """The rows of the table; no kind begins later than `until_s` of the monotonic clock."""
         timeout = aiohttp.ClientTimeout(total=STREAM_TIMEOUT_S)
         rows = []
         async with (
@@ -160,6 +169,8 @@ class Series:
         ):
             await self._port.wait_all_up(UP_TIMEOUT_S, _LOOK_AGAIN_S, tested=True)
             for kind in KINDS:
+                if time.monotonic() > until_s:
+                    break
                 rows.append(row := await self._kind(kind, cuts))
                 self._console.print(f"  {row}", style="dim", markup=False)
         return rows
@@ -271,19 +282,25 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 def run(options: argparse.Namespace) -> int:
     console, record = Console(record=True, width=130), Record(options.seed)
-    cuts = options.kills or CUTS
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        VllmServers(vllm_config(Path(directory)), os.environ[PYTHON_ENV], *FLAGS) as servers,
-    ):
-        servers.start(*servers.names)
-        servers.wait_ready(*servers.names)
+    cuts, until_s = options.kills or CUTS, time.monotonic() + (options.limit_s or math.inf)
+    flags = (*FLAGS, *GPU_FLAGS) if options.gpu else FLAGS
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = connector_config(directory) if options.gpu else vllm_config(directory)
+        servers = VllmServers(config, os.environ[PYTHON_ENV], *flags)
+        servers.environment = BATCH_INVARIANT if options.gpu else {}
+        stack.enter_context(servers).start_all()
         servers.start_proxy(servers.config)
-        rows = asyncio.run(Series(servers, console, options.seed).run(cuts))
+        rows = asyncio.run(Series(servers, console, options.seed).run(cuts, until_s))
         servers.stop_proxy()
     faults = [f"{row['kind']}: {fault}" for row in rows for fault in faults_of(row)]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
     document = {"cuts_per_kind": cuts, "kinds": rows}
-    record.keep(options.out, "vllm-replay", document, console.export_text())
+    record.keep(
+        options.out,
+        "vllm-replay-gpu" if options.gpu else "vllm-replay",
+        document,
+        console.export_text(),
+    )
     return 1 if faults else 0

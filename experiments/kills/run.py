@@ -42,10 +42,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mix": {"action": "store_true", "help": "with each proxy a decode instance"},
     "experts": {"action": "store_true", "help": "of a mixture, with copies that move"},
     "on_nodes": {"action": "store_true", "help": "stages on two nodes"},
-    "gpu": {"action": "store_true", "help": "servers share one; with --option restore, recompute"},
+    "gpu": {"action": "store_true", "help": "servers share one, without NIXL"},
+    "worlds": {"type": int, "help": "pools of servers that share the kills, at the same time"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
     "seeds": {"type": int, "help": "so many series or worlds; decode embedded: by each policy"},
-    "limit_s": {"type": float, "help": "no seed goes beyond; the others are for another run"},
+    "limit_s": {"type": float, "help": "no seed goes beyond, no kill comes later"},
 }
 
 
@@ -75,7 +76,9 @@ def _innocents(victims: str, cluster: str) -> Part:
 PARTS: dict[tuple[str, str], Part] = {
     ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
     ("decode", "vllm"): Part(
-        _vllm, ("option", "damage", "streams", "kills", "gpu", "replays"), PYTHON_ENV
+        _vllm,
+        ("option", "damage", "streams", "kills", "gpu", "worlds", "replays", "limit_s"),
+        PYTHON_ENV,
     ),
     ("decode", "simulated"): Part(simulated.run, ("streams", "seeds")),
     ("rank", "embedded"): Part(
@@ -119,10 +122,12 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
         parser.error(f"--seeds runs every policy on generated load: it takes no {_flag(fixed[0])}")
     if options.damage and options.option not in ("restore", "split"):
         parser.error("--damage is for --option restore and split")
-    if options.gpu and options.option not in ("restore", "recompute"):
-        parser.error("--gpu is for --option restore and recompute")
-    if options.limit_s and not options.seeds:
-        parser.error("--limit-s is for --seeds")
+    if options.gpu and not (options.replays or options.option in ("restore", "recompute", "split")):
+        parser.error("--gpu is for --replays and --option restore, recompute and split")
+    if options.worlds and not (options.option and options.kills):
+        parser.error("--worlds is for --option with --kills")
+    if options.limit_s and not (options.seeds or options.kills):
+        parser.error("--limit-s is for --seeds and --kills")
     if part.needs and part.needs not in os.environ:
         parser.error(f"{part.needs} is not set")
     return part, options

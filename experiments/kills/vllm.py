@@ -9,6 +9,7 @@ requests run undisturbed afterwards, with another salt: no prefix cache helps on
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,26 @@ def waves_of(requests: Sequence[ReplayRequest], kills: int) -> list[Sequence[Rep
     return [requests[first:end] for first, end in pairwise(cuts)]
 
 
+@dataclass
+class Found:
+    """Waves of one option, each with its undisturbed records."""
+
+    waves: list[tuple[Wave, list[StreamRecord]]] = field(default_factory=list)
+    kills_per_hour: float = 0.0
+
+    def add(self, other: "Found") -> None:
+        """Those of another pool of servers, at the same time."""
+        self.waves += other.waves
+        self.kills_per_hour += other.kills_per_hour
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of the table, one for each kind of death."""
+        by_death: dict[Death, list[tuple[Wave, list[StreamRecord]]]] = {}
+        for wave, records in self.waves:
+            by_death.setdefault(wave.death, []).append((wave, records))
+        return [figures_of(pairs, self.kills_per_hour) for pairs in by_death.values()]
+
+
 class Series:
     """Waves of one pool of servers, which are up."""
 
@@ -143,8 +166,10 @@ class Series:
         self._url = f"http://{config.proxy.host}:{config.proxy.port}"
         self._admin_url = f"http://{config.proxy.admin_host}:{config.proxy.admin_port}"
 
-    def run(self, option: str, count: int, kills: int | None, seed: int) -> list[dict[str, Any]]:
-        """The rows of the table, one for each kind of death."""
+    def run(
+        self, option: str, count: int, kills: int | None, seed: int, until_s: float = math.inf
+    ) -> "Found":
+        """Its waves; none begins later than `until_s` of the monotonic clock."""
         waves: list[Wave] = []
         choose = random.Random(seed)
         self._start_proxy(POLICIES[option])
@@ -152,6 +177,8 @@ class Series:
         requests = make_requests(self._servers.model, count, seed, prompt_tokens)
         start_s = time.monotonic()
         for number, part in enumerate(waves_of(requests, kills or len(self._deaths))):
+            if time.monotonic() > until_s:
+                break
             death = self._deaths[number % len(self._deaths)]
             wave = asyncio.run(self._wave(option, death, part, choose))
             waves.append(wave)
@@ -162,11 +189,7 @@ class Series:
         self._say(f"{per_hour:.0f} kills per hour; the same requests, undisturbed")
         clean = asyncio.run(self._undisturbed([wave.requests for wave in waves]))
         self._servers.stop_proxy()
-        by_death: dict[Death, list[tuple[Wave, list[StreamRecord]]]]
-        by_death = {wave.death: [] for wave in waves}
-        for wave, records in zip(waves, clean, strict=True):
-            by_death[wave.death].append((wave, records))
-        return [figures_of(pairs, per_hour) for pairs in by_death.values()]
+        return Found([*zip(waves, clean, strict=True)], per_hour)
 
     def _say(self, line: str) -> None:
         self._console.print(f"  {line}", style="dim", markup=False)
@@ -217,7 +240,7 @@ class Series:
         self, waves: Sequence[Sequence[ReplayRequest]]
     ) -> list[list[StreamRecord]]:
         found: list[list[StreamRecord]] = []
-        together = max(1, _AT_ONCE // len(waves[0]))
+        together = max(1, _AT_ONCE // max(map(len, waves), default=1))
         for first in range(0, len(waves), together):
             found += await asyncio.gather(
                 *(
@@ -348,59 +371,99 @@ def kill_series(
     results: Path,
     options: Sequence[str] = BOTH,
     kills: int | None = None,
-    damage: Damage | None = None,
-    name: str = "vllm",
 ) -> list[str]:
     """Run the series on servers that are up, print its table and write it under `results`.
 
-    `streams`, `kills`: of each option; without kills one of each kind of death. A series of kills
-    counts and has no times, so that other processes may run beside it. Returns what was not as
-    claimed.
+    `streams`, `kills`: of each option; without kills one of each kind of death. Returns what was
+    not as claimed.
     """
-    record = Record(seed, timed=kills is None)
-    series = Series(servers, console, damage)
-    rows: list[dict[str, Any]] = []
+    record, series = Record(seed, timed=kills is None), Series(servers, console)
+    found = _by_option(series, options, streams, kills, seed)
+    return _keep(record, found, kills, [], console, results, "vllm")
+
+
+def _by_option(
+    series: Series,
+    options: Sequence[str],
+    streams: int,
+    kills: int | None,
+    seed: int,
+    until_s: float = math.inf,
+) -> list[Found]:
+    found: list[Found] = []
     for option in options:
-        rows += series.run(option, streams, kills, seed + len(rows))
-    faults = [
+        found.append(series.run(option, streams, kills, seed, until_s))
+        seed += len(found[-1].rows())
+    return found
+
+
+def _keep(
+    record: Record,
+    found: Sequence[Found],
+    kills: int | None,
+    faults: list[str],
+    console: Console,
+    results: Path,
+    name: str,
+) -> list[str]:
+    """Print and keep the result; return its faults behind those given. A series of kills counts and
+    has no times, so that other processes may run beside it.
+    """
+    rows = [row for each in found for row in each.rows()]
+    faults += [
         f"{row['option']}, {row['death']}: {fault}" for row in rows for fault in faults_of(row)
     ]
     if kills is not None:
         rows = [without_times(row) for row in rows]
     console.print(table_of(rows))
     console.print("\n".join(faults) or "PASSED", markup=False)
+    streams = max(sum(len(wave.requests) for wave, _ in each.waves) for each in found)
     document = {"streams_per_option": streams, "waves": rows}
     record.keep(results, name, document, console.export_text())
     return faults
 
 
 def run(options: argparse.Namespace) -> int:
-    console, kills = Console(record=True, width=180), options.kills
-    is_split = options.option == "split"
-    per_kill = SPLIT_STREAMS_PER_KILL if is_split else STREAMS_PER_KILL
+    console, kills, worlds = Console(record=True, width=180), options.kills, options.worlds or 1
+    seeds = range(options.seed, options.seed + worlds)
+    record = Record(*seeds, timed=kills is None)
+    until_s = time.monotonic() + (options.limit_s or math.inf)
+    per_kill = SPLIT_STREAMS_PER_KILL if options.option == "split" else STREAMS_PER_KILL
+    if kills:
+        kills = math.ceil(kills / worlds)
     streams = options.streams or (kills * per_kill if kills else 100)
     chosen = (options.option,) if options.option else BOTH
     where = "gpu" if options.gpu else None
     name = "-".join(filter(None, ("vllm", options.option, options.damage, where)))
-    with tempfile.TemporaryDirectory() as directory:
-        if options.option in (None, "migrate"):  # Over NIXL.
-            config = vllm_config(Path(directory))
-        else:
-            sections = SPLIT_SECTIONS if is_split else {}
-            config = connector_config(Path(directory), decodes=3, **sections)
-        flags = GPU_FLAGS if options.gpu else ()
-        with VllmServers(config, os.environ[PYTHON_ENV], *flags) as servers:
-            servers.environment = BATCH_INVARIANT if options.gpu else {}
-            servers.start_all()
-            faults = kill_series(
-                servers,
-                streams,
-                options.seed,
-                console,
-                options.out,
-                chosen,
-                kills,
-                options.damage,
-                name,
-            )
+
+    def world(servers: VllmServers, seed: int) -> list[Found]:
+        servers.start_all()
+        series = Series(servers, console, options.damage)
+        return _by_option(series, chosen, streams, kills, seed, until_s)
+
+    with ExitStack() as stack:
+        pools = [stack.enter_context(_servers(options, stack)) for _ in seeds]
+        threads = stack.enter_context(ThreadPoolExecutor(worlds))
+        runs = [threads.submit(world, *each) for each in zip(pools, seeds, strict=True)]
+        errors = {seed: each.exception() for seed, each in zip(seeds, runs, strict=True)}
+        ended = [f"the world of seed {seed}: {error!r}" for seed, error in errors.items() if error]
+        done = [each.result() for each in runs if not each.exception()]
+        first, *others = done or [runs[0].result()]
+        for other in others:
+            for whole, part in zip(first, other, strict=True):
+                whole.add(part)
+        faults = _keep(record, first, kills, ended, console, options.out, name)
     return 1 if faults else 0
+
+
+def _servers(options: argparse.Namespace, stack: ExitStack) -> VllmServers:
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    if options.option in (None, "migrate"):  # Over NIXL.
+        config = vllm_config(directory)
+    else:
+        sections = SPLIT_SECTIONS if options.option == "split" else {}
+        config = connector_config(directory, decodes=3, **sections)
+    flags = GPU_FLAGS if options.gpu else ()
+    servers = VllmServers(config, os.environ[PYTHON_ENV], *flags)
+    servers.environment = BATCH_INVARIANT if options.gpu else {}
+    return servers
