@@ -309,25 +309,32 @@ class Bench:
 
     # Restoring.
 
-    async def pair(self, loaded_s: list[float], computed_s: list[float]) -> bool:
-        """The first token after one history, in random order. Returns whether the tokens behind it
-        are those of the request that saved it, both times.
-        """
+    async def pair(self) -> "Pair":
+        """The first token after one history, in random order."""
         prompt = draw(self._rng, self._load.history_tokens)
         saved, calm = await self._save(prompt)
         source = await self._client.source(self._node, saved.stream)
         before, same = (await self._client.report(self.d1)).pages_loaded, True
-        ways = [(loaded_s, self._new(sources=[source]), None), (computed_s, None, "computed")]
-        for times_s, params, salt in self._rng.sample(ways, 2):
+        first_s = {}
+        ways = [("loaded", self._new(sources=[source]), None), ("computed", None, "computed")]
+        for way, params, salt in self._rng.sample(ways, 2):
             at_s = time.perf_counter()
             answer = await self._ask(self.d1, prompt, BEHIND_TOKENS, params, salt=salt)
-            times_s.append(answer.times_s[0] - at_s)
+            first_s[way] = answer.times_s[0] - at_s
             same = same and answer.ids == calm
         pages = (await self._client.report(self.d1)).pages_loaded - before
-        # At least one token is computed.
-        assert pages == (self._load.history_tokens - 1) // PAGE_TOKENS, f"{pages} pages were loaded"
         await self._release(saved)
-        return same
+        return Pair(first_s["loaded"], first_s["computed"], pages, same)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One history at the same server, loaded and computed."""
+
+    loaded_s: float
+    computed_s: float
+    pages: int  # That were loaded.
+    same: bool  # The tokens behind it are those of the request that saved it, both times.
 
 
 @dataclass
