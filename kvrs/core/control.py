@@ -96,6 +96,7 @@ class Control(Generic[S]):
             config.slo,
             config.backup,
             member_of=lambda up: self.instances.known[up.info.id],
+            agent_of=lambda up: self.agents.known[up.holder],
         )
         is_vllm = config.cluster.backend is Backend.VLLM
         self.self_tests = SelfTests(
@@ -408,7 +409,7 @@ class Control(Generic[S]):
         fallen silent.
         """
         assert known.info is not None
-        self.instances.lose(known, cause)
+        known.lose(cause)
         self.self_tests.lost(known.id)
         self.leases.forget(known.id)
         produced = {}

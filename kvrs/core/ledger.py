@@ -2,6 +2,8 @@
 bytes on links, slots, alarms, room for checkpoints).
 """
 
+from collections.abc import Callable
+
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.incident_book import IncidentBook
 from kvrs.core.books.kv_locations import KvLocations
@@ -10,7 +12,8 @@ from kvrs.core.books.timers import Timers
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.model import actions as act
-from kvrs.core.model.cluster_view import ClusterView, Link
+from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent, ClusterView, Link
 from kvrs.core.model.lifecycle import MOVES, Stage
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import AttemptState, Decision, StayDeadline, Stream
@@ -28,6 +31,7 @@ class Ledger:
         checkpoints: Checkpoints,
         outliers: Outliers,
         incidents: IncidentBook,
+        agent_of: Callable[[ev.HolderUp], Agent],
     ) -> None:
         self.view = view
         self.slots = slots
@@ -37,7 +41,7 @@ class Ledger:
         self.incidents = incidents
         self.streams: dict[StreamId, Stream] = {}
         self.idle: dict[StreamId, Stream] = {}  # Those that no attempt runs for.
-        self.kv_locations = KvLocations(view, checkpoints, self.streams)
+        self.kv_locations = KvLocations(view, checkpoints, self.streams, agent_of)
 
     def admit(self, stream: Stream) -> None:
         assert stream.id not in self.streams, stream.id

@@ -25,7 +25,7 @@ from kvrs.core.instances import InstanceEvents
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.lifecycle import AlarmDue, SlotFree, Stage
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
@@ -48,9 +48,10 @@ class RecoveryPolicy:
         backup: BackupSettings = NO_BACKUP,
         *,
         member_of: Callable[[ev.InstanceUp], Member] = lambda up: Member.of(up.info, up.prefill),
+        agent_of: Callable[[ev.HolderUp], Agent] = lambda up: Agent(up.holder, up.node),
     ) -> None:
-        """`member_of`: the record of an instance that has come up, which is to be used nowhere
-        else or by the watch of the instance alone.
+        """`member_of`, `agent_of`: the record of an instance or agent that has come up, which is to
+        be used nowhere else or by its watch alone.
         """
         self._settings = policy
         self._backup = backup
@@ -62,7 +63,7 @@ class RecoveryPolicy:
         outliers = Outliers(self._view, policy.recovery, self._actions)
         incidents = IncidentBook(policy.recovery)
         self._ledger = Ledger(
-            self._view, self._slots, self._timers, checkpoints, outliers, incidents
+            self._view, self._slots, self._timers, checkpoints, outliers, incidents, agent_of
         )
         # To be read only; the instances are those that are up.
         self.streams: Mapping[StreamId, Stream] = self._ledger.streams

@@ -8,8 +8,8 @@ its streams might have stayed.
 from typing import Any
 
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import KnownAgent
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import Role
@@ -58,14 +58,14 @@ class Topology:
     def _take_out(self, known: Member, now_s: float) -> None:
         control = self._control
         if known.health is Health.UP:
-            control.instances.lose(known, "removed")
+            known.lose("removed")
         control.instances.remove(known)
         for book in (control.self_tests, control.leases, control.drains, control.gpus):
             book.forget(known.id)
         control.orders.forget(known.id)
         control.tell(ev.InstanceRemoved(known.id, {}), now_s)
 
-    def remove_agent(self, known: KnownAgent, now_s: float) -> None:
+    def remove_agent(self, known: Agent, now_s: float) -> None:
         """Its checkpoints are of no use any more; streams get others elsewhere."""
         if known.health is Health.UP:
             self._control.checkpoints.lost(known, "removed", now_s)

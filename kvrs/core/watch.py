@@ -25,10 +25,11 @@ import msgspec
 
 from kvrs.config.proxy import ProxySettings
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import KnownAgent, others_with_other_kv, overdue_after_s
+from kvrs.core.fleet.known import others_with_other_kv, overdue_after_s
 from kvrs.core.fleet.names import listed_names
 from kvrs.core.fleet.silence import SilenceTimer, silent_after_s
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.protocol.instance import (
     NO_OTHER_NAMES,
@@ -44,7 +45,7 @@ from kvrs.protocol.instance import (
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
-Known = TypeVar("Known", Member, KnownAgent)
+Known = TypeVar("Known", Member, Agent)
 Info = TypeVar("Info", InstanceInfo, AgentInfo)
 Report = TypeVar("Report", LoadReport, AgentReport)
 
@@ -375,9 +376,9 @@ class InstanceWatch(Watch[Member, InstanceInfo, LoadReport]):
         self._control.instance_lost(self.known, cause, now_s, may_live=may_live)
 
 
-class AgentWatch(Watch[KnownAgent, AgentInfo, AgentReport]):
+class AgentWatch(Watch[Agent, AgentInfo, AgentReport]):
     def __init__(
-        self, known: KnownAgent, control: Control[Any], limits: WatchLimits, shell: WatchShell
+        self, known: Agent, control: Control[Any], limits: WatchLimits, shell: WatchShell
     ) -> None:
         super().__init__(known, limits, shell)
         self._checkpoints = control.checkpoints

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 from kvrs.core.books.leases import Number
 from kvrs.core.control import Control
-from kvrs.core.fleet.known import KnownAgent
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.core.watch import (
     AgentWatch,
@@ -48,7 +48,7 @@ class SimWatch:
     def __init__(
         self,
         process: SimEngine | SimAgent,
-        known: Member | KnownAgent,
+        known: Member | Agent,
         control: Control[SimStream],
         line: ReportLine,
     ) -> None:

@@ -74,7 +74,7 @@ def test_no_decode_call_follows_when_its_instance_is_gone() -> None:
     live = driver.stream()
     attempt = attempt_of(driver, live)
     attempt.begin()
-    driver.control.instances.lose(driver.control.instances.known[attempt.plan.decode], "killed")
+    driver.control.instances.known[attempt.plan.decode].lose("killed")
 
     assert not attempt.prefilled(0.1)
     assert driver.calls_of("end_attempt")

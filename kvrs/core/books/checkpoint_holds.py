@@ -12,9 +12,10 @@ from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
 from kvrs.core.books.checkpoints import replicas_of
 from kvrs.core.books.leases import Leases
-from kvrs.core.fleet.known import Agents, Instances, KnownAgent
+from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.streams import Copy, LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport
@@ -77,7 +78,7 @@ class CheckpointHolds:
 
     # Agents.
 
-    def up(self, known: KnownAgent, info: AgentInfo, now_s: float) -> None:
+    def up(self, known: Agent, info: AgentInfo, now_s: float) -> None:
         event = self.agents.accept(known, info)
         for live in self._streams.values():
             # Engines offer the pages again; after a denial for lack of room a copy counts only
@@ -87,7 +88,7 @@ class CheckpointHolds:
                 self.leases.hold(known.id, live.id)
         self._tell(event, now_s)
 
-    def reported(self, known: KnownAgent, report: AgentReport, now_s: float) -> None:
+    def reported(self, known: Agent, report: AgentReport, now_s: float) -> None:
         before, known.report = known.report, report
         pages: dict[StreamId, int] = {}
         for stream, count in report.pages.items():
@@ -108,9 +109,9 @@ class CheckpointHolds:
             )
         self._lose(known.id, report.denied, _NO_ROOM, now_s)
 
-    def lost(self, known: KnownAgent, cause: str, now_s: float) -> None:
+    def lost(self, known: Agent, cause: str, now_s: float) -> None:
         assert known.info is not None
-        self.agents.lose(known, cause)
+        known.lose(cause)
         self.leases.forget(known.id)
         for live in self._streams.values():
             if (copy := live.copies.get(known.id)) is not None:

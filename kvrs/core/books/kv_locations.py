@@ -1,6 +1,6 @@
 """KV locations by stream: instances that retain or cache it, and agents with checkpoints of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.model import events as ev
@@ -14,11 +14,16 @@ class KvLocations:
     """Writes the holders of `streams`, and by `Checkpoints` their checkpoints."""
 
     def __init__(
-        self, view: ClusterView, checkpoints: Checkpoints, streams: Mapping[StreamId, Stream]
+        self,
+        view: ClusterView,
+        checkpoints: Checkpoints,
+        streams: Mapping[StreamId, Stream],
+        agent_of: Callable[[ev.HolderUp], Agent],
     ) -> None:
         self._view = view
         self._checkpoints = checkpoints
         self._streams = streams
+        self._agent_of = agent_of
         self._kept: dict[InstanceId, ev.PagesKept] = {}  # Of instances that are about to come up.
 
     def kept_pages(self, event: ev.PagesKept) -> None:
@@ -39,13 +44,7 @@ class KvLocations:
             return
         if agent is not None:
             self._lose(agent, "replaced by a new epoch")
-        self._view.agents[event.holder] = Agent(
-            event.holder,
-            event.node,
-            event.epoch,
-            event.capacity_bytes,
-            event.host_to_device_bytes_per_s,
-        )
+        self._view.agents[event.holder] = self._agent_of(event).begin(event)
 
     def agent_lost(self, event: ev.HolderLost) -> None:
         agent = self._view.agents.get(event.holder)

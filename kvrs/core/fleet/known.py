@@ -4,9 +4,7 @@ Only one model is served at a time. There are no agents when `backup.mode` is of
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from math import inf
 
 import msgspec
 
@@ -14,13 +12,13 @@ from kvrs.config.file import Config
 from kvrs.core.fleet.names import NameBook
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId
 from kvrs.profiles.catalog import prefill_table
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.instance import (
     AgentInfo,
-    AgentReport,
     Capability,
     InstanceInfo,
     Role,
@@ -30,19 +28,6 @@ from kvrs.protocol.instance import (
 def overdue_after_s(interval_s: float) -> float:
     """Return the age at which a report that comes every `interval_s` is overdue."""
     return max(1.0, 4 * interval_s)
-
-
-@dataclass(slots=True, eq=False)
-class KnownAgent:
-    """One node's agent."""
-
-    id: InstanceId
-    node: NodeId
-    health: Health = Health.STARTING
-    reason: str | None = None
-    info: AgentInfo | None = None
-    report: AgentReport | None = None  # The last one; none while it is not up.
-    beat_s: float = -inf  # As of an instance.
 
 
 class Replays(Enum):
@@ -209,12 +194,6 @@ class Instances:
         """
         return self._table if info.own_prefill is None else None
 
-    def lose(self, known: Member, cause: str) -> None:
-        """Note that the instance is not used any more."""
-        known.health = Health.DOWN
-        known.reason = cause
-        known.load = None
-
 
 def all_refused(instances: Instances) -> str | None:
     """Why no instance will come up by itself: each answers and must not be used. None: one is up,
@@ -250,7 +229,7 @@ def missing_roles(instances: Instances) -> list[Role]:
 
 class Agents:
     def __init__(self, nodes: Mapping[InstanceId, NodeId]) -> None:
-        self.known = {name: KnownAgent(name, node) for name, node in nodes.items()}
+        self.known = {name: Agent(name, node) for name, node in nodes.items()}
         self._by_node = {known.node: known for known in self.known.values()}
 
     @classmethod
@@ -258,15 +237,15 @@ class Agents:
         nodes = config.cluster.nodes if config.agents_run else []
         return cls({node.agent_id: node.id for node in nodes})
 
-    def add(self, agent: InstanceId, node: NodeId) -> KnownAgent:
-        known = self.known[agent] = self._by_node[node] = KnownAgent(agent, node)
+    def add(self, agent: InstanceId, node: NodeId) -> Agent:
+        known = self.known[agent] = self._by_node[node] = Agent(agent, node)
         return known
 
-    def remove(self, known: KnownAgent) -> None:
+    def remove(self, known: Agent) -> None:
         known.health, known.reason, known.info, known.report = Health.REMOVED, None, None, None
         del self._by_node[known.node]
 
-    def present(self) -> Iterator[KnownAgent]:
+    def present(self) -> Iterator[Agent]:
         """Those of the configuration."""
         return (known for known in self.known.values() if known.health is not Health.REMOVED)
 
@@ -276,17 +255,17 @@ class Agents:
     def any_up(self) -> bool:
         return any(known.health is Health.UP for known in self.known.values())
 
-    def on_node(self, node: NodeId) -> KnownAgent | None:
+    def on_node(self, node: NodeId) -> Agent | None:
         return self._by_node.get(node)
 
-    def fault(self, known: KnownAgent, info: AgentInfo) -> str | None:
+    def fault(self, known: Agent, info: AgentInfo) -> str | None:
         """Why an agent that answered cannot be used."""
         for what, wanted, got in (("id", known.id, info.id), ("node", known.node, info.node)):
             if wanted != got:
                 return f"{what} is {str(got)!r}, the configuration says {str(wanted)!r}"
         return None
 
-    def accept(self, known: KnownAgent, info: AgentInfo) -> ev.HolderUp:
+    def accept(self, known: Agent, info: AgentInfo) -> ev.HolderUp:
         """Note that the agent is used from now on; what the policy needs of it."""
         known.info = info
         known.report = None
@@ -295,9 +274,3 @@ class Agents:
         return ev.HolderUp(
             known.id, known.node, info.epoch, info.capacity_bytes, info.host_to_device_bytes_per_s
         )
-
-    def lose(self, known: KnownAgent, cause: str) -> None:
-        """Note that the agent is not used any more."""
-        known.health = Health.DOWN
-        known.reason = cause
-        known.report = None

@@ -10,24 +10,28 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from operator import attrgetter
 from typing import Any
 
 from kvrs.core.model import events as ev
-from kvrs.core.model.member import Member
+from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, NodeId, StreamId
-from kvrs.protocol.instance import MEMORY
+from kvrs.protocol.instance import MEMORY, AgentInfo, AgentReport
 
 
 @dataclass(slots=True, eq=False)
 class Agent:
-    """One epoch of the agent of one node: a row of the load table of LUMEN section 4.2."""
+    """The agent of one node: what its watch knows of it, and a row of the load table of LUMEN
+    section 4.2. Nothing is booked there while it is not up.
+    """
 
     id: InstanceId
     node: NodeId
-    epoch: int
-    capacity_bytes: int
-    host_to_device_bytes_per_s: float
+    # As of the last `HolderUp`.
+    epoch: int = 0
+    capacity_bytes: int = 0
+    host_to_device_bytes_per_s: float = 0.0
     reported_bytes: int = 0  # Reserved by the streams of all proxies.
     reported_checkpoints: int = 0
     # For streams of this proxy, from the moment at which the place is chosen.
@@ -35,6 +39,23 @@ class Agent:
     booked_of: Counter[NodeId] = field(default_factory=Counter)  # By the node that decodes.
     # Streams that have a checkpoint here, or are to have one.
     streams: set[StreamId] = field(default_factory=set)
+    # As its watch sees it.
+    health: Health = Health.STARTING
+    reason: str | None = None
+    info: AgentInfo | None = None
+    report: AgentReport | None = None  # The last one; none while it is not up.
+    beat_s: float = -inf  # When its last heartbeat came.
+
+    def begin(self, up: ev.HolderUp) -> "Agent":
+        """A process of it has come up."""
+        self.epoch, self.capacity_bytes = up.epoch, up.capacity_bytes
+        self.host_to_device_bytes_per_s = up.host_to_device_bytes_per_s
+        self.reported_bytes = self.reported_checkpoints = 0
+        return self
+
+    def lose(self, cause: str) -> None:
+        """It is not used any more."""
+        self.health, self.reason, self.report = Health.DOWN, cause, None
 
     @property
     def reserved_bytes(self) -> int:

@@ -362,6 +362,10 @@ class Member:
         is_same = lost is not None and (info.pid, info.epoch) == (lost.pid, lost.epoch)
         return is_same and not _can_fence(info)
 
+    def lose(self, cause: str) -> None:
+        """It is not used any more."""
+        self.health, self.reason, self.load = Health.DOWN, cause, None
+
     # As the policy sees it.
 
     @property

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvrs.core.fleet.known import KnownAgent, others_with_other_kv
+from kvrs.core.fleet.known import others_with_other_kv
 from kvrs.core.fleet.names import listed_names
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.speculation import Reload
@@ -175,7 +176,7 @@ def _ranks(known: Member, now_s: float) -> dict[str, Any]:
     }
 
 
-def _agent(known: KnownAgent, url: str) -> dict[str, Any]:
+def _agent(known: Agent, url: str) -> dict[str, Any]:
     info, report = known.info, known.report
     shown = {
         "id": known.id,

@@ -9,7 +9,7 @@ import msgspec
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
-from kvrs.core.fleet.known import KnownAgent
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.core.topology import Topology
 from kvrs.errors import ConfigError
@@ -213,18 +213,18 @@ class Fleet:
         )
         self._watch(known)
 
-    def _move_agent(self, known: KnownAgent, node: NodeSettings) -> None:
+    def _move_agent(self, known: Agent, node: NodeSettings) -> None:
         log.info("agent moved", extra={"instance": known.id, "url": node.agent.url})
         self._leave(known)
         self._links.agent_backends[known.id] = self._links.new_agent(node)
         self._watch(known)
 
-    def _leave(self, known: Member | KnownAgent) -> None:
+    def _leave(self, known: Member | Agent) -> None:
         if known.health is Health.UP:  # Since this was looked at.
             self._watchers[known.id].lose("it is at another address")
         self._unwatch(known.id)
 
-    def _watch(self, known: Member | KnownAgent) -> None:
+    def _watch(self, known: Member | Agent) -> None:
         watcher = Watcher(known, self._driver, self._settings, self._metrics, self._gossip_view)
         self._watchers[known.id] = watcher
         self._gossip_view.follow(known.id, known.node, watcher.look)

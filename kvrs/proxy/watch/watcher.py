@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from kvrs.config.proxy import ProxySettings
-from kvrs.core.fleet.known import KnownAgent
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Member
 from kvrs.core.watch import (
     LONGEST_PAUSE_S,
@@ -43,7 +43,7 @@ class Watcher:
 
     def __init__(
         self,
-        known: Member | KnownAgent,
+        known: Member | Agent,
         driver: Driver,
         settings: ProxySettings,
         metrics: Metrics,
