@@ -8,6 +8,7 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
+from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.recovery import RecoveryPolicy
@@ -79,7 +80,13 @@ class PolicyHarness:
             poison_deaths=poison_deaths,
         )
         policy = PolicySettings(name=name, recovery=recovery, **settings)
-        self.policy = RecoveryPolicy(policy, slo or SloSettings(), backup or BackupSettings())
+        agents: dict[InstanceId, Agent] = {}  # One record each, as in a proxy.
+        self.policy = RecoveryPolicy(
+            policy,
+            slo or SloSettings(),
+            backup or BackupSettings(),
+            agent_of=lambda up: agents.setdefault(up.holder, Agent(up.holder, up.node)),
+        )
         self.now_s = 0.0
         self.actions: list[act.Action] = []
         for each in names:

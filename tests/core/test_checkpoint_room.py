@@ -39,3 +39,18 @@ def test_the_one_agent_with_room_is_found_in_a_large_cluster() -> None:
         InstanceId("agent-n150")
     }
     assert all(start.plan.places for start in starts)
+
+
+def test_a_new_process_of_an_agent_has_all_of_its_room() -> None:
+    """What is booked at an agent, and what it has reported, ends with its process."""
+    harness = PolicyHarness("p0", "d0", backup=BackupSettings(mode=BackupMode.REMOTE))
+    room = 10 * GEOMETRY.page_bytes
+    harness.agents("n1", capacity_bytes=room)
+    agent = InstanceId("agent-n1")
+    first = only(harness.handle(ev.StreamArrived(StreamId("A"), 100, most_tokens=160)), act.Start)
+    harness.handle(ev.CheckpointsReported(agent, 1, room, 1, {StreamId("A"): 1}))
+
+    harness.agents("n1", epoch=2, capacity_bytes=room)
+
+    again = only(harness.handle(ev.StreamArrived(StreamId("B"), 100, most_tokens=160)), act.Start)
+    assert first.plan.places == again.plan.places == (act.Place(agent, room),)
