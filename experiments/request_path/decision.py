@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.record import Record
 from kvrs.config.policy import PolicyName, PolicySettings
-from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate
 from kvrs.core.model.member import Member

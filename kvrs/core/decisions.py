@@ -10,8 +10,7 @@ import msgspec
 from kvrs.config.policy import Dispatch, PolicySettings, SloSettings
 from kvrs.core import options
 from kvrs.core.books.learning import Corrections
-from kvrs.core.books.slots import SlotBook
-from kvrs.core.books.timers import is_past
+from kvrs.core.books.waiting import SlotBook, is_past
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from kvrs.core.books.checkpoints import Checkpoints
 from kvrs.core.books.incident_book import IncidentBook
 from kvrs.core.books.kv_locations import KvLocations
-from kvrs.core.books.slots import SlotBook
-from kvrs.core.books.timers import Timers
+from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.defences import quarantine
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.model import actions as act

@@ -17,8 +17,7 @@ from kvrs.config.backup import BackupMode, BackupSettings
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.core.books.checkpoints import Checkpoints, protection
 from kvrs.core.books.incident_book import IncidentBook
-from kvrs.core.books.slots import SlotBook
-from kvrs.core.books.timers import Timers
+from kvrs.core.books.waiting import SlotBook, Timers
 from kvrs.core.decisions import Decisions
 from kvrs.core.defences.outliers import Outliers
 from kvrs.core.instances import InstanceEvents

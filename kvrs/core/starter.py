@@ -8,11 +8,9 @@ import msgspec
 
 from kvrs.config.policy import PolicySettings
 from kvrs.core.books.incident_book import Ruling
-from kvrs.core.books.slots import SHORTEST_WAIT_S
-from kvrs.core.books.timers import SLACK_S, is_past
+from kvrs.core.books.waiting import SHORTEST_WAIT_S, SLACK_S, RetryBudget, is_past
 from kvrs.core.decisions import Decisions
 from kvrs.core.defences import quarantine
-from kvrs.core.defences.retry_budget import RetryBudget
 from kvrs.core.dispatch import assign, ceiling
 from kvrs.core.ledger import Ledger
 from kvrs.core.model import actions as act

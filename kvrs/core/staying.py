@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvrs.config.policy import PolicySettings
-from kvrs.core.books.timers import is_past
+from kvrs.core.books.waiting import is_past
 from kvrs.core.decisions import Decisions
 from kvrs.core.dispatch import assign, ceiling
 from kvrs.core.ledger import Ledger

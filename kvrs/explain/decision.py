@@ -14,7 +14,7 @@ from enum import StrEnum
 from math import inf, isfinite
 
 from kvrs.config.policy import Handoff, PolicyName, PolicySettings
-from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member

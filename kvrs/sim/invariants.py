@@ -12,7 +12,7 @@ from typing import assert_never
 
 from kvrs.config.backup import BackupMode
 from kvrs.config.file import Config
-from kvrs.core.books.timers import SLACK_S
+from kvrs.core.books.waiting import SLACK_S
 from kvrs.core.control import Control
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev

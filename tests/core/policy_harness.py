@@ -8,8 +8,7 @@ from kvrs.config.backup import BackupSettings
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
-from kvrs.core.model.cluster_view import Agent
-from kvrs.core.model.cluster_view import ClusterView
+from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.member import Member
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvrs.core.defences.retry_budget import LEAST_TOKENS, REFILL_S, SHARE, RetryBudget
+from kvrs.core.books.waiting import LEAST_RETRY_TOKENS, RETRY_REFILL_S, RETRY_SHARE, RetryBudget
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.ids import InstanceId, StreamId
@@ -31,8 +31,11 @@ def test_retries_stay_below_a_share_of_starts_and_a_floor() -> None:
         budget.started(50, at_s)
         taken += budget.take_spare(50, at_s)
 
-    assert taken <= LEAST_TOKENS + LEAST_TOKENS * at_s / REFILL_S + SHARE * 10_000
-    assert taken > 0.9 * (LEAST_TOKENS * at_s / REFILL_S + SHARE * 10_000)
+    assert (
+        taken
+        <= LEAST_RETRY_TOKENS + LEAST_RETRY_TOKENS * at_s / RETRY_REFILL_S + RETRY_SHARE * 10_000
+    )
+    assert taken > 0.9 * (LEAST_RETRY_TOKENS * at_s / RETRY_REFILL_S + RETRY_SHARE * 10_000)
 
 
 def test_all_victims_of_a_loss_go_on_at_once() -> None:
@@ -46,7 +49,7 @@ def test_all_victims_of_a_loss_go_on_at_once() -> None:
     harness.lose("d0")
 
     victims = next(row["decode_streams"] for row in before if row["id"] == D0)
-    assert victims > LEAST_TOKENS
+    assert victims > LEAST_RETRY_TOKENS
     retries = harness.policy.snapshot()["retries"]
     assert (retries["delayed"], retries["used"]) == (0, victims)
 
@@ -67,7 +70,7 @@ def test_streams_that_fail_again_and_again_wait_and_none_is_lost() -> None:
         tries += len(attempts)
         harness.now_s += 0.02
 
-    assert tries < LEAST_TOKENS + LEAST_TOKENS / REFILL_S + 90 * SHARE
+    assert tries < LEAST_RETRY_TOKENS + LEAST_RETRY_TOKENS / RETRY_REFILL_S + 90 * RETRY_SHARE
     assert of(harness.actions, act.GiveUp) == []
 
     back: set[StreamId] = set()
@@ -94,7 +97,7 @@ def test_a_request_that_has_not_begun_may_be_refused_and_keeps_no_token_from_oth
 
     recovered = of(harness.lose("d0", flows=1) + harness.lose("d1", flows=1), act.Start)
 
-    assert again < 0.75 * LEAST_TOKENS + 200 * SHARE + 1
+    assert again < 0.75 * LEAST_RETRY_TOKENS + 200 * RETRY_SHARE + 1
     assert "flows" in [start.stream for start in recovered]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.policy import PolicyName
-from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option

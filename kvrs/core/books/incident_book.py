@@ -23,7 +23,7 @@ from math import inf
 import msgspec
 
 from kvrs.config.policy import RecoverySettings
-from kvrs.core.books.timers import is_past
+from kvrs.core.books.waiting import is_past
 from kvrs.ids import InstanceId, NodeId, StreamId
 
 # Losses within this time of each other are one storm.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from kvrs.config.policy import PolicySettings
-from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model import actions as act
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core import rules
-from kvrs.core.books.slots import SlotBook
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream

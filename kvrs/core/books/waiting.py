@@ -1,21 +1,96 @@
-"""Slots: at most `slots_max` recovery transfers into one target at a time (seed KVRS, "Slot
-Reservation"), and the queue of streams for the next one.
+"""The books of what a stream without an attempt waits for.
 
-First in, first out: a stream may take a slot only when one is left over for every stream before it.
+Timers: one alarm per stream, and one wake-up that is requested from the driver for the earliest of
+them. A new `WakeAt` is requested only when the earliest alarm comes before the wake-up requested
+last; a driver may keep one timer or many, and a superfluous wake-up does nothing.
 
-This is one proxy's own book, and a first filter: where the target's node has an agent, the agent
-arbitrates between proxies.
+Slots: at most `slots_max` recovery transfers into one target at a time (seed KVRS, "Slot
+Reservation"), and the queue of streams for the next one. First in, first out: a stream may take a
+slot only when one is left over for every stream before it. This is one proxy's own book, and a
+first filter: where the target's node has an agent, the agent arbitrates between proxies.
+
+Retry budget: a token bucket that keeps the retries of one proxy below a share of starts. Attempts
+that follow a failure load the survivors of it; where these fail under that load, each failure asks
+for more. A bucket that holds one token per open stream lets all victims of a loss go on at once,
+and what fails again after that at the rate of the refill.
 """
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import msgspec
 
-from kvrs.core.books.timers import is_past
+from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, StreamId
 
+# Event loops round to milliseconds; an alarm that is this near counts as due, or it would be
+# requested again and again.
+SLACK_S = 0.005
 # The shortest wait: a transfer that is late by its prediction does not free its slot at once.
 SHORTEST_WAIT_S = 0.05
+# Tokens for each new stream: a fifth of the starts may be tried again.
+RETRY_SHARE = 0.2
+# The bucket holds a token for each open stream, and refills within so many seconds on its own.
+RETRY_REFILL_S = 10.0
+LEAST_RETRY_TOKENS = 100.0
+# The last part of the bucket is kept for streams that have begun.
+_KEPT_RETRY_SHARE = 0.25
+
+
+class Timers:
+    def __init__(self) -> None:
+        self.alarms_s: dict[StreamId, float] = {}  # Of each stream that has one.
+        # May hold alarms that were moved or cleared since.
+        self.heap: list[tuple[float, int, StreamId]] = []
+        self._count = 0  # Equal times are due in the order in which they were set.
+        self._requested_s: float | None = None
+
+    def set(self, stream: StreamId, at_s: float) -> None:
+        self.alarms_s[stream] = at_s
+        self._count += 1
+        heappush(self.heap, (at_s, self._count, stream))
+
+    def woken(self, now_s: float) -> None:
+        """The driver's wake-up: the requested one if its time has come, else an older one that no
+        longer matters.
+        """
+        if self._requested_s is not None and self._requested_s <= now_s + SLACK_S:
+            self._requested_s = None
+
+    def next_due(self, now_s: float) -> StreamId | None:
+        """Take the next alarm that is due; None: no more are."""
+        if not self.heap or self.heap[0][0] > now_s + SLACK_S:
+            return None
+        earliest_s = self._earliest_s()
+        if earliest_s is None or earliest_s > now_s + SLACK_S:
+            return None
+        stream = heappop(self.heap)[2]
+        del self.alarms_s[stream]
+        return stream
+
+    def next_wake(self, now_s: float) -> act.WakeAt | None:
+        """The request to the driver without which the earliest alarm would be missed."""
+        earliest_s = self._earliest_s()
+        if earliest_s is None:
+            return None
+        requested_s = self._requested_s
+        if requested_s is not None and now_s <= requested_s + SLACK_S and requested_s <= earliest_s:
+            return None
+        self._requested_s = earliest_s
+        return act.WakeAt(earliest_s)
+
+    def _earliest_s(self) -> float | None:
+        while self.heap:
+            at_s, _, stream = self.heap[0]
+            if self.alarms_s.get(stream) == at_s:
+                return at_s
+            heappop(self.heap)
+        return None
+
+
+def is_past(at_s: float, now_s: float) -> bool:
+    """An alarm for this time would be due now."""
+    return at_s <= now_s + SLACK_S
 
 
 class _Held(msgspec.Struct, frozen=True):
@@ -163,3 +238,55 @@ class SlotBook:
             for target, book in self.targets.items()
             if book.held or book.waiting
         }
+
+
+class RetryBudget:
+    def __init__(self) -> None:
+        self.used = 0.0  # Tokens that are not refilled yet; more than there are: given in advance.
+        self._refilled_s = 0.0
+        self.delayed = 0  # Attempts that had to wait for a token.
+
+    def started(self, open_streams: int, now_s: float) -> None:
+        """A new stream has its first attempt."""
+        self._refill(_capacity(open_streams), now_s)
+        self.used = max(0.0, self.used - RETRY_SHARE)
+
+    def take(self, open_streams: int, now_s: float) -> float:
+        """The token of an attempt of a stream that has begun: how long until it may be used. Tokens
+        are given out in advance, in the order in which they are asked for.
+        """
+        capacity = _capacity(open_streams)
+        self._refill(capacity, now_s)
+        self.used += 1.0
+        wait_s = max(0.0, self.used - capacity) * RETRY_REFILL_S / capacity
+        self.delayed += wait_s > 0
+        return wait_s
+
+    def take_spare(self, open_streams: int, now_s: float) -> bool:
+        """The token of an attempt of a stream that has not begun, if there are enough for the
+        others.
+        """
+        capacity = _capacity(open_streams)
+        self._refill(capacity, now_s)
+        if self.used + 1.0 > (1 - _KEPT_RETRY_SHARE) * capacity:
+            self.delayed += 1
+            return False
+        self.used += 1.0
+        return True
+
+    def snapshot(self, open_streams: int) -> dict[str, float]:
+        """Plain data for people."""
+        return {
+            "used": self.used,
+            "capacity": _capacity(open_streams),
+            "delayed": self.delayed,
+        }
+
+    def _refill(self, capacity: float, now_s: float) -> None:
+        passed_s = max(0.0, now_s - self._refilled_s)
+        self.used = max(0.0, self.used - capacity * passed_s / RETRY_REFILL_S)
+        self._refilled_s = now_s
+
+
+def _capacity(open_streams: int) -> float:
+    return max(LEAST_RETRY_TOKENS, open_streams)
