@@ -42,7 +42,7 @@ def test_the_one_agent_with_room_is_found_in_a_large_cluster() -> None:
 
 
 def test_a_new_process_of_an_agent_has_all_of_its_room() -> None:
-    """What is booked at an agent, and what it has reported, ends with its process."""
+    """Bookings at an agent, and its reports, end with its process."""
     harness = PolicyHarness("p0", "d0", backup=BackupSettings(mode=BackupMode.REMOTE))
     room = 10 * GEOMETRY.page_bytes
     harness.agents("n1", capacity_bytes=room)
