@@ -19,10 +19,10 @@ from kvrs.core.model.cluster_view import Agent, ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Holder, StoredCheckpoint, Stream
-from kvrs.core.options.base import Books, Case, Term, cases_of
+from kvrs.core.options.base import Books, Case, Term
 from kvrs.core.routing import HandoffCandidate, choose_hand_off, hand_off_s
 from kvrs.core.rules import ALL, BY_NAME
-from kvrs.core.rules.base import Rule
+from kvrs.core.rules.base import Rule, cases_of
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry

@@ -9,8 +9,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
 from kvrs.core.model.reports import changes_decision
-from kvrs.core.options.base import cases_of
-from kvrs.core.rules.base import Rule
+from kvrs.core.rules.base import Rule, cases_of
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import ReformingReport
 from tests.core.policy_harness import PolicyHarness, instance_up, load, of, only

@@ -19,7 +19,6 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
 from kvrs.ids import InstanceId
-from kvrs.profiles.tables import PrefillTable
 
 # How many sources are looked at per target: a bound on the time of one decision.
 SOURCES_MAX = 3
@@ -98,93 +97,11 @@ class RecoveryOption(msgspec.Struct, frozen=True):
     needs: Callable[[Case], object] | None = None
 
 
-_NO_SOURCES: Sequence[KvSource] = ()
-
-
-def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: float) -> list[Case]:
-    """The case of this stream at each target, with the sources that it could fetch from. What
-    targets have in common is looked up once.
-    """
-    history_tokens = stream.prompt_tokens + stream.produced_tokens
-    table: PrefillTable | None = None
-    history_s, extrapolated = 0.0, False
-    cases: list[Case] = []
-    for target in targets:
-        if target.prefill is not table:
-            table = target.prefill
-            history_s = table.seconds_for(history_tokens)
-            extrapolated = not table.covers(history_tokens)
-        sources, wanted, held, slot_wait_s = _NO_SOURCES, 0, 0, 0.0
-        if stream.holders or stream.checkpoints:
-            wanted = (history_tokens - 1) // target.page_size_tokens
-            if (own := stream.holders.get(target.id)) is not None:
-                held = min(own.pages, wanted)
-            if wanted and target.pulls:
-                sources = sources_of(books.view, stream, target, wanted)
-                if sources and target.id in books.slots.targets:
-                    slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
-        cases.append(
-            Case(
-                books,
-                stream,
-                target,
-                history_tokens,
-                history_s,
-                extrapolated,
-                wanted,
-                held,
-                sources,
-                slot_wait_s,
-            )
-        )
-    return cases
-
-
 def usable_pages(stream: Stream, target: Member) -> int:
     """Pages worth fetching: the last position of a history is always computed, because its logits
     are what is needed.
     """
     return (stream.prompt_tokens + stream.produced_tokens - 1) // target.page_size_tokens
-
-
-def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -> list[KvSource]:
-    """Instances that retain leading pages of the history and agents that store some; at most
-    `SOURCES_MAX`, those with the most pages.
-    """
-    sources: list[KvSource] = []
-    geometry, node, page_bytes = target.geometry, target.node, target.page_bytes
-    for holder in stream.holders.values() if target.moves_kv else ():
-        member = holder.member
-        theirs = member.geometry
-        if (
-            member is target
-            or not holder.pages
-            or not member.retains
-            or not member.moves_kv
-            or (theirs is not geometry and theirs != geometry)
-        ):
-            continue
-        link = view.links[member.node, node]
-        rate = link.bytes_per_s
-        pages = holder.pages if holder.pages < wanted else wanted
-        sources.append(
-            KvSource(member.id, pages, page_bytes / rate, link.in_flight_bytes / rate, False)
-        )
-    for checkpoint in stream.checkpoints.values() if target.restores else ():
-        agent = checkpoint.agent
-        if not checkpoint.pages or not checkpoint.is_of(target):
-            continue
-        link = view.link_from(agent, node)
-        is_local = agent.node == node and not link.measured
-        rate = agent.host_to_device_bytes_per_s if is_local else link.bytes_per_s
-        pages = min(checkpoint.pages, wanted)
-        sources.append(
-            KvSource(agent.id, pages, page_bytes / rate, link.in_flight_bytes / rate, True)
-        )
-    if len(sources) > SOURCES_MAX:
-        sources.sort(key=lambda source: (source.pages, -source.page_s), reverse=True)
-        del sources[SOURCES_MAX:]
-    return sources
 
 
 def lookahead_s(settings: PolicySettings, stream: Stream, target: Member) -> float:

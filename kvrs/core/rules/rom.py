@@ -16,12 +16,11 @@ from kvrs.core.options.base import (
     Case,
     Term,
     division,
-    sources_of,
     usable_pages,
 )
 from kvrs.core.options.migrate import cached_at, has_cached
 from kvrs.core.routing import prefill_for
-from kvrs.core.rules.base import Rule
+from kvrs.core.rules.base import Rule, sources_of
 from kvrs.ids import InstanceId
 
 _MIGRATE, _RECOMPUTE = Option.MIGRATE, Option.RECOMPUTE

@@ -9,8 +9,9 @@ from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
-from kvrs.core.options.base import Books, cases_of
+from kvrs.core.options.base import Books
 from kvrs.core.options.recompute import RECOMPUTE, estimate_handed_off
+from kvrs.core.rules.base import cases_of
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from tests.core.policy_harness import PolicyHarness, instance_up, load, member, of
