@@ -25,8 +25,8 @@ from kvrs.proxy.api.answers import json_response, refusal
 from kvrs.proxy.api.tenants import TENANT
 from kvrs.proxy.backends.backend import RefusedError
 from kvrs.proxy.backends.bodies import Call
+from kvrs.proxy.streams.attempts import Failed, OpenStream
 from kvrs.proxy.streams.driver import Driver
-from kvrs.proxy.streams.live import Failed, OpenStream
 from kvrs.proxy.wire.peer import BusyError
 from kvrs.proxy.wire.request_context import CURRENT
 from kvrs.proxy.wire.watchdog import Watchdog

@@ -26,10 +26,17 @@ from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotSender
-from kvrs.proxy.streams.attempts import AttemptCalls, AttemptDriver
+from kvrs.proxy.streams.attempts import (
+    DENIED,
+    AttemptCalls,
+    AttemptDriver,
+    Failed,
+    OpenStream,
+    Outcome,
+    StreamPhase,
+)
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.event_log import EventLog
-from kvrs.proxy.streams.live import DENIED, Failed, OpenStream, Outcome, StreamPhase
 from kvrs.proxy.streams.metrics import Metrics
 from kvrs.proxy.streams.recoveries import RecoveryLog
 from kvrs.proxy.streams.tokenizer import LazyTokenizer

@@ -33,7 +33,7 @@ from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.fleet.supervision import TaskKind
-from kvrs.proxy.streams.live import DENIED
+from kvrs.proxy.streams.attempts import DENIED
 from kvrs.proxy.streams.page_metrics import (
     ConnectorMetrics,
     LendingMetrics,

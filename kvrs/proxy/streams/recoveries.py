@@ -15,7 +15,7 @@ from kvrs.core.model.estimates import Estimate, Option, best_by_option
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import FetchReport
 from kvrs.protocol.stages import RestartReport
-from kvrs.proxy.streams.live import OpenStream
+from kvrs.proxy.streams.attempts import OpenStream
 from kvrs.proxy.wire.request_context import RequestContext
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvrs.proxy.streams.live import OpenStream, StreamPhase
+from kvrs.proxy.streams.attempts import OpenStream, StreamPhase
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
