@@ -265,8 +265,8 @@ async def measure_recovery(
     await calls.until(victims)
     for live in list(driver.streams.values()):
         live.journal.output_ids.extend(range(PRODUCED_TOKENS))
-        assert live.plan is not None
-        driver.resumed(Attempt(driver.control, live, live.plan))
+        assert live.attempt.plan is not None
+        driver.resumed(Attempt(driver.control, live, live.attempt.plan))
     bring_up(driver, instances[2:])
     gc.collect()
     with watch:

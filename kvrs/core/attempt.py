@@ -113,12 +113,14 @@ class Attempt(Generic[S]):
         live = self.live
         if not self.is_current:
             return False
-        computed = live.prompt_tokens if self.plan.replays else live.history_tokens
+        journal = live.journal
+        computed = len(journal.prompt_ids or ())
+        if not self.plan.replays:
+            computed += len(journal.output_ids)
         self._computed(self.failed_at, computed, now_s)
         if live.journal.attempt != self.number:
             return False
-        assert live.state is not None
-        plan = live.state.attempt.plan
+        plan = live.attempt.plan
         assert plan is not None
         if not self._control.instances.is_up(plan.decode):
             # The policy knows as well; the stream waits for its next attempt.
@@ -168,7 +170,8 @@ class Attempt(Generic[S]):
         if not self.has_resumed:
             self.has_resumed, self._waits_for = True, (self.plan.decode,)
             if computes is not None:
-                self._computed(computes, live.prompt_tokens + self._produced_before, now_s)
+                prompt_tokens = len(live.journal.prompt_ids or ())
+                self._computed(computes, prompt_tokens + self._produced_before, now_s)
         needs_replay = bool(live.journal.replayed)
         self._control.tell(ev.StreamResumed(live.id, self.number, needs_replay), now_s)
         if live.copies:
@@ -196,7 +199,7 @@ class Attempt(Generic[S]):
             self.number,
             self.failed_at,
             cause,
-            self.live.produced_tokens,
+            len(self.live.journal.output_ids),
             fault.abrupt,
             fault.kind,
             retry_after_s,

@@ -3,7 +3,8 @@
 Pure: no clock, no socket, no randomness. A shell reports what happened to attempts and processes,
 with `now_s`; `Control` keeps the books, asks the policy, and has the shell perform what the policy
 answers, in its order. The proxy's shell performs it with sockets and tasks, the simulator's in
-virtual time. Where a stream runs, and in which stage, only the policy's record says.
+virtual time. A stream has one record (`LiveStream`), of which the policy writes where it runs, and
+in which stage.
 """
 
 from collections import deque
@@ -91,12 +92,14 @@ class Control(Generic[S]):
         a stream that has all its ids by itself; with `runs_self_tests` it carries those out.
         """
         self.instances = Instances(config)
+        self.streams: dict[StreamId, S] = {}
         self.policy = RecoveryPolicy(
             config.policy,
             config.slo,
             config.backup,
             member_of=lambda up: self.instances.known[up.info.id],
             agent_of=lambda up: self.agents.known[up.holder],
+            stream_of=self.streams.__getitem__,
         )
         is_vllm = config.cluster.backend is Backend.VLLM
         self.self_tests = SelfTests(
@@ -106,7 +109,6 @@ class Control(Generic[S]):
             tests_restores=lambda: is_vllm and self.agents.any_up(),
         )
         self.agents = Agents.of(config)
-        self.streams: dict[StreamId, S] = {}
         self.leases = Leases(config.transfer.lease_s)
         self.checkpoints = CheckpointHolds(
             config, self.agents, self.instances, self.streams, self.tell
@@ -146,7 +148,7 @@ class Control(Generic[S]):
                 self.leases.hold(kept.holder, live.id)
             self.checkpoints.adopt(live, kept)
         journal = live.journal
-        prompt_tokens = live.prompt_tokens or journal.prompt_tokens_guess
+        prompt_tokens = len(journal.prompt_ids or ()) or journal.prompt_tokens_guess
         max_tokens = journal.max_tokens
         most_tokens = None if max_tokens is None else prompt_tokens + max_tokens
         arrival: ev.StreamArrived | ev.StreamAdopted
@@ -164,7 +166,7 @@ class Control(Generic[S]):
             arrival = ev.StreamAdopted(
                 journal.stream,
                 prompt_tokens,
-                live.produced_tokens,
+                len(journal.output_ids),
                 most_tokens,
                 journal.deadlines,
                 now_s - journal.arrived_s,
@@ -260,7 +262,6 @@ class Control(Generic[S]):
         if live.journal.attempt:
             self._shell.end_attempt(live)
         live.journal.attempt = action.attempt
-        live.state = self.policy.streams[live.id]
         number = (live.journal.owner_epoch, action.attempt)
         self.fences.started(action.plan, live.id, number)
         if action.plan.places:
@@ -287,8 +288,8 @@ class Control(Generic[S]):
             self.end(live, Complete(), now_s)
             return False
         if self._can_give_end and not journal.replayed and live.remaining_tokens == 0:
-            assert live.plan is not None
-            self._shell.give_end(live, live.plan)
+            assert live.attempt.plan is not None
+            self._shell.give_end(live, live.attempt.plan)
             return False
         # Found out too late for a status: the engine turned out to parse its output, which another
         # cannot take up.
@@ -363,7 +364,7 @@ class Control(Generic[S]):
             of_ranks = member is not None and changes_ranks(member, report, now_s)
             concerned = self._running_on(known.id) if of_ranks or report.draining else []
             token_s = _token_s(concerned) if of_ranks else 0.0
-            produced = {live.id: live.produced_tokens for live in concerned}
+            produced = {live.id: len(live.journal.output_ids) for live in concerned}
             # They have events of their own.
             told = msgspec.structs.replace(report, links=[], replicas={})
             self.tell(ev.LoadReported(known.id, told, has_peers, token_s, produced), now_s)
@@ -416,7 +417,7 @@ class Control(Generic[S]):
         for live in self._running_on(known.id):
             self._shell.end_attempt(live)
             if self._goes_on(live, now_s):
-                produced[live.id] = live.produced_tokens
+                produced[live.id] = len(live.journal.output_ids)
         self.tell(ev.InstanceLost(known.id, known.info.epoch, cause, produced, may_live), now_s)
 
     def reload(self, before: Config, after: Config, now_s: float) -> None:
@@ -431,7 +432,7 @@ class Control(Generic[S]):
             self.tell(ev.GpuJudged(instance, state, reason, self.produced_on(instance)), now_s)
 
     def produced_on(self, instance: InstanceId) -> dict[StreamId, int]:
-        return {live.id: live.produced_tokens for live in self._running_on(instance)}
+        return {live.id: len(live.journal.output_ids) for live in self._running_on(instance)}
 
     def _running_on(self, instance: InstanceId) -> list[S]:
         """The streams whose current attempt is lost with the instance."""

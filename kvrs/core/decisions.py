@@ -124,12 +124,12 @@ class Decisions:
                 f"the predicted wait is {wait_s:.1f} s, too long for {stream.tightest()}",
                 wait_s - left_s,
             )
-        if wait_s <= bound_s / 2 or not stream.client:
+        if wait_s <= bound_s / 2 or not stream.client_name:
             return None
         work = self._view.work
         prefillers = len(self._view.prefillers or computing_prompts(self._view))
-        share_s = bound_s * prefillers / work.clients_with(stream.client)
-        if work.of(stream.client) + chosen.compute_s <= share_s:
+        share_s = bound_s * prefillers / work.clients_with(stream.client_name)
+        if work.of(stream.client_name) + chosen.compute_s <= share_s:
             return None
         return LoadRefusal(
             act.Reason.OVER_SHARE,

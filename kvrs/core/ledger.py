@@ -62,7 +62,7 @@ class Ledger:
         stream.attempt = attempt = AttemptState(
             stream.attempt.number + 1, plan, chosen.option, now_s, decision
         )
-        self.view.work.book(stream.client, runs_on, chosen.compute_s)
+        self.view.work.book(stream.client_name, runs_on, chosen.compute_s)
         attempt.booked_on, attempt.booked_s = runs_on, chosen.compute_s
         for run in plan.runs:
             agent = self.view.agents.get(run.holder)
@@ -92,7 +92,7 @@ class Ledger:
         """The attempt's work has been done and its bytes have arrived, or it is over."""
         attempt = stream.attempt
         if attempt.booked_on is not None:
-            self.view.work.unbook(stream.client, attempt.booked_on, attempt.booked_s)
+            self.view.work.unbook(stream.client_name, attempt.booked_on, attempt.booked_s)
             attempt.booked_on = None
         for link, size_bytes in attempt.links:
             link.in_flight_bytes -= size_bytes

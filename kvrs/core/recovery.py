@@ -48,9 +48,11 @@ class RecoveryPolicy:
         *,
         member_of: Callable[[ev.InstanceUp], Member] = lambda up: Member.of(up.info, up.prefill),
         agent_of: Callable[[ev.HolderUp], Agent] = lambda up: Agent(up.holder, up.node),
+        stream_of: Callable[[StreamId], Stream] = Stream,
     ) -> None:
         """`member_of`, `agent_of`: the record of an instance or agent that has come up, which is to
-        be used nowhere else or by its watch alone.
+        be used nowhere else or by its watch alone; `stream_of`: that of a stream that has arrived,
+        to which the proxy adds its journal.
         """
         self._settings = policy
         self._backup = backup
@@ -72,7 +74,14 @@ class RecoveryPolicy:
         self._starter = Starter(self._ledger, self._decisions, policy, self._actions)
         self._staying = Staying(self._ledger, self._starter, self._decisions, policy, self._actions)
         self._steps = Steps(
-            self._ledger, self._starter, self._staying, self._decisions, policy, slo, self._actions
+            self._ledger,
+            self._starter,
+            self._staying,
+            self._decisions,
+            policy,
+            slo,
+            self._actions,
+            stream_of,
         )
         self._instances = InstanceEvents(
             self._ledger, self._starter, self._staying, self._steps, policy, member_of
@@ -164,7 +173,7 @@ class RecoveryPolicy:
                 "since_s": stream.waiting_since_s,
                 "attempt": stream.attempt.number,
             }
-            for stream in sorted(self._ledger.idle.values(), key=lambda stream: stream.number)
+            for stream in sorted(self._ledger.idle.values(), key=lambda stream: stream.order)
         ]
         kept = streams if self._backup.mode is not BackupMode.OFF else ()
         return {

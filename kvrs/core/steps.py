@@ -45,7 +45,9 @@ class Steps:
         settings: PolicySettings,
         slo: SloSettings,
         actions: list[act.Action],
+        stream_of: Callable[[StreamId], Stream],
     ) -> None:
+        self._stream_of = stream_of
         self._ledger = ledger
         self._starter = starter
         self._staying = staying
@@ -105,47 +107,24 @@ class Steps:
         deadlines = self._deadlines
         if event.deadlines is not ev.NO_DEADLINES:
             deadlines = _deadlines_of(event.deadlines, self._slo)
-        stream = Stream(
-            event.stream,
-            self._arrivals,
-            max(1, event.prompt_tokens),
-            now_s,
-            event.most_tokens,
-            deadlines,
-            self._deadlines,
-            event.tenant,
-            now_s,
-            event.client,
-            event.name,
-        )
-        self._arrivals += 1
-        self._ledger.admit(stream)
+        stream = self._begin(event, deadlines, now_s)
         # No other is placed with it, and nothing has failed it.
         self._starter.carry_out(stream, self._decisions.start(stream, now_s), now_s)
 
     def _adopt(self, _: None, event: ev.StreamAdopted, now_s: float) -> None:
         """Recover it as a victim of the loss of its proxy."""
-        stream = Stream(
-            event.stream,
-            self._arrivals,
-            event.prompt_tokens,
-            now_s,
-            event.most_tokens,
-            _deadlines_of(event.deadlines, self._slo),
-            self._deadlines,
-            event.tenant,
-            arrived_s=now_s - event.age_s,
-            name=event.name,
-            produced_tokens=event.produced_tokens,
-            prefilled=True,
-            adopted=True,
-            first_token_sent=event.produced_tokens > 0,
-        )
-        stream.recovery.note_failure("it came from another proxy", None, now_s)
+        stream = self._begin(event, _deadlines_of(event.deadlines, self._slo), now_s)
         self._ledger.kv_locations.inherit(stream, event.kept)
+        self._starter.place_all([stream], now_s)
+
+    def _begin(
+        self, event: ev.StreamArrived | ev.StreamAdopted, deadlines: ev.Deadlines, now_s: float
+    ) -> Stream:
+        stream = self._stream_of(event.stream)
+        stream.admit(event, self._arrivals, deadlines, self._deadlines, now_s)
         self._arrivals += 1
         self._ledger.admit(stream)
-        self._starter.place_all([stream], now_s)
+        return stream
 
     # Its attempt progresses.
 

@@ -218,7 +218,7 @@ class SimAttempt:
             live.id,
             self.number,
             live.history_ids,
-            live.prompt_tokens or live.true_history_tokens,
+            len(live.journal.prompt_ids or ()) or live.true_history_tokens,
             live.arrival.max_tokens,
             prefill_only,
             sources,
@@ -317,7 +317,9 @@ class SimAttempt:
             return
         live = self.live
         self._late(
-            ev.AttemptFailed(live.id, self._attempt.number, name, cause, live.produced_tokens)
+            ev.AttemptFailed(
+                live.id, self._attempt.number, name, cause, len(live.journal.output_ids)
+            )
         )
 
     def _late(self, event: ev.Event) -> None:

@@ -313,8 +313,7 @@ def _complete(config: Config, proxies: int) -> Config:
 def holders_of(live: SimStream) -> list[InstanceId]:
     """Instances and agents that may hold pages of the stream."""
     copies = [agent for agent, copy in live.copies.items() if copy.pages]
-    replicas = [] if live.state is None else replicas_of(live.state)
-    return [*live.prefilled_at, *copies, *replicas]
+    return [*live.prefilled_at, *copies, *replicas_of(live)]
 
 
 def mirrored(live: SimStream, proxy: SimProxy, rng: Random) -> SimJournal:

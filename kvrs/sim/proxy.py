@@ -167,8 +167,8 @@ class SimProxy:
         if live.failed_at_s is not None and len(live.output) > 1:
             self.pauses_s.append(self.now_s - live.failed_at_s)
         live.failed_at_s = None
-        if live.recovery is not None:
-            live.recovery.resumed(self.now_s)
+        if live.last_recovery is not None:
+            live.last_recovery.resumed(self.now_s)
 
     def begin(self) -> None:
         interval_s = self._site.config.proxy.load_interval_s
@@ -320,14 +320,14 @@ class SimShell:
             live = self.proxy.streams[action.stream]
             live.option = action.option
             live.recoveries += 1
-            live.recovery = SimRecovery(
+            live.last_recovery = SimRecovery(
                 action,
                 self.proxy.now_s,
-                None if live.plan is None else live.plan.decode,
-                live.produced_tokens,
+                None if live.attempt.plan is None else live.attempt.plan.decode,
+                len(live.journal.output_ids),
                 live.journal.last_token_s,
             )
-            self.proxy.recovered.append(live.recovery)
+            self.proxy.recovered.append(live.last_recovery)
             self.proxy.recoveries[action.option.value] += 1
 
     def wake_at(self, at_s: float) -> None:

@@ -9,7 +9,6 @@ from kvrs.core.fleet.silence import mean_interval_s
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.sim.calls import tokens_at
@@ -181,20 +180,16 @@ class SimStream(LiveStream):
     failed_at_s: float | None = None  # Since when the client has been waiting for another attempt.
     option: Option = Option.START
     recoveries: int = 0
-    recovery: SimRecovery | None = None  # The last one.
+    last_recovery: SimRecovery | None = None
 
     @property
     def arrival(self) -> Arrival:
         return self.journal.arrival
 
     @property
-    def stage(self) -> Stage:
-        return Stage.WAITING if self.state is None else self.state.stage
-
-    @property
     def instance(self) -> InstanceId | None:
         """Where its attempt runs."""
-        there = None if self.state is None else self.state.attempt.runs_on
+        there = self.attempt.runs_on
         return None if there is None else there.id
 
     @property
@@ -211,5 +206,5 @@ class SimStream(LiveStream):
         return len(self.arrival.prompt_ids) + len(self.journal.output_ids)
 
     @property
-    def recovers(self) -> bool:
+    def is_interrupted(self) -> bool:
         return self.failed_at_s is not None

@@ -234,12 +234,12 @@ class World:
             if not live.outcome
         ):
             phase = phase_of(
-                live.stage.value, len(live.output), live.arrival.max_tokens, live.recovers
+                live.stage.value, len(live.output), live.arrival.max_tokens, live.is_interrupted
             )
-            if phase is None or live.instance is None or live.plan is None:
+            if phase is None or live.instance is None or live.attempt.plan is None:
                 continue
             works[live.instance] += 1
-            for name in (live.instance, live.plan.decode, *holders_of(live)):
+            for name in (live.instance, live.attempt.plan.decode, *holders_of(live)):
                 counts[name][live.id] = phase
         roles = {
             name: VictimRole(engine.role.value) for name, engine in self.cluster.engines.items()

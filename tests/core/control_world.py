@@ -241,7 +241,7 @@ class World:
         if stream in self.poisons:
             self._kill(live.instance)
             return
-        assert live.plan is not None
+        assert live.attempt.plan is not None
         if attempt.has_slot and self.random.random() < 0.2:
             self._deny(attempt)
         elif self.random.random() < self.failure_rate:
@@ -474,7 +474,7 @@ class World:
         self.control.instance_lost(known, "killed", self.now_s)
         assert known.health is Health.DOWN
         for live, attempt in old:
-            self.tell(ev.AttemptFailed(live.id, attempt, name, "reset", live.produced_tokens))
+            self.tell(ev.AttemptFailed(live.id, attempt, name, "reset", len(live.output)))
         self.tell(ev.InstanceLost(name, self.epochs[name] - 1, "old news", {}))
 
     def _kill_agent(self, name: InstanceId) -> None:
@@ -486,8 +486,8 @@ class World:
 
     def _store(self, live: SimStream) -> None:
         """The instance has sent pages to the holders of its plan; sometimes these report it."""
-        assert live.plan is not None
-        for place in live.plan.places:
+        assert live.attempt.plan is not None
+        for place in live.attempt.plan.places:
             agent = place.holder
             if not self._is_up(agent):
                 continue

@@ -17,8 +17,8 @@ RUNS = (act.PageRange(D1, 1, 0, 2),)
 
 
 def attempt_of(driver: Driver, live: SimStream, plan: act.Plan | None = None) -> Attempt[SimStream]:
-    assert live.plan is not None
-    return Attempt(driver.control, live, plan or live.plan)
+    assert live.attempt.plan is not None
+    return Attempt(driver.control, live, plan or live.attempt.plan)
 
 
 def test_prefill_is_called_where_the_plan_has_it() -> None:
@@ -134,8 +134,7 @@ def test_a_call_may_be_silent_while_its_stream_stays() -> None:
     attempt = attempt_of(driver, live)
     attempt.begin()
 
-    assert live.state is not None
-    live.state.attempt.stay_deadline = StayDeadline(0.0, until_s=5.0, number=1, latest_s=9.0)
+    live.attempt.stay_deadline = StayDeadline(0.0, until_s=5.0, number=1, latest_s=9.0)
 
     assert (attempt.is_excused(4.0), attempt.is_excused(6.0)) == (True, False)
 

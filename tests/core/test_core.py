@@ -89,9 +89,9 @@ class Driver:
     def decoding(self, **options: Any) -> SimStream:
         """A stream whose first token is with its client."""
         live = self.stream(**options)
-        assert live.plan is not None
-        attempt = Attempt(self.control, live, live.plan)
-        assert attempt.begin() == live.plan.prefill
+        assert live.attempt.plan is not None
+        attempt = Attempt(self.control, live, live.attempt.plan)
+        assert attempt.begin() == live.attempt.plan.prefill
         assert attempt.prefilled(0.1)
         attempt.decode()
         live.journal.append(7, 0.2)
@@ -195,11 +195,12 @@ def test_one_call_is_lost_with_either_of_its_instances() -> None:
     """A decode instance that has its own prefill instance compute holds the one connection."""
     driver = Driver(own_prefill=True)
     live = driver.stream()
-    assert live.plan is not None
-    assert driver.control.instances.known[live.plan.decode].own_prefill == live.plan.prefill
+    plan = live.attempt.plan
+    assert plan is not None
+    assert driver.control.instances.known[plan.decode].own_prefill == plan.prefill
     assert live.stage is Stage.PREFILL
 
-    driver.lose(live.plan.decode)
+    driver.lose(plan.decode)
 
     (event,) = [event for event in driver.events if isinstance(event, ev.InstanceLost)]
     assert set(event.produced_tokens) == {S}

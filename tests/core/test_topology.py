@@ -14,12 +14,12 @@ def test_an_instance_goes_when_those_that_were_moved_from_it_have_their_next_tok
     assert home is not None
 
     topology.remove(home, 0.0, 1.0)
-    assert live.plan is not None
+    assert live.attempt.plan is not None
     while_it_fetches = topology.gone(5.0)
     live.journal.append(8, 6.0)
-    Attempt(driver.control, live, live.plan).resumed(6.0)
+    Attempt(driver.control, live, live.attempt.plan).resumed(6.0)
 
-    assert (live.plan.decode, while_it_fetches) == (D1 if home == D0 else D0, [])
+    assert (live.attempt.plan.decode, while_it_fetches) == (D1 if home == D0 else D0, [])
     assert topology.gone(6.0) == [home]
 
 

@@ -176,8 +176,8 @@ def test_each_instance_may_have_a_pace_of_its_own(config: Path) -> None:
     steps: dict[str, list[float]] = {"d0": [], "d1": []}
     for record in records_of(world.arrivals, world.cluster.proxies):
         live = world.cluster.proxies[0].streams[StreamId(record.stream)]
-        assert live.plan is not None
-        steps[live.plan.decode].append(tpot_s(record) or 0.0)
+        assert live.attempt.plan is not None
+        steps[live.attempt.plan.decode].append(tpot_s(record) or 0.0)
 
     assert min(steps["d1"]) - min(steps["d0"]) == pytest.approx(0.05, abs=0.005)
 

@@ -55,8 +55,8 @@ class CheckpointHolds:
 
     def resumed(self, live: LiveStream, now_s: float) -> None:
         """The plan has worked: release the agents that it does not name."""
-        assert live.plan is not None
-        places = {place.holder for place in live.plan.places}
+        assert live.attempt.plan is not None
+        places = {place.holder for place in live.attempt.plan.places}
         for agent in [name for name in live.copies if name not in places]:
             # Without a page seen there may be no reservation, and its release would shut out every
             # later attempt that has a place there again. If there is one, it runs out by itself.
@@ -123,9 +123,10 @@ class CheckpointHolds:
     def protected(self, live: LiveStream) -> dict[InstanceId, int]:
         """Leading full pages of the stream that each agent or peer keeps."""
         if self._mode is BackupMode.PEER:
-            chosen = () if live.plan is None else live.plan.places
+            plan = live.attempt.plan
+            chosen = () if plan is None else plan.places
             up = [place.holder for place in chosen if self._instances.is_up(place.holder)]
-            return dict.fromkeys(up, 0) | ({} if live.state is None else replicas_of(live.state))
+            return dict.fromkeys(up, 0) | replicas_of(live)
         return {agent: copy.pages for agent, copy in live.copies.items() if copy.lost is None}
 
     def unprotected(self, live: LiveStream, unplaced: Mapping[StreamId, str]) -> str | None:
@@ -134,7 +135,7 @@ class CheckpointHolds:
         """
         if self._mode is BackupMode.OFF:
             return "backup.mode is off"
-        plan, kept = live.plan, self.protected(live)
+        plan, kept = live.attempt.plan, self.protected(live)
         if plan is None:
             return "no instance was found for it yet"
         if any(kept.values()) or (kept and self._instances.known[plan.decode].checkpoints):

@@ -141,7 +141,7 @@ class Checkpoints:
             return max(kept, key=lambda checkpoint: checkpoint.pages).agent
         agents, found = list(self._view.agents.values()), None
         if self._settings.placement is Placement.LOAD:
-            found = self._placed(stream, serving, need_bytes, weighed(agents, stream.number))
+            found = self._placed(stream, serving, need_bytes, weighed(agents, stream.order))
         return found or self._placed(stream, serving, need_bytes, agents)
 
     def _placed(
@@ -162,7 +162,7 @@ class Checkpoints:
         ]
         settings = self._settings
         found = place(
-            settings.placement, candidates, serving, need_bytes, settings.alpha, stream.number
+            settings.placement, candidates, serving, need_bytes, settings.alpha, stream.order
         )
         return None if found is None else self._view.agents[found.holder]
 

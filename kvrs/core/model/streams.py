@@ -1,5 +1,5 @@
-"""The policy's records of one stream, of its attempt and of the recovery under way, of which tokens
-are never part; and the open stream: its journal, these records, and what processes keep of it.
+"""The record of one stream, of its attempt and of the recovery under way, of which tokens are never
+part; and of an open stream: with its journal, and what processes keep of it.
 
 Each record is written from one module: a stream's facts and its recovery from here, stage and
 attempt from `ledger.py`, holders from `kv_locations.py`, checkpoints from `checkpoints.py`.
@@ -201,16 +201,18 @@ NOWHERE: frozenset[str] = frozenset()
 
 @dataclass(slots=True, eq=False)
 class Stream:
+    """A stream as the policy sees it, from `admit` on."""
+
     id: StreamId
-    number: int  # Order of arrival.
-    prompt_tokens: int
-    waiting_since_s: float
+    order: int = 0  # Of arrival.
+    prompt_tokens: int = 1
+    waiting_since_s: float = 0.0
     most_tokens: int | None = None
     deadlines: ev.Deadlines = ev.NO_DEADLINES
     common_deadlines: ev.Deadlines = ev.NO_DEADLINES  # Of all tenants: section `slo`.
     tenant: str = ""
     arrived_s: float = 0.0
-    client: str = ""
+    client_name: str = ""
     name: str = ""  # As of `StreamArrived`.
     produced_tokens: int = 0  # As reported at the last failure.
     flows_since_s: float = 0.0  # Since the first token of its last attempt that brought any,
@@ -237,6 +239,27 @@ class Stream:
     checkpoints: dict[InstanceId, StoredCheckpoint] = field(default_factory=dict)
     tokens: str = ""  # `Instance.tokens` of the one that gave its last output; empty: not known.
     unprotected: str = ""  # Why no agent stores a checkpoint of it.
+
+    def admit(
+        self,
+        event: ev.StreamArrived | ev.StreamAdopted,
+        order: int,
+        deadlines: ev.Deadlines,
+        common_deadlines: ev.Deadlines,
+        now_s: float,
+    ) -> None:
+        """It has come to this proxy; from another one it comes as a victim of the loss of that."""
+        self.order, self.waiting_since_s = order, now_s
+        self.most_tokens, self.tenant, self.name = event.most_tokens, event.tenant, event.name
+        self.deadlines, self.common_deadlines = deadlines, common_deadlines
+        if isinstance(event, ev.StreamArrived):
+            self.prompt_tokens, self.arrived_s = max(1, event.prompt_tokens), now_s
+            self.client_name = event.client
+            return
+        self.prompt_tokens, self.produced_tokens = event.prompt_tokens, event.produced_tokens
+        self.arrived_s, self.prefilled, self.adopted = now_s - event.age_s, True, True
+        self.first_token_sent = event.produced_tokens > 0
+        self.recovery.note_failure("it came from another proxy", None, now_s)
 
     @property
     def is_fresh(self) -> bool:
@@ -356,14 +379,14 @@ def by_urgency(streams: Iterable[Stream]) -> list[Stream]:
     ordered = list(streams)
     if len(ordered) < 2:
         return ordered
-    ordered.sort(key=lambda stream: (stream.due_s(), stream.number))
+    ordered.sort(key=lambda stream: (stream.due_s(), stream.order))
     if all(stream.tenant == ordered[0].tenant for stream in ordered):
         return ordered
     of_tenant: dict[str, list[Stream]] = {}
     for stream in ordered:
         of_tenant.setdefault(stream.tenant, []).append(stream)
     next_of = {tenant: iter(own) for tenant, own in of_tenant.items()}
-    places = sorted(ordered, key=lambda each: (each.due_s(each.common_deadlines), each.number))
+    places = sorted(ordered, key=lambda each: (each.due_s(each.common_deadlines), each.order))
     return [next(next_of[stream.tenant]) for stream in places]
 
 
@@ -442,48 +465,29 @@ class Copy:
     lost: str | None = None  # Why the agent keeps nothing.
 
 
-@dataclass(slots=True, eq=False)
-class LiveStream:
+@dataclass(slots=True, eq=False, kw_only=True)
+class LiveStream(Stream):
     """A stream that has not ended. Drivers extend it with what they need to run attempts."""
 
+    id: StreamId = field(init=False)
     journal: StreamJournal
-    state: Stream | None = None  # The policy's record, from its first attempt on.
     prefilled_at: tuple[InstanceId, ...] = ()  # May retain pages of this stream.
     copies: dict[InstanceId, Copy] = field(default_factory=dict)  # By agent.
-    id: StreamId = field(init=False)
 
     def __post_init__(self) -> None:
         self.id = self.journal.stream
 
     @property
-    def plan(self) -> act.Plan | None:
-        """The plan of the latest attempt; None: there was none."""
-        return None if self.state is None else self.state.attempt.plan
-
-    @property
     def stays_until_s(self) -> float | None:
         """Until when its attempt, which stays at an instance that re-forms, may be silent."""
-        deadline = None if self.state is None else self.state.attempt.stay_deadline
+        deadline = self.attempt.stay_deadline
         return None if deadline is None else deadline.until_s
-
-    @property
-    def produced_tokens(self) -> int:
-        return len(self.journal.output_ids)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return 0 if self.journal.prompt_ids is None else len(self.journal.prompt_ids)
-
-    @property
-    def history_tokens(self) -> int:
-        journal = self.journal
-        return len(journal.prompt_ids or ()) + len(journal.output_ids)
 
     @property
     def remaining_tokens(self) -> int | None:
         """How many more the client wants; None: as many as the engine has room for."""
         most = self.journal.max_tokens
-        return None if most is None else most - self.produced_tokens
+        return None if most is None else most - len(self.journal.output_ids)
 
     def note_prefilled(self, instance: InstanceId) -> None:
         if instance not in self.prefilled_at:

@@ -197,12 +197,13 @@ def _agent(known: Agent, url: str) -> dict[str, Any]:
 def _stream(
     driver: Driver, live: OpenStream, unplaced: Mapping[StreamId, str], now_s: float
 ) -> dict[str, Any]:
+    plan = live.attempt.plan
     return {
         "id": live.id,
         "attempt": live.journal.attempt,
         "stage": live.phase,
-        "prefill": None if live.plan is None else live.plan.prefill,
-        "decode": None if live.plan is None else live.plan.decode,
+        "prefill": None if plan is None else plan.prefill,
+        "decode": None if plan is None else plan.decode,
         "prompt_tokens": live.journal.prompt_tokens,
         "output_tokens": len(live.journal.output_ids),
         "max_tokens": live.journal.max_tokens,

@@ -112,7 +112,7 @@ class RecoveryLog:
         """Note a recovery whose attempt has just been started."""
         if action.stream in self.running:
             self.settle(action.stream, "failed")
-        plan = live.plan
+        plan = live.attempt.plan
         recovery = Recovery(
             at_s=self._wall_clock(),
             stream=action.stream,
@@ -137,8 +137,8 @@ class RecoveryLog:
 
     def redirected(self, live: OpenStream) -> None:
         """The recovery's hand-off goes elsewhere."""
-        if (recovery := self.running.get(live.id)) is not None and live.plan is not None:
-            recovery.target = live.plan.decode
+        if (recovery := self.running.get(live.id)) is not None and (plan := live.attempt.plan):
+            recovery.target = plan.decode
 
     def predicted(self, action: act.Settled) -> None:
         """Note the policy's prediction of a recovery that is about to be `resumed`."""

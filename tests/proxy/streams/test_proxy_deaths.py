@@ -98,11 +98,11 @@ async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing
     (asked,) = await held_open(system)
     driver = system.proxy.parts.driver
     (live,) = driver.streams.values()
-    assert live.plan is not None
+    assert live.attempt.plan is not None
 
     # What the end of its connection does to the handler; it runs on in the loop's next turn.
     live.outcome.cancel()
-    known = driver.control.instances.known[live.plan.decode]
+    known = driver.control.instances.known[live.attempt.plan.decode]
     driver.control.instance_lost(known, "killed", driver.clock())
     await asyncio.gather(asked, return_exceptions=True)
 

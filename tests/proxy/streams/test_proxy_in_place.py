@@ -244,8 +244,8 @@ async def test_a_token_that_was_on_its_way_ends_no_recovery(
     await system.until(lambda: stays_somewhere(system, option=option))
     (stream,) = driver.streams
     live = driver.control.streams[StreamId(stream)]
-    assert live.plan is not None
-    driver.resumed(Attempt(driver.control, live, live.plan))
+    assert live.attempt.plan is not None
+    driver.resumed(Attempt(driver.control, live, live.attempt.plan))
     early = (await recoveries(system))[0]["outcome"]
     d0.reforming, d0.degree, d0.layout_number = None, 1, 1
     await system.until(lambda: says(system, "d0", "degraded"))
