@@ -65,6 +65,21 @@ def test_its_deadlines_count_from_the_arrival_of_the_request() -> None:
     assert only(actions, act.GiveUp).stream == A
 
 
+@pytest.mark.parametrize(("produced", "goes_on"), [(0, False), (20, True)])
+def test_a_stream_with_tokens_has_had_its_first_one_at_the_proxy_before(
+    produced: int, goes_on: bool
+) -> None:
+    """The limit to its first token is over with it, and says nothing of the next one."""
+    harness = PolicyHarness("p0", "d0", slo=SloSettings(abort=True))
+
+    actions = harness.handle(
+        ev.StreamAdopted(A, 400, produced, deadlines=ev.Deadlines(ttft_s=5.0), age_s=9.0)
+    )
+
+    assert bool(of(actions, act.Start)) is goes_on
+    assert bool(of(actions, act.GiveUp)) is not goes_on
+
+
 def test_the_next_proxy_learns_where_its_kv_is() -> None:
     """The next proxy gets the places that the policy believes in."""
     harness = PolicyHarness("p0", "d0", name=PolicyName.ALWAYS_RECOMPUTE)
