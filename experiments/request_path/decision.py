@@ -56,7 +56,7 @@ def one_decision(profile: str, name: PolicyName, history_tokens: int) -> Callabl
         settings.slots_max
     ):  # All slots taken: a denial's expected wait is part of the decision.
         slots.acquire(target.id, StreamId(f"other{n}"), 0.0, 0.5)
-    view.links[NodeId("n0"), NodeId("n1")].in_flight_bytes = 1 << 30
+    view.link(NodeId("n0"), NodeId("n1")).in_flight_bytes = 1 << 30
     books, targets, rule = Books(view, slots, settings), [target], BY_NAME[name]
 
     def decision() -> Estimate:

@@ -71,7 +71,7 @@ def decided(name: PolicyName, situation: Situation) -> Estimate:
     holder = view.add(_instance("p0", "n0", Role.PREFILL))
     prefill = view.add(_instance("p1", "n1", Role.PREFILL))
     target = view.add(_instance("d1", "n1", Role.DECODE))
-    link = view.links[NodeId("n0"), NodeId("n1")]
+    link = view.link(NodeId("n0"), NodeId("n1"))
     link.measure(situation.gbit_per_s / 8 * 1e9)
     stream = Stream(
         StreamId("victim"),

@@ -68,7 +68,7 @@ class Ledger:
             agent = self.view.agents.get(run.holder)
             target = decode.node
             if agent is None:
-                link = self.view.links[self.view.members[run.holder].node, target]
+                link = self.view.link(self.view.members[run.holder].node, target)
             else:
                 link = self.view.link_from(agent, target)
             _put_on_link(attempt, link, run.pages * decode.page_bytes)
@@ -85,7 +85,7 @@ class Ledger:
         self._run(stream, Stage.DECODE, decode, decode)
         if decode.node != prefill.node:
             size_bytes = stream.history_tokens * decode.bytes_per_token
-            link = self.view.links[prefill.node, decode.node]
+            link = self.view.link(prefill.node, decode.node)
             _put_on_link(stream.attempt, link, size_bytes)
 
     def settle_bookings(self, stream: Stream) -> None:

@@ -118,7 +118,7 @@ class RecoveryPolicy:
             case ev.LoadReported():
                 self._instances.reported(event, now_s)
             case ev.LinkMeasured():
-                self._view.links[event.source, event.target].measure(event.bytes_per_s)
+                self._view.link(event.source, event.target).measure(event.bytes_per_s)
             case ev.HolderUp():
                 self._kv_locations.agent_up(event)
             case ev.HolderLost():

@@ -394,7 +394,7 @@ def _soonest(
 
 
 def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCandidate:
-    link = view.links[prefill.node, decode.node]
+    link = view.link(prefill.node, decode.node)
     return HandoffCandidate(
         decode.id,
         decode.queue_s,

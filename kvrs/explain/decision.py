@@ -189,7 +189,7 @@ def _case(question: Question) -> Case:
     prefill.note_queue(question.queue_s)
     target.note_queue(question.target_queue_s)
     for node in (_N0, _N2):
-        view.links[node, _N1].bytes_per_s = question.bytes_per_s
+        view.link(node, _N1).bytes_per_s = question.bytes_per_s
     stream = Stream(
         StreamId("victim"),
         0,

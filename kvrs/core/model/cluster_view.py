@@ -6,10 +6,9 @@ agent, are the larger of the two, because each misses part of what the other cou
 """
 
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -120,9 +119,9 @@ class ClusterView:
         self.work = ClientWork()
         self.members: dict[InstanceId, Member] = {}
         self.agents: dict[InstanceId, Agent] = {}
-        # From the first to the second node. One that is asked for is made.
-        self.links: defaultdict[tuple[NodeId, NodeId], Link] = defaultdict()
-        self._assume(assumed_link_bytes_per_s)
+        # From the first to the second node, as far as they were asked for by `link`.
+        self.links: dict[tuple[NodeId, NodeId], Link] = {}
+        self.assumed_link = Link(assumed_link_bytes_per_s)
         self.now_s = 0.0  # Of the event that is being handled.
         # Some decode instances compute other tokens than others.
         self.tokens_differ = False
@@ -274,14 +273,17 @@ class ClusterView:
 
     def reload(self, assumed_link_bytes_per_s: float) -> None:
         """Assume another bandwidth of the links that are not measured."""
-        self._assume(assumed_link_bytes_per_s)
+        self.assumed_link = Link(assumed_link_bytes_per_s)
         for link in self.links.values():
             if not link.measured:
                 link.bytes_per_s = assumed_link_bytes_per_s
 
-    def _assume(self, link_bytes_per_s: float) -> None:
-        self.assumed_link = Link(link_bytes_per_s)
-        self.links.default_factory = partial(Link, link_bytes_per_s)
+    def link(self, source: NodeId, target: NodeId) -> Link:
+        """The record of the link, with the assumed rate until it is measured."""
+        found = self.links.get((source, target))
+        if found is None:
+            found = self.links[source, target] = Link(self.assumed_link.bytes_per_s)
+        return found
 
     def link_from(self, agent: Agent, target: NodeId) -> Link:
         """The link on which instances of a node get an agent's pages: within the node its memory,
@@ -289,7 +291,7 @@ class ClusterView:
         """
         if agent.node == target and (memory := self.links.get((MEMORY, target))) is not None:
             return memory
-        return self.links[agent.node, target]
+        return self.link(agent.node, target)
 
     def restore_bytes_per_s(self, agent: Agent) -> float:
         """From an agent's memory into the instances of its node: as measured, or as set."""

@@ -161,7 +161,8 @@ def sources_of(view: ClusterView, stream: Stream, target: Member, wanted: int) -
             or (theirs is not geometry and theirs != geometry)
         ):
             continue
-        link = view.links[member.node, node]
+        # Looked up here first, because calls make up the time of a decision.
+        link = view.links.get((member.node, node)) or view.link(member.node, node)
         rate = link.bytes_per_s
         pages = holder.pages if holder.pages < wanted else wanted
         sources.append(

@@ -37,7 +37,7 @@ class Rom(Rule):
         estimates: list[Estimate] = []
 
         def migrate_from(source: InstanceId, *, by_prefill: bool) -> None:
-            link = view.links[view.members[source].node, target.node]
+            link = view.link(view.members[source].node, target.node)
             rate = link.bytes_per_s
             estimates.append(rom_migrate(target, tokens, rate, source, by_prefill))
 
