@@ -140,7 +140,8 @@ class _Target:
 class SlotBook:
     def __init__(self, slots_max: int) -> None:
         self._slots_max = slots_max
-        self.targets: dict[InstanceId, _Target] = {}  # That a stream has come to, or waited for.
+        # Targets that a stream has come to, or waited for.
+        self._targets: dict[InstanceId, _Target] = {}
         self.held: dict[StreamId, InstanceId] = {}  # At which target each has a slot.
         self.awaited: dict[StreamId, InstanceId] = {}  # For a slot of which target each waits.
 
@@ -150,9 +151,11 @@ class SlotBook:
 
     def expected_wait_s(self, target: InstanceId, stream: StreamId, now_s: float) -> float:
         """0 when the stream may take a slot now; else until the first transfer ends, or the time
-        that the agent's denial named, and its turn in the queue comes. `target`: one of `targets`.
+        that the agent's denial named, and its turn in the queue comes.
         """
-        book = self.targets[target]
+        book = self._targets.get(target)
+        if book is None:
+            return 0.0
         ahead = book.ahead_of(stream) if book.waiting else 0
         # Tested here, because calls make up the time of a decision.
         room = book.room(self._slots_max, now_s) if book.most_until_s else self._slots_max
@@ -172,7 +175,7 @@ class SlotBook:
         False: denied.
         """
         assert stream not in self.held, stream
-        book = self.targets.setdefault(target, _Target())
+        book = self._targets.setdefault(target, _Target())
         ahead = book.ahead_of(stream) if book.waiting else 0
         if len(book.held) + ahead >= book.room(self._slots_max, now_s):
             return False
@@ -185,7 +188,7 @@ class SlotBook:
 
     def release(self, stream: StreamId) -> None:
         """Give back the slot that the stream has."""
-        book = self.targets[self.held.pop(stream)]
+        book = self._targets[self.held.pop(stream)]
         if len(book.held) > 1:
             book.is_counted = False
         elif not book.is_counted:
@@ -197,7 +200,7 @@ class SlotBook:
         place in the queue.
         """
         target = self.held[stream]
-        book = self.targets[target]
+        book = self._targets[target]
         ticket = book.held[stream].ticket
         self.release(stream)
         book.most, book.most_until_s = len(book.held), until_s
@@ -211,7 +214,7 @@ class SlotBook:
         if self.awaited.get(stream) == target:
             return
         self.leave(stream)
-        book = self.targets.setdefault(target, _Target())
+        book = self._targets.setdefault(target, _Target())
         book.waiting[stream] = book.ticket_of(stream)
         self.awaited[stream] = target
 
@@ -219,23 +222,23 @@ class SlotBook:
         """Stop waiting, if the stream does."""
         target = self.awaited.pop(stream, None)
         if target is not None:
-            del self.targets[target].waiting[stream]
+            del self._targets[target].waiting[stream]
 
     def next_served(self, now_s: float) -> StreamId | None:
         """A stream that waits while a slot is free for it."""
-        for book in self.targets.values():
+        for book in self._targets.values():
             if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
                 return next(iter(book.waiting))
         return None
 
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
-        return list(self.targets[target].waiting) if target in self.targets else []
+        return list(self._targets[target].waiting) if target in self._targets else []
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Slots held and streams waiting, of every target that has either."""
         return {
             target: {"held": len(book.held), "waiting": len(book.waiting), "max": self._slots_max}
-            for target, book in self.targets.items()
+            for target, book in self._targets.items()
             if book.held or book.waiting
         }
 

@@ -125,7 +125,7 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
                 held = min(own.pages, wanted)
             if wanted and target.pulls:
                 sources = sources_of(books.view, stream, target, wanted)
-                if sources and target.id in books.slots.targets:
+                if sources:
                     slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
         cases.append(
             Case(
