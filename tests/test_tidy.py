@@ -84,7 +84,7 @@ PURE = {
     *(f"kvrs.gossip.{name}" for name in ("authenticator", "detector", "exchange", "facts")),
     *(f"kvrs.gossip.{name}" for name in ("members", "node", "probes", "sender", "wire")),
     *(f"kvrs.agent.{name}" for name in ("gpu_health", "record_publisher", "slots")),
-    *(f"kvrs.proxy.mirror.{name}" for name in ("book", "outbox", "records", "roles")),
+    *(f"kvrs.proxy.mirror.{name}" for name in ("book", "ending", "outbox", "records", "roles")),
     "kvrs.traces.records",
     *(f"kvrs.report.{name}" for name in ("metrics", "oracle", "impact", "student")),
 }

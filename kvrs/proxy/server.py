@@ -29,6 +29,7 @@ from kvrs.proxy.api.admin import Admin, AdminSource
 from kvrs.proxy.fleet.pods import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import awaited
+from kvrs.proxy.mirror.ending import Ending, Left, Step
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build
@@ -43,8 +44,6 @@ from kvrs.proxy.wire.certificates import TlsOfPorts
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
-# Proxies that are told to end within so long know it of each other before they hand anything over.
-_TOGETHER_S = 0.5
 _SEEN_WITHIN_S = 2.0  # A worker takes requests after that, also if no instance is up.
 _FLUSH_TIMEOUT_S = 2.0  # For clients to read how their streams ended when the proxy stops.
 
@@ -210,25 +209,27 @@ class Proxy:
         log.info("draining", extra={"streams": len(parts.driver.streams)})
         mirror, peers = parts.mirror, parts.mirror.peers
         until_s = time.monotonic() + self._config.proxy.drain_s
-        told_s = self._tell_peers(mirror)
-        if peers.live:
-            await asyncio.sleep(told_s + _TOGETHER_S - time.monotonic())
-        used_s, asked = time.monotonic(), set[str]()
-        while True:
-            if peers.staying - asked:
+        ending = Ending(self._tell_peers(mirror), until_s)
+        while (step := ending.next_step(self._left(parts), time.monotonic())) is not Step.CLOSE:
+            if step is Step.ASK:
                 # One that did not run meanwhile may answer before it has read its own signal.
                 await peers.meet()
                 await peers.meet()
-            asked = peers.staying
-            away = awaited(mirror.book, frozenset(asked), mirror.clock())
-            is_used, now_s = parts.driver.streams or mirror.streams or away, time.monotonic()
-            if is_used and now_s < until_s:
-                used_s = now_s
-            # Records that no peer has would be lost with this process.
-            elif not (peers.staying and mirror.uncopied and now_s < used_s + _FLUSH_TIMEOUT_S):
-                break
-            mirror.hand_over()
+                continue
+            if step is Step.HAND_OVER:
+                mirror.hand_over()
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _left(self, parts: Parts) -> Left:
+        mirror = parts.mirror
+        staying = frozenset(mirror.peers.staying)
+        return Left(
+            streams=len(parts.driver.streams) + len(mirror.streams),
+            away=awaited(mirror.book, staying, mirror.clock()),
+            uncopied=mirror.uncopied,
+            has_peers=bool(mirror.peers.live),
+            staying=staying,
+        )
 
     def _tell_peers(self, mirror: Mirror) -> float:
         """Tell the other proxies that this one is about to end; the time when it did."""
