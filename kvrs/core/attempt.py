@@ -33,6 +33,7 @@ class CallFault(Enum):
     """
 
     REFUSED = ev.FailureKind.REFUSED, False
+    DENIED = ev.FailureKind.DENIED, False
     BUSY = ev.FailureKind.BUSY, False
     NOT_A_NUMBER = ev.FailureKind.NOT_A_NUMBER, False
     NOT_CONNECTED = ev.FailureKind.BUSY, True
@@ -47,7 +48,7 @@ class CallFault(Enum):
         """Return how long to wait with the report, for the loss of the whole instance. The loss of
         one that is given up ends the attempt, however busy the event loop is.
         """
-        if has_waited or self in (CallFault.REFUSED, CallFault.NOT_A_NUMBER):
+        if has_waited or self.kind.is_refusal or self is CallFault.NOT_A_NUMBER:
             return 0.0
         return EVENT_LOOP_STALL_S if is_given_up else LOST_TOGETHER_S
 

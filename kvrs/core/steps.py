@@ -213,12 +213,15 @@ class Steps:
         stream.note_tokens(event.produced_tokens)
         if stream.attempt.stay_deadline is not None:
             stream.recovery.remove(stream.attempt.option)
-        is_the_clients_fault = self._ledger.outliers.is_the_clients_fault(stream, event)
+        is_over = self._ledger.outliers.is_refused_for_good(stream, event)
         member = self._ledger.view.members.get(event.instance)
         was_ejected = member is not None and member.answers.is_ejected
         self._ledger.outliers.failed(stream, event)
         self._starter.end_attempt(stream, event.cause, event.instance, now_s)
-        if is_the_clients_fault:
+        if is_over and event.failure is ev.FailureKind.DENIED:
+            self._starter.give_up(stream, act.Reason.DENIED, f"{event.instance}: {event.cause}")
+            return
+        if is_over:
             self._starter.give_up(stream, act.Reason.REFUSED, event.cause)
             return
         if event.failure is ev.FailureKind.NOT_A_NUMBER:

@@ -84,6 +84,7 @@ def test_no_decode_call_follows_when_its_instance_is_gone() -> None:
     ("fault", "kind", "abrupt", "delay_s"),
     [
         (CallFault.REFUSED, ev.FailureKind.REFUSED, False, 0.0),
+        (CallFault.DENIED, ev.FailureKind.DENIED, False, 0.0),
         (CallFault.BUSY, ev.FailureKind.BUSY, False, LOST_TOGETHER_S),
         (CallFault.NOT_CONNECTED, ev.FailureKind.BUSY, True, LOST_TOGETHER_S),
         (CallFault.WRONG, ev.FailureKind.BROKEN, False, LOST_TOGETHER_S),

@@ -186,6 +186,32 @@ def test_the_last_instance_decides_a_refusal_unless_it_refuses_what_others_accep
     assert [each.plan.decode for each in up] == [B1] * known
 
 
+def test_a_stream_of_which_all_instances_deny_the_key_is_no_fault_of_the_request() -> None:
+    """Another instance is asked first; the reason names the last one."""
+    harness = PolicyHarness("b0", "b1")
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+
+    (second,) = fail(harness, first, first.plan.decode, ev.FailureKind.DENIED)
+    assert fail(harness, second, second.plan.decode, ev.FailureKind.DENIED) == []
+
+    given_up = only(harness.actions, act.GiveUp)
+    assert second.plan.decode != first.plan.decode
+    assert given_up.reason is act.Reason.DENIED
+    assert given_up.message == f"{second.plan.decode}: no"
+
+
+def test_an_instance_that_denies_the_key_is_charged_when_another_one_takes_it() -> None:
+    harness = PolicyHarness("b0", "b1")
+    first = only(harness.handle(ev.StreamArrived(A, 20)), act.Start)
+
+    (second,) = fail(harness, first, first.plan.decode, ev.FailureKind.DENIED)
+    complete(harness, second)
+    after = [only(harness.handle(ev.StreamArrived(B, 20)), act.Start).plan.decode]
+
+    assert after == [second.plan.decode]
+    assert of(harness.actions, act.GiveUp) == []
+
+
 def test_a_refusal_that_names_the_request_s_fault_is_final() -> None:
     """No other instance is asked, and the one that was asked is not to blame."""
     harness = PolicyHarness(*PAIRS)

@@ -85,6 +85,8 @@ def recovered(stream: StreamId, attempt: int) -> act.Recovered:
         (ev.FailureKind.REFUSED, act.Reason.RETRIES, ["p0", "recovered", "p1", "given up"]),
         # The instance failed, and the request was at fault as well.
         (ev.FailureKind.BROKEN, act.Reason.REFUSED, ["p0", "recovered"]),
+        # The instances do not take the proxy's key.
+        (ev.FailureKind.DENIED, act.Reason.DENIED, ["p0", "recovered", "p1", "given up"]),
     ],
 )
 def test_requests_that_were_at_fault_are_no_incidents(
@@ -93,14 +95,13 @@ def test_requests_that_were_at_fault_are_no_incidents(
     """Nor is what was done only to learn that they are; failures of other streams beside them
     are.
     """
+    kind = first if first is ev.FailureKind.DENIED else ev.FailureKind.REFUSED
     lines = [
         HEADER,
         event_line(0.0, ev.StreamArrived(A, 10), []),
         event_line(1.0, refused(A, 1, "p0", first), [recovered(A, 2)]),
         event_line(1.1, refused(B, 1, "p2", ev.FailureKind.BROKEN), []),
-        event_line(
-            1.2, refused(A, 2, "p1", ev.FailureKind.REFUSED), [act.GiveUp(A, last, "no", 1.0)]
-        ),
+        event_line(1.2, refused(A, 2, "p1", kind), [act.GiveUp(A, last, "no", 1.0)]),
     ]
 
     names = [

@@ -96,9 +96,9 @@ class Outliers:
         is_probe = health.probe == stream.id
         health.left(stream.id)
         match event.failure:
-            case ev.FailureKind.REFUSED | ev.FailureKind.NOT_A_NUMBER:
+            case ev.FailureKind.REFUSED | ev.FailureKind.DENIED | ev.FailureKind.NOT_A_NUMBER:
                 by = RefusedBy(event.instance, member.epoch, is_probe)
-                if event.failure is ev.FailureKind.REFUSED:
+                if event.failure.is_refusal:
                     stream.note_refusal(by)
                 else:
                     stream.recovery.note_overflow(by)
@@ -118,13 +118,12 @@ class Outliers:
             case _:
                 assert_never(event.failure)
 
-    def is_the_clients_fault(self, stream: Stream, event: ev.AttemptFailed) -> bool:
+    def is_refused_for_good(self, stream: Stream, event: ev.AttemptFailed) -> bool:
         """A refusal goes to the client: nothing was produced, and a second instance has refused
         too, or this one is not known to refuse what others accept and there is no other to ask, or
         the refusal is final.
         """
-        is_refusal = event.failure is ev.FailureKind.REFUSED
-        if not is_refusal or stream.first_token_sent or event.produced_tokens:
+        if not event.failure.is_refusal or stream.first_token_sent or event.produced_tokens:
             return False
         if any(each.instance != event.instance for each in stream.refusals):
             return True

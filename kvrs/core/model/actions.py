@@ -125,6 +125,8 @@ class Reason(StrEnum):
     # By two instances, or by one that named the request's fault: the client gets what the last one
     # said.
     REFUSED = "refused"
+    # The same by instances that do not take the proxy's key: no fault of the request.
+    DENIED = "denied"
 
 
 class GiveUp(msgspec.Struct, frozen=True):

@@ -284,8 +284,14 @@ class FailureKind(StrEnum):
     BUSY = "busy"  # It had no room (429, 503), or took no connection.
     # By a 4xx that may be the client's fault: another instance will tell, unless it is final.
     REFUSED = "refused"
+    DENIED = "denied"  # It does not take the proxy's key (401, 403); another one may.
     # The logits of this stream overflow there: where that is the model's, they do anywhere.
     NOT_A_NUMBER = "not_a_number"
+
+    @property
+    def is_refusal(self) -> bool:
+        """Another instance is asked, and if that refuses too the stream is given up."""
+        return self in (FailureKind.REFUSED, FailureKind.DENIED)
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):

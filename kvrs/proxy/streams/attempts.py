@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from kvrs.proxy.streams.spans import CallSpan, RequestTrace
 
 _NO_SPAN = nullcontext()
-# Code and reason of a stream of which instances refuse the proxy's key: no fault of the request.
-DENIED = "denied"
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -173,11 +171,7 @@ class AttemptCalls:
             if delay_s := fault.delay_s(is_given_up=is_given_up, has_waited=has_waited):
                 await asyncio.sleep(delay_s)
             retry_after_s = None
-            if isinstance(error, DeniedError):
-                # Another instance may take the key. If none does, the client is told at once.
-                body = error_body(f"{attempt.failed_at}: {error}", kind="server_error", code=DENIED)
-                live.refusal = Failed(502, body)
-            elif isinstance(error, BusyError):
+            if isinstance(error, BusyError):
                 driver.busy_status, retry_after_s = error.status, error.retry_after_s
             self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
         finally:
@@ -398,7 +392,7 @@ class AttemptCalls:
 def _fault_of(error: UpstreamError) -> CallFault:
     match error:
         case DeniedError():
-            return CallFault.REFUSED
+            return CallFault.DENIED
         case BusyError():
             return CallFault.BUSY
         case NotANumberError():

@@ -27,7 +27,6 @@ from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.fleet.leases import LeaseSender
 from kvrs.proxy.fleet.slots import SlotSender
 from kvrs.proxy.streams.attempts import (
-    DENIED,
     AttemptCalls,
     AttemptDriver,
     Failed,
@@ -52,11 +51,14 @@ _STATUS = {
     act.Reason.OVER_SHARE: 429,
     act.Reason.SLO: 503,
     act.Reason.RETRIES: 502,
+    act.Reason.DENIED: 502,
     # A client repeats a request that got 5xx, and must not repeat one that ends instances.
     act.Reason.POISON: 422,
 }
 _KINDS = {422: "invalid_request_error", 429: "rate_limit_error"}
 
+# A client that tries again gets the same.
+_NOT_AGAIN = (act.Reason.POISON, act.Reason.DENIED)
 # Refusals of new requests, which are counted and not logged one by one.
 _SHED = (act.Reason.OVERLOADED, act.Reason.OVER_SHARE)
 
@@ -291,22 +293,17 @@ class TaskShell:
 
     def end_stream(self, live: OpenStream, outcome: CoreOutcome) -> None:
         is_refused = isinstance(outcome, act.GiveUp) and outcome.reason is act.Reason.REFUSED
-        is_at_fault = is_refused and live.refusal is not None and live.refusal.rejected
-        if live.refused_by and not is_at_fault:
+        if live.refused_by and not is_refused:
             blame_refusers(self._metrics, live)
         match outcome:
             case Complete():
                 live.resolve(outcome)
             case act.GiveUp(reason=act.Reason.REFUSED):
                 assert live.refusal is not None
+                self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
+                self._recoveries.rejected(live.id)
                 extra = {"stream": live.id, "cause": outcome.message}
-                if is_at_fault:
-                    self._metrics.admission.given_up.labels(act.Reason.REFUSED).inc()
-                    self._recoveries.rejected(live.id)
-                    log.info("request rejected", extra=extra)
-                else:  # The proxy's key was refused: operators have to mend that.
-                    self._metrics.admission.given_up.labels(DENIED).inc()
-                    log.warning("stream given up", extra=extra | {"reason": DENIED})
+                log.info("request rejected", extra=extra)
                 live.resolve(live.refusal)
             case act.GiveUp():
                 self._metrics.admission.given_up.labels(outcome.reason).inc()
@@ -320,7 +317,8 @@ class TaskShell:
                 status = _STATUS.get(outcome.reason, self._driver.busy_status)
                 kind = _KINDS.get(status, "server_error")
                 body = error_body(outcome.message, kind=kind, code=outcome.reason)
-                retry_after_s = None if status == 422 else outcome.retry_after_s
+                is_final = outcome.reason in _NOT_AGAIN
+                retry_after_s = None if is_final else outcome.retry_after_s
                 live.resolve(Failed(status, body, retry_after_s))
             case CannotContinue():
                 log.warning(

@@ -33,7 +33,6 @@ from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.fleet.supervision import TaskKind
-from kvrs.proxy.streams.attempts import DENIED
 from kvrs.proxy.streams.page_metrics import (
     ConnectorMetrics,
     LendingMetrics,
@@ -427,7 +426,7 @@ class AdmissionMetrics:
         self.given_up = Counter(
             "kvrs_streams_given_up", "Streams given up, by reason.", ["reason"], registry=registry
         )
-        for reason in (*act.Reason, DENIED):
+        for reason in act.Reason:
             self.given_up.labels(reason)
 
 

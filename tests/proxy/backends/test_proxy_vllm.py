@@ -263,9 +263,11 @@ async def test_a_key_that_is_not_taken_any_more_is_an_error_at_once(vllms: Build
     for server in system.servers.values():
         server.denies = 403
 
-    status, body = await system.ask(request)
+    async with system.http.post(f"{system.url}/v1/completions", json=request) as response:
+        status, body, headers = response.status, await response.read(), response.headers
 
     assert (status, msgspec.json.decode(body)["error"]["code"]) == (502, "denied")
+    assert "Retry-After" not in headers
     assert b"p0: HTTP 403 to a completion, by itself or a gateway in front" in body
     assert [body["prompt"] for body in system.servers["p0"].bodies].count(PROMPT) == 1
     await system.until_health(p0="refused")

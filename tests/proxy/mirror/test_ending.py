@@ -52,7 +52,9 @@ def test_a_peer_that_was_gone_is_asked_once_more() -> None:
 @pytest.mark.parametrize("what", ["streams", "away"])
 def test_it_serves_clients_until_the_end_of_its_drain(beside: Left, what: str) -> None:
     """Those that it has, and those that are about to come back."""
-    made, now_s = ending(left := beside._replace(**{what: 1}))
+    made, now_s = ending(
+        left := beside._replace(streams=1) if what == "streams" else beside._replace(away=1)
+    )
 
     assert made.next_step(left, now_s) is Step.HAND_OVER
     assert made.next_step(left, TOLD_S + DRAIN_S - 0.01) is Step.HAND_OVER
