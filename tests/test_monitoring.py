@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, str]] = {
         'kvrs_worker_streams{role="prefill", worker="p0", instance="proxy:8001"}': "0x30",
     },
     "KvrsConnectorOff": {f"kvrs_connector_off{{{WORKER}}}": "0x10 1x12 0x8"},
+    "KvrsPeerUnreached": {f"kvrs_peers_unreached{{{JOB}}}": "0x10 1x12 0x8"},
     "KvrsWorkerEjected": {f"kvrs_worker_ejected{{{WORKER}}}": "0x10 1x5 0x15"},
     "KvrsStreamsGivenUp": {'kvrs_streams_given_up_total{reason="retries"}': "0x10 1x20"},
     "KvrsOverloaded": {'kvrs_streams_given_up_total{reason="overloaded"}': "0x10 9x20"},

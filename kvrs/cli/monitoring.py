@@ -183,6 +183,7 @@ ROWS: dict[str, list[Panel]] = {
             "Resident memory", "bytes", ((f"process_resident_memory_bytes{_OF}", "{{instance}}"),)
         ),
         Panel("Open descriptors", "short", ((f"process_open_fds{_OF}", "{{instance}}"),)),
+        Panel("Peers not reached", "short", ((f"kvrs_peers_unreached{_OF}", "{{instance}}"),)),
         Panel("Lag of the event loop", "s", _quantiles("kvrs_event_loop_lag_seconds")),
         Panel("Version", "short", ((f"kvrs_build_info{_OF}", "{{version}} at {{instance}}"),)),
     ],

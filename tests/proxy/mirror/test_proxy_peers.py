@@ -56,6 +56,18 @@ async def test_a_peer_keeps_its_address() -> None:
     ]
 
 
+async def test_a_peer_that_is_not_reached_is_counted() -> None:
+    """Until it is back, so that an alert can fire."""
+    async with open_proxy_group(3) as group:
+        before = _unreached(group)
+        await group.kill(1)
+        await group.until(lambda: _unreached(group) == 1)
+        await group.start(1)
+        await group.until(lambda: _unreached(group) == 0)
+
+    assert before == 0
+
+
 @pytest.mark.parametrize(
     ("entry", "hint"),
     [
@@ -73,6 +85,15 @@ async def test_a_peer_with_another_number_of_workers_is_named_as_the_cause(
         await _reload(group, _with_peers(group.configs[0], ["proxy-1"], **entry))
 
         await group.until(lambda: any(hint in cause for cause in _causes_of(caplog, entry["id"])))
+        unreached = _unreached(group)
+
+    assert unreached == 1
+
+
+def _unreached(group: MultiProxyCluster) -> float | None:
+    """Peers that proxy-0 does not reach, as Prometheus sees it."""
+    registry = group.proxy(0).parts.metrics.registry
+    return registry.get_sample_value("kvrs_peers_unreached")
 
 
 def _causes_of(caplog: pytest.LogCaptureFixture, proxy: str) -> list[str]:
