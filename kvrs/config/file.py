@@ -273,7 +273,13 @@ def _read_lines(
     what: str, key: str, path: str | None, variable: str, environ: Mapping[str, str]
 ) -> list[bytes]:
     if path is None:
-        text, source = environ.get(variable, "").encode(), f"environment variable {variable}"
+        source = f"environment variable {variable}"
+        if not (text := environ.get(variable, "").encode()):
+            state = "is empty" if variable in environ else "is not set"
+            raise ConfigError(
+                f"{source} {state}; allowed: {what} of at least {MIN_SECRET_BYTES} bytes, such as "
+                f"`openssl rand -hex 32` prints, or its file in security.{key}"
+            )
     else:
         source = f"security.{key}: {path}"
         text = read_private(path, source)

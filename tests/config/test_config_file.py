@@ -23,6 +23,10 @@ from kvrs.config.settings import parse_yaml
 from kvrs.errors import ConfigError
 from kvrs.profiles import catalog
 
+TO_SET = (
+    "allowed: a secret of at least 16 bytes, such as `openssl rand -hex 32` prints, or its file in "
+    "security.secret_file"
+)
 EXAMPLE = Path(__file__).parents[2] / "docs" / "guide" / "kvrs.example.yaml"
 
 
@@ -305,13 +309,20 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
     assert read_secret(SecuritySettings(secret_file=str(path)), {}) == b"0123456789abcdef"
 
 
-@pytest.mark.parametrize("environ", [{}, {"KVRS_SECRET": "short"}])
-def test_a_missing_or_short_secret_is_refused_by_name(environ: dict[str, str]) -> None:
-    """Nothing starts unauthenticated by accident."""
-    with pytest.raises(
-        ConfigError, match=r"KVRS_SECRET: a secret of \d+ bytes; allowed: at least 16"
-    ):
+@pytest.mark.parametrize(
+    ("environ", "fault"),
+    [
+        ({"KVRS_SECRET": "short"}, "KVRS_SECRET: a secret of 5 bytes; allowed: at least 16"),
+        ({"KVRS_SECRET": ""}, f"KVRS_SECRET is empty; {TO_SET}"),
+        ({}, f"KVRS_SECRET is not set; {TO_SET}"),
+    ],
+)
+def test_a_missing_or_short_secret_is_refused_by_name(environ: dict[str, str], fault: str) -> None:
+    """Nothing starts unauthenticated by accident; the message says what to set."""
+    with pytest.raises(ConfigError) as caught:
         read_secret(SecuritySettings(), environ)
+
+    assert caught.value.faults == [f"environment variable {fault}"]
 
 
 def test_equal_configurations_have_one_digest() -> None:
