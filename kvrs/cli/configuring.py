@@ -13,7 +13,6 @@ from kvrs.cli.common import console
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import commented_yaml, flow, shown_path
 from kvrs.config.file import Config, checked, configs_of, load_config, load_source
-from kvrs.config.models import faults_of_all
 from kvrs.config.source import leaves
 from kvrs.errors import ConfigError
 
@@ -34,13 +33,11 @@ Situation = Annotated[
 
 def check(file: File, elsewhere: Elsewhere = False) -> None:
     """Print every fault of a configuration file at once."""
-    from kvrs.cli.feasibility import faults_of, remarks_on
+    from kvrs.cli.feasibility import check_all, faults_of, remarks_on
 
     config = checked(source := load_source(file, os.environ))
+    check_all(config, source, lambda each: faults_of(each, os.environ, elsewhere=elsewhere))
     configs = configs_of(config).values() if config.models else (config,)
-    found = [faults_of(each, os.environ, elsewhere=elsewhere) for each in configs]
-    if faults := faults_of_all(config.models, found) if config.models else found[0]:
-        raise ConfigError([source.located(fault) for fault in faults])
     remarks = (line for each in configs for line in remarks_on(each, elsewhere=elsewhere))
     for line in dict.fromkeys(remarks):
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -18,10 +18,13 @@ from msgspec.structs import replace
 from kvrs.cli.common import faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.exposure import check_exposure, notes
-from kvrs.config.file import ENV_NAME, Config, read_admin_tokens, read_secrets
+from kvrs.config.file import ENV_NAME, Config, configs_of, read_admin_tokens, read_secrets
+from kvrs.config.models import faults_of_all
 from kvrs.config.settings import HOST_OF_PORT, is_numeric
+from kvrs.config.source import Source
 from kvrs.config.tenants import read_tenants
 from kvrs.config.tls import TlsSettings
+from kvrs.errors import ConfigError
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.tracing.settings import trace_settings
 
@@ -38,6 +41,26 @@ def faults_of(config: Config, environ: Mapping[str, str], *, elsewhere: bool = F
     if not elsewhere:
         found += _faults_here(config, environ)
     return list(dict.fromkeys(found))
+
+
+def faults_of_start(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Those of them that keep a proxy from starting here. Files of engines and agents may be on
+    other machines.
+    """
+    found = faults_of(config, environ, elsewhere=True)
+    return list(dict.fromkeys([*found, *_faults_of_proxy_here(config, environ)]))
+
+
+def check_all(config: Config, source: Source, faults_of_one: Callable[[Config], list[str]]) -> None:
+    """Check the configuration, or that of each of its models.
+
+    Raises:
+        ConfigError: with the places of the faults in the file.
+    """
+    configs = configs_of(config).values() if config.models else (config,)
+    found = [*map(faults_of_one, configs)]
+    if faults := faults_of_all(config.models, found) if config.models else found[0]:
+        raise ConfigError([source.located(fault) for fault in faults])
 
 
 def remarks_on(config: Config, *, elsewhere: bool = False) -> list[str]:
@@ -80,13 +103,23 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield faults that keep a process of this configuration from starting or serving on this
     machine.
     """
+    yield from _faults_of_proxy_here(config, environ)
+    yield from _faults_of_model(config)
+    if config.agents_run:
+        yield from _faults_of_backup(config)
+    if config.cluster.backend is Backend.DISTSERVE:
+        from kvrs.cluster.processes import check_home
+
+        yield from faults_in(partial(check_home, config, environ))
+
+
+def _faults_of_proxy_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     from kvrs.proxy.fleet.pods import check_pods
     from kvrs.proxy.process.workers import check_shared_ports
 
     yield from faults_in(partial(trace_settings, environ))
     yield from faults_in(partial(check_shared_ports, config))
     yield from faults_in(partial(check_pods, config.cluster.services))
-    yield from _faults_of_model(config)
     for key, path, read in private_files(config, environ):
         # Where there is none, `kvrs up` makes a secret for itself.
         if path is not None or key != "security.secret_file" or ENV_NAME in environ:
@@ -97,12 +130,6 @@ def _faults_here(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
         folder = Path(log).parent
         if not os.access(folder, os.W_OK | os.X_OK):
             yield f"proxy.event_log: got {log!r}; allowed: a file in a directory that is writable"
-    if config.agents_run:
-        yield from _faults_of_backup(config)
-    if config.cluster.backend is Backend.DISTSERVE:
-        from kvrs.cluster.processes import check_home
-
-        yield from faults_in(partial(check_home, config, environ))
 
 
 def _contradictions(config: Config) -> Iterator[str]:

@@ -22,19 +22,17 @@ from kvrs.config.file import (
     checked,
     config_digest,
     configs_of,
-    document_of,
     load_config,
     load_source,
     parse_config,
     read_secrets,
 )
-from kvrs.config.models import faults_of_all
 from kvrs.config.origin import ConfigFile, UpCommand
 from kvrs.config.policy import PolicyName
 from kvrs.config.presets import SystemPreset
 from kvrs.config.source import Source, lay_over
 from kvrs.config.speculation import DraftSourceName
-from kvrs.config.workers import WorkerPlan, with_workers, worker_config
+from kvrs.config.workers import WorkerPlan, with_proxy, worker_config
 from kvrs.errors import ConfigError, check_extras
 from kvrs.ids import NodeId
 
@@ -244,14 +242,8 @@ def _up_models(
         if value is not None
     ]:
         raise ConfigError(faults)
-    ports = {key: value for key, value in of_proxy.items() if value is not None}
-    document = document_of(given)
-    asked = parse_config(document | {"proxy": document.get("proxy", {}) | ports})
-    found = [
-        faults_in(partial(check_exposure, each, os.environ)) for each in configs_of(asked).values()
-    ]
-    if faults := faults_of_all(asked.models, found):
-        raise ConfigError(list(map(source.located, faults)))
+    asked = with_proxy(given, of_proxy)
+    _check_exposure(asked, source)
     return asked
 
 
@@ -307,8 +299,9 @@ def _directory(option: str, model: Path) -> str:
 
 def _check_exposure(config: Config, source: Source) -> None:
     """Raises ConfigError, with the places in the file."""
-    if faults := faults_in(partial(check_exposure, config, os.environ)):
-        raise ConfigError(list(map(source.located, faults)))
+    from kvrs.cli.feasibility import check_all
+
+    check_all(config, source, lambda each: faults_in(partial(check_exposure, each, os.environ)))
 
 
 def _set_degrees(document: dict[str, Any], of_instances: Mapping[str, int | None]) -> None:
@@ -329,28 +322,27 @@ def proxy(
     """Run one proxy in front of instances that are already up."""
     import uvloop
 
+    from kvrs.cli.feasibility import check_all, faults_of_start
     from kvrs.logs import log_to_stderr
     from kvrs.proxy.models.process import serve_models
     from kvrs.proxy.process.workers import Supervisor, supervise
     from kvrs.proxy.server import serve
 
     plan = None if worker is None else msgspec.json.decode(worker, type=WorkerPlan)
+    launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
 
     def read_whole() -> Config:
-        given = checked(load_source(config, None if no_env else os.environ))
-        given = given if workers is None else with_workers(given, workers)
-        asked = {"port": port, "admin_port": admin_port}
-        ports = {key: value for key, value in asked.items() if value is not None}
-        if not ports:
-            return given
-        document = document_of(given)
-        return parse_config(document | {"proxy": document.get("proxy", {}) | ports})
+        given = checked(source := load_source(config, None if no_env else os.environ))
+        asked = {"workers": workers, "port": port, "admin_port": admin_port}
+        given = with_proxy(given, asked)
+        if launched is None:  # Files that `kvrs up` has written have every key.
+            check_all(given, source, lambda each: faults_of_start(each, os.environ))
+        return given
 
     def read_config() -> Config:
         whole = read_whole()
         return whole if plan is None else worker_config(whole, plan)
 
-    launched = None if launch is None else msgspec.json.decode(launch, type=UpCommand)
     file = ConfigFile(config, read_config, launched)
     settings = read_config()
     models = configs_of(settings) if settings.models else {"": settings}

@@ -4,11 +4,12 @@ A worker is a proxy: it has an id, ports of its own but for the clients', and th
 peers.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from kvrs.config.file import Config, document_of, parse_config
+from kvrs.config.file import Config, parse_config
 from kvrs.config.proxy import PeerSettings
 
 
@@ -58,14 +59,15 @@ def _event_log(path: str, worker: int) -> str:
     return str(given.with_name(f"{given.stem}.{worker}{given.suffix}"))
 
 
-def with_workers(config: Config, workers: int) -> Config:
-    """The same configuration for so many workers.
+def with_proxy(config: Config, asked: Mapping[str, int | None]) -> Config:
+    """The same configuration with settings of the proxy that the command line asks for; None: as in
+    the file.
 
     Raises:
         ConfigError: it does not go with them.
     """
-    if config.proxy.workers == workers:
+    given = {key: value for key, value in asked.items() if value is not None}
+    if not given:
         return config
-    document = document_of(config)
-    document["proxy"] = document.get("proxy", {}) | {"workers": workers}
-    return parse_config(document)
+    document = config.model_dump(mode="json", exclude_unset=True)
+    return parse_config(document | {"proxy": document.get("proxy", {}) | given})

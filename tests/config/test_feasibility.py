@@ -123,6 +123,53 @@ def test_a_peer_of_a_proxy_with_workers_says_how_many_it_has(tmp_path: Path) -> 
     assert check(tmp_path, document, "--elsewhere").exit_code == 0
 
 
+WITHOUT_WORKERS = {"proxy": {"peers": [{"id": "a", "peer_port": 9000}]}}
+
+
+@pytest.mark.parametrize(
+    ("document", "fault"),
+    [
+        ({"proxy": {"workers": 2, **WITHOUT_WORKERS["proxy"]}}, "proxy.peers.0 (a).workers: mis"),
+        ({"proxy": {"event_log": "/nowhere/log"}}, "proxy.event_log: got '/nowhere/log'"),
+        ({"security": {"admin_token_file": "/nowhere"}}, "security.admin_token_file: /nowhere"),
+        ({"proxy": {"tls": {"cert": "/nowhere", "key": "/nowhere"}}}, "proxy.tls.cert: /nowhere"),
+        ({"proxy": {"host": "0.0.0.0"}}, "proxy.host: got '0.0.0.0', and clients need no key"),
+    ],
+)
+def test_a_proxy_refuses_what_the_check_refuses(
+    tmp_path: Path, document: dict[str, Any], fault: str
+) -> None:
+    """With the same lines, all at once. Without a secret the proxy of a test cannot start."""
+    found = faults_of(tmp_path, document)
+    started = CliRunner().invoke(app, ["proxy", "--config", str(tmp_path / "kvrs.yaml")])
+
+    assert found[0].startswith(fault)
+    assert isinstance(started.exception, ConfigError)
+    place = f"{tmp_path / 'kvrs.yaml'}:1: "
+    assert started.exception.faults == [place + each for each in found]
+
+
+def test_a_proxy_that_is_to_have_workers_asks_how_many_its_peers_have(tmp_path: Path) -> None:
+    """Also where the number is an option, and the file is valid without it."""
+    assert check(tmp_path, WITHOUT_WORKERS, "--elsewhere").exit_code == 0
+    command = ["proxy", "--config", str(tmp_path / "kvrs.yaml"), "--workers", "2"]
+
+    started = CliRunner().invoke(app, command)
+
+    assert isinstance(started.exception, ConfigError)
+    assert "proxy.peers.0 (a).workers: missing, with proxy.workers: 2" in str(started.exception)
+
+
+def test_a_proxy_needs_no_file_of_engines_or_agents(tmp_path: Path) -> None:
+    """They may be on other machines."""
+    backup = {"mode": "local", "directory": "/nowhere"}
+    found = faults_of(tmp_path, {"cluster": {"model": "/nowhere"}, "backup": backup})
+    started = CliRunner().invoke(app, ["proxy", "--config", str(tmp_path / "kvrs.yaml")])
+
+    assert [fault.partition(":")[0] for fault in found] == ["cluster.model", "backup.directory"]
+    assert not {"cluster.model", "backup.directory"} & set(str(started.exception).split(": "))
+
+
 def test_a_port_that_the_user_may_not_bind_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

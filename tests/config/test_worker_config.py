@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvrs.cli import app
 from kvrs.config.addresses import gossip_members
 from kvrs.config.file import parse_config
-from kvrs.config.workers import WorkerPlan, with_workers, worker_config
+from kvrs.config.workers import WorkerPlan, with_proxy, worker_config
 from kvrs.errors import ConfigError
 from kvrs.proxy.process.workers import check_shared_ports
 
@@ -141,7 +141,7 @@ def test_a_number_of_the_command_line_is_checked_with_the_file() -> None:
     config = parse_config({"proxy": {"max_streams": 1}})
 
     with pytest.raises(ConfigError, match=r"proxy.max_streams: got 1 with proxy.workers: 2"):
-        with_workers(config, 2)
+        with_proxy(config, {"workers": 2})
 
 
 def test_several_workers_need_a_system_with_shared_ports(
