@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,16 +10,18 @@ import typer
 
 import kvrs.cli.options as opt
 from kvrs import tables
-from kvrs.cli.common import console
+from kvrs.cli.common import console, faults_in
 from kvrs.config.cluster import Backend
 from kvrs.config.commented import commented_yaml, flow, shown_path
 from kvrs.config.file import Config, checked, configs_of, load_config, load_source
-from kvrs.config.source import leaves
+from kvrs.config.other_proxies import faults_between
+from kvrs.config.source import Source, leaves
 from kvrs.errors import ConfigError
 
 DIFFERENT = 1  # The exit status of `diff`, as that of diff(1).
 
 File = Annotated[Path, typer.Argument(help="YAML file")]
+Files = Annotated[list[Path], typer.Argument(help="YAML file, or the files of several proxies")]
 ShownFile = Annotated[Path | None, typer.Argument(help="YAML file; without it, the defaults")]
 Other = Annotated[Path, typer.Argument(help="YAML file to compare with")]
 NewFile = Annotated[Path, typer.Argument(help="File to be written; one that exists is kept")]
@@ -31,17 +34,35 @@ Situation = Annotated[
 ]
 
 
-def check(file: File, elsewhere: Elsewhere = False) -> None:
-    """Print every fault of a configuration file at once."""
-    from kvrs.cli.feasibility import check_all, faults_of, remarks_on
+def check(files: Files, elsewhere: Elsewhere = False) -> None:
+    """Print every fault of a configuration file at once; of the files of several proxies, also what
+    each says of the others and is not so.
+    """
+    from kvrs.cli.feasibility import remarks_on
+
+    found: dict[str, tuple[Source, Config]] = {}
+    faults: list[str] = []
+    for file in files:
+        faults += faults_in(partial(_check_one, file, elsewhere, found))
+    proxies = {file: config.proxy for file, (_, config) in found.items()}
+    faults += [found[file][0].located(fault) for file, fault in faults_between(proxies)]
+    if faults:
+        raise ConfigError(faults)
+    for file, (_, config) in found.items():
+        configs = configs_of(config).values() if config.models else (config,)
+        remarks = (line for each in configs for line in remarks_on(each, elsewhere=elsewhere))
+        for line in dict.fromkeys(remarks):
+            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
+
+
+def _check_one(file: Path, elsewhere: bool, found: dict[str, tuple[Source, Config]]) -> None:
+    """Add a file that can be read to those `found`, and check it. Raises ConfigError."""
+    from kvrs.cli.feasibility import check_all, faults_of
 
     config = checked(source := load_source(file, os.environ))
+    found[str(file)] = source, config
     check_all(config, source, lambda each: faults_of(each, os.environ, elsewhere=elsewhere))
-    configs = configs_of(config).values() if config.models else (config,)
-    remarks = (line for each in configs for line in remarks_on(each, elsewhere=elsewhere))
-    for line in dict.fromkeys(remarks):
-        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
 
 
 def show(

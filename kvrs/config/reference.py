@@ -212,7 +212,7 @@ settings classes in `kvrs/config` by `make reference`.
 | command | does |
 | --- | --- |
 | `kvrs config init FILE --for SITUATION` | writes a first file with comments |
-| `kvrs config check FILE` | reports everything that is wrong, and starts nothing |
+| `kvrs config check FILE ...` | reports everything that is wrong, and starts nothing |
 | `kvrs config show FILE` | prints the configuration in effect, and where each value comes from |
 | `kvrs config diff A B` | prints what two files configure differently; status 1: something |
 | `kvrs config schema` | prints the JSON schema, for editors and other checkers |
@@ -221,7 +221,8 @@ settings classes in `kvrs/config` by `make reference`.
 certificates and models that are not there, pages that hold no request of `max_model_len` or do not
 fit into memory, checkpoints that do not fit, a port that is used twice. Names that cannot be
 resolved are a warning, since DNS may differ where the processes run. `--elsewhere` checks a file
-for other machines: it looks up neither files nor names.
+for other machines: it looks up neither files nor names. Files of several proxies are compared with
+each other: `kvrs config check a.yaml b.yaml`.
 
 An unknown key, a value of the wrong type or out of its range is an error. Numbers may have an
 exponent (`20e6`). `[]` in a key stands for each item of a list.
