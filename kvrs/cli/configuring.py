@@ -42,15 +42,15 @@ def check(files: Files, elsewhere: Elsewhere = False) -> None:
 
     found: dict[str, tuple[Source, Config]] = {}
     faults: list[str] = []
-    for file in files:
-        faults += faults_in(partial(_check_one, file, elsewhere, found))
+    for each in files:
+        faults += faults_in(partial(_check_one, each, elsewhere, found))
     proxies = {file: config.proxy for file, (_, config) in found.items()}
     faults += [found[file][0].located(fault) for file, fault in faults_between(proxies)]
     if faults:
         raise ConfigError(faults)
     for file, (_, config) in found.items():
         configs = configs_of(config).values() if config.models else (config,)
-        remarks = (line for each in configs for line in remarks_on(each, elsewhere=elsewhere))
+        remarks = (line for one in configs for line in remarks_on(one, elsewhere=elsewhere))
         for line in dict.fromkeys(remarks):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
         console.print(f"{file} is valid", style="green", markup=False, soft_wrap=True)
