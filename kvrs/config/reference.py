@@ -1,11 +1,12 @@
-"""The reference of all settings, made of the settings classes: JSON schema, commented example and
-`docs/guide/configuration.md`.
+"""The reference of all settings, made of the settings classes: JSON schema, commented example,
+`docs/guide/configuration.md`, and the names of settings that the Helm chart takes.
 
-`python -m kvrs.config.reference` writes the last two into `docs/guide/`.
+`python -m kvrs.config.reference` writes all but the first into `docs/guide` and `deploy/helm`.
 """
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ _HEADER = (
     "`kvrs config check FILE` reports all mistakes at once, `kvrs config init` writes a first file."
 )
 _DOCS_PAGE = re.compile(r"docs/(guide|research)/([a-z]+\.md(?:#[a-z]+)?)")
-_GUIDE = Path(__file__).parents[2] / "docs" / "guide"
+_ROOT = Path(__file__).parents[2]
+_GUIDE = _ROOT / "docs" / "guide"
+_CHART_SCHEMA = _ROOT / "deploy" / "helm" / "values.schema.json"
 
 
 @cache
@@ -54,6 +57,23 @@ def description(path: KeyPath) -> str | None:
             return None
         node, text = resolved(schema, given), given["description"]
     return text
+
+
+def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of the chart's values with the names of all settings below `config`. What
+    they may be is checked by kvrs: in the chart a number may be `${NAME}`.
+    """
+    properties = {**schema["properties"], "config": _names_in(json_schema(), json_schema())}
+    return {**schema, "properties": properties}
+
+
+def _names_in(schema: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    node = resolved(schema, node)
+    if (keys := node.get("properties")) is not None:
+        names = {key: _names_in(schema, given) for key, given in keys.items()}
+        return {"additionalProperties": False, "properties": names}
+    items = _names_in(schema, node["items"]) if "items" in node else {}
+    return {"items": items} if items else {}
 
 
 def example() -> str:
@@ -264,10 +284,15 @@ and `KVRS_VLLM_API_KEY` are read where they are used, never shown, and refused i
 
 
 def main() -> None:
-    """Write the example and the page into the guide of the checkout."""
-    for name, text in (("kvrs.example.yaml", example()), ("configuration.md", markdown())):
-        (_GUIDE / name).write_text(text, encoding="utf-8")
-        print(_GUIDE / name)
+    """Write the example and the page into the guide of the checkout, and the chart's schema."""
+    chart = chart_schema(json.loads(_CHART_SCHEMA.read_text(encoding="utf-8")))
+    for path, text in (
+        (_GUIDE / "kvrs.example.yaml", example()),
+        (_GUIDE / "configuration.md", markdown()),
+        (_CHART_SCHEMA, json.dumps(chart, indent=2) + "\n"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 if __name__ == "__main__":

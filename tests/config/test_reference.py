@@ -1,19 +1,22 @@
 """Schema, example and the page of the settings: made of their classes, and never stale."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema import Draft7Validator, Draft202012Validator  # type: ignore[import-untyped]
 
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config, load_config
 from kvrs.config.first_file import first_file
-from kvrs.config.reference import description, example, json_schema, markdown
+from kvrs.config.reference import chart_schema, description, example, json_schema, markdown
 from kvrs.config.source import leaves
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide"
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide"
+CHART_SCHEMA = ROOT / "deploy" / "helm" / "values.schema.json"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,28 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 def test_the_docs_are_made_of_the_settings_classes(name: str, made: Any) -> None:
     """`make reference` writes them again."""
     assert (GUIDE / name).read_text() == made()
+
+
+def test_the_chart_takes_the_names_of_the_settings_and_no_other() -> None:
+    """At any depth, and with `${NAME}` for any value. `make reference` writes the schema again."""
+    text = CHART_SCHEMA.read_text()
+    schema = json.loads(text)
+    whole = {"config": yaml.safe_load(example())}
+    by_name = {"config": {"proxy": {"port": "${PORT}", "workers": "${WORKERS:-2}"}}}
+    validator = Draft7Validator(schema)
+
+    assert text == json.dumps(chart_schema(schema), indent=2) + "\n"
+    assert list(validator.iter_errors(whole)) == list(validator.iter_errors(by_name)) == []
+    for wrong in (
+        {"proxies": {}},
+        {"proxy": {"wokers": 2}},
+        {"policy": {"recovery": {"wait": 3}}},
+        {"cluster": {"nodes": [{"id": "n0", "instances": [{"id": "p0", "prot": 1}]}]}},
+        {"proxy": {"tls": {"certificate": "a"}}},
+        {"models": [{"name": "a", "policy": {"nam": "rom"}}]},
+    ):
+        (error,) = validator.iter_errors({"config": wrong})
+        assert "unexpected" in error.message
 
 
 def test_every_key_has_a_description() -> None:
