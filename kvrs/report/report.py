@@ -63,7 +63,7 @@ def build_report(
     verdicts = None if clean is None else oracle.judge(faulted, clean)
     by_stream = {record.stream: record for record in faulted if record.stream}
     rows = [_recovery_row(recovery, by_stream.get(recovery["stream"])) for recovery in recoveries]
-    fault_rows = [_fault_row(fault, rows, by_stream) for fault in faults]
+    fault_rows = _fault_rows(faults, rows, by_stream)
     run = metrics.summary(faulted, slo)
     report = {
         **_origin(proxy or {}),
@@ -212,16 +212,34 @@ def _waits_s(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     return list(waits.values())
 
 
-def _fault_row(
-    fault: Mapping[str, Any],
+def _fault_rows(
+    faults: Sequence[Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
     by_stream: Mapping[str, StreamRecord],
-) -> dict[str, Any]:
-    """A fault with its TFS; its victims are the recoveries, from its time on, away from the
-    instances that it hit.
+) -> list[dict[str, Any]]:
+    """Faults with their TFS. A recovery belongs to the last fault before it, or to all of that
+    moment, that hit the instance from which the stream was recovered.
     """
-    hit = fault.get("instances", [fault["whom"]])
-    victims = [row for row in rows if row["from"] in hit and row["at_s"] >= fault["at_s"]]
+    victims: list[list[Mapping[str, Any]]] = [[] for _ in faults]
+    for row in rows:
+        blamed = [
+            at
+            for at, fault in enumerate(faults)
+            if fault["at_s"] <= row["at_s"]
+            and row["from"] in fault.get("instances", [fault["whom"]])
+        ]
+        last_s = max((faults[at]["at_s"] for at in blamed), default=None)
+        for at in blamed:
+            if faults[at]["at_s"] == last_s:
+                victims[at].append(row)
+    return [_fault_row(fault, own, by_stream) for fault, own in zip(faults, victims, strict=True)]
+
+
+def _fault_row(
+    fault: Mapping[str, Any],
+    victims: Sequence[Mapping[str, Any]],
+    by_stream: Mapping[str, StreamRecord],
+) -> dict[str, Any]:
     own = [
         (by_stream[row["stream"]], float(row["at_s"]))
         for row in victims

@@ -217,6 +217,19 @@ def test_only_recoveries_away_from_the_victim_after_the_fault_belong_to_it() -> 
     assert [fault["tfs_s"] for fault in report["faults"]] == [None, pytest.approx(0.5)]
 
 
+def test_recoveries_from_an_instance_belong_to_the_last_fault_that_hit_it() -> None:
+    """A fault that no stream was recovered from has no TFS, though the instance is hit again."""
+    faulted = [stream(0, 0.5, 1.3, 2.5, 3.6), stream(1, 2.8, 3.5)]
+    recoveries = [recovery("s0", "migrate", 2.1), recovery("s1", "migrate", 3.1)]
+    faults = [{**KILL, "at_s": at_s} for at_s in (1.0, 2.0, 3.0, 3.0)]
+
+    rows = build_report(faulted, faulted, recoveries, faults, {})["faults"]
+
+    assert [fault["recoveries"] for fault in rows] == [0, 1, 1, 1]
+    near = pytest.approx
+    assert [fault["tfs_s"] for fault in rows] == [None, near(0.5), near(0.5), near(0.5)]
+
+
 def test_costs_are_listed_where_both_are_known() -> None:
     """A recovery that never ended has no real cost."""
     assert [cost["option"] for cost in exact_report()["recovery_costs"]] == ["migrate", "recompute"]
