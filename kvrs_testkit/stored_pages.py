@@ -1,13 +1,19 @@
-"""Damage to the pages that a running agent has stored."""
+"""Damage to pages that a running agent has stored, or owns the memory of."""
 
+import math
+import os
 import random
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from kvrs.config.file import Config
-from kvrs.ids import NodeId
+from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.frames import checksum
 from kvrs.transfer.store.directory import StoreDirectory, store_directory
 from kvrs.transfer.store.segments import Segments, SlotLayout
+
+_NAN = struct.pack("<f", math.nan)
 
 
 class _OpenedDirectory(StoreDirectory):
@@ -34,12 +40,44 @@ def negate(config: Config, secret: bytes, node: NodeId) -> int:
     """Negate all numbers of all pages, with right checksums; return of how many. The numbers are
     float32.
     """
+
+    def change(page: memoryview) -> None:
+        page[3::4] = bytes(byte ^ 0x80 for byte in page[3::4])
+
+    return _rewrite(config, secret, node, change)
+
+
+def poison(config: Config, secret: bytes, node: NodeId) -> int:
+    """Make all numbers of all pages NaN, as `negate` does."""
+
+    def change(page: memoryview) -> None:
+        page[:] = _NAN * (len(page) // 4)
+
+    return _rewrite(config, secret, node, change)
+
+
+def poison_memory(config: Config, secret: bytes, node: NodeId, instance: InstanceId) -> None:
+    """Make all numbers NaN in all pages of an instance that has them in the agent's memory."""
+    path = Path(store_directory(config.backup.directory, secret, node)) / f"memory-{instance}"
+    with _opened(config, secret, node) as directory:
+        state = directory.load_state()
+    assert state is not None, "the agent has stored nothing"
+    pages = config.cluster.engine.pages
+    with path.open("r+b") as memory:
+        # Behind the pages is one that is always zero.
+        memory.seek(-(pages + 1) * state.page_bytes, os.SEEK_END)
+        memory.write(_NAN * (pages * state.page_bytes // 4))
+
+
+def _rewrite(
+    config: Config, secret: bytes, node: NodeId, change: Callable[[memoryview], None]
+) -> int:
     with _opened(config, secret, node) as directory:
         segments = _segments(directory, config)
         pages = segments.adopt()
         for slot, tag in pages:
             page = segments.view(slot)
-            page[3::4] = bytes(byte ^ 0x80 for byte in page[3::4])
+            change(page)
             segments.write_record(slot, tag, checksum(page))
     return len(pages)
 

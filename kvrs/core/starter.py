@@ -32,8 +32,8 @@ _ISOLATION_POLL_S = 0.1
 # The same for one that waits for news of deaths.
 _NEWS_LOOK_S = 0.1
 # Times that logits are no numbers before they count as the stream's own, wherever it runs. Once may
-# be the fault of an instance, of its memory, or of KV that was made elsewhere, none of which is
-# loaded for the second time.
+# be the fault of an instance, of its memory, or of KV that was made before, none of which is used
+# for the second time.
 _MOST_OVERFLOWS = 2
 
 

@@ -413,6 +413,33 @@ async def test_who_sends_checkpoints_hears_of_full_pages_and_of_nothing_else(wor
     ]
 
 
+def poison(engine: PeerEngine, history: list[int]) -> None:
+    """Its third page is no numbers there."""
+    manager, pool = engine.instance.pages, engine.instance.worker.pool
+    assert isinstance(pool, KvPool), "one process"
+    held = manager.match(page_tags(engine.instance.root(""), history, P)[:3])
+    pool.tensor[held[-1]].fill_(math.nan)
+    manager.release(held)
+
+
+async def test_under_another_salt_no_page_of_before_is_found(world: World) -> None:
+    """Neither the poisoned one in the engine's own cache, which spoils an attempt without the salt,
+    nor one that a holder is said to have.
+    """
+    history = await world.run_undisturbed()
+    poison(world.holder, history)
+    asked = body(history, attempt=3, sources=[source("e2", 0, 11)])
+
+    again = await world.holder.begin(asked | {"cache_salt": "s/2"})
+    found = await world.holder.rest_of(again)
+    spoilt = await world.holder.begin(body(history, attempt=4))
+    lost = await world.holder.rest_of(spoilt)
+
+    assert found == world.output[CUT:]
+    assert again.fetched_pages == again.sequence.cached_tokens == 0
+    assert (lost, spoilt.failure_code) == ([], "not_a_number")
+
+
 async def test_a_poisoned_page_spoils_the_attempt_that_fetches_it_and_none_behind(
     world: World,
 ) -> None:
@@ -420,11 +447,7 @@ async def test_a_poisoned_page_spoils_the_attempt_that_fetches_it_and_none_behin
     computes the history anew, at the same target too.
     """
     history = await world.run_undisturbed()
-    manager, pool = world.holder.instance.pages, world.holder.instance.worker.pool
-    assert isinstance(pool, KvPool), "one process"
-    held = manager.match(page_tags(world.holder.instance.root(""), history, P)[:3])
-    pool.tensor[held[-1]].fill_(math.nan)
-    manager.release(held)
+    poison(world.holder, history)
 
     spoilt = await world.target.begin(body(history, sources=[source("e1", 0, 11)]))
     lost = await world.target.rest_of(spoilt)

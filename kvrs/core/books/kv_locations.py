@@ -118,11 +118,9 @@ class KvLocations:
             found.member.held.discard(stream_id)
 
     def distrust(self, stream: Stream) -> None:
-        """Its KV may be what spoils its logits: the next attempt loads none of it, and is handed
-        off nothing by an instance that has cached it.
+        """Its KV may be what spoils its logits: the next attempt loads none of it, and finds none
+        in a cache either, since the driver gives its pages another salt.
         """
-        for held in stream.holders.values():
-            stream.exclude(held.member)
         for holder in {*stream.holders, *stream.checkpoints}:
             self.forget(stream.id, holder)
 

@@ -146,6 +146,8 @@ def _call(
     given = journal.parsed.fields.items()
     fields: dict[str, Any] = {name: value for name, value in given if name not in left_out}
     fields["return_token_ids"] = True
+    if journal.spoilt_attempt:
+        fields["cache_salt"] = _salt_since(journal, fields.get("cache_salt"))
     fields["kvrs"] = params = KvrsParams(
         journal.stream,
         attempt,
@@ -174,6 +176,14 @@ def _call(
     if history is not None:
         size_bytes += BYTES_PER_ID * len(history)
     return Call(endpoint.path, fields, headers, size_bytes)
+
+
+def _salt_since(journal: Journal, salt: msgspec.Raw | None) -> str:
+    """A salt of the stream's own, by which no page that was made before the end of its spoilt
+    attempt is found.
+    """
+    given = "" if salt is None else msgspec.json.decode(salt)
+    return f"{given}/{journal.stream}/{journal.spoilt_attempt}"
 
 
 def _count_from_here(journal: Journal, fields: dict[str, Any]) -> None:

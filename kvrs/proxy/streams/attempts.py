@@ -173,6 +173,8 @@ class AttemptCalls:
             retry_after_s = None
             if isinstance(error, BusyError):
                 driver.busy_status, retry_after_s = error.status, error.retry_after_s
+            elif isinstance(error, NotANumberError):
+                live.journal.spoilt_attempt = attempt.number
             self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
         finally:
             if attempt.has_slot:

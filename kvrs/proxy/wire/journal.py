@@ -43,6 +43,9 @@ class Journal:
         0  # How often the stream has gone from one proxy, or one request of its client, to another.
     )
     attempt: int = 0
+    # The last attempt whose logits were no numbers; 0: none. Pages of the stream from before may
+    # be the cause, so none of them is looked up any more.
+    spoilt_attempt: int = 0
     head: bytes | None = (
         None  # `{"id":..,"created":..,"model":..` of the first event; every later one begins alike.
     )

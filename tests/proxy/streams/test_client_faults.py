@@ -139,17 +139,23 @@ async def test_what_another_instance_accepts_was_the_fault_of_the_first(
 async def test_logits_that_are_no_numbers_are_computed_once_more(
     build: ProxyClusterBuilder, stage: str
 ) -> None:
-    """Elsewhere; then the client is told so, with the engine's code."""
+    """Elsewhere, with a salt by which no page of before is found; then the client is told so, with
+    the engine's code.
+    """
     system = await build(pairs=3, policy={"recovery": {"retry_pause_s": 0.001}})
     for instance in system.instances.values():
         if instance.id[0] == stage:
             body = error_body("got nan", kind="server_error", code="not_a_number")
             instance.refusal = 500, body
 
-    status, body = await system.ask(TEXT)
+    status, body = await system.ask(TEXT | {"cache_salt": "own"})
 
     said = msgspec.json.decode(body)["error"]
     assert (status, said["code"]) == (502, "retries")
+    calls = [call for each in system.instances.values() for call in each.completions]
+    salts = {(call.kvrs.attempt, call.cache_salt) for call in calls if call.kvrs is not None}
+    (stream,) = {call.kvrs.stream for call in calls if call.kvrs is not None}
+    assert salts == {(1, "own"), (2, f"own/{stream}/1")}
     assert said["message"] == (
         f"the stream's logits are no numbers, as {stage}0, {stage}1 found: "
         "HTTP 500 (server_error, not_a_number)"
