@@ -17,6 +17,7 @@ from kvrs.cluster.fault_injection import rows_of
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.engine import EngineSettings
 from kvrs.config.file import parse_config
+from kvrs.engine.sampler import logprobs_of
 from kvrs.engine.worker import Worker
 from kvrs.ids import InstanceId
 from kvrs.scheduling.sequences import Chunk
@@ -70,28 +71,35 @@ def prompt(number: int, ids: range) -> list[int]:
     return [ids[(number * number * 7 + at * at + 3 * at) % len(ids)] for at in range(60)]
 
 
-def complete(cluster: Cluster, token_ids: Sequence[int]) -> list[int]:
+# Tokens with their log probabilities, to the last bit.
+Output = list[tuple[int, float]]
+
+
+def complete(cluster: Cluster, token_ids: Sequence[int]) -> Output:
     """Greedy."""
     body = {"model": "turning", "prompt": [*token_ids], "max_tokens": TOKENS, "ignore_eos": True}
-    body |= {"return_token_ids": True, "temperature": 0.0}
+    body |= {"return_token_ids": True, "temperature": 0.0, "logprobs": 0}
     request = urllib.request.Request(
         f"{cluster.url}/v1/completions",
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=100) as answer:
-        found: list[int] = json.load(answer)["choices"][0]["token_ids"]
-    return found
+        (choice,) = json.load(answer)["choices"]
+    return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
 
 
-def alone(model: Path, token_ids: Sequence[int]) -> list[int]:
+def alone(model: Path, token_ids: Sequence[int]) -> Output:
     """By one process, without a cluster."""
     worker, history, done = Worker(model, EngineSettings(pages=16)), [*token_ids], 0
+    found: Output = []
     while len(history) < len(token_ids) + TOKENS:
         chunk = Chunk(history[done:], done, range(16), logits=1)
         done = len(history)
-        history.append(int(worker.execute([chunk])[0].argmax()))
-    return history[len(token_ids) :]
+        (row,) = worker.execute([chunk])
+        history.append(int(row.argmax()))
+        found.append((history[-1], logprobs_of(row, history[-1], 0).logprob))
+    return found
 
 
 def row_of(cluster: Cluster) -> dict[str, Any]:
@@ -157,8 +165,8 @@ def test_only_the_stream_behind_a_token_that_overflows_ends_with_an_error(
 
 
 def test_streams_go_on_without_a_rank_that_has_experts(cluster: Cluster, model: Path) -> None:
-    """SIGKILL from outside, with copies there: the tokens are those of one process, and counts of
-    re-balances go on.
+    """SIGKILL from outside, with copies there: tokens and their log probabilities are those of one
+    process, and counts of re-balances go on.
     """
     before = until_copied(cluster, FIRST_IDS)
     others = [prompt(700 + at, FIRST_IDS) for at in range(2 * STREAMS)]

@@ -230,6 +230,16 @@ def test_without_counts_and_of_one_expert_nothing_changes() -> None:
     assert rebalance(two, one, [[5.0, 5.0]], room_for(two, 1)).layout is two
 
 
+def test_an_expert_that_all_rows_choose_has_a_copy_on_every_rank() -> None:
+    units = model()
+    layout = laid_out(units, 4)
+
+    found = rebalance(layout, units, [[0.0, 0.0, 90.0, *[0.0] * 5]], room_for(layout, 8)).layout
+
+    assert found.copies == (((2, 0), (2, 2), (2, 3)),)
+    assert skew(found, units, [[0.0, 0.0, 90.0, *[0.0] * 5]]) == pytest.approx(1.0)
+
+
 def test_without_room_the_skew_stays_and_that_is_said() -> None:
     units = model()
     layout, tiles = laid_out(units, 4), [[90.0, *[1.0] * 7]]
