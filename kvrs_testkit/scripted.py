@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from kvrs.ids import InstanceId, NodeId
+from kvrs.protocol.experts import ExpertReport
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import (
     NO_OTHER_NAMES,
@@ -162,6 +163,7 @@ class Scripted(ScriptedServer):
     rank_deaths: int = 0
     ranks: list[RankInfo] = field(default_factory=list)
     stages: list[StageInfo] = field(default_factory=list)
+    experts: ExpertReport | None = None
     lends: list[StageLent] = field(default_factory=list)
     restarts: list[RestartReport] = field(default_factory=list)
     adopted_pages: int = 0
@@ -262,6 +264,7 @@ class Scripted(ScriptedServer):
             full_degree=self.full_degree,
             rank_deaths=self.rank_deaths,
             stages=self.stages,
+            experts=self.experts,
             lends=self.lends,
             restarts=self.restarts,
             adopted_pages=self.adopted_pages,
