@@ -147,10 +147,17 @@ class Engine:
 
 class BatchMachine(RuleBasedStateMachine):
     @initialize(
-        pages=st.integers(4, 16), max_batch_tokens=st.integers(1, 12), max_running=st.integers(1, 5)
+        pages=st.integers(4, 16),
+        max_batch_tokens=st.integers(1, 12),
+        max_running=st.integers(1, 5),
+        seed=st.none() | st.integers(0, 99),
     )
-    def start(self, pages: int, max_batch_tokens: int, max_running: int) -> None:
+    def start(
+        self, pages: int, max_batch_tokens: int, max_running: int, seed: int | None = None
+    ) -> None:
+        """`seed`: of drafts, of which about half are right; None: there are none."""
         self.engine = Engine(pages, max_batch_tokens, max_running)
+        self.drafts = None if seed is None else Random(seed)
         self.open: dict[Sequence, int] = {}  # With the number of tokens that each shall produce.
         self.pulls: list[Fetching] = []
         self.batches: list[list[tuple[Sequence, Chunk]]] = []  # In flight.
@@ -280,16 +287,16 @@ class BatchMachine(RuleBasedStateMachine):
         self.engine.scheduler.pulled(one.pull.sequence, arrived, tail=tail, more_from=more_from)
 
     @precondition(lambda self: len(self.batches) < MOST_BATCHES)
-    @rule(guess=st.none() | st.randoms(use_true_random=False))
-    def next_batch(self, guess: Random | None = None) -> None:
-        """`guess`: of drafts, of which about half are right."""
+    @rule()
+    def next_batch(self) -> None:
         cached: list[list[int]] = []  # When the batch is made, but for drafts.
 
         def proposals(sequence: Sequence, most: int) -> list[int]:
-            assert guess is not None
+            assert self.drafts is not None
             cached.append(list(self.engine.pages._cached))
             most = min(most, self._remaining(sequence) - 1)
-            return [4 + guess.randrange(2) for _ in range(guess.randint(0, max(0, most)))]
+            count = self.drafts.randint(0, max(0, most))
+            return [4 + self.drafts.randrange(2) for _ in range(count)]
 
         admitted = list(self.engine.scheduler._admitted)
         flying = {one for batch in self.batches for one, _ in batch}
@@ -297,7 +304,7 @@ class BatchMachine(RuleBasedStateMachine):
             one for one in admitted if one.phase is SequencePhase.RUNNING and one not in flying
         ]
 
-        batch = self.engine.scheduler.next_batch(proposals if guess else None)
+        batch = self.engine.scheduler.next_batch(proposals if self.drafts else None)
 
         if batch:
             self.batches.append(batch)
