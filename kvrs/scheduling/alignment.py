@@ -58,11 +58,7 @@ class DraftMirror:
         """The stream has further tokens. Returns the alternative whose drafts take the place of
         wrong ones.
         """
-        agreed = 0
-        for drafted, chosen in zip(self.drafted, token_ids, strict=False):
-            if drafted != chosen:
-                break
-            agreed += 1
+        agreed = _agreed(self.drafted, token_ids)
         self.chosen += token_ids
         if agreed == len(token_ids):
             del self.drafted[:agreed], self.runners_up[:agreed]
@@ -122,8 +118,11 @@ class Bursts:
     def __init__(self) -> None:
         self._first = 0
         self._ids: list[int] = []
+        self._proposed = 0  # So many leading ones.
         self._alternatives: dict[int, list[int]] = {}  # By their first position.
-        self.stale = 0  # Tokens, but for those of alternatives, that could not be proposed.
+        # Tokens, but for those of alternatives, that were never proposed: the stream has gone on
+        # otherwise.
+        self.stale = 0
 
     def came(
         self,
@@ -142,7 +141,10 @@ class Bursts:
             # Those of an alternative that was taken up come once more.
             at = self._first - position
             if at < 0 or list(ids[at : at + len(self._ids)]) != self._ids:
-                self.stale += len(self._ids)
+                self.stale += len(self._ids) - self._proposed
+                self._proposed = 0
+            elif self._ids:
+                self._proposed += at
             self._first, self._ids = position, list(ids)
             self._alternatives.clear()
 
@@ -151,8 +153,9 @@ class Bursts:
         known = len(token_ids) - self._first
         if known < 0:
             return []  # They may become right.
-        if list(token_ids[self._first :]) != self._ids[:known]:
-            self.stale += max(0, len(self._ids) - known)
+        since = list(token_ids[self._first :])
+        if since != self._ids[:known]:
+            self.stale += len(self._ids) - max(_agreed(since, self._ids), self._proposed)
             self._ids = self._alternative(token_ids)
             self._alternatives.clear()
         else:
@@ -160,7 +163,9 @@ class Bursts:
             for position in [at for at in self._alternatives if at < len(token_ids)]:
                 del self._alternatives[position]
         self._first = len(token_ids)
-        return self._ids[:most]
+        proposed = self._ids[:most]
+        self._proposed = len(proposed)
+        return proposed
 
     def _alternative(self, token_ids: Sequence[int]) -> list[int]:
         """Drafts behind these tokens, of the alternative that agrees with them."""
@@ -169,3 +174,13 @@ class Bursts:
             if known > 0 and list(token_ids[position:]) == ids[:known]:
                 return ids[known:]
         return []
+
+
+def _agreed(ones: Iterable[int], others: Iterable[int]) -> int:
+    """How many leading tokens of both are the same."""
+    count = 0
+    for one, other in zip(ones, others, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

@@ -121,7 +121,31 @@ def test_a_burst_that_begins_before_the_end_is_used_from_there() -> None:
     assert bursts.proposal([1, 2, 3, 7, 8], 1) == [9]
     assert bursts.proposal([1, 2, 3, 7, 8], 4) == [9, 10]
     assert bursts.proposal([1, 2, 3, 7, 8, 5], 4) == []
-    assert bursts.stale == 1
+    assert bursts.stale == 0, "both were proposed, and refused"
+
+
+def test_drafts_that_were_proposed_are_not_stale() -> None:
+    """Those that are refused are counted by the step; the others are behind a wrong one."""
+    bursts = Bursts()
+    bursts.came(2, [5, 6, 7, 8, 9])
+    assert bursts.proposal([1, 2], 3) == [5, 6, 7]
+    assert bursts.proposal([1, 2, 5, 4], 3) == []
+    assert bursts.stale == 2, "the last two"
+
+    bursts.came(4, [1, 2, 3])
+    assert bursts.proposal([1, 2, 5, 4], 2) == [1, 2]
+    bursts.came(4, [0, 0], begins_anew=True)
+    assert bursts.stale == 3, "the third"
+
+    bursts.came(3, [4, 0, 0, 6])
+    assert bursts.proposal([1, 2, 5, 4], 2) == [0, 0]
+    bursts.came(3, [4, 0, 0, 6, 7])
+    assert bursts.proposal([1, 2, 5, 4, 9], 2) == []
+    assert bursts.stale == 5, "those behind the two"
+
+    bursts.came(4, [9, 9, 9])
+    assert bursts.proposal([1, 2, 5, 4, 9, 8], 2) == []
+    assert bursts.stale == 7, "the first is right, and came late"
 
 
 def test_drafts_that_are_overtaken_are_stale() -> None:

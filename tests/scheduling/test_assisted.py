@@ -66,3 +66,19 @@ def test_what_a_helper_was_told_is_told_to_the_next_one_anew() -> None:
     streams.propose(one, CHOICE, 4)
     (told,) = streams.take_updates()
     assert (told.token_ids, told.choice) == (one.token_ids, CHOICE)
+
+
+def test_stale_drafts_stay_counted() -> None:
+    """When their stream has ended, and when the helper has left."""
+    streams, first, other = AssistedStreams(4), sequence(20), sequence(20)
+    for one, count in ((first, 2), (other, 3)):
+        streams.propose(one, CHOICE, 4)
+        begun = streams.take_updates()[-1]
+        streams.came([Burst(begun.number, 20, [9] * count)])
+        one.token_ids.append(5)
+        assert streams.propose(one, CHOICE, 4) == []
+    assert streams.stale == 5
+    streams.ended(first)
+    assert streams.stale == 5
+    streams.left()
+    assert streams.stale == 5
