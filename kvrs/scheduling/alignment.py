@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from kvrs.protocol.speculation import MOST_DRAFTS
 
+_MOST_AHEAD = 2 * MOST_DRAFTS + 1  # A helper drafts no further (`DraftBatches`).
+
 
 @dataclass(slots=True, eq=False)
 class Alternative:
@@ -136,7 +138,7 @@ class Bursts:
             if position in self._alternatives or len(self._alternatives) <= MOST_DRAFTS:
                 self._alternatives[position] = list(ids)
         elif self._ids and not begins_anew and position == self._first + len(self._ids):
-            self._ids += ids
+            self._ids = [*self._ids, *ids][:_MOST_AHEAD]
         else:
             # Those of an alternative that was taken up come once more.
             at = self._first - position

@@ -200,3 +200,15 @@ def test_alternatives_that_are_kept_are_bounded() -> None:
     for position in range(2, 1000):
         bursts.came(position, [5, 6], is_alternative=True)
     assert bursts.proposal([1, *[9] * last, 5], 4) == []
+
+
+def test_drafts_that_are_kept_are_bounded() -> None:
+    """A peer may send burst after burst for a stream that does not go on."""
+    bursts = Bursts()
+    for burst in range(1000):
+        bursts.came(1 + burst * MOST_DRAFTS, [9] * MOST_DRAFTS)
+    ahead = [
+        len(bursts.proposal([9] * tokens, 10**6))
+        for tokens in range(1, 1000 * MOST_DRAFTS, MOST_DRAFTS)
+    ]
+    assert MOST_DRAFTS <= max(ahead) <= 3 * MOST_DRAFTS
