@@ -5,6 +5,7 @@ Drafts go over a WebSocket at `GET /kvrs/v1/drafts` of the instance that verifie
 first a `DraftOffer` of the other one, then lists of `MirrorUpdate` to it and of `Burst` from it.
 """
 
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Annotated
 
@@ -20,6 +21,7 @@ MOST_READY_S = 1e6
 MOST_REASON = 500  # Characters.
 MOST_DRAFTS = 64  # Of one stream, ahead of what was verified.
 MOST_MESSAGE_BYTES = 1 << 24
+_MESSAGE_TOKENS = 1 << 18  # Of a list of updates, but for its last one.
 # Either side asks the other one so often whether it is there, and leaves one that does not answer
 # within half of that.
 HEARTBEAT_S = 5.0
@@ -108,6 +110,22 @@ class MirrorUpdate(msgspec.Struct, frozen=True):
     number: _Natural
     token_ids: list[DraftId] = []
     choice: DraftChoice | None = None
+
+
+def in_messages(updates: Iterable[MirrorUpdate]) -> Iterator[list[MirrorUpdate]]:
+    """The same in order, in lists of which each fits into a message: a helper is told all tokens
+    of all streams at once as it comes.
+    """
+    message: list[MirrorUpdate] = []
+    tokens = 0
+    for update in updates:
+        message.append(update)
+        tokens += len(update.token_ids)
+        if tokens >= _MESSAGE_TOKENS:
+            yield message
+            message, tokens = [], 0
+    if message:
+        yield message
 
 
 class Burst(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from kvrs.protocol.speculation import (
     DraftChoice,
     DraftOffer,
     SpeculationReport,
+    in_messages,
 )
 from kvrs.scheduling.assisted import AssistedStreams, DraftCounts
 
@@ -114,7 +115,7 @@ class PairedDrafts(DraftSource):
             while True:
                 await self._news.wait()
                 self._news.clear()
-                if updates := self._assisted.take_updates():
+                for updates in in_messages(self._assisted.take_updates()):
                     await socket.send_bytes(msgspec.msgpack.encode(updates))
 
     def _came(self, bursts: list[Burst]) -> None:
