@@ -103,12 +103,12 @@ class LoadedModel:
         anchored = None
         if config.state_plane.enabled and layout is None:
             anchored = AnchoredMemory(config, node.id, instance_id, secret)
-        reading.begin()
         started_s = time.monotonic()
         worker: ModelWorker
         if layout is None:
             worker = Worker(directory, engine, anchored, reading)
         elif settings.stage_hosts:
+            reading.begin()
             worker = RanksOnNodes(config, node.id, settings, layout, secret, epoch)
         else:
             worker = RankGroup(

@@ -67,7 +67,7 @@ class Worker:
         reading: WeightReading | None = None,
     ) -> None:
         """Load a Hugging Face directory, or attach what an earlier process has loaded. Then there
-        are pages after `take_memory`. `reading`, which has begun, is told what is read.
+        are pages after `take_memory`. `reading` begins if any is read, and is told what.
 
         Raises:
             ConfigError: the directory or the settings are wrong.

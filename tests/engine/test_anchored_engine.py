@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from kvrs.config.engine import EngineSettings
-from kvrs.engine.instance import EngineInstance
+from kvrs.config.file import parse_config
+from kvrs.engine.instance import EngineInstance, LoadedModel
+from kvrs.engine.models.reading import WeightReading
 from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
@@ -24,6 +26,7 @@ from kvrs.protocol.tags import Tag, page_tags, root_tag
 from kvrs.scheduling.sequences import Chunk
 from tests.agent.agents import SECRET, AgentProcess
 from tests.engine.anchoring import (
+    ENGINE,
     EngineProcess,
     anchored_document,
     attached,
@@ -204,6 +207,30 @@ async def test_instances_of_a_node_share_one_copy_of_the_weights(
         assert len(mapped[0]) == 1
         assert mapped[0] == mapped[1]
         assert {mode for mode, _ in mapped[0]} == {"r--s"}
+
+
+class AwaitedDraft(WeightReading):
+    def wait(self, most_s: float) -> None:
+        raise AssertionError("it is waited for")
+
+
+def test_weights_that_are_there_do_not_wait_for_a_draft(tmp_path: Path, tiny_model: Path) -> None:
+    """With a rate of the disk a model is read after the draft; one that is attached is not read."""
+    written = anchored_document(tmp_path, tiny_model)
+    written["cluster"]["engine"]["disk_bytes_per_s"] = 1e9
+    config, agent = parse_config(written), AgentProcess(tmp_path, written)
+
+    def loaded(draft: WeightReading) -> WeightReading:
+        reading = WeightReading(1000, 1e9, draft)
+        LoadedModel.load(config, ENGINE, SECRET, reading)
+        return reading
+
+    with ended(agent):
+        agent.start()
+        draft = WeightReading(1000, 1e9)
+        draft.end()
+        loaded(draft)
+        assert loaded(AwaitedDraft(1000, 1e9)).left_s() == 0.0
 
 
 async def test_instances_of_a_node_copy_each_others_pages(

@@ -79,3 +79,13 @@ def test_a_reading_that_does_not_end_is_not_awaited_for_ever() -> None:
     weights.begin()  # After a second of real time.
     weights.took(100)
     assert clock.now_s == pytest.approx(101.0)
+
+
+def test_what_is_read_begins_once() -> None:
+    """With the first tensor; a model that another process has loaded never does."""
+    clock = Clock()
+    weights = reading(clock, 1000, 100.0)
+    for _ in range(2):
+        weights.begin()
+        weights.took(100)
+    assert clock.now_s == pytest.approx(102.0)

@@ -42,6 +42,9 @@ class WeightReading:
         return self.total_bytes < other.total_bytes
 
     def begin(self) -> None:
+        """Once: further calls change nothing."""
+        if self._began_s is not None:
+            return
         if self.bytes_per_s is not None and self._after is not None:
             self._after.wait(2 * self._after.expected_s + _LATE_S)
         self._began_s = self._clock()

@@ -18,7 +18,8 @@ class Weights:
     """The tensors of a model directory by name, each widened to float32 when it is read."""
 
     def __init__(self, directory: Path, reading: WeightReading | None = None) -> None:
-        """Find which file holds which tensor. `reading` is told what is taken.
+        """Find which file holds which tensor. `reading` begins with the first one and is told
+        what is taken.
 
         Raises:
             ConfigError: there is no weight file, or the index is broken.
@@ -43,6 +44,8 @@ class Weights:
             ConfigError: it is missing, or of another shape or type.
         """
         path = self.file_of(name)
+        if self._reading is not None:
+            self._reading.begin()
         try:
             with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)

@@ -75,7 +75,6 @@ class DraftHelper:
         worker: asyncio.Future[Worker] = loop.create_future()
 
         def load() -> None:
-            self._reading.begin()
             try:
                 found = Worker(directory, self._config.cluster.engine, reading=self._reading)
                 self._reading.end()
