@@ -411,6 +411,8 @@ class EngineInstance(ServedInstance):
         """
         self.draining = True
         self.core.keep_aborted_s = MOVED_KEPT_S
+        if isinstance(self.drafts, PairedDrafts):
+            self.drafts.end()
 
     def drained(self, *, watched: bool) -> bool:
         """Nothing runs here, and no proxy that watches this instance needs its pages."""

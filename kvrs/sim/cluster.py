@@ -229,17 +229,22 @@ class SimCluster:
         if self._reload_s is not None:
             back_s = self._reload_s
         if self.draft_model is not None and isinstance(holder, SimEngine):
-            back_s += self.draft_model.load_s  # It is read first.
-            self._help(holder, self.draft_model, back_s)
+            back_s = self._help(holder, self.draft_model, back_s)
         self.clock.after(back_s, partial(self._bring_back, holder, holder.life))
 
-    def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> None:
-        """Drafts until its own model is read: the way into its GPU is the last part."""
+    def _help(self, engine: SimEngine, model: SimDraftModel, back_s: float) -> float:
+        """Drafts, if another one wants any, until its own model is read: the way into its GPU is
+        the last part. Returns when it is back: the draft is read first.
+        """
         helper = SimHelper(engine.id, self.engines, model, self.config, self.clock)
+        if not helper.is_wanted:
+            return back_s
         helper.begin()
+        back_s += model.load_s
         self.clock.after(
             max(model.load_s, back_s - self._site.paces[engine.id].pace.load_s), helper.end
         )
+        return back_s
 
     def _tell(self, proxy: SimProxy, event: ev.Event) -> None:
         proxy.control.tell(event, self.clock.now_s)

@@ -16,6 +16,7 @@ from kvrs.elastic.pairing import by_congestion
 from kvrs.errors import ConfigError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
+from kvrs.protocol.instance import Role
 from kvrs.protocol.speculation import MirrorUpdate
 from kvrs.scheduling.draft_batches import DraftBatch, DraftBatches, MirroredStream
 from kvrs.scheduling.pace import Pace
@@ -72,7 +73,9 @@ class SimHelper:
         clock: Clock,
     ) -> None:
         self.id = name
-        self._others = [engine for engine in engines.values() if engine.id != name]
+        self._others = [
+            each for each in engines.values() if each.id != name and each.role is not Role.PREFILL
+        ]
         self._model, self._config, self._clock = model, config, clock
         self._partner: SimEngine | None = None
         self._life = 0  # Of the partner.
@@ -95,16 +98,25 @@ class SimHelper:
         if self._is_over:
             return
         partner = self._partner
-        if partner is not None and not (partner.alive and partner.life == self._life):
+        if partner is not None and (
+            partner.life != self._life or partner.draining or not partner.alive
+        ):
             self._part()
         if self._partner is None:
             self._pair()
         self._clock.after(_LOOK_S, self._look)
 
-    def _pair(self) -> None:
+    @property
+    def is_wanted(self) -> bool:
+        """The draft model is of use to another one."""
+        return bool(self._wanting())
+
+    def _wanting(self) -> list[InstanceId]:
         loads = {each.id: each.load() for each in self._others if each.is_running}
-        wanting = by_congestion(loads)
-        if not wanting:
+        return by_congestion(loads, self.id)
+
+    def _pair(self) -> None:
+        if not (wanting := self._wanting()):
             return
         (partner,) = (each for each in self._others if each.id == wanting[0])
         assert partner.drafts is not None

@@ -1,6 +1,7 @@
 """Instances of the simulated cluster that make drafts while they are started again."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ DRAFT = SimDraftModel(Pace("llama-3.1-8b-a100-vllm-tp1"), load_s=1.0, acceptance
 W0, W1 = InstanceId("w0"), InstanceId("w1")
 
 
-def config(source: str = "draft", **backup: Any) -> Config:
-    nodes = [{"id": f"n{n}", "instances": [{"id": f"w{n}", "role": "both"}]} for n in range(3)]
+def config(source: str = "draft", roles: Sequence[str] = ("both",) * 3, **backup: Any) -> Config:
+    nodes = [
+        {"id": f"n{n}", "instances": [{"id": f"w{n}", "role": role}]}
+        for n, role in enumerate(roles)
+    ]
     speculation = {"source": source, "draft": "of no files", "depth": 4}
     return parse_config(
         {
@@ -45,8 +49,15 @@ def arrivals(count: int = 40) -> list[Arrival]:
 def run(
     settings: Config, draft: SimDraftModel | None, *kills: tuple[float, str], seed: int = 0
 ) -> tuple[Outcome, World]:
+    world = world_of(settings, draft, *kills, seed=seed)
+    return world.run(), world
+
+
+def world_of(
+    settings: Config, draft: SimDraftModel | None, *kills: tuple[float, str], seed: int = 0
+) -> World:
     rows = [{"when": {"at_s": at}, "what": "kill", "whom": {"id": name}} for at, name in kills]
-    world = World(
+    return World(
         settings,
         arrivals(),
         named_deaths(parse_faults(rows)),
@@ -54,7 +65,6 @@ def run(
         reload_s=8.0,
         draft_model=draft,
     )
-    return world.run(), world
 
 
 def accepted(world: World) -> dict[str, int]:
@@ -94,6 +104,40 @@ def test_drafts_make_streams_shorter() -> None:
 
     assert quick.tokens == slow.tokens
     assert quick.span_s < slow.span_s
+
+
+def test_instances_that_only_prefill_get_no_drafts() -> None:
+    """However long new requests wait there: their streams decode elsewhere."""
+    parted = config(roles=["prefill", "decode", "decode"])
+    _, world = run(parted, DRAFT, (2.0, "w2"))
+    found = accepted(world)
+    assert found["w0"] == 0
+    assert found["w1"] > 0
+
+
+def test_a_draft_that_no_instance_wants_is_not_loaded() -> None:
+    """All decode instances fail: the last one is back as soon as without drafts."""
+    alone = ["prefill", "prefill", "decode"]
+    with_drafts, without = (
+        run(settings, draft, (2.0, "w2"))[0]
+        for settings, draft in ((config(roles=alone), DRAFT), (config("off", roles=alone), None))
+    )
+    assert with_drafts.span_s == without.span_s
+
+
+def test_a_helper_leaves_a_partner_that_ends() -> None:
+    """Its streams go to another one."""
+    _, world = run(config(), DRAFT, (2.0, "w2"))
+    first = next(name for name, count in accepted(world).items() if count)
+    world = world_of(config(), DRAFT, (2.0, "w2"))
+
+    def drains() -> None:
+        world.cluster.engines[InstanceId(first)].draining = True
+
+    world.cluster.clock.after(4.0, drains)
+    world.run()
+    other = ({"w0", "w1"} - {first}).pop()
+    assert accepted(world)[other] > 0
 
 
 def test_a_helper_whose_partner_dies_takes_another_one() -> None:

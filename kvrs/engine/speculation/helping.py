@@ -19,10 +19,11 @@ from kvrs.elastic.pairing import by_congestion
 from kvrs.engine.models.reading import WeightReading
 from kvrs.engine.requests import Vocabulary
 from kvrs.engine.speculation.drafting import Drafting
-from kvrs.engine.speculation.paired import vocabulary_digest
+from kvrs.engine.speculation.paired import NEVER, vocabulary_digest
 from kvrs.engine.worker import Worker
+from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import LoadReport
+from kvrs.protocol.instance import LoadReport, Role
 from kvrs.protocol.speculation import (
     HEARTBEAT_S,
     MOST_MESSAGE_BYTES,
@@ -51,13 +52,21 @@ class DraftHelper:
         """`http` proves the key of each of the others; `reading` is that of the draft."""
         self.state = ReloadState.LOADING_DRAFT
         self.paired_with: InstanceId | None = None
-        self._config, self._instance, self._others = config, instance, others
+        self._config, self._instance = config, instance
+        # Streams decode at these.
+        self._others = [one for one in others if one.role is not Role.PREFILL]
         self._http, self._reading = http, reading
         pace = config.speculation.pace
         self._pace = None if pace is None else Pace(pace)
 
     async def run(self) -> None:
-        """Help until cancelled."""
+        """Help until cancelled.
+
+        Raises:
+            KvrsError: no instance wants drafts, or none takes those of this model.
+        """
+        if not await self._by_congestion():
+            raise KvrsError("no other instance wants any")
         directory = Path(self._config.speculation.draft or "")
         worker = await self._loaded(directory)
         vocabulary = Vocabulary(load_tokenizer(directory), worker.vocab_size, worker.eos_token_ids)
@@ -94,7 +103,7 @@ class DraftHelper:
         others = {other.id: other for other in self._others}
         found = await asyncio.gather(*map(self._load, others.values()))
         loads = {name: load for name, load in zip(others, found, strict=True) if load is not None}
-        return [others[name] for name in by_congestion(loads)]
+        return [others[name] for name in by_congestion(loads, self._instance)]
 
     async def _load(self, other: InstanceSettings) -> LoadReport | None:
         with suppress(aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
@@ -130,6 +139,8 @@ class DraftHelper:
                 if received.done():
                     message, received = received.result(), None
                     if message.type is not aiohttp.WSMsgType.BINARY:
+                        if message.data == NEVER:
+                            raise KvrsError(message.extra or "refused")
                         return
                     drafting.batches.update(
                         msgspec.msgpack.decode(message.data, type=list[MirrorUpdate])

@@ -11,7 +11,7 @@ import logging
 from contextlib import suppress
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from kvrs.config.speculation import DraftSourceName, SpeculationSettings
 from kvrs.engine.hooks import DraftSource
@@ -31,6 +31,8 @@ from kvrs.scheduling.assisted import AssistedStreams, DraftCounts
 log = logging.getLogger(__name__)
 
 _OFFER_S = 5.0  # Within which a helper says what it is.
+NEVER = WSCloseCode.UNSUPPORTED_DATA  # No instance of this cluster takes drafts of such a model.
+_NOT_NOW = WSCloseCode.POLICY_VIOLATION
 
 
 class PairedDrafts(DraftSource):
@@ -40,6 +42,7 @@ class PairedDrafts(DraftSource):
         self._assisted = AssistedStreams(settings.depth)
         self._news = asyncio.Event()
         self._counts = DraftCounts()
+        self._is_ending = False
 
     @property
     def active(self) -> bool:
@@ -58,6 +61,11 @@ class PairedDrafts(DraftSource):
 
     def ended(self, run: GenerationRun) -> None:
         self._assisted.ended(run.sequence)
+        self._news.set()
+
+    def end(self) -> None:
+        """Let the helper go, and take no other one: the streams leave this instance."""
+        self._is_ending = True
         self._news.set()
 
     def report(self) -> SpeculationReport:
@@ -82,9 +90,10 @@ class PairedDrafts(DraftSource):
             )
             refusal = self._refusal(offer)
         except (TypeError, TimeoutError, msgspec.DecodeError) as error:
-            refusal = f"no offer: {error or type(error).__name__}"
+            refusal = _NOT_NOW, f"no offer: {error or type(error).__name__}"
         if refusal is not None:
-            await socket.close(code=1008, message=refusal.encode()[:120])
+            code, reason = refusal
+            await socket.close(code=code, message=reason.encode()[:120])
             return socket
         self.helper = offer.instance
         log.info("another instance makes drafts", extra={"instance": offer.instance})
@@ -103,20 +112,22 @@ class PairedDrafts(DraftSource):
             await socket.close()
         return socket
 
-    def _refusal(self, offer: DraftOffer) -> str | None:
-        if self.helper is not None:
-            return f"{self.helper} makes drafts already"
+    def _refusal(self, offer: DraftOffer) -> tuple[int, str] | None:
+        """Code and reason; None: it may help."""
         if offer.vocabulary != self._digest:
-            return f"vocabulary: got {offer.vocabulary}; allowed: {self._digest}"
-        return None
+            return NEVER, f"vocabulary: got {offer.vocabulary}; allowed: {self._digest}"
+        if self.helper is not None:
+            return _NOT_NOW, f"{self.helper} makes drafts already"
+        return (_NOT_NOW, "it is about to end") if self._is_ending else None
 
     async def _send(self, socket: web.WebSocketResponse) -> None:
         with suppress(ConnectionError):
-            while True:
+            while not self._is_ending:
                 await self._news.wait()
                 self._news.clear()
                 for updates in in_messages(self._assisted.take_updates()):
                     await socket.send_bytes(msgspec.msgpack.encode(updates))
+            await socket.close(code=_NOT_NOW, message=b"it is about to end")
 
     def _came(self, bursts: list[Burst]) -> None:
         """Ids that the model does not have are no drafts of its vocabulary."""

@@ -1,7 +1,7 @@
 """Real instances that are asked directly."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,8 +18,13 @@ from kvrs_testkit.processes import Processes
 PATIENCE_S = 60.0
 
 
-def instances_of(speculation: dict[str, Any], count: int = 2, **cluster: Any) -> Config:
-    nodes = [{"id": f"n{n}", "instances": [{"id": f"d{n}", "role": "both"}]} for n in range(count)]
+def instances_of(
+    speculation: dict[str, Any], count: int = 2, roles: Sequence[str] = (), **cluster: Any
+) -> Config:
+    nodes = [
+        {"id": f"n{n}", "instances": [{"id": f"d{n}", "role": role}]}
+        for n, role in enumerate(roles or ["both"] * count)
+    ]
     return parse_config(
         {
             "cluster": {"nodes": nodes, **cluster},

@@ -124,6 +124,7 @@ async def test_another_vocabulary_is_refused(tiny_model: Path) -> None:
         async with client.ws_connect("/kvrs/v1/drafts") as socket:
             await socket.send_bytes(offer_of(instance, "another one"))
             closed = await close_of(socket)
+        assert closed.data == WSCloseCode.UNSUPPORTED_DATA, "a helper does not ask again"
         assert closed.extra == (
             f"vocabulary: got another one; allowed: {vocabulary_digest(instance.vocabulary)}"
         )
@@ -139,6 +140,25 @@ async def test_a_second_helper_is_refused(tiny_model: Path) -> None:
                 assert (await close_of(other)).extra == "d1 makes drafts already"
             await until_helped(instance, True)
         await until_helped(instance, False)
+
+
+async def test_an_instance_that_ends_lets_its_helper_go(tiny_model: Path) -> None:
+    """Its streams leave, and another instance may need the drafts."""
+    async with verifying(tiny_model) as (instance, client):
+        calm = await answer(client)
+        async with client.ws_connect("/kvrs/v1/drafts") as socket:
+            await socket.send_bytes(offer_of(instance))
+            await until_helped(instance, True)
+            asked = asyncio.create_task(answer(client))
+
+            instance.drain()
+
+            assert (await close_of(socket)).extra == "it is about to end"
+            await until_helped(instance, False)
+            assert await asked == calm
+        async with client.ws_connect("/kvrs/v1/drafts") as socket:
+            await socket.send_bytes(offer_of(instance))
+            assert (await close_of(socket)).extra == "it is about to end"
 
 
 @pytest.mark.parametrize(
