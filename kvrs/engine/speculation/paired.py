@@ -107,6 +107,7 @@ class PairedDrafts(DraftSource):
             log.warning("drafts refused", extra={"instance": offer.instance, "cause": str(error)})
         finally:
             sending.cancel()
+            log.info("it makes no drafts any more", extra={"instance": offer.instance})
             self.helper = None
             self._assisted.left()
             await socket.close()

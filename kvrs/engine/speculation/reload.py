@@ -65,6 +65,7 @@ class Restart:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
         self._helper: DraftHelper | None = None
+        self._logged: tuple[ReloadState, InstanceId | None] | None = None
         self.skipped = ""  # Why no drafts are made.
         speculation, engine = config.speculation, config.cluster.engine
         self.is_announced = start > 1 and (
@@ -165,7 +166,11 @@ class Restart:
         log.info("no drafts are made", extra={"cause": reason})
 
     async def _tell(self, http: aiohttp.ClientSession, for_s: float) -> None:
-        body = msgspec.json.encode(ReloadNotice(self._instance, for_s, self.now()))
+        now = self.now()
+        if (now.state, now.paired_with) != self._logged:
+            self._logged = now.state, now.paired_with
+            log.info("start", extra={"state": now.state, "paired_with": now.paired_with})
+        body = msgspec.json.encode(ReloadNotice(self._instance, for_s, now))
         urls = [f"{self._config.url_of(one)}/kvrs/v1/reload" for one in self._others]
         await asyncio.gather(*(self._send(http, url, body) for url in urls))
 
