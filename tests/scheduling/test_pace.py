@@ -28,3 +28,12 @@ def test_the_time_of_the_engine_is_added_once_a_step(tmp_path: Path, chunks: lis
             each.prefill.chunked(512, 2048).seconds_for(tokens) for each in (before, after)
         )
         assert other - one == pytest.approx(0.01 * steps)
+
+
+def test_drafts_are_rows_of_a_decode_step_and_read_their_context_once() -> None:
+    drafted = Chunk([7, 8, 9], 99, [0], logits=3, drafts=2)
+    table = catalog.decode_table(NAME)
+
+    assert Pace(NAME).batch_s([drafted]) - Pace(NAME).batch_s([DECODE]) == pytest.approx(
+        table.seconds_for(3, 100) - table.seconds_for(1, 100)
+    )
