@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+from torch import Tensor
+
 from kvrs.engine.fetching import PageFetcher
 from kvrs.engine.hooks import Batch, DraftSource, StepHook
 from kvrs.engine.requests import GenerationRun, StepOutput
@@ -27,7 +30,7 @@ from kvrs.scheduling.admission_wait import AdmissionWaitEstimator
 from kvrs.scheduling.fair_queue import order
 from kvrs.scheduling.pages import PageManager
 from kvrs.scheduling.scheduler import BatchScheduler
-from kvrs.scheduling.sequences import Pull, Sequence, SequencePhase, pages_for
+from kvrs.scheduling.sequences import Chunk, Pull, Sequence, SequencePhase, pages_for
 from kvrs.scheduling.sources import PullSource, next_source
 from kvrs.text.output import TextDelta
 from kvrs.transfer.puller import RecentReports
@@ -316,11 +319,21 @@ class EngineCore(RunCore):
             if not chunk.logits:
                 continue
             first, end = end, end + chunk.logits
+            rows, drafts = logits[first:end], chunk.token_ids[len(chunk.token_ids) - chunk.drafts :]
+            if drafts and rows.isnan().any():
+                rows, drafts = self._without_drafts(chunk), ()
             # A run may have been aborted meanwhile.
             if (run := self._runs.get(sequence)) is not None:
-                drafts = chunk.token_ids[len(chunk.token_ids) - chunk.drafts :]
-                outputs[sequence] = run.step(logits[first:end], drafts)
+                outputs[sequence] = run.step(rows, drafts)
         return outputs
+
+    def _without_drafts(self, chunk: Chunk) -> Tensor:
+        """Logits `[1, vocab]` behind the token before the drafts. Behind one of these nothing is a
+        number, which spoils the rows before it and, left in the page, the steps to come: other
+        tokens take their places there.
+        """
+        token_ids = [chunk.token_ids[0]] * len(chunk.token_ids)
+        return self.worker.execute([msgspec.structs.replace(chunk, token_ids=token_ids)])[:1]
 
     def _take(self, batch: Batch, outputs: dict[Sequence, list[StepOutput]]) -> None:
         """Apply a computed batch to the scheduler, and emit its tokens."""

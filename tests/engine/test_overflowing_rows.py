@@ -78,6 +78,17 @@ def test_only_rows_behind_the_token_are_spoilt_on_any_ranks(model: Path) -> None
         assert same_bytes(again[3], alone[2])
 
 
+def test_drafts_behind_an_unknown_token_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although they are what their rows choose."""
+    run = run_of(S, 1)
+    monkeypatch.setattr(type(run), "take", lambda *_: StepOutput([0], TextDelta("")))
+    logits = torch.zeros(3, 100)
+    logits[1] = torch.nan
+
+    assert len(run.step(logits, [0, 0])) == 2
+    assert run.failure is not None
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize("spoilt", [slice(None), slice(70, 71)])

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from kvrs.protocol.speculation import MOST_DRAFTS
+from kvrs_testkit.turning_experts import BAD_ID, write_turning_model
 from tests.engine.serving import serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.network]
@@ -70,3 +71,22 @@ async def test_drafts_that_cannot_be_any_are_refused(
         assert "drafts" in message
         assert named in message
         assert len(await ids(client, [], 0.0, [], attempt=1)) == TOKENS
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+async def test_a_draft_behind_which_nothing_is_a_number_spoils_no_token(
+    tmp_path: Path, heat: float
+) -> None:
+    """Rows of a chunk weigh what comes behind them by zero, and so do later steps what is left in
+    the page; zero times what is no number is none.
+    """
+    write_turning_model(tmp_path / "model")
+    async with serving(tmp_path / "model", speculation={"source": "lookup"}) as (instance, client):
+        whole = await ids(client, [], heat, [], attempt=1)
+        for right in range(3):
+            drafts = [*whole[CUT + 1 :][:right], *[BAD_ID] * 5]
+            rest = await ids(client, whole[:CUT], heat, [0, *drafts], attempt=2 + right)
+            assert rest == whole[CUT:]
+        report = instance.load().speculation
+    assert report is not None
+    assert report.proposed > report.accepted
