@@ -321,19 +321,11 @@ class EngineCore(RunCore):
             first, end = end, end + chunk.logits
             rows, drafts = logits[first:end], chunk.token_ids[len(chunk.token_ids) - chunk.drafts :]
             if drafts and rows.isnan().any():
-                rows, drafts = self._without_drafts(chunk), ()
+                rows, drafts = _without_drafts(self.worker, chunk), ()
             # A run may have been aborted meanwhile.
             if (run := self._runs.get(sequence)) is not None:
                 outputs[sequence] = run.step(rows, drafts)
         return outputs
-
-    def _without_drafts(self, chunk: Chunk) -> Tensor:
-        """Logits `[1, vocab]` behind the token before the drafts. Behind one of these nothing is a
-        number, which spoils the rows before it and, left in the page, the steps to come: other
-        tokens take their places there.
-        """
-        token_ids = [chunk.token_ids[0]] * len(chunk.token_ids)
-        return self.worker.execute([msgspec.structs.replace(chunk, token_ids=token_ids)])[:1]
 
     def _take(self, batch: Batch, outputs: dict[Sequence, list[StepOutput]]) -> None:
         """Apply a computed batch to the scheduler, and emit its tokens."""
@@ -447,3 +439,12 @@ class EngineCore(RunCore):
                     self.recent_fetches.note(run.fetch_report(self.pages.page_size_tokens))
         self.scheduler.pulled(sequence, arrived, tail=tail, more_from=more_from)
         self.wake()
+
+
+def _without_drafts(worker: ModelWorker, chunk: Chunk) -> Tensor:
+    """Logits `[1, vocab]` behind the token before the drafts. Behind one of these nothing is a
+    number, which spoils the rows before it and, left in the page, the steps to come: other tokens
+    take their places there.
+    """
+    token_ids = [chunk.token_ids[0]] * len(chunk.token_ids)
+    return worker.execute([msgspec.structs.replace(chunk, token_ids=token_ids)])[:1]

@@ -17,7 +17,7 @@ def load(
 
 
 def test_the_one_at_which_a_request_waits_longest_comes_first() -> None:
-    """Of equal ones that with the most streams."""
+    """With equal waits the number of streams decides."""
     loads = {A: load(0.5, 1), B: load(2.0, 0), C: load(0.5, 3)}
     assert by_congestion(loads, OWN) == [B, C, A]
 

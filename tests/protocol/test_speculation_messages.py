@@ -1,4 +1,4 @@
-"""What a helper is told fits into messages, however many tokens the streams have."""
+"""Updates for a helper fit into messages, however many tokens the streams have."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ LARGEST_ID = (1 << 32) - 1
 
 
 def test_long_histories_go_in_several_messages_in_order() -> None:
-    """Of 400 streams of 16,000 tokens, which are no single message."""
+    """All tokens of 400 streams, 16,000 each, are more than one message takes."""
     updates = [MirrorUpdate(n, [LARGEST_ID] * 16_000, CHOICE) for n in range(400)]
     assert len(msgspec.msgpack.encode(updates)) > MOST_MESSAGE_BYTES
 

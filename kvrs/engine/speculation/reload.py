@@ -157,8 +157,8 @@ class Restart:
     async def _help(self, helper: DraftHelper) -> None:
         try:
             await helper.run()
-        except (KvrsError, OSError, ValueError) as error:
-            self._skip(str(error))
+        except Exception as error:  # Also of the library that computes: too little memory, say.
+            self._skip(str(error) if isinstance(error, KvrsError) else repr(error))
 
     def _skip(self, reason: str) -> None:
         self._helps, self.skipped = False, f"draft: {reason}"[:MOST_REASON]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvrs.config.file import Config, parse_config
+from kvrs.engine.speculation.helping import DraftHelper
 from kvrs.engine.speculation.reload import Restart
 from kvrs.ids import InstanceId
 from kvrs.protocol.speculation import ReloadState
@@ -58,6 +59,18 @@ def test_a_paced_draft_counts_as_its_profile(tmp_path: Path) -> None:
     found = restart.now().ready_in_s
     assert found is not None
     assert 70 < found < 90, "140 GB and 16 GB at 2 GB/s"
+
+
+class FullHelper(DraftHelper):
+    async def run(self) -> None:
+        raise RuntimeError("out of memory")
+
+
+async def test_a_helper_that_fails_of_anything_is_said(tmp_path: Path) -> None:
+    restart = Restart(config(tmp_path, 10), D1, 2, SECRET)
+    await restart._help(object.__new__(FullHelper))
+    assert restart.skipped == "draft: RuntimeError('out of memory')"
+    assert restart.now().state is ReloadState.LOADING
 
 
 def test_a_model_that_is_there_first_is_said(tmp_path: Path) -> None:
