@@ -169,7 +169,9 @@ class Restart:
         now = self.now()
         if (now.state, now.paired_with) != self._logged:
             self._logged = now.state, now.paired_with
-            log.info("start", extra={"state": now.state, "paired_with": now.paired_with})
+            log.info(
+                "state of the start", extra={"state": now.state, "paired_with": now.paired_with}
+            )
         body = msgspec.json.encode(ReloadNotice(self._instance, for_s, now))
         urls = [f"{self._config.url_of(one)}/kvrs/v1/reload" for one in self._others]
         await asyncio.gather(*(self._send(http, url, body) for url in urls))

@@ -21,7 +21,7 @@ from tests.engine.serving import serving
 pytestmark = [pytest.mark.engine, pytest.mark.network]
 
 D1 = InstanceId("d1")
-TOKENS = 80
+PROMPT, TOKENS = 30, 80
 DRAFT = {"source": "draft", "draft": "unused here", "depth": 4}
 
 
@@ -36,10 +36,10 @@ def offer_of(instance: EngineInstance, vocabulary: str | None = None) -> bytes:
     return msgspec.msgpack.encode(DraftOffer(D1, vocabulary or digest))
 
 
-async def answer(client: aiohttp.ClientSession, step: int = 7) -> list[int]:
+async def answer(client: aiohttp.ClientSession, step: int = 7, tokens: int = TOKENS) -> list[int]:
     body = {
-        "prompt": [3 + at * step % 500 for at in range(30)],
-        "max_tokens": TOKENS,
+        "prompt": [3 + at * step % 500 for at in range(PROMPT)],
+        "max_tokens": tokens,
         "temperature": 0.8,
         "seed": step,
         "ignore_eos": True,
@@ -102,6 +102,50 @@ async def test_tokens_are_right_whatever_drafts_come(tiny_model: Path) -> None:
         assert 20 < report.accepted < report.proposed
         assert report.stale > 0
         assert await answer(client) == calm
+
+
+async def told(socket: aiohttp.ClientWebSocketResponse) -> MirrorUpdate:
+    """The first one of the next message."""
+    return msgspec.msgpack.decode(await socket.receive_bytes(), type=list[MirrorUpdate])[0]
+
+
+@pytest.mark.parametrize("foreign", [None, 512, 1 << 31, (1 << 32) - 1])
+async def test_ids_that_the_model_does_not_have_are_no_drafts(
+    tiny_model: Path, foreign: int | None
+) -> None:
+    """They come before their turn, as right ones (None) may."""
+    async with verifying(tiny_model) as (instance, client):
+        calm = await answer(client)
+        async with client.ws_connect("/kvrs/v1/drafts") as socket:
+            await socket.send_bytes(offer_of(instance))
+            await until_helped(instance, True)
+            asked = asyncio.create_task(answer(client))
+            number = (await told(socket)).number
+            ids = calm[60:64] if foreign is None else [foreign] * 4
+            await socket.send_bytes(msgspec.msgpack.encode([Burst(number, PROMPT + 60, ids)]))
+            assert await asked == calm
+        report = instance.load().speculation
+    assert report is not None
+    assert (report.proposed, report.accepted) == ((4, 4) if foreign is None else (0, 0))
+
+
+async def test_the_next_helper_is_told_a_running_stream_anew(tiny_model: Path) -> None:
+    async with verifying(tiny_model) as (instance, client):
+        asked = None
+        numbers = list[int]()
+        for _ in range(2):
+            async with client.ws_connect("/kvrs/v1/drafts") as socket:
+                await socket.send_bytes(offer_of(instance))
+                await until_helped(instance, True)
+                asked = asked or asyncio.create_task(answer(client, tokens=600))
+                update = await told(socket)
+                assert update.choice is not None, "it would know nothing of the tokens before"
+                assert len(update.token_ids) >= PROMPT
+                numbers.append(update.number)
+            await until_helped(instance, False)
+        assert not asked.done(), "the same stream"
+        assert numbers[0] != numbers[1]
+        await asked
 
 
 @pytest.mark.parametrize(

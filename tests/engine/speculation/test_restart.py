@@ -1,8 +1,10 @@
 """When an instance that is started again makes no drafts, and what it says of it."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
@@ -59,6 +61,20 @@ def test_a_paced_draft_counts_as_its_profile(tmp_path: Path) -> None:
     found = restart.now().ready_in_s
     assert found is not None
     assert 70 < found < 90, "140 GB and 16 GB at 2 GB/s"
+
+
+async def test_the_log_has_a_line_for_each_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    restart = Restart(config(tmp_path, 10), D1, 2, SECRET)
+    async with aiohttp.ClientSession() as http:
+        await restart._tell(http, 3.0)
+        await restart._tell(http, 3.0)
+        restart.loaded()
+        await restart._tell(http, 3.0)
+    lines = [vars(record) for record in caplog.records if "state of" in record.message]
+    assert [line["state"] for line in lines] == ["loading", "hotswap"]
 
 
 class FullHelper(DraftHelper):
