@@ -122,6 +122,7 @@ ALL = (
     _of("speculation", "acceptance", 15, "acceptance"),
     _of("speculation", "exact", 20, "exact"),
     _of("speculation", "gain", 15, "gain --pairs 4"),
+    _of("speculation", "steps", 6, "steps"),
     _of("speculation", "draws", 10, "draws"),
     _of("pipelines", "depth", 5, "depth"),
     _of("pipelines", "capacity", 10, "capacity"),

@@ -3,8 +3,6 @@
     python -m experiments.speculation.gain [--pairs 8]
 
 - tokens/s of an instance with a helper and without, by streams at a time;
-- gaps between tokens while a helper sends nothing but stale drafts, and without a helper;
-- time per token where no instance is started, with `speculation.source: draft` and `off`;
 - seconds from the start of a killed instance until it serves, with a draft and without.
 
 The models are random, of 24 and 2 layers; instances, helper and client share two cores.
@@ -16,13 +14,11 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -30,13 +26,10 @@ import msgspec
 from experiments.record import Record
 from experiments.rig import interval, session_for
 from kvrs.config.file import Config, parse_config
-from kvrs.engine.requests import Vocabulary
-from kvrs.engine.speculation.paired import vocabulary_digest
 from kvrs.engine.speculation.pairs import write_pair
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import LoadReport
-from kvrs.protocol.speculation import Burst, DraftOffer, MirrorUpdate, SpeculationReport
-from kvrs.text.output import load_tokenizer
+from kvrs.protocol.speculation import SpeculationReport
 from kvrs_testkit.blocked_load import blocked_load
 from kvrs_testkit.processes import Processes
 
@@ -46,12 +39,12 @@ LAYERS = 24  # Of the target, so that a step takes longer than what two cores sh
 BATCHES = (1, 4, 8)
 TOKENS = 150  # Of a stream.
 IN_A_ROW = 2  # Streams, so that it matters little that some end before others.
-STREAMS = 8  # Where gaps and times per token are measured.
 LOAD_S = 8.0
 DRAFT_LOADS = 6
-MOST_STALE, MOST_HEALTHY, LEAST_GAIN, MOST_LATER = 1.05, 0.005, 1.5, 0.05
+LEAST_GAIN, MOST_LATER = 1.5, 0.05
 PATIENCE_S = 60.0
 VOCAB = 512
+T = TypeVar("T")
 
 
 def config_of(
@@ -106,56 +99,12 @@ class Asked:
         await asyncio.gather(*map(one_by_one, bodies))
         return streams * IN_A_ROW * TOKENS / (time.perf_counter() - began_s)
 
-    async def gaps_s(self, streams: int) -> list[float]:
-        """Between the events of streams, but for the first two."""
-        found: list[float] = []
-
-        async def one(body: dict[str, Any]) -> None:
-            times_s = []
-            body |= {"stream": True}
-            async with self._http.post(f"{self.url}/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        times_s.append(time.perf_counter())
-            found.extend(b - a for a, b in pairwise(times_s[2:]))
-
-        await asyncio.gather(*(one(self._body()) for _ in range(streams)))
-        return found
-
-    @asynccontextmanager
-    async def stale_helper(self, digest: str) -> AsyncIterator[None]:
-        """A helper whose drafts are one token late, and wrong."""
-        async with self._http.ws_connect(f"{self.url}/kvrs/v1/drafts") as socket:
-            await socket.send_bytes(msgspec.msgpack.encode(DraftOffer(InstanceId(HELPER), digest)))
-            helping = asyncio.create_task(_send_stale(socket))
-            await self.until_helped(HELPER)
-            yield
-            helping.cancel()
-        await self.until_helped(None)
-
-
-async def _send_stale(socket: aiohttp.ClientWebSocketResponse) -> None:
-    known: dict[int, list[int]] = {}
-    async for message in socket:
-        bursts = []
-        for update in msgspec.msgpack.decode(message.data, type=list[MirrorUpdate]):
-            if not update.token_ids:
-                known.pop(update.number, None)
-                continue
-            ids = known.setdefault(update.number, [])
-            ids += update.token_ids
-            wrong = [(ids[-1] + 1) % VOCAB] * 4
-            bursts.append(Burst(update.number, len(ids) - 1, wrong, begins_anew=True))
-        if bursts:
-            await socket.send_bytes(msgspec.msgpack.encode(bursts))
-
 
 async def in_turns(
-    pairs: int, one: Callable[[], Awaitable[float]], other: Callable[[], Awaitable[float]]
-) -> tuple[list[float], list[float]]:
+    pairs: int, one: Callable[[], Awaitable[T]], other: Callable[[], Awaitable[T]]
+) -> tuple[list[T], list[T]]:
     """Both, `pairs` times, each first in every other pair."""
-    found: tuple[list[float], list[float]] = ([], [])
+    found: tuple[list[T], list[T]] = ([], [])
     for number in range(pairs):
         for which in (0, 1) if number % 2 else (1, 0):
             found[which].append(await (one, other)[which]())
@@ -182,7 +131,7 @@ async def gains(models: Path, depth: int, pairs: int, label: str) -> list[dict[s
         processes.wait_ready(ASSISTED, HELPER)
         async with session_for(processes) as http:
             asked = Asked(processes, http)
-            await asked.tokens_per_s(STREAMS)
+            await asked.tokens_per_s(BATCHES[-1])
             processes.kill(HELPER)
             with blocked_load(processes):
                 for batch in BATCHES:
@@ -214,60 +163,6 @@ async def gains(models: Path, depth: int, pairs: int, label: str) -> list[dict[s
                     rows.append(row)
                     print(f"  {row}", flush=True)
     return rows
-
-
-async def stale(models: Path, pairs: int) -> dict[str, Any]:
-    tokenizer = load_tokenizer(models / "target")
-    digest = vocabulary_digest(Vocabulary(tokenizer, VOCAB, frozenset()))
-    with Processes(config_of(models, "draft", 4)) as processes:
-        processes.start(ASSISTED)
-        processes.wait_ready(ASSISTED)
-        async with session_for(processes) as http:
-            asked = Asked(processes, http)
-            await asked.gaps_s(STREAMS)
-
-            async def calm() -> float:
-                return _p99(await asked.gaps_s(STREAMS))
-
-            async def disturbed() -> float:
-                async with asked.stale_helper(digest):
-                    return _p99(await asked.gaps_s(STREAMS))
-
-            found = await in_turns(pairs, calm, disturbed)
-            row = compared("p99 of gaps in ms, stale drafts", *found)
-            report = await asked.report()
-            assert report is not None
-            return row | {"stale": report.stale, "proposed": report.proposed}
-
-
-def _p99(gaps_s: list[float]) -> float:
-    return sorted(gaps_s)[int(len(gaps_s) * 0.99)] * 1e3
-
-
-async def healthy(models: Path, pairs: int, starts: int = 4) -> dict[str, Any]:
-    """Milliseconds per token; instances are started anew, since no two processes are alike."""
-    one: list[float] = []
-    other: list[float] = []
-    for _ in range(starts):
-        with (
-            Processes(config_of(models, "off", 4)) as off,
-            Processes(config_of(models, "draft", 4)) as draft,
-        ):
-            for processes in (off, draft):
-                processes.start(ASSISTED)
-                processes.wait_ready(ASSISTED)
-            async with session_for(off) as plain, session_for(draft) as drafting:
-                without, having = Asked(off, plain), Asked(draft, drafting)
-
-                async def tpot_ms(asked: Asked) -> float:
-                    return STREAMS / await asked.tokens_per_s(STREAMS) * 1e3
-
-                for asked in (without, having):
-                    await tpot_ms(asked)
-                found = await in_turns(pairs, partial(tpot_ms, without), partial(tpot_ms, having))
-                one += found[0]
-                other += found[1]
-    return compared("ms per token, no instance starts", one, other)
 
 
 async def full_service(models: Path, starts: int) -> dict[str, Any]:
@@ -307,22 +202,15 @@ def as_text(rows: list[dict[str, Any]]) -> str:
             text += f"{row['drafts_a_step']:15.2f}{row['accepted_a_step']:9.2f}"
             text += f"{row['steps_with_drafts']:19.0%}"
         lines.append(text)
-    late, stale = rows[-1], rows[-3]
-    lines.append(f"the draft's own load takes {late['draft_load_s']:.2f} s, before the model's")
-    lines.append(f"stale drafts: {stale['stale']} came, {stale['proposed']} were proposed")
+    load_s = rows[-1]["draft_load_s"]
+    lines.append(f"the draft's own load takes {load_s:.2f} s, before the model's")
     return "\n".join(lines) + "\n"
 
 
 def faults_of(rows: list[dict[str, Any]]) -> list[str]:
     """The parts of the claim that the result does not bear out."""
-    *gained, stale_row, healthy_row, late = rows
+    *gained, late = rows
     faults = [f"{row['what']}: {row['ratio']:.2f} x" for row in gained if row["ratio"] < LEAST_GAIN]
-    if stale_row["ratio"] > MOST_STALE:
-        faults.append(f"stale drafts: {stale_row['ratio']:.3f} x")
-    if stale_row["proposed"]:
-        faults.append("not every draft was stale")
-    if abs(healthy_row["ratio"] - 1) > MOST_HEALTHY:
-        faults.append(f"without a start: {healthy_row['ratio']:.3f} x")
     later_s = late["with"] - late["draft_load_s"]
     if later_s > (1 + MOST_LATER) * late["without"]:
         faults.append(f"full service {later_s - late['without']:.2f} s later, without its load")
@@ -335,11 +223,8 @@ async def measure(directory: Path, pairs: int, seed: int) -> list[dict[str, Any]
         models = directory / f"{acceptance}"
         write_pair(models, acceptance, seed, LAYERS)
         rows += await gains(models, depth, pairs, f"pair {acceptance}, depth {depth}")
-    rows.append(await stale(models, pairs))
-    rows.append(await healthy(models, pairs))
     rows.append(await full_service(models, DRAFT_LOADS))
-    for row in rows[-3:]:
-        print(f"  {json.dumps(row)}", flush=True)
+    print(f"  {json.dumps(rows[-1])}", flush=True)
     return rows
 
 
