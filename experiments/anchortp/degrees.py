@@ -30,6 +30,7 @@ from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId, StreamId
 from kvrs.report.impact import throughput, time_to_peak_s
+from kvrs.sim.calls import tokens_at
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
@@ -178,13 +179,10 @@ def _send(cluster: SimCluster, model: DenseModel, seed: int) -> None:
     trace = clip(generate(asked, seed), _PROMPT_TOKENS, _OUTPUT_TOKENS)
     from_s = clock.now_s
     for number, each in enumerate(trace.requests):
-        first = number * _PROMPT_TOKENS
-        arrival = Arrival(
-            from_s + each.arrival_s,
-            tuple(range(first, first + each.input_tokens)),
-            each.output_tokens,
-        )
-        clock.after(each.arrival_s, partial(proxy.arrive, StreamId(f"s{number}"), arrival))
+        name = StreamId(f"s{number}")
+        prompt = tokens_at(name, 0, each.input_tokens)
+        arrival = Arrival(from_s + each.arrival_s, prompt, each.output_tokens)
+        clock.after(each.arrival_s, partial(proxy.arrive, name, arrival))
 
 
 def cells(seeds: int) -> list[tuple[str, int, str, int]]:

@@ -25,6 +25,7 @@ from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId, StreamId
+from kvrs.sim.calls import tokens_at
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
@@ -124,8 +125,8 @@ def running(model: RankModel, seed: int) -> Iterator[tuple[SimCluster, SimRanks,
         clock, proxy = cluster.clock, cluster.serving[0]
         cluster.begin()
         names = [StreamId(f"s{n}") for n in range(REQUESTS)]
-        for n, name in enumerate(names):
-            prompt = tuple(range(n * 100_000, n * 100_000 + CONTEXT_TOKENS))
+        for name in names:
+            prompt = tokens_at(name, 0, CONTEXT_TOKENS)
             clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, OUTPUT_TOKENS)))
         ranks = cluster.engines[HOME].ranks
         assert isinstance(ranks, SimRanks)

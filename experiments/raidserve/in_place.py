@@ -34,6 +34,7 @@ from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.explain.elastic import ElasticQuestion, explain_elastic
 from kvrs.ids import InstanceId, StreamId
+from kvrs.sim.calls import tokens_at
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.process import require
 from kvrs.sim.rank_model import RankModel
@@ -138,8 +139,8 @@ def play(way: str, seed: int) -> Row:
         clock, proxy = cluster.clock, cluster.serving[0]
         cluster.begin()
         names = [StreamId(f"s{n}") for n in range(REQUESTS)]
-        for n, name in enumerate(names):
-            prompt = tuple(range(n * 100_000, n * 100_000 + CONTEXT_TOKENS))
+        for name in names:
+            prompt = tokens_at(name, 0, CONTEXT_TOKENS)
             clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, _OUTPUT_TOKENS)))
         engine = cluster.engines[HOME]
 

@@ -25,6 +25,9 @@ Batch = list[tuple[Sequence, Chunk]]
 
 VOCABULARY = 50_000
 TOKEN_STRIDE = 7919  # Has no divisor in common with it.
+# A stream's tokens are consecutive ones of this cycle, which is here twice.
+_CYCLE = array("H", (TOKEN_STRIDE * place % VOCABULARY for place in range(VOCABULARY))) * 2
+_PLACES_APART = pow(TOKEN_STRIDE, -1, VOCABULARY)  # Of two tokens that differ by one.
 
 
 @lru_cache(maxsize=1 << 14)
@@ -39,12 +42,11 @@ def token_at(stream: StreamId, position: int) -> int:
     return (first_token(stream) + TOKEN_STRIDE * position) % VOCABULARY
 
 
-def tokens_at(stream: StreamId, position: int, count: int) -> list[int]:
-    """Those from a position on."""
-    first = first_token(stream)
-    return [
-        (first + TOKEN_STRIDE * each) % VOCABULARY for each in range(position, position + count)
-    ]
+def tokens_at(stream: StreamId, position: int, count: int) -> "array[int]":
+    """Those from a position on, at most a whole cycle."""
+    assert count <= VOCABULARY
+    place = (first_token(stream) * _PLACES_APART + position) % VOCABULARY
+    return _CYCLE[place : place + count]
 
 
 class Asker(Protocol):
