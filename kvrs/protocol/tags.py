@@ -14,6 +14,7 @@ from typing import NewType
 Tag = NewType("Tag", bytes)
 
 TAG_BYTES = 16
+_WORD_BYTES = 8
 
 
 def root_tag(fingerprint: str, salt: str = "") -> Tag:
@@ -39,18 +40,24 @@ def salt_of(cache_salt: str, adapter: str) -> str:
 
 def next_tag(parent: Tag, page_token_ids: Sequence[int]) -> Tag:
     """The tag of the page that holds `page_token_ids` and follows the page tagged `parent`."""
-    # Token ids are fixed-width on the hash's input, so no two different pages can spell the same
-    # bytes.
-    return Tag(
-        blake2b(array("Q", page_token_ids).tobytes(), digest_size=TAG_BYTES, key=parent).digest()
-    )
+    return _hashed(parent, _words(page_token_ids))
 
 
 def page_tags(root: Tag, token_ids: Sequence[int], page_size_tokens: int) -> list[Tag]:
     """Tags of the full pages of `token_ids`, first page first; a partial last page has none."""
     tags: list[Tag] = []
-    parent = root
-    for end in range(page_size_tokens, len(token_ids) + 1, page_size_tokens):
-        parent = next_tag(parent, token_ids[end - page_size_tokens : end])
+    words, size_bytes, parent = _words(token_ids), page_size_tokens * _WORD_BYTES, root
+    for end in range(size_bytes, len(words) + 1, size_bytes):
+        parent = _hashed(parent, words[end - size_bytes : end])
         tags.append(parent)
     return tags
+
+
+def _words(token_ids: Sequence[int]) -> bytes:
+    # Token ids are fixed-width on the hash's input, so no two different pages can spell the same
+    # bytes.
+    return array("Q", token_ids).tobytes()
+
+
+def _hashed(parent: Tag, words: bytes) -> Tag:
+    return Tag(blake2b(words, digest_size=TAG_BYTES, key=parent).digest())

@@ -13,7 +13,7 @@ import msgspec
 from kvrs.ids import StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.parts import Cell
-from kvrs.protocol.tags import Tag, next_tag
+from kvrs.protocol.tags import Tag, page_tags
 
 
 class SequencePhase(StrEnum):
@@ -135,15 +135,10 @@ class Sequence:
 
     def extend_tags(self, page_size_tokens: int) -> None:
         """Tag the pages that `token_ids` has filled since the last call."""
-        if len(self.token_ids) < (len(self.tags) + 1) * page_size_tokens:
-            return
-        for start in range(
-            len(self.tags) * page_size_tokens,
-            len(self.token_ids) - page_size_tokens + 1,
-            page_size_tokens,
-        ):
+        tagged = len(self.tags) * page_size_tokens
+        if len(self.token_ids) >= tagged + page_size_tokens:
             parent = self.tags[-1] if self.tags else self.root
-            self.tags.append(next_tag(parent, self.token_ids[start : start + page_size_tokens]))
+            self.tags += page_tags(parent, self.token_ids[tagged:], page_size_tokens)
 
 
 @dataclass(frozen=True, slots=True)
