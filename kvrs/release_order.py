@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 _ABSENT = -1
+_ABSENT_BLOCK = array("i", [_ABSENT]) * 256  # By so many at least the arrays grow.
 
 
 class ReleaseOrder:
@@ -34,7 +35,7 @@ class ReleaseOrder:
         """Put the number last; it must not be in."""
         following, previous, place = self._next, self._previous, number + 1
         if place >= len(following):
-            missing = array("i", [_ABSENT]) * (place + 1 - len(following))
+            missing = _ABSENT_BLOCK * (1 + (place - len(following)) // len(_ABSENT_BLOCK))
             following.extend(missing)
             previous.extend(missing)
         assert following[place] == _ABSENT, f"{number} is released twice"

@@ -63,8 +63,11 @@ class StoreSlots:
     def adopt(self, pages: Sequence[tuple[int, Tag]]) -> None:
         """Take over pages that an earlier process left, least recently used first."""
         assert not self.used, "this store is in use"
-        self._add(max((number + 1 for number, _ in pages), default=0))
-        assert self.used <= self._capacity
+        count = max((number + 1 for number, _ in pages), default=0)
+        assert count <= self._capacity
+        self.tags += [None] * count
+        self.references.extend([0] * count)
+        self.pins.extend([0] * count)
         for slot, tag in pages:
             if self.tags[slot] is None and self.register(slot, tag):
                 self._cached.add(slot)
@@ -74,7 +77,10 @@ class StoreSlots:
         if self._free:
             slot = self._free.pop()
         elif (slot := len(self.tags)) < self._capacity:
-            self._add(1)
+            self.tags.append(None)
+            self.references.append(1)
+            self.pins.append(1)
+            return slot
         else:
             assert self._cached, "a reserved page finds no slot"
             slot = self._cached.pop_first()
@@ -83,11 +89,6 @@ class StoreSlots:
             del self._by_tag[tag]
         self.references[slot] = self.pins[slot] = 1
         return slot
-
-    def _add(self, count: int) -> None:
-        self.tags += [None] * count
-        self.references.extend([0] * count)
-        self.pins.extend([0] * count)
 
     def hold(self, slot: int) -> None:
         if not self.references[slot]:
