@@ -142,7 +142,7 @@ ALL = (
     _of("experts", "exact", 20, "exact --rows 200000 --jobs 4"),
     _of("experts", "balance", 2, "balance"),
     _of("experts", "simulated", 1, "simulated"),
-    _of("experts", "cpu", 5, "cpu --steps 30"),
+    _of("experts", "cpu", 20, "cpu --steps 30 --seeds 3 --rows 128"),
     _of("experts", "moving", 4, "moving"),
     _of("experts", "dense", 3, "dense"),
     _of("experts", "lost_ranks", 60, "lost_ranks"),
