@@ -68,7 +68,7 @@ def _least_prompts(view: ClusterView, stream: Stream, *, barred_too: bool) -> Me
     allowed = [
         member
         for member in computing_prompts(view)
-        if has_room_for_prompt(member) and _may_have(view, member, stream, barred_too=barred_too)
+        if has_room_for_prompt(member) and may_have(view, member, stream, barred_too=barred_too)
     ]
     return min(
         allowed,
@@ -98,7 +98,7 @@ def _pair_of(
     allowed = [
         member
         for member in view.decoders
-        if _may_have(view, member, stream, barred_too=barred_too)
+        if may_have(view, member, stream, barred_too=barred_too)
         and (closed_too or _takes(view, member, stream))
     ]
     for decode in allowed:
@@ -106,8 +106,8 @@ def _pair_of(
             return prefill, decode
     # The others take hand-offs from their own server's prefill instance only.
     for decode in allowed:
-        own = _own_prefill(view, decode)
-        if own is not None and _may_have(view, own, stream, barred_too=barred_too):
+        own = own_prefill_of(view, decode)
+        if own is not None and may_have(view, own, stream, barred_too=barred_too):
             return own, decode
     return None
 
@@ -131,7 +131,7 @@ def least_work(
             continue  # However well it does.
         if is_free and member.is_clear(view.now_s):
             work = False, queue_s
-        elif _may_have(view, member, stream, barred_too=barred_too):
+        elif may_have(view, member, stream, barred_too=barred_too):
             work = not _takes(view, member, stream), queue_s
         else:
             continue
@@ -161,7 +161,7 @@ def own_decode(
         if best is not None and best.rank < member.rank:
             continue
         if (is_free and member.is_clear(view.now_s)) or (
-            _may_have(view, member, stream, barred_too=barred_too)
+            may_have(view, member, stream, barred_too=barred_too)
             and (closed_too or _takes(view, member, stream))
         ):
             best = member
@@ -242,7 +242,7 @@ def isolated_target(view: ClusterView, stream: Stream, *, barred_too: bool) -> M
     targets = view.targets(stream.name)
     for barred in (False, True) if barred_too else (False,):
         for member in targets:
-            if _may_have(view, member, stream, barred_too=barred):
+            if may_have(view, member, stream, barred_too=barred):
                 return member
     return None
 
@@ -270,7 +270,7 @@ def targets_for(view: ClusterView, stream: Stream, assigned: Member, limit: int)
             member is not assigned
             and (
                 (is_free and member.own_prefill is None and member.is_clear(view.now_s))
-                or (view.is_healthy(member) and _may_have(view, member, stream, barred_too=False))
+                or (view.is_healthy(member) and may_have(view, member, stream, barred_too=False))
             )
             and (not tokens or member.continues(tokens) or not assigned.continues(tokens))
         ):
@@ -370,7 +370,7 @@ def _able(view: ClusterView, stream: Stream, prefill: Member, planned: Member) -
             member is not planned
             and member.geometry == geometry
             and (member.pulls or member.own_prefill is None)
-            and _may_have(view, member, stream, barred_too=False)
+            and may_have(view, member, stream, barred_too=False)
         ):
             yield member
 
@@ -404,49 +404,12 @@ def _candidate(view: ClusterView, prefill: Member, decode: Member) -> HandoffCan
     )
 
 
-def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
-    """The instance that computes a whole history for the target: its own pair, else the prefill
-    instance with the least work, else the target itself (every engine can compute a prompt).
-    """
-    if target.own_prefill is not None:
-        own = _own_prefill(view, target)
-        if (
-            own is not None
-            and _may_have(view, own, stream, barred_too=False)
-            and not own.answers.is_ejected
-        ):
-            return own
-        if not target.pulls:
-            return target
-    best: Member | None = None
-    # Once more in this place, because calls make up the time of a decision.
-    is_free = not (stream.avoided or stream.name or stream.excluded_epochs)
-    for member in view.by_node.get(target.node, ()):
-        if (
-            member.prefills
-            and not member.is_drained
-            and (best is None or member.queue_s < best.queue_s)
-            and (
-                (is_free and member.is_clear(view.now_s))
-                or (
-                    view.takes_recovery(member)
-                    and _may_have(view, member, stream, barred_too=False)
-                )
-            )
-        ):
-            best = member
-    if best is not None:
-        return best
-    best = least_work(view, stream, is_free, barred_too=False)
-    return target if best is None or not view.takes_recovery(best) else best
-
-
 def _is_free(stream: Stream) -> bool:
     """Any instance that is clear may get the stream, which need not be asked further."""
     return not (stream.avoided or stream.name or stream.excluded_epochs)
 
 
-def _may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
+def may_have(view: ClusterView, member: Member, stream: Stream, *, barred_too: bool) -> bool:
     """The instance may get this stream at all, however well or ill it does: it serves the name, has
     asked for no pause, has not failed the stream, and a suspected stream would run apart there.
     """
@@ -471,7 +434,7 @@ def _takes(view: ClusterView, member: Member, stream: Stream) -> bool:
     return view.takes_start(member)
 
 
-def _own_prefill(view: ClusterView, decode: Member) -> Member | None:
+def own_prefill_of(view: ClusterView, decode: Member) -> Member | None:
     """The prefill instance of the same server, if it is up."""
     own = decode.own_prefill
     return None if own is None else view.members.get(own)

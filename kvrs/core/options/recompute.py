@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from math import inf
 
 from kvrs.core.model import actions as act
+from kvrs.core.model.cluster_view import ClusterView
 from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.member import Member
 from kvrs.core.model.streams import Stream
@@ -20,7 +21,7 @@ from kvrs.core.options.base import (
     hand_off_terms,
 )
 from kvrs.core.options.migrate import has_cached
-from kvrs.core.routing import prefill_for
+from kvrs.core.routing import least_work, may_have, own_prefill_of
 
 _RECOMPUTE = Option.RECOMPUTE
 
@@ -92,6 +93,42 @@ def terms(case: Case, estimate: Estimate) -> Iterable[Term]:
     yield Term("queue", estimate.queue_s, f"before the {estimate.source}")
     yield Term("prefill", estimate.compute_s, tokens)
     yield from hand_off_terms(case, estimate)
+
+
+def prefill_for(view: ClusterView, target: Member, stream: Stream) -> Member:
+    """The instance that computes a whole history for the target: its own pair, else the prefill
+    instance with the least work, else the target itself (every engine can compute a prompt).
+    """
+    if target.own_prefill is not None:
+        own = own_prefill_of(view, target)
+        if (
+            own is not None
+            and may_have(view, own, stream, barred_too=False)
+            and not own.answers.is_ejected
+        ):
+            return own
+        if not target.pulls:
+            return target
+    best: Member | None = None
+    # Once more in this place, because calls make up the time of a decision.
+    is_free = not (stream.avoided or stream.name or stream.excluded_epochs)
+    for member in view.by_node.get(target.node, ()):
+        if (
+            member.prefills
+            and not member.is_drained
+            and (best is None or member.queue_s < best.queue_s)
+            and (
+                (is_free and member.is_clear(view.now_s))
+                or (
+                    view.takes_recovery(member) and may_have(view, member, stream, barred_too=False)
+                )
+            )
+        ):
+            best = member
+    if best is not None:
+        return best
+    best = least_work(view, stream, is_free, barred_too=False)
+    return target if best is None or not view.takes_recovery(best) else best
 
 
 def estimate_handed_off(

@@ -19,7 +19,7 @@ from kvrs.core.options.base import (
     usable_pages,
 )
 from kvrs.core.options.migrate import cached_at, has_cached
-from kvrs.core.routing import prefill_for
+from kvrs.core.options.recompute import prefill_for
 from kvrs.core.rules.base import Rule, sources_of
 from kvrs.ids import InstanceId
 
