@@ -12,10 +12,11 @@ from kvrs.core.model.estimates import Estimate, Option
 from kvrs.core.model.streams import Stream
 from kvrs.core.options.base import Books
 from kvrs.core.rules.auto import AUTO
-from kvrs.core.rules.base import cheapest
+from kvrs.core.rules.base import cases_of, cheapest
 from kvrs.core.rules.rom import ROM, rom_migrate, rom_recompute
 from kvrs.ids import InstanceId, StreamId
 from kvrs.profiles import catalog
+from kvrs.profiles.tables import PrefillTable
 from tests.core.policy_harness import member
 
 SEED = "opt-13b-a100-kvrs-seed"
@@ -165,3 +166,26 @@ def test_what_others_wait_for_makes_no_victim_late(
     can_be = min(each.total_s for each in estimates) <= budget_s
     assert (chosen.option is not Option.ABORT) == can_be
     assert not can_be or chosen.total_s <= budget_s
+
+
+def test_targets_with_the_same_table_share_one_look_up_and_others_have_their_own() -> None:
+    """The time that a history takes is looked up again only where the table is another one."""
+    looked_up: list[tuple[str, int]] = []
+
+    class Table(PrefillTable):
+        def seconds_for(self, tokens: int) -> float:
+            looked_up.append((self.label, tokens))
+            return super().seconds_for(tokens)
+
+    slow = Table("slow", "test", 100, [0.0, 1.0, 2.0])
+    fast = Table("fast", "test", 100, [0.0, 0.1, 0.2])
+    long = Table("long", "test", 100, [0.0, 0.1, 0.2, 0.3])
+    tables = (slow, slow, fast, slow, long)
+    targets = [member(f"d{number}", prefill=table) for number, table in enumerate(tables)]
+    books = Books(ClusterView(1e9), SlotBook(1), PolicySettings())
+
+    cases = cases_of(books, Stream(StreamId("s"), 0, 300, 0.0), targets, 0.0)
+
+    assert [case.history_s for case in cases] == pytest.approx([3.0, 3.0, 0.3, 3.0, 0.3])
+    assert [case.extrapolated for case in cases] == [True, True, True, True, False]
+    assert looked_up == [(name, 300) for name in ("slow", "fast", "slow", "long")]
