@@ -18,9 +18,9 @@ from kvrs.core.model import events as ev
 from kvrs.core.model.lifecycle import Stage
 from kvrs.core.model.member import Health
 from kvrs.core.model.streams import CannotContinue, Complete
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
-from kvrs.protocol.instance import Capability, InstanceInfo, Role
+from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, Role
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
 from tests.core.control_world import PREFILL, make_config
 from tests.core.policy_harness import GEOMETRY
@@ -150,6 +150,19 @@ def test_without_a_log_a_shell_gets_the_events_that_people_are_told_of(traces_al
     of_streams = {ev.StreamArrived, ev.PrefillDone, ev.StreamResumed}
     assert kinds == (told_of | of_streams if traces_all else told_of)
     assert [plan.decode for _, plan in driver.calls_of("begin_attempt")] == [D0, D1]
+
+
+def test_a_stream_an_instance_and_an_agent_have_one_record_each() -> None:
+    """The policy writes into those that the calls and watches of its proxy have."""
+    driver = Driver()
+    live, control = driver.decoding(), driver.control
+    agent = control.agents.add(InstanceId("agent-n0"), NodeId("n0"))
+
+    control.checkpoints.up(agent, AgentInfo(agent.id, agent.node, 3, 1, 0, 1 << 20, 1e9), 1.0)
+
+    assert control.policy.streams[S] is live
+    assert control.policy.members[D0] is control.instances.known[D0]
+    assert (agent.health, agent.epoch, agent.capacity_bytes) == (Health.UP, 3, 1 << 20)
 
 
 def test_a_loss_names_all_its_victims_in_one_event() -> None:

@@ -46,7 +46,9 @@ class Agent:
     beat_s: float = -inf  # When its last heartbeat came.
 
     def begin(self, up: ev.HolderUp) -> "Agent":
-        """A process of it has come up."""
+        """A process of it has come up; what was booked at the one before is gone."""
+        assert not self.streams, self.id
+        assert not self.booked_bytes, self.id
         self.epoch, self.capacity_bytes = up.epoch, up.capacity_bytes
         self.host_to_device_bytes_per_s = up.host_to_device_bytes_per_s
         self.reported_bytes = self.reported_checkpoints = 0
