@@ -13,19 +13,20 @@ import msgspec
 from aiohttp import web
 
 from kvrs.config.proxy import ProxySettings
+from kvrs.core.fleet.known import Instances
 from kvrs.direct import DirectRequest, DirectServer, SentResponse, Serve
 from kvrs.errors import RequestError
 from kvrs.large_work import LargeWork
+from kvrs.protocol.openai.response_ids import tag_of
 from kvrs.protocol.openai.responses import PATH as RESPONSES
 from kvrs.proxy.api import generate
 from kvrs.proxy.api.answers import error_response, errors_as_openai, json_response
 from kvrs.proxy.api.bodies import BODY, ClientBodies
+from kvrs.proxy.api.health import add_probes, readiness
 from kvrs.proxy.api.models import list_models
 from kvrs.proxy.api.openapi import add_document, clients_document
 from kvrs.proxy.api.pages import AllowedPages
 from kvrs.proxy.api.passed import FIELDS
-from kvrs.proxy.models.health import add_health_of
-from kvrs.proxy.models.routing import ModelRouting
 from kvrs.proxy.process.parts import Parts
 from kvrs.proxy.wire.requests import ByteBudget, RequestUsage
 
@@ -34,6 +35,71 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _FAULT = web.RequestKey("fault", RequestError)
 _MODEL = "/v1/models/{model:.+}"
 _RESPONSE = f"{RESPONSES}/{{id:[^/]+}}"
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+class ModelRouting:
+    """The model that a request is for, by the name in its body or the id in its path.
+
+    `models`: the instances of each, by the name in the configuration. There is at least one.
+    """
+
+    def __init__(self, models: Mapping[str, Instances]) -> None:
+        self._models = models
+        self._first = next(iter(models))
+        self._by_tag = {tag_of(name): name for name in models}
+
+    def of_body(self, body: bytes) -> str:
+        """The model of a request with this body. A body that names none in the right form is that
+        of the first one, which says what is wrong with it.
+
+        Raises:
+            RequestError: no model is named, or none has the name.
+        """
+        try:
+            name = _NAMED.decode(body).model
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self._first
+        if name is None:
+            raise RequestError(
+                f"model is missing, and several are served; allowed: {self._allowed()}",
+                param="model",
+            )
+        return self.of_name(name)
+
+    def of_name(self, name: str) -> str:
+        """The model with this name, alias or adapter; of several with an alias, the first one.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if name in self._models:
+            return name
+        for model, instances in self._models.items():
+            if name in instances.names.served(instances.model):
+                return model
+        raise RequestError(
+            f"the model {name!r:.200} does not exist; allowed: {self._allowed()}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+
+    def of_response(self, name: str) -> str:
+        """The model of a response by its id; of no id, the first one, which says so."""
+        return self._by_tag.get(name[-len(tag_of("")) :], self._first)
+
+    def _allowed(self) -> str:
+        names = dict.fromkeys(self._models)
+        for instances in self._models.values():
+            names |= dict.fromkeys(instances.names.served(instances.model))
+        return ", ".join(map(repr, names))
 
 
 class ModelsEndpoint:
@@ -189,3 +255,25 @@ class ModelsEndpoint:
 
 async def _raise_fault(request: web.Request) -> web.StreamResponse:
     raise request[_FAULT]
+
+
+def add_health_of(
+    app: web.Application, models: Mapping[str, Parts], leaving: Callable[[], bool]
+) -> None:
+    """The port is ready while one of the models is."""
+
+    def is_ready() -> bool:
+        return any(parts.driver.control.instances.ready() for parts in models.values())
+
+    def text() -> str:
+        """A line of each model, or several."""
+        return "".join(
+            f"{name}: {line}\n"
+            for name, parts in models.items()
+            for line in readiness(parts.driver.control.instances).splitlines()
+        )
+
+    def streams() -> int:
+        return sum(len(parts.driver.streams) for parts in models.values())
+
+    add_probes(app, leaving, is_ready, text, streams)
