@@ -27,12 +27,14 @@ from kvrs.protocol.mirror import FleetOrder
 from kvrs.proxy.api.openapi import add_document, admin_document
 from kvrs.proxy.api.overview import overview
 from kvrs.proxy.api.state import describe, measure
-from kvrs.proxy.fleet.exits import Exited, note_exit, parse_exit
 from kvrs.proxy.fleet.orders import (
     DrainOrder,
+    Exited,
     RankOrder,
     check_there,
+    note_exit,
     obey,
+    parse_exit,
     pass_on,
     with_instance,
 )

@@ -1,4 +1,6 @@
-"""Orders of an operator about instances, as the admin port takes them."""
+"""Orders of an operator about instances, and reports of supervisors about processes that have
+ended, as the admin port takes them.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,9 +12,10 @@ from kvrs.config.file import Config
 from kvrs.core.control import Control
 from kvrs.core.fleet.fleet_orders import FleetOrders, Nodes
 from kvrs.core.fleet.orders import DrainOrders
+from kvrs.core.model import events as ev
 from kvrs.errors import RequestError, UpstreamError
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import RankRequest
+from kvrs.protocol.instance import ExitReport, RankRequest
 from kvrs.protocol.mirror import Hello
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.reload import nodes_of
@@ -160,3 +163,37 @@ def check_named(instance: str, names: Collection[str]) -> None:
         raise RequestError(
             f"no instance {instance!r:.80}; allowed: {', '.join(names)}", param="id", status=404
         )
+
+
+class Exited(msgspec.Struct, frozen=True):
+    """A report and the instance that it is about."""
+
+    instance: InstanceId
+    report: ExitReport
+
+
+def parse_exit(instance: str, body: bytes) -> Exited:
+    """Raises RequestError: the body is no report."""
+    try:
+        report = msgspec.json.decode(body, type=ExitReport)
+    except UNREADABLE as fault:
+        raise RequestError(
+            f"{fault}; allowed: start, cause of 1 to 200 characters, and is_external"
+        ) from None
+    return Exited(InstanceId(instance), report)
+
+
+def note_exit(control: Control[Any], exited: Exited, now_s: float) -> None:
+    """Tell the policy.
+
+    Raises:
+        RequestError: there is no such instance, or no such start of it was up here.
+    """
+    name, report = exited.instance, exited.report
+    check_named(name, [known.id for known in control.instances.present()])
+    epochs = control.instances.known[name].epochs
+    if report.start not in epochs:
+        seen = ", ".join(map(str, epochs)) or "none, it was not up here"
+        raise RequestError(f"start: got {report.start}; allowed: {seen}", param="start", status=409)
+    event = ev.InstanceExited(name, epochs[report.start], report.cause, report.is_external)
+    control.tell(event, now_s)

@@ -22,13 +22,12 @@ from kvrs.proxy.api.observing import RequestObserver, open_tracer
 from kvrs.proxy.api.tenants import Tenants
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
-from kvrs.proxy.fleet.following import FleetFollower
 from kvrs.proxy.fleet.orders import StandingOrders
 from kvrs.proxy.fleet.peer_names import PeerNames
 from kvrs.proxy.fleet.services import ServiceNames
 from kvrs.proxy.mirror.peers import ProxyPeer
 from kvrs.proxy.mirror.replication import Mirror
-from kvrs.proxy.reload import Apply, ReloadingPart, Reloads
+from kvrs.proxy.reload import Apply, FleetFollower, ReloadingPart, Reloads
 from kvrs.proxy.streams.driver import Driver
 from kvrs.proxy.streams.event_log import EventLog
 from kvrs.proxy.streams.metrics import Metrics

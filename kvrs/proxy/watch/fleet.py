@@ -9,17 +9,18 @@ import msgspec
 from kvrs.config.cluster import InstanceSettings, NodeSettings
 from kvrs.config.file import Config
 from kvrs.config.proxy import ProxySettings
+from kvrs.core.fleet.gpus import RankDue
 from kvrs.core.model.cluster_view import Agent
 from kvrs.core.model.member import Health, Member
 from kvrs.core.topology import Topology
-from kvrs.errors import ConfigError
+from kvrs.errors import ConfigError, RequestError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.proving import instance_keys
 from kvrs.proxy.backends.agent import AgentBackend
 from kvrs.proxy.backends.backend import Backend
 from kvrs.proxy.backends.cluster import open_backend
-from kvrs.proxy.fleet.failing_gpus import FailingGpus
+from kvrs.proxy.fleet.orders import RankOrder, pass_on
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running
 from kvrs.proxy.reload import Apply, ReloadingPart
 from kvrs.proxy.streams.driver import Driver
@@ -31,6 +32,7 @@ from kvrs.proxy.wire.pool import EngineLinks
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_GPUS_INTERVAL_S = 0.5
 
 
 class FleetLinks(msgspec.Struct, frozen=True):
@@ -76,8 +78,7 @@ class Fleet:
             async with asyncio.TaskGroup() as self._group:
                 for watcher in [*self._watchers.values()]:
                     self._start(watcher)
-                gpus = FailingGpus(self._driver.control, self._links.backends)
-                self._group.create_task(gpus.run())
+                self._group.create_task(self._order_ranks())
                 while True:
                     await self._any_leaves.wait()
                     self._any_leaves.clear()
@@ -241,6 +242,25 @@ class Fleet:
         self._gossip_view.leave(name)
         if (watch := self._watches.pop(name, None)) is not None:  # It runs.
             watch.cancel()
+
+    async def _order_ranks(self) -> None:
+        """Have ranks leave their failing GPUs, and come back when these have recovered."""
+        while True:
+            await asyncio.sleep(_GPUS_INTERVAL_S)
+            await asyncio.gather(*map(self._order, self._driver.control.gpus.take_due()))
+
+    async def _order(self, due: RankDue) -> None:
+        control = self._driver.control
+        refused, facts = False, {"instance": due.instance, "rank": due.rank, "gpu": due.gpu}
+        try:
+            order = RankOrder(due.instance, due.rank, due.leaves)
+            await pass_on(order, control, self._links.backends)
+        except RequestError as error:
+            refused = True
+            facts["cause"] = str(error)
+        doing = "leaves its failing GPU" if due.leaves else "comes back to its GPU"
+        log.warning("a rank %s", f"cannot: {doing}" if refused else doing, extra=facts)
+        control.gpus.answered(due, refused=refused)
 
 
 def _instances(config: Config) -> dict[InstanceId, tuple[NodeSettings, InstanceSettings]]:
