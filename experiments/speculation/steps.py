@@ -223,7 +223,7 @@ def compared(
 
 async def measure(models: Path, pairs: int) -> tuple[list[dict[str, Any]], SpeculationReport]:
     config = config_of(models)
-    (((_, settings),),) = (config.cluster.instances(),)
+    ((_, settings),) = config.cluster.instances()
     with asked_of(config) as (orders, digest):
         url, key = config.url_of(settings), scoped_key(SECRET, Scope.INSTANCE, NAME)
         async with client_of(url, key) as client:

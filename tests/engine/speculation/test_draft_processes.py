@@ -68,6 +68,7 @@ async def test_a_helper_speeds_a_survivor_up_and_may_vanish_at_any_time(
 
             os.kill(processes.pid("d1"), signal.SIGSTOP)
             assert await accepted_in(cluster, again) < TOKENS // 4
+            assert await accepted_in(cluster, again) == 0, "what had come is used up"
             os.kill(processes.pid("d1"), signal.SIGCONT)
             asked = asyncio.create_task(again())
             processes.kill("d1")
