@@ -14,7 +14,7 @@ from kvrs.config.file import Config, load_config
 from kvrs.config.policy import PolicyName
 from kvrs.errors import ConfigError, numbers_out_of_range
 from kvrs.faults.language import Fault, VictimRole, What, load_faults
-from kvrs.profiles.catalog import decode_table, kv_geometry
+from kvrs.profiles.catalog import decode_table, kv_geometry, load_s
 from kvrs.report.metrics import Slo
 from kvrs.sim.cluster import PACE
 from kvrs.sim.fault_scenarios import FaultEvent, named_deaths, random_deaths
@@ -92,6 +92,7 @@ def _paced(config: Config, pace: str | None) -> Config:
         return config
     try:
         decode_table(pace)
+        load_s(pace)
     except ConfigError as error:
         raise ConfigError([f"--pace: {fault}" for fault in error.faults]) from None
     engine = config.cluster.engine.model_copy(update={"pace": pace})

@@ -190,6 +190,12 @@ def test_paces_of_two_models_are_refused(config: Path) -> None:
         load_case(SimulateOptions(config=config))
 
 
+def profile_without_load() -> str:
+    profile: dict[str, Any] = msgspec.to_builtins(catalog.profile("opt-13b-a100-vllm-tp1"))
+    del profile["load"]
+    return msgspec.json.encode(profile).decode()
+
+
 FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"
 
 
@@ -200,6 +206,10 @@ FAULT = "- {{when: {{at_s: 1}}, what: kill, whom: {}}}"
         (
             lambda path: {"pace": "opt-13b-a100-kvrs-seed"},
             r"^--pace: 'opt-13b-a100-kvrs-seed' has no decode table; allowed: ",
+        ),
+        (
+            lambda path: {"pace": str(path("without.json", profile_without_load()))},
+            r"^--pace: '.*without\.json' has no load time; allowed: ",
         ),
         (
             lambda path: {"fault": path("f.yaml", FAULT.format("{id: d0, rank: 1}"))},
