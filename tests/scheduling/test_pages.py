@@ -448,6 +448,20 @@ def test_disowned_pages_are_found_no_more_and_stay_with_those_that_have_them() -
     assert pages.free_pages == 8
 
 
+def test_adopted_pages_are_cached_and_evicted_least_recently_used_first() -> None:
+    """The others are free, and given before them."""
+    pages = PageManager(4, P)
+    old, new = TAGS[0], TAGS[1]
+
+    pages.adopt([(2, old), (0, new)])
+
+    pages.check()
+    assert pages.free_pages == 4
+    assert pages.allocate(3) == [1, 3, 2]
+    assert [pages.holds(tag) for tag in (old, new)] == [False, True]
+    assert pages.match([new]) == [0]
+
+
 def test_a_new_pool_takes_a_few_bytes_a_page() -> None:
     """A simulator has thousands of pools, of which most pages are never used."""
     pages = 10_000

@@ -413,6 +413,19 @@ def test_adopted_pages_are_found_and_give_way_in_the_order_of_their_age() -> Non
     assert (book.match([old]), book.match([new])) == ([], [1])
 
 
+def test_slots_between_adopted_ones_are_used_lowest_first() -> None:
+    """The memory of a store grows only as needed."""
+    book = CheckpointBook(8)
+    book.adopt([(4, tags(1, 1)[0]), (1, tags(2, 1)[0])])
+    book.offer(CheckpointClaim(S, 0, 1), 4, (), until_s=10.0)
+
+    incoming = book.begin(CheckpointClaim(S, 0, 1), 0, tags(3, 4))
+
+    assert incoming.slots == [0, 2, 3, 5]
+    book.end(incoming)
+    book.check()
+
+
 def test_a_page_that_another_connection_still_reads_stays_a_stray() -> None:
     """Two read a page that no reservation keeps; the first that is done does not free it."""
     book = filled(4, S, tags(1, 1))
