@@ -426,6 +426,19 @@ def test_slots_between_adopted_ones_are_used_lowest_first() -> None:
     book.check()
 
 
+def test_a_page_that_is_here_gives_no_room_to_those_before_it() -> None:
+    """It is held before slots are taken for the others of its range."""
+    book = filled(2, S, tags(1, 2))
+    book.release([S], until_s=20.0)
+    book.offer(CheckpointClaim(T, 0, 1), 2, (), until_s=10.0)
+
+    incoming = book.begin(CheckpointClaim(T, 0, 1), 0, (tags(3, 1)[0], tags(1, 2)[1]))
+
+    assert incoming.slots == [0, None]
+    book.end(incoming)
+    book.check()
+
+
 def test_a_page_that_another_connection_still_reads_stays_a_stray() -> None:
     """Two read a page that no reservation keeps; the first that is done does not free it."""
     book = filled(4, S, tags(1, 1))

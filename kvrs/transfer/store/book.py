@@ -372,16 +372,16 @@ class CheckpointBook:
 
     def _expect(self, reservation: _Reservation, incoming: IncomingRange) -> None:
         """Find a slot for every page of the range that needs one."""
-        incoming.agreed = self._adopt_tags(reservation, incoming.first_page, incoming.tags)
-        for position in range(len(incoming.tags)):
-            index = incoming.first_page + position
-            if index >= reservation.need:
-                incoming.code = StoreCode.FULL
-            if index >= min(incoming.agreed, reservation.need):
-                break
-            self._attach(reservation, (index,))
+        first, need = incoming.first_page, reservation.need
+        end = first + len(incoming.tags)
+        incoming.agreed = self._adopt_tags(reservation, first, incoming.tags)
+        if end > need <= incoming.agreed:
+            incoming.code = StoreCode.FULL
+        indexes = range(first, min(end, need, incoming.agreed))
+        self._attach(reservation, indexes)
+        for index in indexes:
             if reservation.slots[index] is None and index not in reservation.incoming:
-                incoming.slots[position] = reservation.incoming[index] = (
+                incoming.slots[index - first] = reservation.incoming[index] = (
                     self._slots.take_for_writing()
                 )
         reservation.advance()
