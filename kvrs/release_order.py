@@ -1,10 +1,23 @@
-"""Page or slot numbers in order of release, the next to be evicted first."""
+"""Page or slot numbers in order of release, the next to be evicted first, and the objects that
+stand for them.
+"""
 
 from array import array
 from collections.abc import Iterable, Iterator
 
 _ABSENT = -1
 _ABSENT_BLOCK = array("i", [_ABSENT]) * 256  # By so many at least the arrays grow.
+
+_NUMBERS: list[int] = []
+
+
+def shared(number: int) -> int:
+    """The number, as the object that all books of this process have: one of each book's own would
+    take 32 bytes.
+    """
+    while number >= len(_NUMBERS):
+        _NUMBERS.extend(range(len(_NUMBERS), 2 * len(_NUMBERS) + 256))
+    return _NUMBERS[number]
 
 
 class ReleaseOrder:

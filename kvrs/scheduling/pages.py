@@ -11,7 +11,7 @@ from typing import Protocol
 from kvrs.ids import StreamId
 from kvrs.protocol.parts import Cell
 from kvrs.protocol.tags import Tag
-from kvrs.release_order import ReleaseOrder
+from kvrs.release_order import ReleaseOrder, shared
 from kvrs.scheduling.damaged_pages import DamagedPages
 from kvrs.scheduling.page_leases import LeaseEnds, PageLease
 from kvrs.scheduling.page_parts import PageParts
@@ -172,7 +172,7 @@ class PageManager:
         if page in self.damaged:
             assert self.damaged.is_mended(page), f"page {page} lacks cells"
             self.damaged.spoil(page)
-        found = self._page_by_tag.setdefault(tag, page)
+        found = self._page_by_tag.setdefault(tag, shared(page))
         if self.bases[found] != self.bases[page]:
             return page
         if found == page:

@@ -474,3 +474,16 @@ def test_a_new_pool_takes_a_few_bytes_a_page() -> None:
 
     assert pool.free_pages == pages
     assert size_bytes < 30 * pages
+
+
+def test_pools_of_a_process_share_the_numbers_of_their_pages() -> None:
+    """Each would take 32 bytes for every page that is found by its tag."""
+    one, other = PageManager(1000, P), PageManager(1000, P)
+    for pages in (one, other):
+        pages.allocate(900)
+        computed_run(pages, TAGS[:1])
+
+    (page,), (same,) = one.match(TAGS[:1]), other.match(TAGS[:1])
+
+    assert page == 900
+    assert page is same

@@ -426,6 +426,16 @@ def test_slots_between_adopted_ones_are_used_lowest_first() -> None:
     book.check()
 
 
+def test_stores_of_a_process_share_the_numbers_of_their_slots() -> None:
+    """Each would take 32 bytes for every page."""
+    one, other = (filled(300, S, tags(1, 300)) for _ in range(2))
+
+    slot, same = (book.match(tags(1, 300))[-1] for book in (one, other))
+
+    assert slot == 299
+    assert slot is same
+
+
 def test_a_page_that_is_here_gives_no_room_to_those_before_it() -> None:
     """It is held before slots are taken for the others of its range."""
     book = filled(2, S, tags(1, 2))

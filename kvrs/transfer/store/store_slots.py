@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvrs.protocol.tags import Tag
-from kvrs.release_order import ReleaseOrder
+from kvrs.release_order import ReleaseOrder, shared
 
 # A slot is in exactly one state. References are held by reservations, pins by connections that
 # write or read the slot.
@@ -55,7 +55,7 @@ class StoreSlots:
 
     def register(self, slot: int, tag: Tag) -> bool:
         """The slot holds that page whole. Returns False where an equal page came first."""
-        own = self._by_tag.setdefault(tag, slot) == slot
+        own = self._by_tag.setdefault(tag, shared(slot)) == slot
         if own:
             self.tags[slot] = tag
         return own
