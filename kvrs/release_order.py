@@ -73,6 +73,8 @@ class ReleaseOrder:
     def pop_first(self) -> int:
         """Take out the number that has been in for longest; there must be one."""
         assert self._count, "no number is in"
-        number = self._next[0] - 1
-        self.discard(number)
-        return number
+        following, place = self._next, self._next[0]
+        after = following[0] = following[place]
+        self._previous[after], following[place] = 0, _ABSENT
+        self._count -= 1
+        return place - 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrs.release_order import ReleaseOrder
 
-NUMBERS = st.integers(0, 9)
+NUMBERS = st.integers(0, 9) | st.sampled_from([255, 256, 1023])  # Arrays grow by 256.
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "discard", "pop_first"]), NUMBERS))
 
 

@@ -222,13 +222,14 @@ class PageManager:
         """One reference less to each. The last page goes first, so that under pressure a history
         loses its tail first.
         """
-        references = self.references
+        references, lent = self.references, self.parts.lent
         for page in reversed(pages):
-            assert references[page] > 0, f"page {page} is released once too often"
-            references[page] -= 1
-            if not references[page]:
+            left = references[page] - 1
+            assert left >= 0, f"page {page} is released once too often"
+            references[page] = left
+            if not left:
                 self._hard_pinned -= 1
-                self.parts.lent.discard(page)
+                lent.discard(page)
                 self._settle(page)
 
     # Leases.
@@ -378,7 +379,7 @@ class PageManager:
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that all counters agree. O(pages)."""
-        free, soft_pins = set(self._free), [0] * self.pages
+        free, cached, soft_pins = set(self._free), set(self._cached), [0] * self.pages
         assert len(free) == len(self._free), "a page is twice in the free list"
         for lease in self._leases.values():
             assert lease.pages, "a lease on nothing"
@@ -391,7 +392,7 @@ class PageManager:
         for page, tag in enumerate(self._tags):
             unpinned = not self.references[page] and not soft_pins[page]
             assert (page in free) == (unpinned and tag is None), f"page {page}: free list is wrong"
-            assert (page in self._cached) + (page in self.replicas) == (
+            assert (page in cached) + (page in self.replicas) == (
                 unpinned and tag is not None
             ), f"page {page}: cache list is wrong"
             by_tag = self.damaged.by_tag if page in self.damaged else self._page_by_tag

@@ -192,10 +192,9 @@ def pages_for(tokens: int, page_size: int) -> int:
 def prefill_s(sequences: Iterable[Sequence], prefill: PrefillTable) -> float:
     """Predicted time to compute what is left of each, without the overheads of steps."""
     return sum(
-        prefill.extra(len(one.token_ids) - one.work_tokens, one.work_tokens)
-        - prefill.step_overhead_s
+        prefill.extra(len(one.token_ids) - work, work) - prefill.step_overhead_s
         for one in sequences
-        if one.work_tokens
+        if (work := one.work_tokens)
     )
 
 
