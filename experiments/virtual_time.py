@@ -1,20 +1,39 @@
-"""Common parts of experiments on a simulated cluster: models of fewer layers, times of tokens,
-streams that stay, and running until something has happened.
+"""Common parts of experiments on a simulated cluster: prompts, models of fewer layers, times of
+tokens, streams that stay, and running until something has happened.
 """
 
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 from kvrs.core import staying
 from kvrs.elastic.units import Units
 from kvrs.ids import StreamId
-from kvrs.sim.calls import SimRun
+from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, SimRun
 from kvrs.sim.process import Clock, require
 from kvrs.sim.steady import SteadyDecodes
 from kvrs.sim.streams import SimJournal
+
+_IDS = array("H", range(VOCABULARY)) * 2
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedPrompt(Sequence[int]):
+    """Consecutive ids, which are made when they are read. No two of 50,000 requests begin alike."""
+
+    number: int  # Of the request.
+    tokens: int
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __getitem__(self, at: Any) -> Any:
+        first = self.number * TOKEN_STRIDE % VOCABULARY
+        return _IDS[first : first + self.tokens][at]
 
 
 @contextmanager

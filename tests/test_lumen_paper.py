@@ -21,6 +21,7 @@ from experiments.lumen.run import (
     draft_of,
     figures,
 )
+from experiments.virtual_time import NumberedPrompt
 from kvrs.config.backup import BackupSettings
 from kvrs.scheduling.assisted import DraftCounts
 from kvrs.scheduling.pace import Pace
@@ -105,3 +106,13 @@ def record(number: int, ttft_s: float) -> StreamRecord:
     return StreamRecord(
         number, at_s, 10, 2, sent_s=at_s, ended_s=times_s[-1], token_times_s=times_s
     )
+
+
+def test_prompts_are_made_when_they_are_read() -> None:
+    """Ids go round; requests of one number have the same ones, and of two numbers others."""
+    prompt = NumberedPrompt(9, 40_000)
+
+    assert len(prompt) == 40_000
+    assert [*prompt] == [(9 * 7919 + place) % 50_000 for place in range(40_000)]
+    assert [*prompt[30_000:30_002]] == [1271, 1272]
+    assert prompt[:] == NumberedPrompt(9, 40_000)[:] != NumberedPrompt(10, 40_000)[:]

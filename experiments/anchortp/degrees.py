@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.virtual_time import grouped, patient, run_until, token_times
+from experiments.virtual_time import NumberedPrompt, grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import hybrid, staged
@@ -30,7 +30,6 @@ from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId, StreamId
 from kvrs.report.impact import throughput, time_to_peak_s
-from kvrs.sim.calls import tokens_at
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
@@ -180,7 +179,7 @@ def _send(cluster: SimCluster, model: DenseModel, seed: int) -> None:
     from_s = clock.now_s
     for number, each in enumerate(trace.requests):
         name = StreamId(f"s{number}")
-        prompt = tokens_at(name, 0, each.input_tokens)
+        prompt = NumberedPrompt(number, each.input_tokens)
         arrival = Arrival(from_s + each.arrival_s, prompt, each.output_tokens)
         clock.after(each.arrival_s, partial(proxy.arrive, name, arrival))
 

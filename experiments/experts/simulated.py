@@ -19,13 +19,12 @@ from random import Random
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.virtual_time import grouped, run_until, token_times
+from experiments.virtual_time import NumberedPrompt, grouped, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.ids import InstanceId, StreamId
-from kvrs.sim.calls import tokens_at
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
@@ -125,8 +124,8 @@ def running(model: RankModel, seed: int) -> Iterator[tuple[SimCluster, SimRanks,
         clock, proxy = cluster.clock, cluster.serving[0]
         cluster.begin()
         names = [StreamId(f"s{n}") for n in range(REQUESTS)]
-        for name in names:
-            prompt = tokens_at(name, 0, CONTEXT_TOKENS)
+        for n, name in enumerate(names):
+            prompt = NumberedPrompt(n, CONTEXT_TOKENS)
             clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, OUTPUT_TOKENS)))
         ranks = cluster.engines[HOME].ranks
         assert isinstance(ranks, SimRanks)

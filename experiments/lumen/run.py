@@ -9,7 +9,6 @@ rate is another. A run goes on from the cells that are kept, if the code has not
 """
 
 import sys
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.forking import in_children
 from experiments.record import Record
+from experiments.virtual_time import NumberedPrompt
 from kvrs.config.file import Config, parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.profiles import catalog
@@ -172,8 +172,7 @@ def arrivals(case: Case, seed: int) -> list[Arrival]:
     settings = replace(PRESETS[setup.preset].settings, requests=count, requests_per_s=per_s)
     found = []
     for number, asked in enumerate(generate(settings, seed).requests):
-        tokens = min(asked.input_tokens, setup.most_prompt)
-        prompt = array("H", ((number * 7919 + position) % 50_000 for position in range(tokens)))
+        prompt = NumberedPrompt(number, min(asked.input_tokens, setup.most_prompt))
         output = min(asked.output_tokens, setup.most_output)
         found.append(Arrival(asked.arrival_s, prompt, output))
     return found

@@ -31,6 +31,7 @@ import yaml
 from experiments.cells import Cells
 from experiments.command_line import parser_of
 from experiments.record import Record
+from experiments.virtual_time import NumberedPrompt
 from kvrs.config.backup import BackupSettings
 from kvrs.config.cluster import pipeline_nodes
 from kvrs.config.file import Config, parse_config
@@ -148,9 +149,7 @@ def arrivals(per_s: float, run_s: float, seed: int) -> list[Arrival]:
     ):
         tokens = ceil(exp(lengths.gauss(log(PROMPT_TOKENS_P50), PROMPT_SIGMA)))
         output = ceil(exp(lengths.gauss(middle, OUTPUT_SIGMA)))
-        prompt = tuple(
-            (number * 7919 + place) % 50_000 for place in range(min(tokens, MOST_PROMPT))
-        )
+        prompt = NumberedPrompt(number, min(tokens, MOST_PROMPT))
         found.append(Arrival(at_s, prompt, min(output, MOST_OUTPUT)))
     return found
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.virtual_time import grouped, patient, run_until, token_times
+from experiments.virtual_time import NumberedPrompt, grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model.estimates import Option
 from kvrs.elastic import on_demand
@@ -34,7 +34,6 @@ from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.explain.elastic import ElasticQuestion, explain_elastic
 from kvrs.ids import InstanceId, StreamId
-from kvrs.sim.calls import tokens_at
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.process import require
 from kvrs.sim.rank_model import RankModel
@@ -139,8 +138,8 @@ def play(way: str, seed: int) -> Row:
         clock, proxy = cluster.clock, cluster.serving[0]
         cluster.begin()
         names = [StreamId(f"s{n}") for n in range(REQUESTS)]
-        for name in names:
-            prompt = tokens_at(name, 0, CONTEXT_TOKENS)
+        for n, name in enumerate(names):
+            prompt = NumberedPrompt(n, CONTEXT_TOKENS)
             clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, _OUTPUT_TOKENS)))
         engine = cluster.engines[HOME]
 

@@ -20,7 +20,7 @@ class Arrival:
     """A client's request and its time."""
 
     at_s: float
-    prompt_ids: Sequence[int]  # Below 65,536. An array where there are many requests.
+    prompt_ids: Sequence[int]  # Below 65,536. No list where there are many requests.
     max_tokens: int
     is_text: bool = False  # The proxy has its ids only when prefill has answered.
     is_keyed: bool = False  # The client can resume it at another proxy.
@@ -198,7 +198,7 @@ class SimStream(LiveStream):
 
     @property
     def history_ids(self) -> "array[int]":
-        return array("H", self.arrival.prompt_ids) + array("H", self.journal.output_ids)
+        return array("H", self.arrival.prompt_ids[:]) + array("H", self.journal.output_ids)
 
     @property
     def true_history_tokens(self) -> int:
