@@ -90,7 +90,7 @@ class SimCall:
 
     stream: StreamId
     number: tuple[int, int]  # Owner epoch, attempt.
-    token_ids: "array[int]"
+    token_ids: "array[int]"  # The history; the instance adds what it computes.
     prompt_tokens: int
     max_tokens: int
     prefill_only: bool

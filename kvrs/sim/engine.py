@@ -112,7 +112,8 @@ class SimEngine(SimPagePool, RankedEngine):
         )
 
     def start(self) -> None:
-        self._reset()
+        if self.life:  # Nothing has happened yet to what was made with it.
+            self._reset()
         self.draining = self.hangs = False
         self.answer = None
         super().start()
@@ -154,7 +155,7 @@ class SimEngine(SimPagePool, RankedEngine):
         sequence = Sequence(
             stream=call.stream,
             attempt=call.number,
-            token_ids=call.token_ids[:],
+            token_ids=call.token_ids,
             prompt_tokens=call.prompt_tokens,
             root=self._site.root,
             prefill_only=call.prefill_only,
