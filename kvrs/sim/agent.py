@@ -1,5 +1,6 @@
 """The agent of a simulated node: the book of its checkpoint store, and what lies in the slots."""
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,6 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import AgentInfo, AgentReport, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.protocol.page_messages import CheckpointClaim, HeldPages, StoreCode
 from kvrs.protocol.tags import Tag
-from kvrs.release_order import ReleaseOrder
 from kvrs.sim.process import require
 from kvrs.sim.site import LATENCY_S, OpenedPages, PageRequest, SimKeeper, Site
 from kvrs.transfer.store.book import CheckpointBook, IncomingRange
@@ -31,10 +31,11 @@ class SimAgent(SimKeeper):
         self._site = site
         self._page_bytes = site.geometry.page_bytes
         self._lease_s = site.config.transfer.lease_s
-        # What a restarted agent adopts: slots whose page is whole, the one that came first being
-        # first, and by slot what is in them.
-        self._whole = ReleaseOrder()
+        # What a restarted agent adopts, by slot: what is in it, and the number of the page that has
+        # come whole into it, the one that came first being first; 0: none has.
         self._contents: list[Tag] = []
+        self._arrivals = array("I")
+        self._whole_pages = self._arrived_pages = 0
         self._watchers: list[Changes] = []
         self.book = CheckpointBook(0)
         self.slots = SlotTable(site.config.policy.slots_max)
@@ -45,13 +46,15 @@ class SimAgent(SimKeeper):
         super().start()
         self._watchers, self._connections = [], 0
         self.book = CheckpointBook(self._site.config.backup.capacity_bytes // self._page_bytes)
-        self.book.adopt([(slot, self._contents[slot]) for slot in self._whole])
+        whole = (slot for slot, arrival in enumerate(self._arrivals) if arrival)
+        in_order = sorted(whole, key=self._arrivals.__getitem__)
+        self.book.adopt([(slot, self._contents[slot]) for slot in in_order])
         self.slots = SlotTable(self._site.config.policy.slots_max, first_token=self.epoch << 32)
         self._look_at_slots()
 
     def lose_memory(self) -> None:
         """The node is gone, and its shared memory with it."""
-        self._whole = ReleaseOrder()
+        self._contents, self._arrivals, self._whole_pages = [], array("I"), 0
 
     # What instances ask.
 
@@ -71,8 +74,9 @@ class SimAgent(SimKeeper):
         self._connections += 1
         run = self.book.begin(claim, first_page, tags)
         for slot in run.slots:
-            if slot is not None:
-                self._whole.discard(slot)
+            if slot is not None and self._is_whole(slot):
+                self._arrivals[slot] = 0
+                self._whole_pages -= 1
         return run
 
     def commit(self, run: IncomingRange, index: int, content: Tag | None) -> None:
@@ -82,9 +86,12 @@ class SimAgent(SimKeeper):
             require(False, f"{self.id} is sent another page than it was promised")
         slot = self.book.commit(run, index)
         if slot is not None:
-            self._contents += [run.tags[index]] * (slot + 1 - len(self._contents))
-            self._contents[slot] = run.tags[index]
-            self._whole.add(slot)
+            if (more := slot + 1 - len(self._contents)) > 0:
+                self._contents += [run.tags[index]] * more
+                self._arrivals.extend([0] * more)
+            self._arrived_pages += 1
+            self._whole_pages += 1
+            self._contents[slot], self._arrivals[slot] = run.tags[index], self._arrived_pages
 
     def end(self, run: IncomingRange) -> HeldPages:
         self._connections -= 1
@@ -103,7 +110,7 @@ class SimAgent(SimKeeper):
             self.book.unpin(slots)
 
         return OpenedPages(
-            [self._contents[slot] if slot in self._whole else None for slot in slots], False, close
+            [self._contents[slot] if self._is_whole(slot) else None for slot in slots], False, close
         )
 
     # What proxies ask.
@@ -159,7 +166,7 @@ class SimAgent(SimKeeper):
         return AgentReport(
             self.epoch,
             self.book.reserved_slots * self._page_bytes,
-            len(self._whole) * self._page_bytes,
+            self._whole_pages * self._page_bytes,
             self.book.reservations,
             pages,
             denied,
@@ -176,6 +183,9 @@ class SimAgent(SimKeeper):
         self.slots.check()
         held = {target: count.held for target, count in self.slots.counts().items() if count.held}
         require(not held, f"{self.id} still has slots in use: {held}")
+
+    def _is_whole(self, slot: int) -> bool:
+        return slot < len(self._arrivals) and self._arrivals[slot] > 0
 
     def _expire(self) -> None:
         ended = self.book.expire(self.clock.now_s)
