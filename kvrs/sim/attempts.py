@@ -1,6 +1,7 @@
 """The calls of one attempt at a stream of a simulated proxy, which `kvrs.core.attempt` decides."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from kvrs.core.attempt import Attempt, CallFault
 from kvrs.core.control import Control
@@ -45,7 +46,7 @@ class AttemptHost(Asker, Protocol):
 
     @property
     def now_s(self) -> float: ...
-    def after(self, delay_s: float, step: Step) -> None:
+    def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
         """Do this later, unless the proxy has died by then."""
 
     def engine(self, name: InstanceId) -> SimEngine: ...
@@ -241,7 +242,7 @@ class SimAttempt:
         limit_s = attempt.limit_s(silence.heard_s, now_s)
         next_s = silence.look(now_s, limit_s, lambda: attempt.is_excused(now_s))
         if next_s is not None:
-            self.host.after(next_s - now_s, lambda: self._watch(connection))
+            self.host.after(next_s - now_s, self._watch, connection)
             return
         self.host.suspect(attempt.failed_at)
         self._fail("silent")

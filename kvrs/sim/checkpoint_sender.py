@@ -46,10 +46,8 @@ class SimCheckpointSender:
             if isinstance(holder, SimKeeper) and due_in_s is not None:
                 self._numbers += 1
                 self._rounds[name] = self._numbers
-                self._engine.later(
-                    due_in_s + max(SHORTEST_S, self._settings.gather_s),
-                    partial(self._round, holder, self._numbers),
-                )
+                begins_in_s = due_in_s + max(SHORTEST_S, self._settings.gather_s)
+                self._engine.later(begins_in_s, self._round, holder, self._numbers)
 
     def _round(self, agent: SimKeeper, number: int) -> None:
         """Ask about what has not been asked, then send one batch."""
@@ -196,11 +194,12 @@ class _Store:
         self._agent_life = agent.life
         self._parcel = parcel
         self._runs = runs
-        self._places = [(run, index) for run in runs for index in range(len(run.tags))]
-        self._contents = checkpoint_sender.engine.contents_of(
+        contents = checkpoint_sender.engine.contents_of(
             [page for _, _, pages in parcel for page in pages]
         )
-        self._arrived_pages = 0
+        self._pages = len(contents)
+        places = ((run, index) for run in runs for index in range(len(run.tags)))
+        self._on_their_way = zip(places, contents, strict=True)
 
     def send(self) -> None:
         engine, site = self._checkpoint_sender.engine, self._checkpoint_sender.site
@@ -208,7 +207,7 @@ class _Store:
             SimTransfer(
                 engine,
                 self._agent,
-                len(self._places),
+                self._pages,
                 site.geometry.page_bytes,
                 TrafficClass.CHECKPOINT,
                 self._arrived,
@@ -217,13 +216,13 @@ class _Store:
         )
 
     def _arrived(self, pages: int) -> bool:
+        engine, commit = self._checkpoint_sender.engine, self._agent.commit
         for _ in range(pages):
-            if self._checkpoint_sender.engine.corrupt_pages:
-                self._checkpoint_sender.engine.corrupt_pages -= 1
+            if engine.corrupt_pages:
+                engine.corrupt_pages -= 1
                 return False
-            run, index = self._places[self._arrived_pages]
-            self._agent.commit(run, index, self._contents[self._arrived_pages])
-            self._arrived_pages += 1
+            (run, index), content = next(self._on_their_way)
+            commit(run, index, content)
         return True
 
     def _ended(self, error: str | None) -> None:
@@ -233,6 +232,5 @@ class _Store:
         if error is not None:
             # Whatever it was, the agent has closed the connection: an offer tells what is there.
             answers = None
-        self._checkpoint_sender.engine.later(
-            LATENCY_S, lambda: self._checkpoint_sender.stored(self._agent, self._parcel, answers)
-        )
+        sender = self._checkpoint_sender
+        sender.engine.later(LATENCY_S, sender.stored, self._agent, self._parcel, answers)

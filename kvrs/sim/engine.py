@@ -292,26 +292,28 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def _begin_batch(self) -> bool:
         """False: there is none."""
-        steady = self.steady
-        if steady and not _can_be_steady(self):
+        steady, members = self.steady, self.steady.members
+        if members and not _can_be_steady(self):
             steady.stop(None)
         proposals = None if self.drafts is None else self.drafts.proposals(self.runs)
-        if steady:
+        if members:
             for page in steady.begin_pages():
                 self.contents[page] = None
         batch = self.scheduler.next_batch(proposals)
         if self.drafts is not None:
             self.drafts.tell()
-        if not batch and not steady:
+        if not batch and not members:
             return False
         if self.unverified:
             verify(self, batch)
         self.flights.append(batch)
         chunks = [chunk for _, chunk in batch]
-        seconds = self._pace.pace.batch_s(chunks, len(steady), steady.context_tokens)
+        seconds = self._pace.pace.batch_s(chunks, len(members), steady.context_tokens)
         seconds *= self.slow_factor
-        compute = self.later if self.ranks is None else partial(self.ranks.compute, batch)
-        compute(seconds, lambda: self._complete(batch))
+        if self.ranks is None:
+            self.later(seconds, self._complete, batch)
+        else:
+            self.ranks.compute(batch, seconds, partial(self._complete, batch))
         return True
 
     def _complete(self, batch: Batch) -> None:
@@ -321,20 +323,21 @@ class SimEngine(SimPagePool, RankedEngine):
         flights = [each for each in self.flights if each is not batch]
         if len(flights) == len(self.flights):
             return  # It was abandoned.
-        if self.steady and not self.steady.keeps_order():
-            self.steady.stop(batch)
+        steady = self.steady
+        if steady.members and not steady.keeps_order():
+            steady.stop(batch)
         self.flights = flights
-        filled = self.steady.fill_pages()
+        filled = steady.fill_pages()
         answers = self._apply(batch, filled) if batch else []
         if not batch:
             for sequence in filled:
                 self.note_filled(sequence)
         self._answer(answers)
-        self.steady.stepped()
+        steady.stepped()
         if answers and _can_be_steady(self):
             for run, _ in answers:
                 if run.sequence in self.runs:
-                    self.steady.take(run)
+                    steady.take(run)
         self.look()
 
     def _apply(self, batch: Batch, filled: list[Sequence]) -> list[tuple[SimRun, list[int]]]:
@@ -370,6 +373,11 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def _answer(self, answers: list[tuple[SimRun, list[int]]]) -> None:
         """Send the tokens of a batch, those for one proxy together."""
+        flows = self.steady.flows
+        if not answers:
+            for asker, flow in flows.items():
+                asker.answered(self.id, [], flow)
+            return
         together: dict[Asker, list[Answer]] = {}
         for run, tokens in answers:
             sequence, call = run.sequence, run.call
@@ -381,13 +389,12 @@ class SimEngine(SimPagePool, RankedEngine):
                 answer = together[reply.asker] = []
             for position, token in enumerate(tokens, produced - len(tokens)):
                 answer.append((reply, position, token, is_last and position == produced - 1))
-        flows = self.steady.flows
         for asker in dict.fromkeys((*flows, *together)):
             asker.answered(self.id, together.get(asker, []), flows.get(asker))
 
     def _end(self, run: SimRun, retain_until_s: float | None = None) -> None:
         sequence = run.sequence
-        if sequence in self.steady:
+        if sequence in self.steady.members:
             self.steady.stop(self.flights[0] if self.flights else None)
         del self.runs[sequence]
         self.unverified.discard(sequence)

@@ -4,7 +4,6 @@ page after page.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 
 from kvrs.ids import NodeId
@@ -63,7 +62,7 @@ class SimLinks:
         transfer.heard_s = self._clock.now_s
         route = self._route(transfer.source.node, transfer.target.node)
         route.waiting.append(transfer)
-        self._clock.after(self._stall_timeout_s, partial(self._look, transfer))
+        self._clock.after(self._stall_timeout_s, self._look, transfer)
         self._serve(route)
 
     def stop(self, transfer: SimTransfer, error: str | None) -> None:
@@ -116,9 +115,8 @@ class SimLinks:
             rate = min(rate, route.rate)
         pages = min(CHUNK_PAGES, transfer.pages)
         route.busy = True
-        self._clock.after(
-            pages * transfer.page_bytes / rate, partial(self._sent, route, transfer, pages)
-        )
+        sent_in_s = pages * transfer.page_bytes / rate
+        self._clock.after(sent_in_s, self._sent, route, transfer, pages)
 
     def _sent(self, route: _Route, transfer: SimTransfer, pages: int) -> None:
         route.busy = False
@@ -127,7 +125,8 @@ class SimLinks:
             or route.cut_until_s > self._clock.now_s
         )
         if not transfer.over and not held_up:
-            require(transfer.source.alive, f"{transfer.source.id} is dead and delivers pages")
+            if not transfer.source.alive:
+                require(False, f"{transfer.source.id} is dead and delivers pages")
             # Those of one class take turns.
             route.waiting.remove(transfer)
             route.waiting.append(transfer)
@@ -146,4 +145,4 @@ class SimLinks:
         if left_s <= 1e-9:
             self.stop(transfer, "stalled")
         else:
-            self._clock.after(left_s, partial(self._look, transfer))
+            self._clock.after(left_s, self._look, transfer)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
 from kvrs.ids import InstanceId, NodeId
 
@@ -27,12 +28,12 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.steps = 0
-        self._agenda: list[tuple[float, int, Step]] = []
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
 
-    def after(self, delay_s: float, step: Step) -> None:
+    def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
         at_s = self.now_s + delay_s if delay_s > 0.0 else self.now_s
-        heappush(self._agenda, (at_s, next(self._order), step))
+        heappush(self._agenda, (at_s, next(self._order), step, args))
 
     def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
         """Until that time, or until it is done, or until there is nothing left to do."""
@@ -44,7 +45,8 @@ class Clock:
             if at_s >= second_s:
                 second_s, most = at_s + 1.0, self.steps + STEPS_MAX
             assert self.steps < most, "the world does not come to rest"
-            heappop(agenda)[2]()
+            _, _, step, args = heappop(agenda)
+            step(*args)
 
 
 class OwnTime:
@@ -65,9 +67,9 @@ class OwnTime:
     def is_frozen(self) -> bool:
         return self._deferred is not None
 
-    def after(self, delay_s: float, step: Step) -> None:
+    def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
         """Do this later, unless the proxy has died by then."""
-        self._clock.after(delay_s, partial(self.do, step))
+        self._clock.after(delay_s, self.do, step, *args)
 
     def freeze(self) -> None:
         if self._deferred is None:
@@ -82,14 +84,14 @@ class OwnTime:
         """The proxy has died."""
         self._is_over, self._deferred = True, None
 
-    def do(self, step: Step) -> None:
+    def do(self, step: Callable[..., None], *args: Any) -> None:
         """Now, or when it wakes."""
         if self._is_over:
             return
         if self._deferred is None:
-            step()
+            step(*args)
         else:
-            self._deferred.append(step)
+            self._deferred.append(partial(step, *args))
 
 
 class SimProcess:
@@ -131,24 +133,26 @@ class SimProcess:
         self.frozen = False
         deferred, self._deferred = self._deferred, []
         for life, step, refused in deferred:
-            self._do(life, step, refused)
+            self._do(life, refused, step)
 
-    def later(self, delay_s: float, step: Step) -> None:
+    def later(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
         """Do this, in this life."""
-        life = self.life
-        self.clock.after(delay_s, partial(self._do, life, step, None))
+        self.clock.after(delay_s, self._do, self.life, None, step, *args)
 
     def call(self, delay_s: float, step: Step, refused: Step | None = None) -> None:
         """Ask the process that lives here when the message arrives; `refused` when there is none,
         or it dies before it looks.
         """
-        self.clock.after(delay_s, lambda: self._do(self.life, step, refused))
+        self.clock.after(delay_s, self._asked, step, refused)
 
-    def _do(self, life: int, step: Step, refused: Step | None) -> None:
+    def _asked(self, step: Step, refused: Step | None) -> None:
+        self._do(self.life, refused, step)
+
+    def _do(self, life: int, refused: Step | None, step: Callable[..., None], *args: Any) -> None:
         if not self.alive or life != self.life:
             if refused is not None:
                 refused()
         elif self.frozen:
-            self._deferred.append((life, step, refused))
+            self._deferred.append((life, partial(step, *args), refused))
         else:
-            step()
+            step(*args)

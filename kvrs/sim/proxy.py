@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Any
 
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.books.leases import Leases
@@ -34,7 +35,7 @@ from kvrs.sim.calls import Answer
 from kvrs.sim.engine import SimEngine
 from kvrs.sim.flows import TokenFlow
 from kvrs.sim.invariants import Grants, Invariants
-from kvrs.sim.process import OwnTime, Step, require
+from kvrs.sim.process import OwnTime, require
 from kvrs.sim.site import Site
 from kvrs.sim.slots import SlotMessages
 from kvrs.sim.streams import Arrival, SimJournal, SimRecovery, SimStream
@@ -102,15 +103,19 @@ class SimProxy:
     def now_s(self) -> float:
         return self._site.clock.now_s
 
-    def after(self, delay_s: float, step: Step) -> None:
+    def after(self, delay_s: float, step: Callable[..., None], *args: Any) -> None:
         """Do this later, unless this proxy has died by then."""
-        self.time.after(delay_s, step)
+        self.time.after(delay_s, step, *args)
 
     def answered(self, instance: InstanceId, tokens: list[Answer], flow: TokenFlow | None) -> None:
         """Those that arrive at the same moment do so in one step. Also on connections that are
         closed: the instance does not know yet, and what it sends must not count.
         """
         first_s, clock, calls = self.arrives_s(instance), self._site.clock, 0
+        if flow is not None and not tokens:
+            flow.send(first_s)
+            clock.after(first_s - clock.now_s, self._arrive, tokens, flow, flow.calls)
+            return
         together: dict[float, list[Answer]] = {}
         if flow is not None:
             flow.send(first_s)
@@ -122,12 +127,12 @@ class SimProxy:
             came.append(answer)
         for at_s, came in together.items():
             # The step of the flow is in the first message.
-            clock.after(at_s - clock.now_s, partial(self._arrive, came, flow, calls))
+            clock.after(at_s - clock.now_s, self._arrive, came, flow, calls)
             flow, calls = None, 0
 
     def _arrive(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
         self._site.clock.steps += len(came) + calls - 1  # Each of them counts.
-        self.time.do(partial(self._take, came, flow, calls))
+        self.time.do(self._take, came, flow, calls)
 
     def _take(self, came: list[Answer], flow: TokenFlow | None, calls: int) -> None:
         now_s = self.now_s
@@ -190,7 +195,7 @@ class SimProxy:
     def _self_test(self) -> None:
         tests = self.control.self_tests
         while (test := tests.next(self.now_s)) is not None:
-            self.after(_SELF_TEST_S, partial(self._end_self_test, test))
+            self.after(_SELF_TEST_S, self._end_self_test, test)
 
     def _end_self_test(self, test: SelfTest) -> None:
         """Simulated engines compute alike and fetch what they should; only a death ends a test."""
@@ -349,7 +354,8 @@ class SimShell:
             self.proxy.log.append(event_line(now_s, event, actions))
         self.proxy.invariants.observe(now_s, event, actions)
         self.proxy.events[type(event).__name__] += 1
-        self.proxy.actions.update(type(action).__name__ for action in actions)
+        for action in actions:
+            self.proxy.actions[type(action).__name__] += 1
         self.proxy.told += 1
         if self.proxy.told % BOOK_EVERY == 0:
             self.proxy.after(

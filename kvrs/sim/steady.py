@@ -92,7 +92,7 @@ class SteadyDecodes:
         self._scheduler = scheduler
         self._page_size = page_size
         self._filled = filled
-        self._members: dict[Sequence, _Steady] = {}
+        self.members: dict[Sequence, _Steady] = {}
         self.flows: dict[Asker, TokenFlow] = {}  # By which the tokens of a step go.
         self._all_flows: dict[Asker, TokenFlow] = {}
         self._steps = 0
@@ -100,12 +100,6 @@ class SteadyDecodes:
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
         self._filling: list[Sequence] = []  # With the next step.
         self._beginning: list[Sequence] = []  # A page, with the next step.
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._members
 
     def take(self, run: SimRun) -> None:
         """From the next step on, if it has some before anything happens to it."""
@@ -121,7 +115,7 @@ class SteadyDecodes:
         if not call.reply.join(flow):
             return
         self.flows[asker] = flow
-        self._members[sequence] = _Steady(run, self._steps, self._steps + left)
+        self.members[sequence] = _Steady(run, self._steps, self._steps + left)
         self._scheduler.steady.add(sequence)
         self._due[self._steps + min(in_place, left)].append(sequence)
         self.context_tokens += sequence.computed_tokens + 1
@@ -143,37 +137,38 @@ class SteadyDecodes:
             self._filled(sequence, index)
             token = token_at(sequence.stream, len(sequence.token_ids))
             self._scheduler.fill(sequence, token, index)
-            self._members[sequence].steps += 1
+            self.members[sequence].steps += 1
         self._beginning = filled
         return filled
 
     def stepped(self) -> None:
         """Its tokens have been sent; those whose time is over leave."""
         self._steps += 1
-        self.context_tokens += len(self._members)
+        self.context_tokens += len(self.members)
         for sequence in self._due.pop(self._steps, ()):
-            member = self._members[sequence]
+            member = self.members[sequence]
             if member.end == self._steps:
                 self._leave(sequence)
             else:
-                # The tag of its page is there before the page is.
                 self._catch_up(sequence, member)
+                # The tag of its page is there before the page is.
+                sequence.extend_tags(self._page_size)
                 self._filling.append(sequence)
                 self._due[min(self._steps + self._page_size, member.end)].append(sequence)
 
     def begin_pages(self) -> Iterator[int]:
         """The next step begins: each page that a steady sequence gets for it."""
         beginning, self._beginning = self._beginning, []
-        return (self._scheduler.begin_page(each) for each in beginning if each in self._members)
+        return (self._scheduler.begin_page(each) for each in beginning if each in self.members)
 
     def catch_up(self) -> None:
         """Bring all up to date."""
-        for sequence, member in self._members.items():
+        for sequence, member in self.members.items():
             self._catch_up(sequence, member)
 
     def stop(self, batch: Batch | None) -> None:
         """None is steady any more; those that were are in `batch`, if one is in flight."""
-        sequences = list(self._members)
+        sequences = list(self.members)
         for sequence in sequences:
             self._leave(sequence)
         self._due.clear()
@@ -182,8 +177,9 @@ class SteadyDecodes:
             self._scheduler.name(batch, sequences)
 
     def _leave(self, sequence: Sequence) -> None:
-        member = self._members.pop(sequence)
+        member = self.members.pop(sequence)
         self._catch_up(sequence, member)
+        sequence.extend_tags(self._page_size)
         self._scheduler.steady.discard(sequence)
         self.context_tokens -= sequence.computed_tokens + 1
         reply = member.run.call.reply
@@ -197,4 +193,3 @@ class SteadyDecodes:
             tokens = tokens_at(sequence.stream, len(sequence.token_ids), steps)
             sequence.token_ids.extend(tokens)
             sequence.computed_tokens += steps
-            sequence.extend_tags(self._page_size)

@@ -157,7 +157,7 @@ class SimWatch:
         """At the process: let it report."""
         process = self.process
         if isinstance(process, SimEngine):
-            process.reporting.append(lambda: self._send(session, process.load))
+            process.reporting.append(partial(self._send, session, process.load))
             self._report(session, process.load)
         else:
             self._report(session, partial(process.report, process.watch()))
@@ -171,24 +171,23 @@ class SimWatch:
             make()
         else:
             self._send(session, make)
-        self.process.later(self._line.interval_s, lambda: self._report(session, make))
+        self.process.later(self._line.interval_s, self._report, session, make)
 
     def _send(self, session: int, make: Callable[[], LoadReport | AgentReport]) -> None:
         if self._watch.session == session:
-            report = make()
-            self._later(
-                lambda: self._perform(
-                    session, self._watch.reported(session, report, self._time.now_s)
-                )
-            )
+            self._later(self._came, session, make())
 
-    def _later(self, step: Callable[[], None]) -> None:
+    def _came(self, session: int, report: LoadReport | AgentReport) -> None:
+        if (step := self._watch.reported(session, report, self._time.now_s)) is not None:
+            self._perform(session, step)
+
+    def _later(self, step: Callable[..., None], *args: Any) -> None:
         """Take a step when the process's message arrives; messages arrive in the order in which
         they were sent.
         """
         now_s = self._time.now_s
         self._arrival_s = max(self._arrival_s + IN_ORDER_S, now_s + self._line.delay_s())
-        self._time.after(self._arrival_s - now_s, step)
+        self._time.after(self._arrival_s - now_s, step, *args)
 
     def _look(self, session: int) -> None:
         if session != self._watch.session:
@@ -196,7 +195,7 @@ class SimWatch:
         now_s, silence = self._time.now_s, self._watch.silence
         next_s = silence.look(now_s, self._watch.limit_s(now_s), lambda: False)
         if next_s is not None:
-            self._time.after(next_s - now_s, lambda: self._look(session))
+            self._time.after(next_s - now_s, self._look, session)
             return
         require(
             now_s - silence.heard_s >= self._line.limits.overdue_s - 1e-9,

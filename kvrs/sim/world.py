@@ -130,7 +130,7 @@ class World:
         self._has_begun = True
         self.cluster.begin()
         for number, asked in enumerate(self.arrivals):
-            self.cluster.clock.after(asked.at_s, partial(self._arrive, number, asked))
+            self.cluster.clock.after(asked.at_s, self._arrive, number, asked)
         for death in self._others:
             self.cluster.clock.after(death.at_s, partial(self._disturbances.strike, death))
         self.cluster.clock.after(LOOK_S, self._strike)
@@ -157,10 +157,10 @@ class World:
 
     def _is_over(self) -> bool:
         return (
-            self._sent == len(self.arrivals)
+            not self.cluster.tally.open
+            and self._sent == len(self.arrivals)
             and not self._unread
             and not self._disturbances.is_moving
-            and not self.cluster.tally.open
         )
 
     def _come_to_rest(self) -> None:
