@@ -392,9 +392,9 @@ class PageManager:
         for page, tag in enumerate(self._tags):
             unpinned = not self.references[page] and not soft_pins[page]
             assert (page in free) == (unpinned and tag is None), f"page {page}: free list is wrong"
-            assert (page in cached) + (page in self.replicas) == (
-                unpinned and tag is not None
-            ), f"page {page}: cache list is wrong"
+            assert (page in cached) + (page in self.replicas) == (unpinned and tag is not None), (
+                f"page {page}: cache list is wrong"
+            )
             by_tag = self.damaged.by_tag if page in self.damaged else self._page_by_tag
             assert tag is None or by_tag[tag] == page, f"page {page}: tag is wrong"
         assert len(self._page_by_tag) + len(self.damaged) == sum(
