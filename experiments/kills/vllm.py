@@ -3,8 +3,9 @@ end as if none had.
 
 For each option requests run in waves; in each wave one decode server is hit when all its streams
 are under way. Of two servers none is left in a self-test, so that whatever the other one pulls from
-then on is the recovery's doing; of three the next wave begins while one is started again. The same
-requests run undisturbed afterwards, with another salt: no prefix cache helps one run or the other.
+then on is the recovery's doing; of three the next wave begins while one is started again. Behind
+each wave its requests run undisturbed, with another salt: no prefix cache helps one run or the
+other.
 """
 
 import argparse
@@ -80,7 +81,6 @@ SPLIT_SECTIONS = {
     "transfer": {"link_bytes_per_s": 8e6},
 }
 FLIPPED_SHARE = 0.2
-_AT_ONCE = 36  # Undisturbed streams.
 _LOOK_AGAIN_S = 0.05
 
 
@@ -136,7 +136,7 @@ class Found:
         self.kills_per_hour += other.kills_per_hour
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of the table, one for each kind of death."""
+        """Rows of the table, one for each kind of death."""
         by_death: dict[Death, list[tuple[Wave, list[StreamRecord]]]] = {}
         for wave, records in self.waves:
             by_death.setdefault(wave.death, []).append((wave, records))
@@ -170,8 +170,7 @@ class Series:
         self, option: str, count: int, kills: int | None, seed: int, until_s: float = math.inf
     ) -> "Found":
         """Its waves; none begins later than `until_s` of the monotonic clock."""
-        waves: list[Wave] = []
-        choose = random.Random(seed)
+        found, choose = Found(), random.Random(seed)
         self._start_proxy(POLICIES[option])
         prompt_tokens = SPLIT_PROMPT_TOKENS if option == "split" else PROMPT_TOKENS
         requests = make_requests(self._servers.model, count, seed, prompt_tokens)
@@ -181,15 +180,14 @@ class Series:
                 break
             death = self._deaths[number % len(self._deaths)]
             wave = asyncio.run(self._wave(option, death, part, choose))
-            waves.append(wave)
             self._say(f"{option}, {death.value}: {wave.hit} of {len(part)} streams hit")
             self._bring_back(wave.victim, death)
-        asyncio.run(self._all_tested(may_be_down=0))
-        per_hour = len(waves) / (time.monotonic() - start_s) * 3600
-        self._say(f"{per_hour:.0f} kills per hour; the same requests, undisturbed")
-        clean = asyncio.run(self._undisturbed([wave.requests for wave in waves]))
+            # Meanwhile the victim starts.
+            found.waves.append((wave, asyncio.run(self._undisturbed(part))))
+        found.kills_per_hour = len(found.waves) / (time.monotonic() - start_s) * 3600
+        self._say(f"{found.kills_per_hour:.0f} kills per hour")
         self._servers.stop_proxy()
-        return Found([*zip(waves, clean, strict=True)], per_hour)
+        return found
 
     def _say(self, line: str) -> None:
         self._console.print(f"  {line}", style="dim", markup=False)
@@ -236,24 +234,9 @@ class Series:
                     return ready - others
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _undisturbed(
-        self, waves: Sequence[Sequence[ReplayRequest]]
-    ) -> list[list[StreamRecord]]:
-        found: list[list[StreamRecord]] = []
-        together = max(1, _AT_ONCE // max(map(len, waves), default=1))
-        for first in range(0, len(waves), together):
-            found += await asyncio.gather(
-                *(
-                    replay(
-                        self._url,
-                        requests,
-                        dialect=Dialect(cache_salt="undisturbed"),
-                        timeout_s=STREAM_TIMEOUT_S,
-                    )
-                    for requests in waves[first : first + together]
-                )
-            )
-        return found
+    async def _undisturbed(self, requests: Sequence[ReplayRequest]) -> list[StreamRecord]:
+        dialect = Dialect(cache_salt="undisturbed")
+        return await replay(self._url, requests, dialect=dialect, timeout_s=STREAM_TIMEOUT_S)
 
     async def _wave(
         self,
