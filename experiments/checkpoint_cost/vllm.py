@@ -119,7 +119,7 @@ async def measure(servers: VllmServers, load: Load, options: argparse.Namespace)
 
 
 async def _pairs(bench: Bench, load: Load, count: int, most_ratio: float) -> dict[str, Any]:
-    """Of so many pairs, behind one that is not counted. One that fails costs none of the others."""
+    """Figures of so many pairs behind one that is not counted; one that fails is left out."""
     _say(f"{count} histories, loaded and computed")
     done: list[Pair] = []
     failed: list[str] = []
