@@ -105,7 +105,8 @@ def _hows(found: Sequence[Mapping[str, str]]) -> str:
             "| how | rows | |",
             "| --- | --- | --- |",
             *(f"| {how} | {count[how]} | {text} |" for how, text in _HOWS.items()),
-            "| on a GPU | 0 | nothing was measured on one |",
+            "| on a GPU | 0 | what was measured on one is no figure of a paper: "
+            "[the connector in vLLM](research/measured.md#the-connector-on-a-gpu) |",
         ]
     )
 

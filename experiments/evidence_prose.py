@@ -32,7 +32,7 @@ _NOT_BUILT = (
     "with hosts of stages makes none.",
     "KevlarFlow, its ring in the simulator: replicas are whole pages at the next instance there; "
     "the engine sends the part of each stage from host to host.",
-    "All of them: no figure is of a GPU.",
+    "All of them: no figure of these tables is of a GPU.",
 )
 
 _BY_INTENTION = (
