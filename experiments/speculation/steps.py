@@ -52,7 +52,7 @@ Step = tuple[float, float]  # CPU seconds of the process, and elapsed ones.
 
 
 class StepTimes(StepHook):
-    """What passes from one step to the next, where all streams decode in both."""
+    """The time from one step to the next, where all streams decode in both."""
 
     def __init__(self) -> None:
         self._found: list[Step] = []

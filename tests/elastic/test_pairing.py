@@ -9,11 +9,16 @@ OWN, A, B, C = map(InstanceId, ("own", "a", "b", "c"))
 
 
 def load(
-    delay_s: float, running: int, *, source: str = "draft", helper: str | None = None, **more: bool
+    delay_s: float,
+    running: int,
+    *,
+    source: str = "draft",
+    helper: str | None = None,
+    draining: bool = False,
 ) -> LoadReport:
     by = None if helper is None else InstanceId(helper)
     drafts = SpeculationReport(source, helper=by)
-    return LoadReport(1, 0, running, 10, delay_s, [], speculation=drafts, **more)
+    return LoadReport(1, 0, running, 10, delay_s, [], speculation=drafts, draining=draining)
 
 
 def test_the_one_at_which_a_request_waits_longest_comes_first() -> None:

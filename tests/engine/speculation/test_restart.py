@@ -63,6 +63,7 @@ def test_a_paced_draft_counts_as_its_profile(tmp_path: Path) -> None:
     assert 70 < found < 90, "140 GB and 16 GB at 2 GB/s"
 
 
+@pytest.mark.network
 async def test_the_log_has_a_line_for_each_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
