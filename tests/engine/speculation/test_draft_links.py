@@ -143,6 +143,7 @@ async def test_the_next_helper_is_told_a_running_stream_anew(tiny_model: Path) -
                 assert len(update.token_ids) >= PROMPT
                 numbers.append(update.number)
             await until_helped(instance, False)
+        assert asked is not None
         assert not asked.done(), "the same stream"
         assert numbers[0] != numbers[1]
         await asked
