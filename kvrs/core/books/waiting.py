@@ -142,6 +142,7 @@ class SlotBook:
         self._slots_max = slots_max
         # Targets that a stream has come to, or waited for.
         self._targets: dict[InstanceId, _Target] = {}
+        self.is_used = False  # Some stream has had a slot; none waits for one before.
         self.held: dict[StreamId, InstanceId] = {}  # At which target each has a slot.
         self.awaited: dict[StreamId, InstanceId] = {}  # For a slot of which target each waits.
 
@@ -181,6 +182,7 @@ class SlotBook:
             return False
         ticket = book.ticket_of(stream)
         self.leave(stream)
+        self.is_used = True
         book.held[stream] = _Held(now_s + predicted_s, predicted_s, ticket)
         self.held[stream] = target
         book.is_counted = False

@@ -125,7 +125,8 @@ def cases_of(books: Books, stream: Stream, targets: Sequence[Member], now_s: flo
                 held = min(own.pages, wanted)
             if wanted and target.pulls:
                 sources = sources_of(books.view, stream, target, wanted)
-                if sources:
+                # Tested here, because calls make up the time of a decision.
+                if sources and books.slots.is_used:
                     slot_wait_s = books.slots.expected_wait_s(target.id, stream.id, now_s)
         cases.append(
             Case(
