@@ -84,9 +84,11 @@ class _Known:
     reforming: set[InstanceId] = field(default_factory=set)
 
     def keep(self, name: InstanceId, stream: StreamId, pages: int) -> None:
-        """Under a lease, or at an agent."""
-        self.kept[name, stream] = pages
-        self.replicas.discard((name, stream))
+        """Under a lease, or at an agent. Of no page there is no lease that hides a replica."""
+        self.kept.pop(key := (name, stream), None)
+        self.replicas.discard(key)
+        if pages:
+            self.kept[key] = pages
 
     def reported(self, name: InstanceId, stream: StreamId, pages: int) -> None:
         """A report of replicas counts where there is no lease."""
