@@ -37,14 +37,15 @@ def test_the_chart_takes_the_names_of_the_settings_and_no_other() -> None:
 
     assert text == json.dumps(chart_schema(schema), indent=2) + "\n"
     assert list(validator.iter_errors(whole)) == list(validator.iter_errors(by_name)) == []
-    for wrong in (
+    misspelt: list[dict[str, Any]] = [
         {"proxies": {}},
         {"proxy": {"wokers": 2}},
         {"policy": {"recovery": {"wait": 3}}},
         {"cluster": {"nodes": [{"id": "n0", "instances": [{"id": "p0", "prot": 1}]}]}},
         {"proxy": {"tls": {"certificate": "a"}}},
         {"models": [{"name": "a", "policy": {"nam": "rom"}}]},
-    ):
+    ]
+    for wrong in misspelt:
         (error,) = validator.iter_errors({"config": wrong})
         assert "unexpected" in error.message
 
