@@ -128,7 +128,7 @@ def build(
         count=lambda outcome: metrics.resumes.labels(outcome).inc(),
         orders=StandingOrders(control.orders, reloads.orders, clock, follower.heard),
     )
-    metrics.peers_unreached.set_function(lambda: mirror.peers.unreached)
+    metrics.streams.peers_unreached.set_function(lambda: mirror.peers.unreached)
     tenants, settings, large = Tenants(config, ring, clock), capacity.settings, links.engines.large
     engine = config.cluster.backend
     api = ClientApi(settings, engine, driver, mirror, metrics, clock, tenants, large)

@@ -80,10 +80,6 @@ class Metrics:
         self.resumes = counter(
             "kvrs_resumes", "Requests that resume a stream, by outcome.", ["outcome"]
         )
-        self.peers_unreached = gauge(
-            "kvrs_peers_unreached",
-            "Other proxies, workers of this one included, that are not reached now.",
-        )
         self.streams = StreamMetrics(self.registry)
         self.event_loop_tasks = gauge(
             "kvrs_event_loop_tasks", "Tasks of the event loop that are not done."

@@ -129,6 +129,11 @@ class StreamMetrics:
             "Open streams that have no place at a worker now.",
             registry=registry,
         )
+        self.peers_unreached = Gauge(
+            "kvrs_peers_unreached",
+            "Other proxies, workers of this one included, where no stream can be resumed now.",
+            registry=registry,
+        )
         self.lacks_tokenizer = Gauge(
             "kvrs_tokenizer_missing",
             "1 while streams are continued inexactly for want of a tokenizer.json, else 0.",
