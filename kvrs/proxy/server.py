@@ -29,7 +29,7 @@ from kvrs.proxy.api.admin import Admin, AdminSource
 from kvrs.proxy.fleet.pods import check_pods
 from kvrs.proxy.fleet.supervision import TaskKind, keep_running, observe_lag
 from kvrs.proxy.mirror.book import awaited
-from kvrs.proxy.mirror.ending import Ending, Left, Step
+from kvrs.proxy.mirror.ending import Ending, EndStep, Left
 from kvrs.proxy.mirror.replication import Mirror
 from kvrs.proxy.mirror.routes import make_app
 from kvrs.proxy.process.parts import Parts, ProxyLinks, build
@@ -210,13 +210,13 @@ class Proxy:
         mirror, peers = parts.mirror, parts.mirror.peers
         until_s = time.monotonic() + self._config.proxy.drain_s
         ending = Ending(self._tell_peers(mirror), until_s)
-        while (step := ending.next_step(self._left(parts), time.monotonic())) is not Step.CLOSE:
-            if step is Step.ASK:
+        while (step := ending.next_step(self._left(parts), time.monotonic())) is not EndStep.CLOSE:
+            if step is EndStep.ASK:
                 # One that did not run meanwhile may answer before it has read its own signal.
                 await peers.meet()
                 await peers.meet()
                 continue
-            if step is Step.HAND_OVER:
+            if step is EndStep.HAND_OVER:
                 mirror.hand_over()
             await asyncio.sleep(_LOOK_AGAIN_S)
 

@@ -14,8 +14,8 @@ TOGETHER_S = 0.5
 COPIED_WITHIN_S = 2.0
 
 
-class Step(Enum):
-    """What the proxy does next; it asks again behind each."""
+class EndStep(Enum):
+    """The next step of a proxy that ends. Behind each but the last it decides again."""
 
     WAIT = auto()  # Peers may have been told to end at the same moment.
     ASK = auto()  # Each peer, whether it stays.
@@ -24,7 +24,7 @@ class Step(Enum):
 
 
 class Left(NamedTuple):
-    """What a proxy that ends still has, and the peers that could take it."""
+    """The streams and records of a proxy that ends, and the peers that could take them."""
 
     streams: int  # Of clients that are served here.
     away: int  # Streams of clients that may be about to resume them here.
@@ -44,17 +44,17 @@ class Ending:
         self._used_s: float | None = None  # When a client was last waited for.
         self._asked: frozenset[str] = frozenset()
 
-    def next_step(self, left: Left, now_s: float) -> Step:
+    def next_step(self, left: Left, now_s: float) -> EndStep:
         """Return the step for what is left at this moment."""
         if self._used_s is None and left.has_peers and now_s < self._together_until_s:
-            return Step.WAIT
+            return EndStep.WAIT
         if self._used_s is None:
             self._used_s = now_s
         unasked, self._asked = left.staying - self._asked, left.staying
         if unasked:
-            return Step.ASK
+            return EndStep.ASK
         if (left.streams or left.away) and now_s < self._until_s:
             self._used_s = now_s
-            return Step.HAND_OVER
+            return EndStep.HAND_OVER
         is_copying = left.staying and left.uncopied and now_s < self._used_s + COPIED_WITHIN_S
-        return Step.HAND_OVER if is_copying else Step.CLOSE
+        return EndStep.HAND_OVER if is_copying else EndStep.CLOSE
