@@ -21,6 +21,9 @@ from kvrs.protocol.instance import Role
 from kvrs.proxy.streams.metrics import Metrics
 
 NAME = re.compile(r"\b(?:kvrs|process|python)_[a-z0-9_]+")
+METRIC = re.compile(r"\bkvrs_[a-z0-9_]+")
+GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+EXAMPLE = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="no promtool, which comes with Prometheus"
@@ -122,6 +125,17 @@ def test_every_metric_that_is_watched_is_exported() -> None:
 
     assert len(watched) > 30
     assert watched <= names
+
+
+def test_metrics_in_examples_of_the_guide_are_exported() -> None:
+    """An autoscaler that asks for another name never scales."""
+    pages = [page.read_text() for page in sorted(GUIDE.glob("*.md"))]
+    examples = [text for page in pages for text in EXAMPLE.findall(page)]
+
+    named = {name for text in examples for name in METRIC.findall(text)}
+
+    assert named
+    assert named <= exported()
 
 
 def test_every_alert_says_how_grave_it_is_and_what_happened() -> None:
