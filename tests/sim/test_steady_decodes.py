@@ -10,7 +10,9 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.faults.language import parse_faults
+from kvrs.ids import StreamId
 from kvrs.sim import scenarios
+from kvrs.sim.calls import VOCABULARY, token_at, tokens_at
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.flows import TokenFlow
 from kvrs.sim.streams import Arrival
@@ -58,8 +60,8 @@ def _long(**engine: Any) -> World:
         }
     )
     arrivals = [
-        Arrival(1.0 + 0.13 * number, [(number * 31 + at) % 50_000 for at in range(70)], 230)
-        for number in range(24)
+        Arrival(1.0 + 0.13 * n, [(n * 31 + at) % 50_000 for at in range(70)], 230 + n % 16)
+        for n in range(24)  # Some end as they fill a page.
     ]
     kill = {"when": {"at_s": 4.0}, "what": "kill", "whom": {"id": "w-a"}}
     return World(config, arrivals, named_deaths(parse_faults([kill])), seed=3, keep_log=True)
@@ -93,3 +95,11 @@ def test_most_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = _long().run()
 
     assert counted > outcome.tokens * 0.7
+
+
+@pytest.mark.parametrize("first", [0, 1, VOCABULARY - 3, 2 * VOCABULARY - 1])
+def test_tokens_of_several_steps_are_those_of_each(first: int) -> None:
+    """Also where the cycle of all tokens begins anew."""
+    stream = StreamId("s")
+
+    assert [*tokens_at(stream, first, 50)] == [token_at(stream, first + n) for n in range(50)]
