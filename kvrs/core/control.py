@@ -37,9 +37,6 @@ from kvrs.protocol.gpus import GpuHealth
 from kvrs.protocol.instance import InstanceInfo, LoadReport
 from kvrs.transfer.meter import Measurement
 
-# Events that people are told of, also without a log of all.
-_SHOWN = (ev.InstanceUp, ev.InstanceLost, ev.GpuJudged)
-
 S = TypeVar("S", bound=LiveStream)
 _S = TypeVar("_S", bound=LiveStream, contravariant=True)
 
@@ -74,9 +71,7 @@ class Shell(Protocol[_S]):
         """Report `TimerFired` at this time."""
 
     def trace(self, now_s: float, event: ev.Event, actions: list[act.Action]) -> None:
-        """An event, every one or of `_SHOWN`, with the policy's answer, before any of it is
-        performed.
-        """
+        """Every event with the policy's answer, before any of it is performed."""
 
     def count_slot(self, outcome: SlotOutcome) -> None: ...
 
@@ -92,11 +87,9 @@ class Control(Generic[S]):
         shell: Shell[S],
         can_give_end: bool,
         runs_self_tests: bool = False,
-        traces_all: bool = True,
     ) -> None:
         """`run_id` names this run of this proxy. With `can_give_end` the shell can send the end of
-        a stream that has all its ids by itself; with `runs_self_tests` it carries those out;
-        with `traces_all` it is shown every event.
+        a stream that has all its ids by itself; with `runs_self_tests` it carries those out.
         """
         self.instances = Instances(config)
         self.streams: dict[StreamId, S] = {}
@@ -139,7 +132,6 @@ class Control(Generic[S]):
         self.gpus = Gpus(self.instances.known)
         self._inexact = config.proxy.inexact
         self._can_give_end = can_give_end
-        self._traces_all = traces_all
         self._shell = shell
         self._events: deque[tuple[ev.Event, float]] = deque()
         self._telling = False
@@ -227,8 +219,7 @@ class Control(Generic[S]):
             while self._events:
                 event, now_s = self._events.popleft()
                 actions = self.policy.handle(event, now_s)
-                if self._traces_all or isinstance(event, _SHOWN):
-                    self._shell.trace(now_s, event, actions)
+                self._shell.trace(now_s, event, actions)
                 for action in actions:
                     self._carry_out(action, now_s)
         finally:

@@ -33,12 +33,7 @@ class Driver:
     """Notes what it is to perform, and events, and performs nothing."""
 
     def __init__(
-        self,
-        *,
-        can_give_end: bool = False,
-        inexact: Inexact = Inexact.MARK,
-        traces_all: bool = True,
-        **info: Any,
+        self, *, can_give_end: bool = False, inexact: Inexact = Inexact.MARK, **info: Any
     ) -> None:
         policy = PolicySettings(recovery=RecoverySettings(gather_s=0.0))
         config = make_config([P0, D0, P1, D1], policy, SloSettings(), BackupSettings())
@@ -51,7 +46,6 @@ class Driver:
             run_id="test",
             shell=self,
             can_give_end=can_give_end,
-            traces_all=traces_all,
         )
         for name in (P0, D0, P1, D1):
             self.up(name, **info)
@@ -134,22 +128,6 @@ def test_an_attempt_that_fails_is_ended_before_the_next_begins() -> None:
     calls = [name for name, _ in driver.performed]
     assert "end_attempt" in calls[: calls.index("begin_attempt")]
     assert [type(event) for event in driver.events][-1] is ev.AttemptFailed
-
-
-@pytest.mark.parametrize("traces_all", [False, True])
-def test_without_a_log_a_shell_gets_the_events_that_people_are_told_of(traces_all: bool) -> None:
-    """Those of every stream take no call on the healthy path; what they do is the same."""
-    driver = Driver(traces_all=traces_all)
-    live = driver.decoding()
-    assert live.instance is not None
-
-    driver.lose(live.instance)
-
-    kinds = {type(event) for event in driver.events}
-    told_of = {ev.InstanceUp, ev.InstanceLost}
-    of_streams = {ev.StreamArrived, ev.PrefillDone, ev.StreamResumed}
-    assert kinds == (told_of | of_streams if traces_all else told_of)
-    assert [plan.decode for _, plan in driver.calls_of("begin_attempt")] == [D0, D1]
 
 
 def test_a_stream_an_instance_and_an_agent_have_one_record_each() -> None:

@@ -88,7 +88,6 @@ class Driver:
             shell=self._shell,
             can_give_end=self.tokenizer.available,
             runs_self_tests=config.proxy.self_test,
-            traces_all=event_log is not None,
         )
         self.backends = backends
         self.agent_backends = agent_backends
