@@ -90,9 +90,7 @@ async def test_tokens_are_right_whatever_drafts_come(tiny_model: Path) -> None:
     async with verifying(tiny_model) as (instance, client):
         calm = await answer(client)
         for seed in range(3):
-            async with client.ws_connect("/kvrs/v1/drafts") as socket:
-                await socket.send_bytes(offer_of(instance))
-                await until_helped(instance, True)
+            async with helping(client, instance) as socket:
                 drafting = asyncio.create_task(draft(socket, calm, Random(seed)))
                 assert await answer(client) == calm
                 drafting.cancel()
@@ -102,6 +100,17 @@ async def test_tokens_are_right_whatever_drafts_come(tiny_model: Path) -> None:
         assert 20 < report.accepted < report.proposed
         assert report.stale > 0
         assert await answer(client) == calm
+
+
+@asynccontextmanager
+async def helping(
+    client: aiohttp.ClientSession, instance: EngineInstance
+) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """The connection of a helper that the instance has taken."""
+    async with client.ws_connect("/kvrs/v1/drafts") as socket:
+        await socket.send_bytes(offer_of(instance))
+        await until_helped(instance, True)
+        yield socket
 
 
 async def told(socket: aiohttp.ClientWebSocketResponse) -> MirrorUpdate:
@@ -116,9 +125,7 @@ async def test_ids_that_the_model_does_not_have_are_no_drafts(
     """They come before their turn, as right ones (None) may."""
     async with verifying(tiny_model) as (instance, client):
         calm = await answer(client)
-        async with client.ws_connect("/kvrs/v1/drafts") as socket:
-            await socket.send_bytes(offer_of(instance))
-            await until_helped(instance, True)
+        async with helping(client, instance) as socket:
             asked = asyncio.create_task(answer(client))
             number = (await told(socket)).number
             ids = calm[60:64] if foreign is None else [foreign] * 4
@@ -134,9 +141,7 @@ async def test_the_next_helper_is_told_a_running_stream_anew(tiny_model: Path) -
         asked = None
         numbers = list[int]()
         for _ in range(2):
-            async with client.ws_connect("/kvrs/v1/drafts") as socket:
-                await socket.send_bytes(offer_of(instance))
-                await until_helped(instance, True)
+            async with helping(client, instance) as socket:
                 asked = asked or asyncio.create_task(answer(client, tokens=600))
                 update = await told(socket)
                 assert update.choice is not None, "it would know nothing of the tokens before"
@@ -177,9 +182,7 @@ async def test_another_vocabulary_is_refused(tiny_model: Path) -> None:
 
 async def test_a_second_helper_is_refused(tiny_model: Path) -> None:
     async with verifying(tiny_model) as (instance, client):
-        async with client.ws_connect("/kvrs/v1/drafts") as one:
-            await one.send_bytes(offer_of(instance))
-            await until_helped(instance, True)
+        async with helping(client, instance):
             async with client.ws_connect("/kvrs/v1/drafts") as other:
                 await other.send_bytes(offer_of(instance))
                 assert (await close_of(other)).extra == "d1 makes drafts already"
@@ -191,9 +194,7 @@ async def test_an_instance_that_ends_lets_its_helper_go(tiny_model: Path) -> Non
     """Its streams leave, and another instance may need the drafts."""
     async with verifying(tiny_model) as (instance, client):
         calm = await answer(client)
-        async with client.ws_connect("/kvrs/v1/drafts") as socket:
-            await socket.send_bytes(offer_of(instance))
-            await until_helped(instance, True)
+        async with helping(client, instance) as socket:
             asked = asyncio.create_task(answer(client))
 
             instance.drain()
@@ -223,9 +224,7 @@ async def test_a_helper_that_sends_rubbish_is_dropped(tiny_model: Path, wrong: b
     """The stream goes on, and another helper is taken."""
     async with verifying(tiny_model) as (instance, client):
         calm = await answer(client)
-        async with client.ws_connect("/kvrs/v1/drafts") as socket:
-            await socket.send_bytes(offer_of(instance))
-            await until_helped(instance, True)
+        async with helping(client, instance) as socket:
             asked = asyncio.create_task(answer(client))
             with suppress(ConnectionError):  # It is closed while too much is on its way.
                 if isinstance(wrong, str):
@@ -235,9 +234,8 @@ async def test_a_helper_that_sends_rubbish_is_dropped(tiny_model: Path, wrong: b
             await close_of(socket)
             assert await asked == calm
         await until_helped(instance, False)
-        async with client.ws_connect("/kvrs/v1/drafts") as socket:
-            await socket.send_bytes(offer_of(instance))
-            await until_helped(instance, True)
+        async with helping(client, instance):
+            pass
 
 
 async def test_an_instance_without_drafts_takes_no_helper(tiny_model: Path) -> None:
