@@ -27,8 +27,8 @@ import msgspec
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.rig import VOCAB_SIZE, interval
-from experiments.speculation.gain import in_turns
+from experiments.rig import VOCAB_SIZE
+from experiments.speculation.gain import compared, in_turns
 from kvrs.config.file import Config, parse_config
 from kvrs.engine.hooks import Batch, StepHook
 from kvrs.engine.instance import EngineInstance
@@ -201,24 +201,15 @@ def p99(values: list[float]) -> float:
     return sorted(values)[int(len(values) * 0.99)]
 
 
-def compared(
+def row_of(
     what: str,
     runs: tuple[list[list[Step]], list[list[Step]]],
     part: int,
     figure: Callable[[list[float]], float],
 ) -> dict[str, Any]:
-    """The second kind of runs by the first, pair by pair; in milliseconds."""
+    """The second kind of runs by the first, in milliseconds."""
     one, other = ([figure([step[part] for step in run]) * 1e3 for run in kind] for kind in runs)
-    ratios = [b / a for a, b in zip(one, other, strict=True)]
-    return {
-        "what": what,
-        "before": statistics.median(one),
-        "after": statistics.median(other),
-        "ratio": statistics.median(ratios),
-        "interval": interval(ratios),
-        "pairs": len(ratios),
-        "steps": sum(map(len, runs[1])),
-    }
+    return compared(what, one, other) | {"steps": sum(map(len, runs[1]))}
 
 
 async def measure(models: Path, pairs: int) -> tuple[list[dict[str, Any]], SpeculationReport]:
@@ -233,7 +224,7 @@ async def measure(models: Path, pairs: int) -> tuple[list[dict[str, Any]], Specu
             report = await asked.report()
             none = await in_turns(pairs, partial(asked.steps, WITHOUT), partial(asked.steps, CALM))
     rows = [
-        compared(f"{name}, {kind} of {measure_} ms", runs, part, figure)
+        row_of(f"{name}, {kind} of {measure_} ms", runs, part, figure)
         for name, runs in (("all drafts stale", late), ("a silent source", none))
         for part, measure_ in enumerate(("CPU", "elapsed"))
         for kind, figure in (("p99", p99), ("mean", statistics.fmean))
@@ -247,7 +238,7 @@ def as_text(rows: list[dict[str, Any]], report: SpeculationReport) -> str:
         f"{'':44}{'without':>9}{'with':>9}{'ratio':>18}{'pairs':>6}{'steps':>7}",
     ]
     lines += [
-        f"{row['what']:44}{row['before']:9.2f}{row['after']:9.2f}{row['ratio']:10.3f} ± "
+        f"{row['what']:44}{row['without']:9.2f}{row['with']:9.2f}{row['ratio']:10.3f} ± "
         f"{row['interval']:.3f}{row['pairs']:6}{row['steps']:7}"
         for row in rows
     ]
