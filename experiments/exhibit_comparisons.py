@@ -103,15 +103,6 @@ def failures_of_eight() -> list[Compared]:
     return _ttft(at_8x1=-0.296, at_8x2=-0.508, at_8x4=-0.827)
 
 
-def on_processes() -> list[Compared]:
-    published = {"4x1": -0.5, "8x1": 29.9 / 83.3 - 1}
-    return [
-        change(f"window at {case}", published[case], window)
-        for case, (_, window) in figures.changes_on_processes().items()
-        if case in published
-    ]
-
-
 def checkpoint_cost() -> list[Compared]:
     return [change(part, 0.0, cost) for part, cost in figures.checkpoint_costs().items()]
 
@@ -192,65 +183,12 @@ def breakdown() -> list[Compared]:
     ]
 
 
-def balance_of_ranks() -> list[Compared]:
-    return [
-        each
-        for how, gains in figures.balance_gains_of_ranks().items()
-        for each in [
-            Compared(f"TP {ranks} {how}", 1 + published, 1 + gain)
-            for ranks, published, gain in zip(
-                (5, 6, 7), peaks.PUBLISHED["decode"], gains, strict=True
-            )
-        ]
-    ]
-
-
-def long_prompts() -> list[Compared]:
-    ratios = {("recompute", "host"): 22 / 0.53, ("host", "ours"): 530 / 120}
-    return [_waits(above, below, each, "victims_s") for (above, below), each in ratios.items()]
-
-
-def longest_waits() -> list[Compared]:
-    """Ratios at P99; recomputing takes more than 10 s there, so its ratio is a lower bound."""
-    ratios = {("recompute", "host"): 10 / 0.572, ("host", "ours"): 572 / 229}
-    return [
-        _waits(above, below, each, "victims_s", "others_s", share=99)
-        for (above, below), each in ratios.items()
-    ]
-
-
-def _waits(
-    above: str, below: str, published: float, *whose: str, share: float | None = None
-) -> Compared:
-    found = figures.waits_ratio(above, below, *whose, share=share)
-    what = f"{above} over {below}" + (f" at p{share:g}" if share else "")
-    return Compared(what, published, found.mean, found.half_width)
-
-
 def planners() -> list[Compared]:
     found = figures.planned_shares()
     return [
         Compared("cmm of a full reload", 17.56 / 197.31, found["cmm"][0]),
         Compared("greedy of a full reload", 26.15 / 197.31, found["greedy"][0]),
     ]
-
-
-def planners_timed() -> list[Compared]:
-    found = {row["planner"]: row for row in kept(figures.ANCHORTP_PLANNERS)["rows"]}
-    full_s = found["full reload"]["reload_s"]
-    cmm, greedy = found["cmm"], found["greedy"]
-    return [
-        Compared(
-            "cmm of a full reload", 19.43 / 197.31, (cmm["reload_s"] + cmm["copy_s"]) / full_s
-        ),
-        Compared("greedy of a full reload", 26.15 / 197.31, greedy["reload_s"] / full_s),
-    ]
-
-
-def degree_by_degree() -> list[Compared]:
-    """TFS at the second loss over that at the first one; it rises from 4.48 s to 4.98."""
-    first, second = kept(figures.ANCHORTP_RECOVERY)["rows"]["in place, KV restored"]["losses"]
-    return [Compared("TFS", 4.98 / 4.48, second["tfs_s"] / first["tfs_s"])]
 
 
 def dense_degrees() -> list[Compared]:

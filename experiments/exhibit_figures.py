@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from experiments.anchortp import degrees
 from experiments.kept import kept
@@ -13,7 +12,6 @@ from kvrs.elastic.layouts import even, hybrid, staged, uneven
 from kvrs.elastic.plans import HOST
 from kvrs.elastic.units import Units
 from kvrs.profiles import catalog
-from kvrs.report.metrics import percentile
 from kvrs.report.student import Interval, interval
 from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
@@ -26,10 +24,8 @@ DISTSERVE_HAND_OFF = "crossover/results/hand_off_distserve.json"
 DISTSERVE_RATES = "load_skew/results/distserve_rates.json"
 DISTSERVE_CROSSOVER = "crossover/results/distserve.json"
 CROSSOVER = "crossover/results/crossover.json"
-LINK_COMPUTED = "measured_once/results/link_computed.json"
 LINK_SIMULATED = "link_monitor/results/simulated.json"
 DECISION = "request_path/results/decision.json"
-TWO_PROXIES = "measured_once/results/two_proxies.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
 CHECKPOINTS = "checkpoint_cost/results/checkpoint_cost.json"
 PLACEMENT = "lumen/results/placement.json"
@@ -47,17 +43,12 @@ EXPERTS_DEGREES = "experts/results/degrees.json"
 CURVES = "raidserve/results/curves.json"
 PEAKS = "raidserve/results/peaks.json"
 SHARES = "raidserve/results/shares.json"
-IN_PLACE = "measured_once/results/in_place.json"
-COMPUTED = "measured_once/results/raidserve_computed.json"
 RAIDSERVE_IN_PLACE = "raidserve/results/in_place.json"
 SIMULATED = "lumen/results/lumen.json"
 SIMULATED_TEN = "lumen/results/ten.json"
 SIMULATED_DRAFTS = "lumen/results/progressive.json"
-ON_PROCESSES = "measured_once/results/lumen_recovery.json"
 STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
-RANK_BALANCE = "measured_once/results/rank_balance.json"
 ANCHORTP_RECOVERY = "measured_once/results/anchortp_recovery.json"
-ANCHORTP_PLANNERS = "measured_once/results/anchortp_planners.json"
 CAPACITY = "pipelines/results/capacity.json"
 TABLE_1 = "pipelines/results/table1.json"
 REPLICATION = "pipelines/results/replication.json"
@@ -145,24 +136,6 @@ def crossover() -> str:
     )
 
 
-def link_computed() -> str:
-    """Decisions from an estimate of the link, where nothing is paced and no rate is passed in."""
-    result = kept(LINK_COMPUTED)
-    rows = [row["seconds"] for row in result["rows"]]
-    migrating = sum(row["always_migrate"] < row["always_recompute"] for row in rows)
-    best_s = sum(min(row.values()) for row in rows)
-    above = {
-        way: sum(row[way] for row in rows) / best_s - 1
-        for way in ("auto", "always_migrate", "always_recompute")
-    }
-    costs = ", ".join(f"`{way}` {cost:+.1%}" for way, cost in above.items())
-    costs = costs.replace(",", f" ± {result['half_width']:.1%},", 1)
-    return (
-        f"migrating is faster in {migrating} of {len(rows)} recoveries, by length and rate; "
-        f"seconds above the best way of each: {costs}"
-    )
-
-
 def link_regret() -> str:
     """The estimate of the link beside the last sample, scenario by scenario."""
     last = _regrets("last sample")
@@ -212,14 +185,6 @@ def decision() -> str:
         f"`{name}` {rows[name]['512']['median']:.1f} us at 512 tokens, "
         f"{rows[name]['100000']['median']:.1f} at 100,000"
         for name in ("rom", "auto")
-    )
-
-
-def slots() -> str:
-    result = kept(TWO_PROXIES)
-    return (
-        f"{result['most_held_seen']} of {result['slots_max']} held at most; {result['exact']} of "
-        f"{result['streams']} victims exact"
     )
 
 
@@ -334,36 +299,6 @@ def against_both(case: str) -> str:
     )
 
 
-def on_processes() -> str:
-    """The longest pause and the window of + scheduling against stop-and-restart, run by run; under
-    any scheme, streams that were not brought back.
-    """
-    changes = "; ".join(
-        f"{case}: pause {percent(pause)}, window {percent(window)}"
-        for case, (pause, window) in changes_on_processes().items()
-    )
-    rows = [
-        row
-        for schemes in kept(ON_PROCESSES)["cases"].values()
-        for rows in schemes.values()
-        for row in rows
-    ]
-    hit, errors = (sum(row[key] for row in rows) for key in ("interrupted", "errors"))
-    return f"{changes}; {errors} of {hit:,} interrupted streams ended with an error"
-
-
-def changes_on_processes() -> dict[str, tuple[Interval, Interval]]:
-    """By case: pause, window."""
-    found = {}
-    for case, schemes in sorted(kept(ON_PROCESSES)["cases"].items()):
-        pairs = list(zip(schemes[SCHEDULED], schemes[STOP], strict=True))
-        found[case] = (
-            mean_of([a["max_gap_s"]["mean"] / b["max_gap_s"]["mean"] - 1 for a, b in pairs]),
-            mean_of([a["recovery_time_s"] / b["recovery_time_s"] - 1 for a, b in pairs]),
-        )
-    return found
-
-
 def checkpoint_cost() -> str:
     gaps = kept(CHECKPOINTS)["gap_ms"]
     costs = ", ".join(f"{part} {percent(cost, 1)}" for part, cost in checkpoint_costs().items())
@@ -405,48 +340,6 @@ def acceptance() -> str:
 def co_failure() -> str:
     found = kept(PLACEMENT)["co_failure"]
     return f"{found['load']:.1%} (`fixed` {found['fixed']:.1%}, `random` {found['random']:.1%})"
-
-
-def computed_waits(*whose: str) -> dict[str, list[float]]:
-    """By way: the longest time between two tokens of each of these streams, in all runs."""
-    found: dict[str, list[float]] = {}
-    for name, row in sorted(kept(COMPUTED)["cells"].items()):
-        waits_s = [wait_s for key in whose for wait_s in row[key]]
-        found.setdefault(name.partition("#")[0], []).extend(waits_s)
-    return found
-
-
-def waits_ratio(above: str, below: str, *whose: str, share: float | None = None) -> Interval:
-    """How much longer streams wait under one way than under another, run by run: in the mean, or
-    at a percentile.
-    """
-    cells = kept(COMPUTED)["cells"]
-
-    def wait_s(name: str) -> float:
-        waits_s = [each for key in whose for each in cells[name][key]]
-        found_s = statistics.fmean(waits_s) if share is None else percentile(waits_s, share)
-        assert found_s is not None
-        return found_s
-
-    runs = sorted(name.partition("#")[2] for name in cells if name.startswith(f"{above}#"))
-    return mean_of([wait_s(f"{above}#{run}") / wait_s(f"{below}#{run}") for run in runs])
-
-
-def long_prompts() -> str:
-    found = computed_waits("victims_s")
-    medians = " / ".join(
-        f"{statistics.median(found[way]):.2f}" for way in ("recompute", "host", "ours")
-    )
-    return f"recompute / host / ours, p50 of {len(found['ours'])} victims: {medians} s"
-
-
-def longest_waits() -> str:
-    found = computed_waits("victims_s", "others_s")
-    ways = ("recompute", "host", "ours", "oracle")
-    shares = " and ".join(
-        " / ".join(f"{percentile(found[way], share):.2f}" for way in ways) for share in (90, 99)
-    )
-    return f"{' / '.join(ways)}, p90 and p99 of {len(found['ours'])} streams: {shares} s"
 
 
 def table_3_in_place() -> str:
@@ -562,23 +455,6 @@ def breakdown_parts() -> dict[str, tuple[Interval, Interval]]:
     }
 
 
-def balance_of_ranks() -> str:
-    gains = {
-        how: " / ".join(f"{gain:+.0%}" for gain in found)
-        for how, found in balance_gains_of_ranks().items()
-    }
-    return "; ".join(f"{gain} {how}" for how, gain in gains.items()) + "; at 5 / 6 / 7 ranks"
-
-
-def balance_gains_of_ranks() -> dict[str, list[float]]:
-    """By how the busiest rank is found: hybrid over naive at 5, 6 and 7 ranks."""
-    found = {(row["layout"], row["ranks"]): row for row in kept(RANK_BALANCE)["rows"]}
-    return {
-        how: [found["naive", ranks][key] / found["hybrid", ranks][key] - 1 for ranks in (5, 6, 7)]
-        for how, key in (("layer by layer", "decode_by_layer_s"), ("in sum", "decode_busiest_s"))
-    }
-
-
 def shares() -> str:
     rows = kept(SHARES)["rows"].values()
     ours, arrival = (max(row[key] for row in rows) for key in ("largest_over_mean", "by_arrival"))
@@ -586,32 +462,6 @@ def shares() -> str:
         f"the largest load of a rank over the mean: {ours:.2f} at most, {arrival:.2f} in the order "
         f"of arrival"
     )
-
-
-def in_place() -> str:
-    passes = kept(IN_PLACE)["passes"]
-    pause = passes["as by default"]["pause_s"]  # The others go on, as in the paper.
-    tokens = [each["tokens"] for each in passes.values()]
-    wrong = sum(each["lost"] + each["repeated"] + each["different"] for each in tokens)
-    return (
-        f"pause of a re-forming p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s; {wrong} of "
-        f"{sum(each['all'] for each in tokens):,} tokens lost, repeated or different"
-    )
-
-
-def recovered() -> str:
-    rows = kept(ANCHORTP_RECOVERY)["rows"]
-    return "; ".join(
-        f"{name}: TFS {each(row, 'tfs_s')} s, TTP {each(row, 'ttp_s')} s, total "
-        f"{row['total_s']:.0f} s"
-        for name, row in rows.items()
-        if row["losses"]
-    )
-
-
-def degree_by_degree() -> str:
-    row = kept(ANCHORTP_RECOVERY)["rows"]["in place, KV restored"]
-    return f"4 to 3 / 3 to 2: TFS {each(row, 'tfs_s')} s, TTP {each(row, 'ttp_s')} s"
 
 
 def dense_degrees() -> str:
@@ -636,19 +486,6 @@ def dense_degrees() -> str:
 def dense_s(model: str, way: str, key: str) -> dict[int, float]:
     """By the degree before the loss, the means of the seeds."""
     return degrees.by_degree(kept(DEGREES)["rows"], model, way, key)
-
-
-def each(row: dict[str, Any], key: str) -> str:
-    """The figures of both losses."""
-    return " / ".join("-" if one[key] is None else f"{one[key]:.2f}" for one in row["losses"])
-
-
-def planners_timed() -> str:
-    return ", ".join(
-        f"{row['planner']} {row['reload_s']:.2f}"
-        + (f" and {row['copy_s']:.2f} between ranks" if row["peer_bytes"] else "")
-        for row in kept(ANCHORTP_PLANNERS)["rows"]
-    )
 
 
 def loaded_on_demand() -> str:

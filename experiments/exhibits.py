@@ -4,6 +4,7 @@ a verdict on the two.
 A row without a figure of ours says what is missing.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +13,7 @@ from typing import Any
 
 from experiments import exhibit_comparisons as compare
 from experiments import exhibit_figures as figures
-from experiments.kept import EXPERIMENTS, kept, misses, runs_of
+from experiments.kept import EXPERIMENTS, misses, runs_of
 from experiments.sentinels.history import note_for
 from experiments.verdicts import Compared, Verdict, each_of, of_all
 
@@ -114,12 +115,33 @@ def parts_of(runs: Sequence[Mapping[str, Any]]) -> str:
     return said
 
 
+# Rows of results whose scripts are gone, by name: neither the figures nor the verdict can change.
+ONCE: dict[str, Any] = json.loads((EXPERIMENTS / "measured_once/exhibits.json").read_text())
+
+
+def once(name: str) -> Exhibit:
+    """A row as it was when its result was measured; its bars and its age are looked up again."""
+    row = ONCE[name]
+    return Exhibit(
+        row["name"],
+        row["published"],
+        How(row["how"]),
+        row["why"],
+        lambda: str(row["ours"]),
+        "measured_once",
+        f"measured_once/results/{row['result']}.json",
+        judged=Verdict(row["verdict"]),
+        because=row["because"],
+        missed=lambda: row.get("missed", ()),
+        sentinels=tuple(row.get("sentinels", ())),
+    )
+
+
 _NO_DRAFTS = "our kept run had no draft models"
 _VIRTUAL = (
     "virtual time, the clock of OPT-13B, ShareGPT's lengths cut to 1,024 and 256 tokens, a reload "
     "of 20 s"
 )
-_GIGABYTES = f"{kept(figures.ANCHORTP_RECOVERY)['model_bytes'] / 1e9:.2f} GB of weights in files"
 
 # One instance fails, or a quarter of them; those that are kept are shown.
 _SINGLES = ("4x1", "8x1", "16x1", "64x1")
@@ -222,21 +244,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             "only that `rom` is wrong in some cells was not put in",
             sentinels=("rom_costs", "auto_costs"),
         ),
-        Exhibit(
-            "The same where nothing is paced",
-            "the crossover depends on length and bandwidth",
-            How.REAL,
-            "a model of 110 million parameters computes; each decision is that of a table that was "
-            "measured before, and of an estimate of the link. `auto` splits every history, so it "
-            "decides which share is moved, and not whether any is",
-            figures.link_computed,
-            "measured_once",
-            figures.LINK_COMPUTED,
-            judged=Verdict.KEPT_BAR,
-            because="decisions cost at most 10 % more than the best way of each in hindsight; both "
-            "sides of the crossover occur",
-            sentinels=("auto_costs", "link"),
-        ),
+        once("link_computed"),
         Exhibit(
             "Bandwidth monitor: moving average",
             "claimed, no figure",
@@ -260,17 +268,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             judged=Verdict.KEPT_BAR,
             because="a decision takes as long for 100,000 tokens as for 512",
         ),
-        Exhibit(
-            "At most 32 concurrent migrations",
-            "claimed, no figure",
-            How.REAL,
-            "two proxies share one target",
-            figures.slots,
-            "measured_once",
-            result=figures.TWO_PROXIES,
-            judged=Verdict.KEPT_BAR,
-            because="no more than 32 at a time, as claimed",
-        ),
+        once("two_proxies"),
         Exhibit(
             "Healthy path as without it",
             "claimed, no figure",
@@ -376,20 +374,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             compared=compare.failures_of_eight,
             sentinels=("lumen",),
         ),
-        Exhibit(
-            "Figures 6, 9 (A.1, A.4) in small, on processes",
-            "window -50.0 % of stop-and-restart with one of 4 lost, 83.3 to 29.9 s with one of 8",
-            How.PACED,
-            "a tiny model on a clock that is 2.4 and 4.8 times slower, a reload of 10 s, some "
-            f"thirteen streams an instance; one cell was measured again and put in by hand, since "
-            f"a simulation ran beside it (README); + scheduling against stop-and-restart, since "
-            f"{_NO_DRAFTS}",
-            figures.on_processes,
-            "measured_once",
-            figures.ON_PROCESSES,
-            compared=compare.on_processes,
-            sentinels=("lumen", "placement"),
-        ),
+        once("lumen_recovery"),
         Exhibit(
             "Steady state",
             "no measurable overhead; time per token within 0.1 ms",
@@ -605,29 +590,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             compared=compare.breakdown,
             sentinels=("throughput",),
         ),
-        Exhibit(
-            "Figure 11 as CPU time of ranks",
-            "decode +16 / +51 / +78 % over naive at TP 5 / 6 / 7",
-            How.REAL,
-            "CPU time of the busiest rank in place of throughput; products of spread heads have "
-            "whole tiles of 16 rows, of which a rank fills a part",
-            figures.balance_of_ranks,
-            "measured_once",
-            result=figures.RANK_BALANCE,
-            compared=compare.balance_of_ranks,
-        ),
-        Exhibit(
-            "Table 3: recovery latency",
-            "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
-            How.REAL,
-            "prompts of 8,192 tokens, computed by a small model on CPUs; whole instances; `ours` "
-            "is the policy, not on-demand weights",
-            figures.long_prompts,
-            "measured_once",
-            figures.COMPUTED,
-            compared=compare.long_prompts,
-            sentinels=("auto_costs",),
-        ),
+        once("rank_balance"),
+        once("raidserve_computed"),
         Exhibit(
             "Table 3 in place: 70B, 56 requests of 16K, one of eight GPUs lost",
             "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
@@ -642,17 +606,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             because="the order is the paper's, the ratios are not",
             sentinels=("in_place",),
         ),
-        Exhibit(
-            "Figure 13: longest time between tokens",
-            "P90 and P99 over 10 s recomputed, P99 572 ms with host, 229 with all",
-            How.REAL,
-            "as table 3; the waits of the victims, half of the streams; oracle: no failure",
-            figures.longest_waits,
-            "measured_once",
-            result=figures.COMPUTED,
-            compared=compare.longest_waits,
-            sentinels=("auto_costs",),
-        ),
+        once("longest_waits"),
     ),
     "AnchorTP": (
         Exhibit(
@@ -664,34 +618,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             judged=Verdict.EXAMPLE,
             because="the paper's rows and GPUs",
         ),
-        Exhibit(
-            "Table I: TFS, TTP, total",
-            "TFS 4.48 s against 48.43 (10.8 times)",
-            How.REAL,
-            "ranks on processors with a small model: seconds of moves say nothing of large ones",
-            figures.in_place,
-            "measured_once",
-            figures.IN_PLACE,
-            judged=Verdict.OTHER,
-            because="how long ranks with a small model pause; the paper's seconds are those of "
-            "weights",
-            sentinels=("in_place",),
-        ),
-        Exhibit(
-            "Table I on real weights",
-            "4 to 2: TFS 4.48 / 4.98 s against 48.43 / 49.21, TTP 6.23 / 7.91 against 14.15 / "
-            "19.33, total 139.74 against 285.82 (107.84 without failure)",
-            How.REAL,
-            f"{_GIGABYTES} in place of 61, four ranks on two processors that share a "
-            "memory; one run of each way; the restart is that of all ranks, and mostly the start "
-            "of Python",
-            figures.recovered,
-            "measured_once",
-            figures.ANCHORTP_RECOVERY,
-            judged=Verdict.DIRECTION,
-            because="the order of the ways is the paper's",
-            sentinels=("in_place", "plans"),
-        ),
+        once("in_place"),
+        once("anchortp_recovery"),
         Exhibit(
             "Table II: planners, 8 to 7",
             "reload 17.56 s, greedy 26.15, full 197.31; Eq. 1 "
@@ -705,29 +633,8 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             compared=compare.planners,
             sentinels=("plans",),
         ),
-        Exhibit(
-            "Table II in seconds",
-            "reload 17.56 s and 1.87 between GPUs, greedy 26.15, full 197.31",
-            How.REAL,
-            f"4 to 3 ranks, {_GIGABYTES}, which lie in the page cache: a read is a copy "
-            "with a hash, as is what comes from another rank",
-            figures.planners_timed,
-            "measured_once",
-            figures.ANCHORTP_PLANNERS,
-            compared=compare.planners_timed,
-            sentinels=("plans",),
-        ),
-        Exhibit(
-            "Figure 5: degree by degree",
-            "TFS and TTP rise",
-            How.REAL,
-            "two losses of four ranks; two processors, however many ranks",
-            figures.degree_by_degree,
-            "measured_once",
-            figures.ANCHORTP_RECOVERY,
-            compared=compare.degree_by_degree,
-            sentinels=("in_place", "plans"),
-        ),
+        once("anchortp_planners"),
+        once("degree_by_degree"),
         Exhibit(
             "Figure 5: experts, from 8 to 2",
             "TFS and TTP rise",

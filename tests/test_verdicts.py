@@ -99,6 +99,13 @@ def test_no_row_hides_a_bar_that_its_result_misses(row: Exhibit) -> None:
     assert row.result or row.how is How.COMPUTED, "a figure without the result that it comes from"
 
 
+def test_each_row_of_a_result_without_a_script_is_shown_once() -> None:
+    """No row of the file is left out of the page, or stands there twice."""
+    shown = Counter(row.ours() for row in FILLED if row.experiment == "measured_once" and row.ours)
+
+    assert shown == Counter(row["ours"] for row in exhibits.ONCE.values())
+
+
 def test_a_row_without_a_verdict_is_refused() -> None:
     with pytest.raises(AssertionError, match="a: no verdict"):
         _ = Exhibit("a", "1 s", How.REAL, "small", lambda: "2 s").verdict
