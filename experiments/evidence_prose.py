@@ -196,12 +196,10 @@ def distserve() -> str:
                 "What do the patches cost? Measured once (distserve_overhead): nothing, the "
                 "patched server takes less CPU for a token than the plain one.",
                 "Is a hand-off to another server worth it under skew, and from which queue on? "
-                "`load_skew.run` and `load_skew.rates`, `crossover.hand_off`, each with "
-                "`--distserve`.",
+                "Measured once (skew_distserve, skew_rates_distserve, hand_off_distserve).",
                 "Migrate or recompute, decided by the tables that the stages measure themselves: "
-                "`crossover.run --distserve`. `rom` is wrong there where a stage reads many known "
-                "tokens one a step.",
-                "All of it: `run_all --only kills load_skew crossover`.",
+                "measured once (crossover_distserve). `rom` is wrong there where a stage reads "
+                "many known tokens one a step.",
             ),
             "What no command answers yet:",
             _list("**A GPU.** Copies of pages between device and host run there only."),

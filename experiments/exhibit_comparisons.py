@@ -14,10 +14,6 @@ from experiments.raidserve import curves, peaks
 from experiments.verdicts import Compared, change
 
 
-def skew(path: str = figures.RATES) -> list[Compared]:
-    return [change(f"{rate}/s", 0.086, gain) for rate, gain in figures.skew_gains(path).items()]
-
-
 def impact() -> list[Compared]:
     """TPOT while an instance is away, over that without a failure."""
     found = []

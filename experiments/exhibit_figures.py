@@ -16,14 +16,6 @@ from kvrs.report.student import Interval, interval
 from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
 
-SKEW = "load_skew/results/load_skew.json"
-RATES = "load_skew/results/rates.json"
-HAND_OFF = "crossover/results/hand_off.json"
-# With DistServe's servers in place of embedded engines.
-DISTSERVE_HAND_OFF = "crossover/results/hand_off_distserve.json"
-DISTSERVE_RATES = "load_skew/results/distserve_rates.json"
-DISTSERVE_CROSSOVER = "crossover/results/distserve.json"
-CROSSOVER = "crossover/results/crossover.json"
 LINK_SIMULATED = "link_monitor/results/simulated.json"
 DECISION = "request_path/results/decision.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
@@ -65,75 +57,6 @@ def crossover_map() -> str:
         for gbit_per_s in (1, 100)
     ]
     return f"q* from {min(depths):.2f} to {max(depths):,.0f}"
-
-
-def hand_off(path: str = HAND_OFF) -> str:
-    result = kept(path)
-    (row,) = (row for row in result["rows"] if (row["tokens"], row["gbit_per_s"]) == (1475, 25.0))
-    remote_ms = statistics.median(row["remote_s"]) * 1e3
-    depths = {int(depth): statistics.median(times) for depth, times in row["own_s"].items()}
-    slope = statistics.linear_regression(list(depths), list(depths.values())).slope
-    return (
-        f"{slope * 1e3:.0f} ms a request; {remote_ms:.0f} ms for 1.21 GB at 25 Gbit/s; worst of "
-        f"{len(result['rows'])} cells {result['worst_off_measured']:+.1%} by the measured time "
-        f"of a request, {result['worst_off']:+.1%} by the tables that decide"
-    )
-
-
-def hand_off_missed(path: str = HAND_OFF) -> list[str]:
-    """The error of the decision, which goes by the tables, is held against the published one."""
-    off, wanted = kept(path)["worst_off"], kept(path)["wanted"]
-    return (
-        [] if abs(off) <= wanted else [f"{off:.1%} by the tables; published: within {wanted:.0%}"]
-    )
-
-
-def skew() -> str:
-    result = kept(SKEW)
-    gains = []
-    for share in ("60", "90"):
-        base, rom = (
-            statistics.median(run["goodput_per_s"] for run in result["rows"][name][share])
-            for name in ("own_pair", "rom")
-        )
-        gains.append(f"{rom / base - 1:+.1%} at {share} %")
-    return (
-        f"{skew_by_rate()}; at {result['requests_per_s']:g} requests/s, {result['repeats']} runs "
-        f"without an interval, {' and '.join(gains)}"
-    )
-
-
-def skew_by_rate(path: str = RATES) -> str:
-    """Every rate that was measured."""
-    gains = ", ".join(f"{rate}/s {percent(gain, 1)}" for rate, gain in skew_gains(path).items())
-    return f"goodput with `rom` at 90 % and a rate of {gains}"
-
-
-def skew_gains(path: str) -> dict[str, Interval]:
-    """The gain of `rom` in good streams over hand-offs that stay, run by run."""
-    return {
-        rate: mean_of(
-            [
-                ours["good"] / stay["good"] - 1
-                for ours, stay in zip(ways["rom"], ways["own_pair"], strict=True)
-            ]
-        )
-        for rate, ways in kept(path)["rows"].items()
-    }
-
-
-def distserve_crossover() -> str:
-    result = kept(DISTSERVE_CROSSOVER)
-    right = ", ".join(f"`{name}` {count}" for name, count in result["right_by_policy"].items())
-    return f"{right} of {result['cells_clear']} cells that differ by more than 20 % are right"
-
-
-def crossover() -> str:
-    result = kept(CROSSOVER)
-    return (
-        f"`rom` picks the faster side in {result['cells_clear_right']} of {result['cells_clear']} "
-        f"cells that differ by more than 20 %"
-    )
 
 
 def link_regret() -> str:

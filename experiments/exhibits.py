@@ -147,8 +147,6 @@ _VIRTUAL = (
 _SINGLES = ("4x1", "8x1", "16x1", "64x1")
 _QUARTERS = ("4x1", "8x2", "16x4", "64x16")
 
-_CHECKOUT = "a checkout of DistServe, and a quiet machine"
-
 SEEDS: dict[str, tuple[Exhibit, ...]] = {
     "KVRS (RecompOrMigrate)": (
         Exhibit(
@@ -157,93 +155,15 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             How.COMPUTED,
             "the paper names no axes; ours: 256 to 16,384 tokens, 1 to 100 Gbit/s, 60 ms a request",
             figures.crossover_map,
-            "crossover",
             judged=Verdict.EXAMPLE,
             because="the formula of the paper over lengths and rates of ours",
         ),
-        Exhibit(
-            "Figure: crossover validation",
-            "60 ms a request, 387 ms for 1.21 GB at 25 Gbit/s, within 2 %",
-            How.PACED,
-            "ours has the first decode step and the hand-shake in it",
-            figures.hand_off,
-            "crossover",
-            result=figures.HAND_OFF,
-            missed=figures.hand_off_missed,
-            judged=Verdict.REPRODUCED,
-            because="both errors are within the published one",
-            sentinels=("hand_off",),
-        ),
-        Exhibit(
-            "The same on DistServe",
-            "60 ms a request, 387 ms for 1.21 GB at 25 Gbit/s, within 2 %",
-            How.PACED,
-            "DistServe's engine, schedulers and Ray without a GPU; a request takes what these need "
-            "for each step, too",
-            lambda: figures.hand_off(figures.DISTSERVE_HAND_OFF),
-            "crossover",
-            figures.DISTSERVE_HAND_OFF,
-            needs=f"{_CHECKOUT} for 6 minutes",
-            missed=lambda: figures.hand_off_missed(figures.DISTSERVE_HAND_OFF),
-            judged=Verdict.REPRODUCED,
-            because="both errors are within the published one",
-            sentinels=("hand_off",),
-        ),
-        Exhibit(
-            "Figure: goodput under skew",
-            "+0.6 requests/s, +8.6 % at 90 % skew",
-            How.PACED,
-            "a node alone is beyond saturation at our rate and TTFT limit, so the baseline "
-            "collapses at 90 %; at 60 % it loses what the paper's does. Five of the ten pairs of "
-            "each lower rate were added on another day, since the first five did not tell",
-            figures.skew,
-            "load_skew",
-            result=figures.RATES,
-            compared=compare.skew,
-            sentinels=("hand_off",),
-        ),
-        Exhibit(
-            "The same on DistServe",
-            "+0.6 requests/s, +8.6 % at 90 % skew",
-            How.PACED,
-            "as above; a queue at the decoding stage shows in the time per token, since token 0 "
-            "comes from the context stage",
-            lambda: figures.skew_by_rate(figures.DISTSERVE_RATES),
-            "load_skew",
-            figures.DISTSERVE_RATES,
-            needs=f"{_CHECKOUT} for 17 minutes",
-            compared=lambda: compare.skew(figures.DISTSERVE_RATES),
-            sentinels=("hand_off",),
-        ),
-        Exhibit(
-            "Migrate or recompute, 10 to 100 Gbit/s",
-            "the crossover depends on length and bandwidth",
-            How.PACED,
-            "OPT-66B's profile; with the paper's table for OPT-13B recomputing is cheaper at every "
-            "length below 112 Gbit/s",
-            figures.crossover,
-            "crossover",
-            result=figures.CROSSOVER,
-            judged=Verdict.CONSTRUCTION,
-            because="`rom` decides by the table that the engines sleep, at a rate that is passed "
-            "in",
-            sentinels=("rom_costs",),
-        ),
-        Exhibit(
-            "The same on DistServe",
-            "the crossover depends on length and bandwidth",
-            How.PACED,
-            "decided by the tables that its stages measure; `rom` does not count the steps in "
-            "which a decoding stage reads known tokens behind fetched pages, `auto` does",
-            figures.distserve_crossover,
-            "crossover",
-            figures.DISTSERVE_CROSSOVER,
-            needs=f"{_CHECKOUT} for 8 minutes",
-            judged=Verdict.CONSTRUCTION,
-            because="the stages measure the table that they sleep, and the rate is passed in; "
-            "only that `rom` is wrong in some cells was not put in",
-            sentinels=("rom_costs", "auto_costs"),
-        ),
+        once("hand_off"),
+        once("hand_off_distserve"),
+        once("skew"),
+        once("skew_distserve"),
+        once("crossover"),
+        once("crossover_distserve"),
         once("link_computed"),
         Exhibit(
             "Bandwidth monitor: moving average",

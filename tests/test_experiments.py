@@ -21,7 +21,6 @@ from experiments.exhibits import SEEDS, Exhibit, How
 from experiments.kept import kept
 from experiments.kills import drill, policies
 from experiments.kills import run as kills_run
-from experiments.load_skew import rates
 from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
 from experiments.run_all import ALL, Experiment, Need, chosen, listing
@@ -328,31 +327,11 @@ def test_without_a_repository_the_commit_is_unknown(
     assert found == "unknown: there is no commit 1111111111 here"
 
 
-def test_the_rates_go_on_from_repeats_of_the_same_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A result of other code, or of other rates or lengths, is measured again from the start."""
-    path = tmp_path / "rates.json"
-    rows = {"4": {mode.value: [{"good": 3}] for mode in rates.MODES}}
-    path.write_text(json.dumps({"seconds": 20.0, "rows": rows}))
-    same = [True] * 3 + [False]
-    monkeypatch.setattr(rates, "is_of_this_code", lambda *_: same.pop(0))
-
-    found = [
-        rates.kept(path, seconds, asked)
-        for seconds, asked in ((20.0, [4.0]), (30.0, [4.0]), (20.0, [4.0, 5.0]), (20.0, [4.0]))
-    ]
-
-    assert found[0] == rows
-    assert [{*each} for each in found[1:]] == [{"4"}, {"4", "5"}, {"4"}]
-    assert all(way == [] for each in found[1:] for ways in each.values() for way in ways.values())
-
-
 def test_names_choose_folders_and_single_results() -> None:
     """A name that is neither is an error that lists the folders."""
     assert len(chosen([])) == len(ALL)
     assert [each.name for each in chosen(["kills/decode"])] == ["kills/decode"]
-    assert {each.folder for each in chosen(["crossover", "notice"])} == {"crossover", "notice"}
+    assert {each.folder for each in chosen(["lumen", "notice"])} == {"lumen", "notice"}
     with pytest.raises(ValueError, match=r"--only: got nothing; allowed: anchortp, "):
         chosen(["nothing"])
 
