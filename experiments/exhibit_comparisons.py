@@ -10,7 +10,6 @@ from experiments.anchortp.degrees import KEPT, WHOLE
 from experiments.exhibit_figures import FIXED, STOP
 from experiments.kept import kept
 from experiments.pipelines import table1
-from experiments.raidserve import curves, peaks
 from experiments.verdicts import Compared, change
 
 
@@ -132,51 +131,6 @@ def one_failure() -> list[Compared]:
 def co_failure() -> list[Compared]:
     found = kept(figures.PLACEMENT)["co_failure"]["load"]
     return [Compared("share of checkpoints", 0.238, found, nothing=None)]
-
-
-def availability() -> list[Compared]:
-    published = {"Llama-3.1-70B": (1.28, 0.95), "Mixtral-8x22B": (1.71, 0.92)}
-    found = []
-    for model, ours in figures.availability_ratios().items():
-        over, of = published[model]
-        standard, scaled = ours
-        found += [
-            Compared(f"{model} over standard TP", over, standard.mean, standard.half_width),
-            Compared(f"{model} of fault-scaled", of, scaled.mean, scaled.half_width, None),
-        ]
-    return found
-
-
-def within_limits() -> list[Compared]:
-    found = []
-    for (model, stage, below), ratio in figures.limit_ratios().items():
-        published = curves.PUBLISHED[model, stage, below]
-        what = f"{model} {stage} over {'TP 4' if below == 'standard 4' else 'naive'}"
-        found.append(Compared(what, published, ratio.mean, ratio.half_width))
-    return found
-
-
-def balance(stage: str) -> list[Compared]:
-    """A published gain of 0 is a rounded one: ours beside it is shown, not judged."""
-    return [
-        change(f"TP {ranks}", published, gain)
-        for ranks, published, gain in zip(
-            (5, 6, 7), peaks.PUBLISHED[stage], figures.balance_gains(stage), strict=True
-        )
-        if published
-    ]
-
-
-def breakdown() -> list[Compared]:
-    """Published zeros are treated as in `balance`."""
-    return [
-        change(f"{stage}, {part}", published, gain)
-        for stage, gains in figures.breakdown_parts().items()
-        for part, published, gain in zip(
-            ("memory", "compute"), peaks.PUBLISHED_PARTS[stage], gains, strict=True
-        )
-        if published
-    ]
 
 
 def planners() -> list[Compared]:

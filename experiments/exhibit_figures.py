@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from experiments.anchortp import degrees
 from experiments.kept import kept
-from experiments.raidserve import curves, peaks
 from kvrs.elastic import cmm, on_demand, speed
 from kvrs.elastic.layouts import even, hybrid, staged, uneven
 from kvrs.elastic.plans import HOST
@@ -25,17 +24,12 @@ ACCEPTANCE = "speculation/results/acceptance.json"
 SAME_REGRET = 0.0005  # Shown with one digit of a percent.
 KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
-THROUGHPUT = "raidserve/results/throughput.json"
 PLANS = "anchortp/results/plans.json"
 DEGREES = "anchortp/results/degrees.json"
 EXPERTS = "experts/results/simulated.json"
 EXPERTS_CPU = "experts/results/cpu.json"
 EXPERTS_LOST = "experts/results/lost_ranks.json"
 EXPERTS_DEGREES = "experts/results/degrees.json"
-CURVES = "raidserve/results/curves.json"
-PEAKS = "raidserve/results/peaks.json"
-SHARES = "raidserve/results/shares.json"
-RAIDSERVE_IN_PLACE = "raidserve/results/in_place.json"
 SIMULATED = "lumen/results/lumen.json"
 SIMULATED_TEN = "lumen/results/ten.json"
 SIMULATED_DRAFTS = "lumen/results/progressive.json"
@@ -265,17 +259,6 @@ def co_failure() -> str:
     return f"{found['load']:.1%} (`fixed` {found['fixed']:.1%}, `random` {found['random']:.1%})"
 
 
-def table_3_in_place() -> str:
-    rows = kept(RAIDSERVE_IN_PLACE)["rows"]
-    weights, last = (
-        " / ".join(f"{row[key]:.3g}" for row in rows) for key in ("weights_s", "last_s")
-    )
-    return (
-        f"recompute / host / full / oracle: ranks compute again after {weights} s, the last of 56 "
-        f"streams has its next token after {last} s"
-    )
-
-
 def preset(name: str) -> Callable[[], str]:
     def ours() -> str:
         trace = generate(replace(PRESETS[name].settings, requests=3000), seed=0)
@@ -313,78 +296,6 @@ def hybrid_attention() -> str:
         )
         found.append(f"{naive / even_out:.2f} times at {heads} heads on {ranks} ranks")
     return "attention of the busiest rank without: " + ", ".join(found)
-
-
-def availability() -> str:
-    return "; ".join(
-        f"{model} {standard.mean:.2f} times standard TP, {scaled.mean:.0%} of fault-scaled"
-        for model, (standard, scaled) in availability_ratios().items()
-    )
-
-
-def availability_ratios() -> dict[str, tuple[Interval, Interval]]:
-    """By model: over standard tensor parallelism, of the fault-scaled throughput."""
-    return {
-        model: (
-            mean_of([run["ours"] / run["standard"] for run in runs]),
-            mean_of([run["ours"] / run["fault-scaled"] for run in runs]),
-        )
-        for model, runs in kept(THROUGHPUT)["results"].items()
-    }
-
-
-def within_limits() -> str:
-    """Throughput within the limits of Figure 10, over that of others."""
-    found: dict[str, list[str]] = {}
-    for (model, stage, below), ratio in limit_ratios().items():
-        other = "TP 4" if below == "standard 4" else "naive"
-        found.setdefault(f"{model} {stage}", []).append(f"{ratio.mean:.2f} times {other}")
-    return "; ".join(f"{name}: {', '.join(those)}" for name, those in found.items())
-
-
-def limit_ratios() -> dict[tuple[str, str, str], Interval]:
-    """By model, stage and system: of RaidServe on 7 GPUs over that, over the seeds."""
-    result = kept(CURVES)["curves"]
-    return {each: mean_of(curves.ratios(result, *each)) for each in curves.PUBLISHED}
-
-
-def balance(stage: str) -> Callable[[], str]:
-    def ours() -> str:
-        gains = " / ".join(f"{gain.mean:+.0%}" for gain in balance_gains(stage))
-        return f"{stage} {gains} at 5 / 6 / 7 GPUs"
-
-    return ours
-
-
-def balance_gains(stage: str) -> list[Interval]:
-    """RaidServe over naive at 5, 6 and 7 GPUs, over the seeds."""
-    found = kept(PEAKS)["tokens_per_s"]["Llama-3.1-70B"][stage]
-    return [mean_of(peaks.gains(found, f"ours {gpus}", f"naive {gpus}")) for gpus in (5, 6, 7)]
-
-
-def breakdown() -> str:
-    return "; ".join(
-        f"{stage}: memory {memory.mean:+.0%}, compute {compute.mean:+.0%}"
-        for stage, (memory, compute) in breakdown_parts().items()
-    )
-
-
-def breakdown_parts() -> dict[str, tuple[Interval, Interval]]:
-    """By stage, in points of naive throughput at 7 GPUs: balanced memory, balanced computation."""
-    found = kept(PEAKS)["tokens_per_s"]["Llama-3.1-70B"]
-    return {
-        stage: (mean_of(parts["memory"]), mean_of(parts["compute"]))
-        for stage, parts in ((stage, peaks.parts(cells)) for stage, cells in found.items())
-    }
-
-
-def shares() -> str:
-    rows = kept(SHARES)["rows"].values()
-    ours, arrival = (max(row[key] for row in rows) for key in ("largest_over_mean", "by_arrival"))
-    return (
-        f"the largest load of a rank over the mean: {ours:.2f} at most, {arrival:.2f} in the order "
-        f"of arrival"
-    )
 
 
 def dense_degrees() -> str:

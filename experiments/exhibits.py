@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from typing import Any
 
 from experiments import exhibit_comparisons as compare
@@ -411,17 +410,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             judged=Verdict.EXAMPLE,
             because="heads of the busiest rank, counted",
         ),
-        Exhibit(
-            "Figure 3: load-aware routing and scheduling",
-            "an example of four requests",
-            How.COMPUTED,
-            "batches of 64 sequences in place of the example's four",
-            figures.shares,
-            "raidserve",
-            figures.SHARES,
-            judged=Verdict.EXAMPLE,
-            because="an example of our own; the paper's has four requests",
-        ),
+        once("shares"),
         Exhibit(
             "Figure 4: on-demand weights",
             "12 shards, 4 GPUs: each survivor loads one",
@@ -431,18 +420,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             judged=Verdict.EXAMPLE,
             because="the paper's twelve shards on four GPUs",
         ),
-        Exhibit(
-            "Figures 6, 9: GCP trace",
-            "1.28 / 1.71 times standard TP, 95 / 92 % of fault-scaled",
-            How.SIMULATED,
-            "layouts and re-forming are ours, step times estimates from profiles; ours fills all "
-            "memory with sequences, of which Mixtral's weights leave much less as GPUs go",
-            figures.availability,
-            "raidserve",
-            result=figures.THROUGHPUT,
-            compared=compare.availability,
-            sentinels=("throughput",),
-        ),
+        once("availability"),
         Exhibit(
             "Table 1: OpenThoughts (mean / median / max)",
             "in 422 / 352 / 7,633; out 7,295 / 5,583 / 37,817",
@@ -463,69 +441,13 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             because="the distribution is fitted to mean and median of the trace, and cut at its "
             "maximum",
         ),
-        Exhibit(
-            "Figure 10: Mooncake at 7 of 8 GPUs",
-            "Llama: 2 times TP 4 in both stages, 1.28 / 1.60 times naive in prefill / decode; "
-            "Mixtral: 1.14 / 1.85 times naive",
-            How.SIMULATED,
-            "throughput of one instance within a mean TTFT of 10 s and a mean time between tokens "
-            "of 40 ms, the wait for memory included; layouts, bases and batches are ours, step "
-            "times estimates from profiles; what the paper limits, a mean or more, it does not say",
-            figures.within_limits,
-            "raidserve",
-            figures.CURVES,
-            needs="15 minutes of CPU time",
-            compared=compare.within_limits,
-            sentinels=("throughput",),
-        ),
-        *(
-            Exhibit(
-                f"Figure 11: {stage} balance",
-                f"{published} over naive at TP 5 / 6 / 7",
-                How.SIMULATED,
-                "step times estimated from profiles of even degrees; peak with Mooncake's lengths"
-                + ("; no verdict on the published 0, which is rounded" * (stage == "prefill")),
-                figures.balance(stage),
-                "raidserve",
-                figures.PEAKS,
-                needs="5 minutes of CPU time",
-                compared=partial(compare.balance, stage),
-                sentinels=("throughput",),
-            )
-            for stage, published in (
-                ("prefill", "0 / +16 / +25 %"),
-                ("decode", "+16 / +51 / +78 %"),
-            )
-        ),
-        Exhibit(
-            "Figure 12: breakdown at 7 GPUs",
-            "prefill: memory 0, compute +25 %; decode: memory +34 %, compute +43 %",
-            How.SIMULATED,
-            "points of naive throughput, as +34 and +43 of +78 %; as figure 11; no verdict on the "
-            "published 0, which is rounded",
-            figures.breakdown,
-            "raidserve",
-            figures.PEAKS,
-            needs="5 minutes of CPU time",
-            compared=compare.breakdown,
-            sentinels=("throughput",),
-        ),
+        once("curves"),
+        once("prefill_balance"),
+        once("decode_balance"),
+        once("breakdown"),
         once("rank_balance"),
         once("raidserve_computed"),
-        Exhibit(
-            "Table 3 in place: 70B, 56 requests of 16K, one of eight GPUs lost",
-            "recompute 22 s, host 530 ms, full 120 ms, oracle 15 ms",
-            How.SIMULATED,
-            "paced: the clock of a profile of vLLM, by which a prompt takes twice as long as by "
-            "the paper's 22 s, near the peak of seven H100; to the next token, a decode step "
-            "included; 120 ms for 7.5 GB are more than the 50 GB/s of the paper's arithmetic",
-            figures.table_3_in_place,
-            "raidserve",
-            figures.RAIDSERVE_IN_PLACE,
-            judged=Verdict.DIRECTION,
-            because="the order is the paper's, the ratios are not",
-            sentinels=("in_place",),
-        ),
+        once("table_3_in_place"),
         once("longest_waits"),
     ),
     "AnchorTP": (

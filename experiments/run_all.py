@@ -25,7 +25,6 @@ from pathlib import Path
 
 from experiments import evidence
 from experiments.kills.drill import TRACE as CONVERSATIONS
-from experiments.raidserve.throughput import DEFAULT_TRACE as AVAILABILITY_TRACE
 from experiments.record import ROOT, gpus, shown
 from experiments.results import KEPT, age, run_of, state
 
@@ -54,7 +53,6 @@ def _file_missing(path: Path) -> str | None:
 
 
 TRACE = Need("trace", lambda: _file_missing(CONVERSATIONS))
-AVAILABILITY = Need("availability trace", lambda: _file_missing(AVAILABILITY_TRACE))
 DISTSERVE = _variable("DISTSERVE_HOME", "a checkout of DistServe")
 VLLM = _variable("KVRS_VLLM_PYTHON", "the interpreter of an environment with vLLM")
 GPU = Need("a GPU", lambda: None if gpus() else "no NVIDIA GPU is here")
@@ -109,11 +107,6 @@ ALL = (
     _of("request_path", "gauge", 1, "gauge"),
     _of("anchortp", "plans", 1, "plans"),
     _of("anchortp", "degrees", 10, "degrees"),
-    _of("raidserve", "shares", 1, "shares"),
-    _of("raidserve", "throughput", 5, "throughput", AVAILABILITY),
-    _of("raidserve", "in_place", 1, "in_place"),
-    _of("raidserve", "peaks", 5, "peaks", TRACE),
-    _of("raidserve", "curves", 15, "curves", TRACE),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),

@@ -16,8 +16,7 @@ from experiments.kills import simulated as kill_series
 from experiments.link_monitor import run as link_monitor
 from experiments.lumen import placement
 from experiments.lumen import run as lumen
-from experiments.raidserve import in_place, throughput
-from experiments.sentinels import situations
+from experiments.sentinels import lost_rank, rates, situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
 from kvrs.config.policy import PolicyName, RecoverySettings
@@ -31,7 +30,6 @@ from kvrs.sim.world import World
 
 POISON_DEATHS = RecoverySettings().poison_deaths  # The most that one poisoned request may cause.
 OUTAGE_SEEDS = POISON_SEEDS = range(6)
-JOIN_S = 0.1  # Ranks join in a fixed time here; the experiment takes a measured one.
 
 
 def kill_pauses() -> Figures:
@@ -84,9 +82,8 @@ def link() -> Figures:
 
 def ranks_lost() -> Figures:
     """One of eight ranks is lost with 56 streams of 16K tokens: seconds until they go on."""
-    with patch.object(in_place, "join_s", lambda: JOIN_S):
-        rows = [in_place.play(way, seed=1) for way in ("host", "full")]
-        computed = in_place.ladder_s()
+    rows = [lost_rank.play(way, seed=1) for way in ("host", "full")]
+    computed = lost_rank.ladder_s()
     return {
         **{f"{row.way}, weights in s": row.weights_s for row in rows},
         **{f"{row.way}, p50 in s": row.p50_s for row in rows},
@@ -124,11 +121,11 @@ def plans() -> Figures:
 def balance() -> Figures:
     """Simulated tokens per second with 5 to 8 ranks, with hybrid attention and without."""
     found: dict[str, float | str] = {}
-    for model in throughput.models():
+    for model in rates.models():
         for left in range(5, 9):
             stages = staged(model.units.layers, [range(left)])
             for name, layout in (("hybrid", hybrid), ("uneven", uneven)):
-                per_s = throughput.tokens_per_s(model, layout(model.units, stages), 256)
+                per_s = rates.tokens_per_s(model, layout(model.units, stages), 256)
                 found[f"{model.name}, {left} ranks, {name}"] = per_s
     return found
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.raidserve.throughput import answers, carry_through
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import SPREAD, Layout, even, staged, uneven, validate
 from kvrs.elastic.moving import LinkRates
@@ -33,6 +32,7 @@ from kvrs.elastic.reforming import (
 )
 from kvrs.elastic.units import UnitKind, Units
 from kvrs.elastic.ways.base import Costs, Room, StreamAtRisk, Way
+from kvrs_testkit.reforming import answers, carry_through
 
 UNITS = Units(2, (128,) * 4, (64,) * 8, (64,) * 4, 32)
 ROOM = Room(capacity_bytes=10_000, cell_bytes=8, pages=10)

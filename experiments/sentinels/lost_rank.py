@@ -1,28 +1,16 @@
-"""RaidServe's Table 3 in place, on the clock of its model: Llama-3.1-70B on eight GPUs, one lost,
-56 requests of 16K tokens.
+"""One of eight ranks is lost with its memory, on the clock of Llama-3.1-70B with 56 requests of 16K
+tokens (RaidServe, table 3).
 
-    python -m experiments.raidserve.in_place
-
-Simulated: scheduler, re-forming, layouts and restores are the product's, in virtual time; batches
-take the times of the profile, moves their bytes over the paper's links. Exit status 1: an order or
-a ratio of the paper is missed.
+Scheduler, re-forming, layouts and restores are the product's, in virtual time; batches take the
+times of the profile, moves their bytes over the paper's links.
 """
 
-import json
-import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
-from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
-from experiments.command_line import parser_of
-from experiments.record import Record
 from experiments.virtual_time import NumberedPrompt, grouped, patient, run_until, token_times
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model.estimates import Option
@@ -40,21 +28,11 @@ from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
 from kvrs.sim.streams import Arrival
 
-NAME = "in_place"
 PROFILE, MODEL = "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B"
 RANKS, REQUESTS, CONTEXT_TOKENS = 8, 56, 16384
 RATES = LinkRates(host_bytes_per_s=50e9, peer_bytes_per_s=362.2e9)
-PUBLISHED_S = {"recompute": 22.0, "host": 0.530, "full": 0.120, "oracle": 0.015}
-MEANING = {
-    "recompute": "whole shards from the host, all KV computed again",
-    "host": "whole shards from the host, lost KV from the host",
-    "full": "only lost weights and lost KV from the host",
-    "oracle": "nothing to move",
-}
 IN_LADDER = {"recompute": "recompute", "host": "host", "full": "on demand"}
-# Of the paper: host memory over recomputing, and only what was lost over whole shards.
-LEAST_RATIOS = {("recompute", "host"): 41.0, ("host", "full"): 4.4}
-MEASURED = Path(__file__).parents[1] / "measured_once" / "results" / "in_place.json"
+JOIN_S = 0.1  # Of ranks that form again.
 HOME = InstanceId("b0")
 _GROUPS = 4  # Layers that lie alike, as one: there are fewer cells to follow.
 _OUTPUT_TOKENS, _LEAST_TOKENS = 1500, 8
@@ -66,27 +44,17 @@ _NEVER_S = 1e6
 class Row:
     way: str
     weights_s: float  # Until the ranks that are left compute again.
-    first_s: float  # From the loss to the next token: of the first stream to have one,
-    p50_s: float
-    last_s: float  # and of the last one, when nothing of the lost KV is missing any more.
+    p50_s: float  # Of the streams' longest pauses from the loss on.
 
 
 def units() -> Units:
     return grouped(SHAPES[MODEL].units(), _GROUPS)
 
 
-def join_s() -> float:
-    """The measured time of real ranks with next to nothing to move."""
-    found = json.loads(MEASURED.read_text())
-    return float(found["pause_s"]["p50"])
-
-
 def rates_of(way: str) -> LinkRates:
     """Links on which what is missing takes as long as the way's moves do."""
     if way == "full":
         return RATES
-    if way == "oracle":
-        return LinkRates(RATES.host_bytes_per_s * _NEVER_S, RATES.peer_bytes_per_s * _NEVER_S)
     model = units()
     before = hybrid(model, staged(model.layers, [range(RANKS)]))
     after = on_demand.reshaped(before, model, on_demand.survivors(before, [RANKS - 1]))
@@ -96,16 +64,8 @@ def rates_of(way: str) -> LinkRates:
     return LinkRates(RATES.host_bytes_per_s / slower, RATES.peer_bytes_per_s / slower)
 
 
-def config_of(way: str) -> Config:
+def config() -> Config:
     longest = CONTEXT_TOKENS + _OUTPUT_TOKENS
-    backup: dict[str, Any] = {"mode": "off"}
-    if way in ("host", "full"):
-        backup = {
-            "mode": "local",
-            "capacity_bytes": 1 << 40,
-            "host_to_device_bytes_per_s": RATES.host_bytes_per_s * (RANKS - 1),
-            "staging_pages": 4096,
-        }
     return parse_config(
         {
             "proxy": {"token_gap_s": 300.0},
@@ -123,17 +83,22 @@ def config_of(way: str) -> Config:
             },
             "policy": {"recovery": {"wait_s": 300.0}, "admission": {"wait_s": 3600.0}},
             "slo": {"recovery_gap_s": 600.0},
-            "backup": backup,
+            "backup": {
+                "mode": "local",
+                "capacity_bytes": 1 << 40,
+                "host_to_device_bytes_per_s": RATES.host_bytes_per_s * (RANKS - 1),
+                "staging_pages": 4096,
+            },
         }
     )
 
 
 def play(way: str, seed: int) -> Row:
     """Raises AssertionError where an invariant of the simulator is violated."""
-    model = RankModel(units(), rates_of(way), join_s(), _NEVER_S, _NEVER_S)
+    model = RankModel(units(), rates_of(way), JOIN_S, _NEVER_S, _NEVER_S)
     with token_times() as tokens_s, patient(_LONGEST_S):
         cluster = SimCluster(
-            config_of(way), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
+            config(), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
         )
         clock, proxy = cluster.clock, cluster.serving[0]
         cluster.begin()
@@ -145,7 +110,7 @@ def play(way: str, seed: int) -> Row:
 
         def is_settled() -> bool:
             """All decode, and of each at most the newest page has no backup."""
-            lag_pages = engine.backlog.lag_pages if cluster.agents else 0
+            lag_pages = engine.backlog.lag_pages
             return lag_pages <= REQUESTS and all(
                 len(tokens_s[name]) >= _LEAST_TOKENS for name in names
             )
@@ -157,7 +122,7 @@ def play(way: str, seed: int) -> Row:
         proxy.recoveries.clear()
         ranks = engine.ranks
         assert isinstance(ranks, SimRanks)
-        ranks.lose([RANKS - 1], memory_kept=way == "oracle")
+        ranks.lose([RANKS - 1], memory_kept=False)
         run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
         weights_s = clock.now_s - lost_s
         run_until(
@@ -174,7 +139,7 @@ def play(way: str, seed: int) -> Row:
     taken = dict(proxy.recoveries)
     # Of a short pause the proxy may hear when it is over.
     require(set(taken) <= {Option.IN_PLACE.value}, f"{way}: {taken}")
-    return Row(way, weights_s, min(pauses_s), median(pauses_s), max(pauses_s))
+    return Row(way, weights_s, median(pauses_s))
 
 
 def ladder_s() -> dict[str, float]:
@@ -200,74 +165,3 @@ def ladder_s() -> dict[str, float]:
             if rung in rungs and has_backup is (way != "recompute")
         }
     return found
-
-
-def figures_of(rows: Sequence[Row], computed_s: dict[str, float]) -> dict[str, Any]:
-    last_s = {row.way: row.last_s for row in rows}
-    return {
-        "rows": [asdict(row) for row in rows],
-        "computed_s": computed_s,
-        "published_s": PUBLISHED_S,
-        "join_s": join_s(),
-        "ratios": {f"{one} / {other}": last_s[one] / last_s[other] for one, other in LEAST_RATIOS},
-        "computed_ratios": {
-            f"{one} / {other}": computed_s[one] / computed_s[other] for one, other in LEAST_RATIOS
-        },
-    }
-
-
-def missed(figures: dict[str, Any]) -> list[str]:
-    last_s = [row["last_s"] for row in figures["rows"]]
-    found = [] if last_s == sorted(last_s, reverse=True) else ["the order of the ways is another"]
-    for (one, other), least in LEAST_RATIOS.items():
-        ratio = figures["computed_ratios"][f"{one} / {other}"]
-        if ratio < least:
-            found.append(f"{one} takes {ratio:.1f} times as long as {other}; bar {least:g}")
-    return found
-
-
-def as_text(figures: dict[str, Any]) -> str:
-    lines = [
-        f"SIMULATED on the clock of {PROFILE}, no GPU: one of {RANKS} ranks lost with its memory, "
-        f"{REQUESTS} streams of {CONTEXT_TOKENS:,} tokens go on in place",
-        f"links of {RATES.host_bytes_per_s / 1e9:g} GB/s from the host to each rank, "
-        f"{RATES.peer_bytes_per_s / 1e9:g} GB/s between ranks; ranks join in "
-        f"{figures['join_s'] * 1e3:.0f} ms, as real ones with a small model (in_place)",
-        "",
-        f"{'seconds':11}{'RaidServe':>10}{'by bytes':>10}{'weights':>10}"
-        f"{'next token: first':>19}{'p50':>9}{'last':>9}",
-    ]
-    for row in figures["rows"]:
-        way = row["way"]
-        computed_s = figures["computed_s"].get(way, 0.0)
-        lines.append(
-            f"{way:11}{PUBLISHED_S[way]:>10.3f}{computed_s:>10.3f}{row['weights_s']:>10.3f}"
-            f"{row['first_s']:>19.3f}{row['p50_s']:>9.3f}{row['last_s']:>9.3f}  {MEANING[way]}"
-        )
-    lines.append("")
-    for one, other in LEAST_RATIOS:
-        key, published = f"{one} / {other}", PUBLISHED_S[one] / PUBLISHED_S[other]
-        lines.append(
-            f"{key}: RaidServe {published:.1f}, by bytes {figures['computed_ratios'][key]:.1f}, "
-            f"until the last stream's next token {figures['ratios'][key]:.1f}"
-        )
-    wrong = missed(figures)
-    return "\n".join([*lines, "", *(["MISSED", *wrong] if wrong else ["PASSED"])])
-
-
-def main() -> int:
-    parser = parser_of(__doc__, seed=1)
-    parser.add_argument("--jobs", type=int, help="processes at a time")
-    chosen = parser.parse_args()
-    record = Record(chosen.seed, timed=False)
-    with ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:
-        rows = list(pool.map(partial(play, seed=chosen.seed), PUBLISHED_S))
-    figures = figures_of(rows, ladder_s())
-    text = as_text(figures)
-    print(text)
-    record.keep(chosen.out, NAME, figures, text)
-    return int(bool(missed(figures)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
