@@ -6,7 +6,6 @@ Ours comes out of the kept results; the published figures stand here, as in the 
 import statistics
 
 from experiments import exhibit_figures as figures
-from experiments.anchortp.degrees import KEPT, WHOLE
 from experiments.exhibit_figures import FIXED, STOP
 from experiments.kept import kept
 from experiments.pipelines import table1
@@ -131,28 +130,6 @@ def one_failure() -> list[Compared]:
 def co_failure() -> list[Compared]:
     found = kept(figures.PLACEMENT)["co_failure"]["load"]
     return [Compared("share of checkpoints", 0.238, found, nothing=None)]
-
-
-def planners() -> list[Compared]:
-    found = figures.planned_shares()
-    return [
-        Compared("cmm of a full reload", 17.56 / 197.31, found["cmm"][0]),
-        Compared("greedy of a full reload", 26.15 / 197.31, found["greedy"][0]),
-    ]
-
-
-def dense_degrees() -> list[Compared]:
-    """At the second switch over the first one, as of Table I's two, and whole shards over what is
-    lost, where the paper starts again.
-    """
-    kept_s, whole_s = (figures.dense_s("Qwen3-32B", way, "tfs_s") for way in (KEPT, WHOLE))
-    ttp_s = figures.dense_s("Qwen3-32B", KEPT, "ttp_s")
-    return [
-        Compared("TFS at 3 to 2 over 4 to 3", 4.98 / 4.48, kept_s[3] / kept_s[4]),
-        Compared("TTP at 3 to 2 over 4 to 3", 7.91 / 6.23, ttp_s[3] / ttp_s[4]),
-        Compared("restart over in place at 4 to 3", 48.43 / 4.48, whole_s[4] / kept_s[4]),
-        Compared("restart over in place at 3 to 2", 49.21 / 4.98, whole_s[3] / kept_s[3]),
-    ]
 
 
 def capacity() -> list[Compared]:

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from experiments.anchortp import degrees
 from experiments.kept import kept
 from kvrs.elastic import cmm, on_demand, speed
 from kvrs.elastic.layouts import even, hybrid, staged, uneven
@@ -24,8 +23,6 @@ ACCEPTANCE = "speculation/results/acceptance.json"
 SAME_REGRET = 0.0005  # Shown with one digit of a percent.
 KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
-PLANS = "anchortp/results/plans.json"
-DEGREES = "anchortp/results/degrees.json"
 EXPERTS = "experts/results/simulated.json"
 EXPERTS_CPU = "experts/results/cpu.json"
 EXPERTS_LOST = "experts/results/lost_ranks.json"
@@ -298,30 +295,6 @@ def hybrid_attention() -> str:
     return "attention of the busiest rank without: " + ", ".join(found)
 
 
-def dense_degrees() -> str:
-    found = []
-    for model in degrees.MODELS:
-        switches = dense_s(model, degrees.KEPT, "tfs_s")
-        seconds = [
-            " / ".join(f"{each:.0f}" for each in dense_s(model, way, key).values())
-            for way, key in (
-                (degrees.KEPT, "tfs_s"),
-                (degrees.KEPT, "ttp_s"),
-                (degrees.WHOLE, "tfs_s"),
-            )
-        ]
-        found.append(
-            f"{model}, {max(switches)} to {min(switches) - 1}: TFS {seconds[0]} s, TTP "
-            f"{seconds[1]} s; whole shards TFS {seconds[2]} s"
-        )
-    return "; ".join(found)
-
-
-def dense_s(model: str, way: str, key: str) -> dict[int, float]:
-    """By the degree before the loss, the means of the seeds."""
-    return degrees.by_degree(kept(DEGREES)["rows"], model, way, key)
-
-
 def loaded_on_demand() -> str:
     units = Units(1, (1,) * 4, (1,) * 12, (1,) * 4, 0)
     before = even(units, 4)
@@ -343,24 +316,6 @@ def figure_3() -> str:
     reloaded = sum(task.bytes for task in tasks if task.source == HOST)
     moved = sum(task.bytes for task in tasks if task.source not in (HOST, task.target))
     return f"{reloaded} reloaded, {moved} between ranks"
-
-
-def planners() -> str:
-    return "of the weights: " + ", ".join(
-        f"{name} {least:.1%}" + (f" to {most:.1%}" if most > least else "")
-        for name, (least, most) in planned_shares().items()
-    )
-
-
-def planned_shares() -> dict[str, tuple[float, float]]:
-    """By planner: least and most of a full reload that the host gives, over the lost ranks."""
-    found = {
-        row["planner"]: row["host_bytes"]
-        for row in kept(PLANS)["rows"]
-        if (row["model"], row["ranks"], row["left"]) == ("Mixtral-8x22B", 8, 7)
-    }
-    full = found["full reload"][0]
-    return {name: (least / full, most / full) for name, (least, most) in found.items()}
 
 
 def experts() -> str:

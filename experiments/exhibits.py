@@ -462,19 +462,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         ),
         once("in_place"),
         once("anchortp_recovery"),
-        Exhibit(
-            "Table II: planners, 8 to 7",
-            "reload 17.56 s, greedy 26.15, full 197.31; Eq. 1 "
-            "allows 12.5 %, 17.56 of 197.31 is 8.9 %",
-            How.COMPUTED,
-            "bytes in place of seconds; the paper's greedy is 13.3 % of its full reload, with even "
-            "contiguous shares it needs at least 28.6 %",
-            figures.planners,
-            "anchortp",
-            result=figures.PLANS,
-            compared=compare.planners,
-            sentinels=("plans",),
-        ),
+        once("planners"),
         once("anchortp_planners"),
         once("degree_by_degree"),
         Exhibit(
@@ -489,21 +477,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             because="TFS rises with each loss",
             sentinels=("in_place", "plans"),
         ),
-        Exhibit(
-            "Figure 5 for dense models",
-            "TFS rises nearly as a line (4.48 to 4.98 s at two losses), TTP more steeply (6.23 to "
-            "7.91); restart 48.43 and 49.21",
-            How.SIMULATED,
-            "dense models at the clocks of profiles, where the paper has mixtures of experts; one "
-            "loader at the rate of its table II, which ranks share; whole shards without the "
-            "start of a process; ours is far from saturated, so TTP is what has waited",
-            figures.dense_degrees,
-            "anchortp",
-            figures.DEGREES,
-            needs="5 minutes of CPU time",
-            compared=compare.dense_degrees,
-            sentinels=("in_place", "plans"),
-        ),
+        once("dense_degrees"),
         Exhibit(
             "Figures 4, 6: experts rebalanced",
             "436.61 to 562.32 tokens/s",

@@ -105,8 +105,6 @@ ALL = (
     _of("request_path", "decision", 1, "decision"),
     _of("request_path", "request_path", 1),
     _of("request_path", "gauge", 1, "gauge"),
-    _of("anchortp", "plans", 1, "plans"),
-    _of("anchortp", "degrees", 10, "degrees"),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),

@@ -10,13 +10,12 @@ from dataclasses import replace
 from statistics import fmean
 from unittest.mock import patch
 
-from experiments.anchortp import plans as anchortp_plans
 from experiments.gossip_detection.measures import death_times
 from experiments.kills import simulated as kill_series
 from experiments.link_monitor import run as link_monitor
 from experiments.lumen import placement
 from experiments.lumen import run as lumen
-from experiments.sentinels import lost_rank, rates, situations
+from experiments.sentinels import lost_rank, planners, rates, situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
 from kvrs.config.policy import PolicyName, RecoverySettings
@@ -111,10 +110,9 @@ def pages() -> Figures:
 def plans() -> Figures:
     """Bytes that ranks read and copy after a loss, by model and planner: the most of all losses."""
     found: dict[str, float | str] = {}
-    for row in anchortp_plans.measure():
-        name = f"{row.model}, {row.ranks} to {row.left}, {row.planner}"
-        found[f"{name}, from the host"] = row.host_bytes[1]
-        found[f"{name}, between ranks"] = row.peer_bytes[1]
+    for name, most in planners.measure().items():
+        found[f"{name}, from the host"] = most.host
+        found[f"{name}, between ranks"] = most.peer
     return found
 
 
