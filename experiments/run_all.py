@@ -206,7 +206,6 @@ ALL = (
     _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
     _of("proxy_rolls", "proxy_rolls", 8),
-    _of("gossip_detection", "gossip_detection", 30),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )
 
