@@ -14,13 +14,11 @@ from kvrs.report.student import Interval, interval
 from kvrs.traces.generator import generate
 from kvrs.traces.presets import PRESETS
 
-LINK_SIMULATED = "link_monitor/results/simulated.json"
 DECISION = "request_path/results/decision.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
 CHECKPOINTS = "checkpoint_cost/results/checkpoint_cost.json"
 PLACEMENT = "lumen/results/placement.json"
 ACCEPTANCE = "speculation/results/acceptance.json"
-SAME_REGRET = 0.0005  # Shown with one digit of a percent.
 KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
 EXPERTS = "experts/results/simulated.json"
@@ -48,40 +46,6 @@ def crossover_map() -> str:
         for gbit_per_s in (1, 100)
     ]
     return f"q* from {min(depths):.2f} to {max(depths):,.0f}"
-
-
-def link_regret() -> str:
-    """The estimate of the link beside the last sample, scenario by scenario."""
-    last = _regrets("last sample")
-    ours = {
-        how: found
-        for how, rule in (("the estimate", "kvrs"), ("its lower bound", "kvrs, lower bound"))
-        if (found := _regrets(rule))
-    }
-    rules = [*ours.values(), last]
-    cells = "; ".join(
-        f"{scenario}: {' / '.join(f'{regrets[scenario]:.1%}' for regrets in rules)}"
-        for scenario in last
-    )
-    means = " / ".join(f"{statistics.fmean(regrets.values()):.1%}" for regrets in rules)
-    more = " and ".join(
-        f"{how} in {sum(found[name] > last[name] + SAME_REGRET for name in last)}"
-        for how, found in ours.items()
-    )
-    return (
-        f"cost of decisions above one that knows the rate, by {' / '.join(ours)} / the last "
-        f"sample; {cells}; mean: {means}; more than by the last sample: {more} of {len(last)} "
-        f"scenarios"
-    )
-
-
-def _regrets(rule: str) -> dict[str, float]:
-    """By scenario; nothing for a rule that the result has not."""
-    return {
-        row["scenario"]: row["regret"]
-        for row in kept(LINK_SIMULATED)["rows"]
-        if row["rule"] == rule
-    }
 
 
 def healthy() -> str:

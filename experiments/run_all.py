@@ -167,7 +167,6 @@ ALL = (
     ),
     _of("kills", "worlds", 10, "run everything simulated --seed 0"),
     _of("kills", "worlds-poison", 12, "run poison simulated"),
-    _of("link_monitor", "simulated", 1),
     _of("simulator", "queueing", 5, "queueing"),
     _of("simulator", "speed", 2, "speed"),
     _of("simulator", "tune", 5, "tune", TRACE),

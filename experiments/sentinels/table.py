@@ -11,10 +11,9 @@ from statistics import fmean, median
 from unittest.mock import patch
 
 from experiments.kills import simulated as kill_series
-from experiments.link_monitor import run as link_monitor
 from experiments.lumen import placement
 from experiments.lumen import run as lumen
-from experiments.sentinels import gossip, lost_rank, planners, rates, situations
+from experiments.sentinels import gossip, links, lost_rank, planners, rates, situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
 from kvrs.config.policy import PolicyName, RecoverySettings
@@ -69,11 +68,11 @@ def poisons() -> Figures:
 
 def link() -> Figures:
     """The link estimate: regret of decisions on it and on its lower bound, and share of probes."""
-    rows = link_monitor.measure(range(2))
+    rows = links.measure(range(2))
     regrets = {
         f"{row['rule']}, {row['scenario']}": row["regret"]
         for row in rows
-        if row["rule"] in (link_monitor.OURS, link_monitor.BOUND)
+        if row["rule"] in (links.OURS, links.BOUND)
     }
     return regrets | {"probes": max(row["probe_share"] for row in rows)}
 

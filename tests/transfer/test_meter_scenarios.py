@@ -1,8 +1,6 @@
-"""The scenarios of experiments/link_monitor in virtual time, one seed each."""
+"""The scenarios of the sentinel of links in virtual time, one seed each."""
 
-from experiments.link_monitor.run import BAR_PROBES, OURS, measure
-
-LAST = "last sample"
+from experiments.sentinels.links import BAR_PROBES, LAST, OURS, measure
 
 
 def test_decisions_on_the_estimate_cost_no_more_than_those_on_the_last_sample() -> None:

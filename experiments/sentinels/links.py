@@ -1,12 +1,8 @@
 """The estimate of a link whose rate changes, and what decisions taken on it cost, in virtual time
-over a link without noise: the part of the regret that is the rule's own, beside that of a rule that
-knows the rate at every moment, but not what follows.
-
-python -m experiments.link_monitor.run [--seeds 8] [--out DIR]
+over a link without noise: the part of the regret that is the rule's own.
 """
 
 import random
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,8 +10,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from experiments.command_line import parser_of
-from experiments.record import Record
 from kvrs.config.transfer import TransferSettings
 from kvrs.ids import NodeId
 from kvrs.profiles import catalog
@@ -25,7 +19,6 @@ from kvrs.transfer.meter import LinkMeter, lower_bound
 SETTINGS = TransferSettings(probe_interval_s=0.25)
 TIME_CONSTANTS = 5
 BAR_PROBES = 0.01
-BAR_REGRET = 0.10
 
 PAGE_BYTES = 1 << 16
 REGION_PAGES = 1024
@@ -96,49 +89,25 @@ def scenarios() -> list[Scenario]:
     ]
 
 
-@dataclass
-class Estimator:
-    """One rule over the same samples."""
-
-    name: str
-    update: Callable[[list[float]], float]
-
-
-def _harmonic(samples: list[float]) -> float:
-    last = samples[-5:]
-    return len(last) / sum(1 / rate for rate in last)
-
-
-def _fixed_weight(samples: list[float]) -> float:
-    estimate = samples[0]
-    for rate in samples[1:]:
-        estimate += 0.3 * (rate - estimate)
-    return estimate
-
-
-PLAIN = (
-    Estimator("last sample", lambda samples: samples[-1]),
-    Estimator("EWMA, weight 0.3", _fixed_weight),
-    Estimator("harmonic mean of 5", _harmonic),
-)
 OURS = "kvrs"
 BOUND = "kvrs, lower bound"  # On which decisions count.
-PRESENT = "knows the rate"
-RULES = (OURS, *(each.name for each in PLAIN), BOUND, PRESENT)
+LAST = "last sample"
+RULES = (OURS, BOUND, LAST)
 
 
 class SampledMeter(LinkMeter):
-    """Also keeps every sample, for the rules beside it."""
+    """Also keeps the last sample, as a rule of its own."""
+
+    last_bytes_per_s: float | None = None
 
     def __init__(self) -> None:
         super().__init__(SETTINGS.link, 1 << 15)
-        self.samples: list[float] = []
 
     def _take_sample(self, link: Any) -> None:
         before_s = link.measured_s
         super()._take_sample(link)
         if link.measured_s != before_s:
-            self.samples.append(link.latest_bytes_per_s)
+            self.last_bytes_per_s = link.latest_bytes_per_s
 
 
 @dataclass
@@ -261,16 +230,14 @@ class VirtualLink:
     def _pass(self, seconds: float) -> None:
         """Time goes on; what is seen of the link is looked at on the way."""
         self._now_s += seconds
-        samples = self._meter.samples
+        last = self._meter.last_bytes_per_s
         while self._looked_s <= min(self._now_s, self._scenario.length_s):
-            if samples:
+            if last is not None:
                 measured = self._meter.measurements(self._looked_s)[SOURCE]
                 self.trial.at_s.append(self._looked_s)
                 self.trial.seen[OURS].append(measured.bytes_per_s)
                 self.trial.seen[BOUND].append(lower_bound(measured, SETTINGS.link))
-                self.trial.seen[PRESENT].append(self._scenario.rate(self._looked_s))
-                for rule in PLAIN:
-                    self.trial.seen[rule.name].append(rule.update(samples))
+                self.trial.seen[LAST].append(last)
             self._looked_s += LOOK_S
 
 
@@ -291,47 +258,3 @@ def measure(seeds: range) -> list[dict[str, Any]]:
             for name in RULES
         ]
     return rows
-
-
-def regrets(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """By rule: the mean over the scenarios."""
-    return {name: fmean(row["regret"] for row in rows if row["rule"] == name) for name in RULES}
-
-
-def as_text(rows: list[dict[str, Any]], seeds: int) -> tuple[bool, str]:
-    found = {(row["scenario"], row["rule"]): row["regret"] for row in rows}
-    lines = [
-        f"regret in virtual time, mean of {seeds} seeds",
-        f"{'scenario':24}" + "".join(f"{name:>20}" for name in RULES),
-    ]
-    for scenario in dict.fromkeys(row["scenario"] for row in rows):
-        cells = "".join(f"{found[scenario, name]:>20.1%}" for name in RULES)
-        lines.append(f"{scenario:24}{cells}")
-    means = regrets(rows)
-    lines.append(f"{'mean':24}" + "".join(f"{means[name]:>20.1%}" for name in RULES))
-    probes = max(row["probe_share"] for row in rows)
-    passed = means[OURS] <= BAR_REGRET and probes <= BAR_PROBES
-    return passed, "\n".join(
-        [
-            *lines,
-            f"bar {BAR_REGRET:.0%}; probes {probes:.2%} of the link at most, bar {BAR_PROBES:.0%}",
-            "PASSED" if passed else "FAILED",
-        ]
-    )
-
-
-def main() -> int:
-    parser = parser_of(__doc__, __file__)
-    parser.add_argument("--seeds", type=int, default=8)
-    options = parser.parse_args()
-    seeds = range(options.seeds)
-    record = Record(*seeds, timed=False)
-    rows = measure(seeds)
-    passed, text = as_text(rows, len(seeds))
-    print(text)
-    record.keep(options.out, "simulated", {"rows": rows, "passed": passed}, text)
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
