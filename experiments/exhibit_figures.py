@@ -22,9 +22,7 @@ ACCEPTANCE = "speculation/results/acceptance.json"
 KILLS = "kills/results/policies.json"
 KILLS_SIMULATED = "kills/results/simulated.json"
 EXPERTS = "experts/results/simulated.json"
-EXPERTS_CPU = "experts/results/cpu.json"
 EXPERTS_LOST = "experts/results/lost_ranks.json"
-EXPERTS_DEGREES = "experts/results/degrees.json"
 SIMULATED = "lumen/results/lumen.json"
 SIMULATED_TEN = "lumen/results/ten.json"
 SIMULATED_DRAFTS = "lumen/results/progressive.json"
@@ -291,11 +289,6 @@ def experts() -> str:
     )
 
 
-def busiest_rank() -> str:
-    gains = kept(EXPERTS_CPU)["gains"]
-    return "; ".join(f"skew {skew}: {gain:.2f}" for skew, gain in gains.items())
-
-
 def lost_ranks() -> str:
     def shown(ratio: float | None) -> str:
         return "none" if ratio is None else f"{ratio:.2f}"
@@ -303,19 +296,6 @@ def lost_ranks() -> str:
     return "; ".join(
         f"{case}: TFS {shown(own['tfs_s'])}, TTP {shown(own['ttp_s'])}"
         for case, own in kept(EXPERTS_LOST)["ratios"].items()
-    )
-
-
-def experts_by_degree() -> str:
-    """Times and rates of the losses at Zipf 1."""
-    rows = [row for row in kept(EXPERTS_DEGREES)["rows"] if row["exponent"] == 1.0 and row["tfs_s"]]
-    on, off = ([row for row in rows if row["variant"] == variant] for variant in ("on", "off"))
-    first, last = on[0], on[-1]
-    return (
-        f"Zipf 1, {first['ranks']} to {last['ranks']} ranks left: TFS {first['tfs_s']:.2f} to "
-        f"{last['tfs_s']:.2f} s, TTP {first['ttp_s']:.2f} to {last['ttp_s']:.2f} s; "
-        f"{first['tokens_per_s']:.0f} to {last['tokens_per_s']:.0f} tokens/s, without copies "
-        f"{off[0]['tokens_per_s']:.0f} to {off[-1]['tokens_per_s']:.0f}"
     )
 
 

@@ -454,18 +454,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
         once("planners"),
         once("anchortp_planners"),
         once("degree_by_degree"),
-        Exhibit(
-            "Figure 5: experts, from 8 to 2",
-            "TFS and TTP rise",
-            How.SIMULATED,
-            "Mixtral-8x22B by the clock of a profile of vLLM on eight GPUs, lost one by one",
-            figures.experts_by_degree,
-            "experts",
-            figures.EXPERTS_DEGREES,
-            judged=Verdict.DIRECTION,
-            because="TFS rises with each loss",
-            sentinels=("in_place", "plans"),
-        ),
+        once("experts_degrees"),
         once("dense_degrees"),
         Exhibit(
             "Figures 4, 6: experts rebalanced",
@@ -481,20 +470,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             because="the paper's ratio of 1.29 lies between those of two skews",
             sentinels=("in_place", "plans"),
         ),
-        Exhibit(
-            "Figures 4, 6: work of the busiest rank",
-            "562.32 of 436.61 tokens/s: 1.29",
-            How.REAL,
-            "CPU time per token of a Mixtral of 1 GB, 8 ranks of which one leaves, without copies "
-            "over with them, at three skews of the router, medians of three models; the paper says "
-            "nothing of its skew",
-            figures.busiest_rank,
-            "experts",
-            figures.EXPERTS_CPU,
-            judged=Verdict.DIRECTION,
-            because="the paper's ratio is close to that of the largest skew",
-            sentinels=("in_place", "plans"),
-        ),
+        once("experts_cpu"),
         Exhibit(
             "Table I with experts, of a restart's",
             "8 to 6: TFS 0.10, TTP 0.71 and 0.70; 4 to 2: TFS 0.09 and 0.10, TTP 0.44 and 0.41",
