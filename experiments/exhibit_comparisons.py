@@ -3,8 +3,6 @@
 Ours comes out of the kept results; the published figures stand here, as in the rows.
 """
 
-import statistics
-
 from experiments import exhibit_figures as figures
 from experiments.exhibit_figures import FIXED, STOP
 from experiments.kept import kept
@@ -130,12 +128,6 @@ def one_failure() -> list[Compared]:
 def co_failure() -> list[Compared]:
     found = kept(figures.PLACEMENT)["co_failure"]["load"]
     return [Compared("share of checkpoints", 0.238, found, nothing=None)]
-
-
-def capacity() -> list[Compared]:
-    found = figures.capacity_s()
-    ratio = statistics.median(found["wait"]) / statistics.median(found["substitute"])
-    return [Compared("how much sooner it computes", 20.0, ratio)]
 
 
 def table_1() -> list[Compared]:

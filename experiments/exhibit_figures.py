@@ -28,7 +28,6 @@ SIMULATED_TEN = "lumen/results/ten.json"
 SIMULATED_DRAFTS = "lumen/results/progressive.json"
 STOP, FIXED, SCHEDULED = "stop-and-restart", "fixed", "+ scheduling"  # In both.
 ANCHORTP_RECOVERY = "measured_once/results/anchortp_recovery.json"
-CAPACITY = "pipelines/results/capacity.json"
 TABLE_1 = "pipelines/results/table1.json"
 REPLICATION = "pipelines/results/replication.json"
 # Of KevlarFlow's Table 1, by scene and requests/s: those of which its text speaks, and the highest
@@ -297,22 +296,6 @@ def lost_ranks() -> str:
         f"{case}: TFS {shown(own['tfs_s'])}, TTP {shown(own['ttp_s'])}"
         for case, own in kept(EXPERTS_LOST)["ratios"].items()
     )
-
-
-def capacity() -> str:
-    found = capacity_s()
-    return ", ".join(
-        f"{text} {min(found[way]):.2f} to {max(found[way]):.2f} s"
-        for way, text in (("substitute", "with a borrowed stage"), ("wait", "waiting"))
-    )
-
-
-def capacity_s() -> dict[str, list[float]]:
-    """Seconds until an instance computes again, by way."""
-    found: dict[str, list[float]] = {}
-    for row in kept(CAPACITY)["rows"]:
-        found.setdefault(row["way"], []).append(row["serves_s"])
-    return found
 
 
 def table_1() -> str:

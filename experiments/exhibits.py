@@ -509,17 +509,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             compared=compare.table_1,
             needs="an hour",
         ),
-        Exhibit(
-            "Figure 8: recovery time",
-            "35 / 30 / 29 s, 20 times as soon as ten minutes",
-            How.PACED,
-            "processes of a small model on one machine, of which a stage is read in 14 s at the "
-            "rate of a disk; one death of each way at each rate",
-            figures.capacity,
-            "pipelines",
-            result=figures.CAPACITY,
-            compared=compare.capacity,
-        ),
+        once("pipelines_capacity"),
         Exhibit(
             "Figure 9: overhead of replication",
             "2.3 / 2.8 % and 4.0 / 3.6 %",

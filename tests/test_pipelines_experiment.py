@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from experiments.pipelines import capacity, loans, replication, series, table1
+from experiments.pipelines import replication, series, table1
 from experiments.pipelines.two import (
     KINDS,
     config_of,
@@ -195,77 +195,6 @@ def test_a_series_is_judged_by_all_its_bars(changes: Row, said: list[str]) -> No
     assert series.missed(figures(**changes)) == said
     last = series.as_text(figures(**changes), "wait").splitlines()[-1]
     assert last == (f"MISSED: {said[-1]}" if said else "PASSED")
-
-
-def test_goodput_is_of_streams_that_complete() -> None:
-    """Before a death, and from it until the host would be there again."""
-    records = [
-        record(3.0, 4.0, 9.9, 10.0, 12.0, 29.0, 31.0),
-        record(5.0, 11.0, index=1, ends=False),
-    ]
-
-    found = capacity.goodput_of(records, 10.0, 30.0, 40.0)
-
-    assert found["failed"] == 1
-    assert found["before_per_s"] == 3 / 8
-    assert found["meanwhile_per_s"] == 3 / 20
-    assert sum(found["tokens_per_s"]) * capacity.BIN_S == 7
-
-
-def test_capacity_is_judged_at_every_rate() -> None:
-    """A way alone has no ratio."""
-
-    def of(rate: float, way: str, serves_s: float | None) -> Row:
-        found = {"rate": rate, "way": way, "serves_s": serves_s, "whole_s": 20.0, "failed": 0}
-        return found | {"before_per_s": 10.0, "meanwhile_per_s": 9.0}
-
-    rows = [of(2, "substitute", 0.1), of(2, "wait", 20.0)]
-    rows += [of(4, "substitute", 2.0), of(4, "wait", 20.0)]
-
-    assert capacity.ratios(rows) == {2: pytest.approx(200.0), 4: pytest.approx(10.0)}
-    assert capacity.missed(rows) == ["4 requests/s: 10.0 times as soon; bar 20"]
-    assert capacity.missed(rows[:2]) == []
-    assert capacity.missed(rows[1:2]) == []
-    never = [of(2, "wait", None) | {"whole_s": None, "failed": 1}]
-    assert capacity.missed(never) == [
-        "2 requests/s, wait: 1 streams failed",
-        "2 requests/s, wait: never whole",
-    ]
-
-
-def loan(**changes: Any) -> Row:
-    found: Row = {"victim": "d0", "stage": 1, "killed_s": 20.0, "serves_s": 0.1, "whole_s": 4.1}
-    found |= {"is_borrowed": True, "changed": [], "streams": ["a"]}
-    return found | {"gap_s": 0.3, "calm_s": 0.2} | changes
-
-
-def test_gaps_of_a_load_stand_beside_those_before_the_death() -> None:
-    """Both times are as long; streams that the death hits do not count."""
-    records = [
-        record(*(0.1 * at for at in range(300)), stream="b"),
-        record(15.5, 15.9, 16.5, 16.7, stream="c"),  # A gap of 0.6 s ends in the time before.
-        record(19.0, 20.05, 21.0, 21.9, stream="d"),  # One of 0.95 s is in the load.
-        record(16.0, 20.1, 24.0, stream="a"),
-    ]
-
-    found = loans.with_gaps(loan(), records)
-
-    assert (found["calm_s"], found["gap_s"]) == pytest.approx((0.6, 0.95))
-    assert found["streams"] == 1
-
-
-def test_loans_are_judged_by_all_their_bars() -> None:
-    def of(*deaths: Row, failed: int = 0) -> list[str]:
-        return loans.missed({"deaths": list(deaths), "failed": failed, "streams": 9})
-
-    own = loan(serves_s=4.0, is_borrowed=False)
-    assert of(loan(), own, loan(serves_s=0.05)) == []
-    assert of(loan(), failed=2) == ["2 streams failed"]
-    assert of(loan(changed=["d1-stage-0"])) == ["d0: d1-stage-0 changed"]
-    assert of(loan(), loan(whole_s=None, gap_s=None, calm_s=None)) == ["d0: never whole"]
-    assert of(own) == ["no stage was borrowed"]
-    assert of(loan(serves_s=0.2)) == ["it computes again after 0.20 s; bar 0.1 s"]
-    assert of(loan(gap_s=0.5)) == ["the longest gap while a host loads is 2.5 times; bar 2"]
 
 
 def test_published_rows_are_all_forty() -> None:

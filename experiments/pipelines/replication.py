@@ -52,7 +52,7 @@ class Side:
         return self.name == "on"
 
 
-def settings(profile: str | None, *, hosts: bool) -> Config:
+def settings(*, hosts: bool) -> Config:
     nodes: list[dict[str, Any]] = []
     for number, name in enumerate(PEERS):
         instance: dict[str, Any] = {"id": name, "role": "both"}
@@ -61,7 +61,7 @@ def settings(profile: str | None, *, hosts: bool) -> Config:
             instance |= {"pp": STAGES, "group": "g", "stage_hosts": stages}
             nodes += [{"id": stage["node"]} for stage in stages]
         nodes.append({"id": f"n{number}", "instances": [instance]})
-    engine = {"pages": 2048, "max_running": STREAMS, "pace": profile}
+    engine = {"pages": 2048, "max_running": STREAMS, "pace": PROFILE}
     return parse_config(
         {
             "cluster": {"engine": engine, "nodes": nodes},
@@ -182,16 +182,13 @@ def missed(latency: dict[str, Any], off: Side, on: Side) -> list[str]:
     return found
 
 
-def as_text(
-    latency: dict[str, Any], off: Side, on: Side, profile: str | None, *, hosts: bool
-) -> str:
+def as_text(latency: dict[str, Any], off: Side, on: Side, *, hosts: bool) -> str:
     of_hosts = f" of {STAGES} stages in hosts" if hosts else ""
     cost, half = paired(off.cpu_s, on.cpu_s)
     cpu_ms = [statistics.median(side.cpu_s) * 1e3 for side in (off, on)]
     lines = [
         f"replicas at the peer on and off in turns, {len(on.cpu_s)} rounds each of {STREAMS} "
-        f"streams at each of two instances{of_hosts}; "
-        + ("real computation" if profile is None else f"the pace of {profile}"),
+        f"streams at each of two instances{of_hosts}; the pace of {PROFILE}",
         *(
             f"latency {key}: off {row['off_s']:.3f} s, on {row['on_s']:.3f} s: "
             f"{row['change']:+.1%} [{row['interval'][0]:+.1%}, {row['interval'][1]:+.1%}]"
@@ -210,11 +207,9 @@ def main() -> int:
     parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--hosts", action="store_true", help="instances with hosts of stages")
-    parser.add_argument("--real", action="store_true", help="compute at the own pace")
     options = parser.parse_args()
     record = Record(options.seed)
-    profile = None if options.real else PROFILE
-    config = settings(profile, hosts=options.hosts)
+    config = settings(hosts=options.hosts)
     hosts = [
         str(instance.stage_host_id(stage))
         for _, instance in config.cluster.instances()
@@ -226,10 +221,10 @@ def main() -> int:
         processes.wait_ready(*names)
         off, on = asyncio.run(measure(processes, names, options.rounds, options.seed))
     latency = changes(off.latencies_s, on.latencies_s)
-    text = as_text(latency, off, on, profile, hosts=options.hosts)
+    text = as_text(latency, off, on, hosts=options.hosts)
     print(text, end="")
     figures = {"latency": latency, "off": vars(off), "on": vars(on)}
-    name = "replication" + "-hosts" * options.hosts + "-real" * options.real
+    name = "replication" + "-hosts" * options.hosts
     is_void = record.keep(options.out, name, figures, text)
     return 1 if missed(latency, off, on) or is_void else 0
 

@@ -1,31 +1,25 @@
 """Streams at two pipelines while hosts, donors and processes of instances die, beside the same
 requests undisturbed.
 
-    python -m experiments.pipelines.series [--streams 500] [--kills 8] [--group] [--ring] [--hard]
+    python -m experiments.pipelines.series [--streams 500] [--kills 8] [--group] [--ring]
 
 The kinds of death: the host of a stage; two hosts of a pipeline at once; the process of an
 instance; a host, and another one while the first is replaced; a host, and that of the same stage of
-the other pipeline, which is the donor where there is a group (`--group`). The hard ones (`--hard`):
-the host that comes home is killed once more, or four times; a host is stopped for 2 s and goes on
-(SIGSTOP, SIGCONT), and so is the donor of a stage; the donor's instance drains and ends.
+the other pipeline, which is the donor where there is a group (`--group`).
 """
 
 import argparse
 import asyncio
-import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import uvloop
 
 from experiments.command_line import parser_of
 from experiments.pipelines.two import (
-    HARD_KINDS,
-    KINDS,
-    LOOK_S,
     Death,
     Pipelines,
     Row,
@@ -36,14 +30,11 @@ from experiments.pipelines.two import (
     is_whole,
     longest_gap_s,
     parts_of,
-    processes_of,
     requests_of,
     serves,
-    tell,
 )
 from experiments.record import Record
 from kvrs.cluster.launcher import Cluster
-from kvrs.ids import InstanceId
 from kvrs.load.admin import AdminPort
 from kvrs.load.open_loop import replay
 from kvrs.report.report import build_report
@@ -54,17 +45,13 @@ WHOLE_S, SOON_S, STREAM_S = 90.0, 5.0, 120.0
 MOST_CAUSES = 8
 WRONG = ("errors", "tokens_lost", "tokens_repeated", "tokens_different", "text_different")
 STAYS = ("in_place", "substitute")
-AGAIN, FROZEN_S = 4, 2.0
 
 
 class Deaths:
     """Carries them out, and notes what became of each; moments count from `start_s`."""
 
-    def __init__(
-        self, own: Pipelines, stages: int, start_s: float, finish: Callable[[str], object]
-    ) -> None:
-        """`finish` has an instance drain and end."""
-        self._own, self._stages, self._start_s, self._finish = own, stages, start_s, finish
+    def __init__(self, own: Pipelines, start_s: float) -> None:
+        self._own, self._start_s = own, start_s
         self.rows: list[Row] = []
 
     async def carry_out(self, deaths: Sequence[Death]) -> None:
@@ -77,7 +64,7 @@ class Deaths:
 
     async def _whole(self) -> dict[str, Row]:
         rows = await self._own.until(
-            lambda rows: all(is_whole(row, self._stages) for row in rows.values()), WHOLE_S
+            lambda rows: all(is_whole(row, STAGES) for row in rows.values()), WHOLE_S
         )
         if rows is None:
             raise RuntimeError(f"a pipeline is not whole after {WHOLE_S:g} s")
@@ -90,14 +77,14 @@ class Deaths:
         known = len(await self._own.recoveries())
         killed_s, began_s = time.monotonic() - self._start_s, time.monotonic()
         dead = await self._kill(death, before, name, other)
-        names, stages, lost = {name, *(at for at, _ in dead)}, self._stages, _marks(before, dead)
+        names, lost = {name, *(at for at, _ in dead)}, _marks(before, dead)
         after = await self._own.until(
-            lambda rows: serves(rows[name], stages) and not _shows(rows[name], lost), WHOLE_S
+            lambda rows: serves(rows[name], STAGES) and not _shows(rows[name], lost), WHOLE_S
         )
         serves_s = time.monotonic() - began_s
         whole = await self._own.until(
             lambda rows: (
-                all(is_whole(rows[each], stages) for each in names)
+                all(is_whole(rows[each], STAGES) for each in names)
                 and not any(_shows(rows[each], lost) for each in names)
             ),
             WHOLE_S,
@@ -121,9 +108,6 @@ class Deaths:
         if death.kind == "head":
             end(before[name]["pid"])
             return [(name, None)]
-        if death.kind == "frozen host":
-            await self._freeze(_host_of(before, name, death.stage))
-            return []
         dead: list[tuple[str, int | None]] = [(name, death.stage)]
         end(_host_of(before, name, death.stage))
         if death.kind == "two hosts":
@@ -142,40 +126,7 @@ class Deaths:
             await asyncio.sleep(death.later_s)
             end(_host_of(before, other, death.stage))
             dead.append((other, death.stage))
-        elif death.kind in HARD_KINDS:
-            return dead + await self._hard(death, before, name, other)
         return dead
-
-    async def _hard(
-        self, death: Death, before: Mapping[str, Row], name: str, other: str
-    ) -> list[tuple[str, int | None]]:
-        """Carry out the rest, behind the kill of a host; further victims."""
-        await self._own.until(lambda rows: any(donors_of(rows[name])), SOON_S)
-        if death.kind == "frozen donor":
-            await self._freeze(_host_of(before, other, death.stage))
-        elif death.kind == "donor ends":
-            self._finish(other)
-            return [(other, None)]
-        else:
-            for _ in range(AGAIN if death.kind == "again and again" else 1):
-                await self._kill_next(f"{name}-stage-{death.stage}", death.later_s)
-        return []
-
-    async def _kill_next(self, name: str, after_s: float) -> None:
-        """Kill a host so long after it is there, before the state shows it."""
-        until_s = time.monotonic() + SOON_S
-        while not (found := processes_of(name)) and time.monotonic() < until_s:
-            await asyncio.sleep(LOOK_S)
-        await asyncio.sleep(after_s)
-        for pid in {*found, *processes_of(name)}:
-            end(pid)
-
-    async def _freeze(self, pid: int) -> None:
-        tell(pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(FROZEN_S)
-        finally:
-            tell(pid, signal.SIGCONT)
 
 
 def _host_of(rows: Mapping[str, Row], name: str, stage: int) -> int:
@@ -249,15 +200,14 @@ def _most(gaps: Mapping[str, float], streams: set[str]) -> float | None:
 
 async def measure(options: argparse.Namespace, cluster: Cluster) -> Row:
     requests = requests_of(options.streams, options.rate, TOKENS, options.seed)
-    kinds = HARD_KINDS if options.hard else KINDS
-    deaths = deaths_of(options.kills, options.stages, options.seed, kinds)
+    deaths = deaths_of(options.kills, STAGES, options.seed)
     async with AdminPort(cluster.proxies[0].admin, cluster.secret) as port:
         own = Pipelines(port)
         print("  the same requests undisturbed", flush=True)
         calm = await run(cluster.url, port, requests, time.monotonic())
         print("  with deaths", flush=True)
         start_s = time.monotonic()
-        killing = Deaths(own, options.stages, start_s, lambda name: cluster.end(InstanceId(name)))
+        killing = Deaths(own, start_s)
         load = asyncio.create_task(run(cluster.url, port, requests, start_s))
         killer = asyncio.create_task(killing.carry_out(deaths))
         try:
@@ -357,26 +307,19 @@ def main() -> int:
     parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--kills", type=int, default=8)
-    parser.add_argument("--stages", type=int, default=STAGES)
-    parser.add_argument("--tp", type=int, default=1, help="ranks of a stage")
     parser.add_argument("--rate", type=float, default=PER_S, help="requests/s")
     parser.add_argument("--group", action="store_true", help="they lend each other stages")
     parser.add_argument(
         "--ring", action="store_true", help="with a group: and keep replicas of each other's pages"
     )
-    parser.add_argument("--hard", action="store_true", help="the hard kinds of deaths")
     options = parser.parse_args()
     record = Record(options.seed)
-    config = config_of(
-        options.stages, group=options.group, ring=options.ring, tp=options.tp, seed=options.seed
-    )
+    config = config_of(STAGES, group=options.group, ring=options.ring, seed=options.seed)
     with Cluster(config, lambda line: print(f"  {line}", flush=True)) as cluster:
         figures = uvloop.run(measure(options, cluster))
     name, way = ("series", "substitute") if options.group else ("series-wait", "wait")
     if options.ring:
         name, way = "series-ring", "substitute, with replicas"
-    if options.hard:
-        name = f"{name}-hard"
     text = as_text(figures, way)
     print(text, end="")
     record.keep(options.out, name, figures, text)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from experiments.rig import draw
@@ -27,24 +26,20 @@ def config_of(
     *,
     group: bool,
     ring: bool = False,
-    tp: int = 1,
     seed: int = 0,
-    engine: Mapping[str, Any] | None = None,
-    model: Path | None = None,
 ) -> Config:
     """A node for each stage; `group`: the pipelines lend each other the hosts of their stages;
-    `ring`: and keep replicas of each other's pages; `tp`: ranks of a stage. No `model`: a tiny one.
+    `ring`: and keep replicas of each other's pages.
     """
     nodes: list[Row] = [{"id": f"n{number}"} for number in range(PIPELINES * stages)]
     for pipeline in range(PIPELINES):
         own = nodes[pipeline * stages : (pipeline + 1) * stages]
-        instance = {"id": f"d{pipeline}", "role": "both", "pp": stages, "tp": tp}
+        instance = {"id": f"d{pipeline}", "role": "both", "pp": stages}
         instance["stage_hosts"] = [{"node": node["id"]} for node in own]
         own[0]["instances"] = [instance | ({"group": "g"} if group else {})]
     return parse_config(
         {
-            "cluster": {"nodes": nodes, "engine": {"seed": seed} | dict(engine or {})}
-            | ({} if model is None else {"model": str(model)}),
+            "cluster": {"nodes": nodes, "engine": {"seed": seed}},
             "proxy": {"port": 0, "admin_port": 0},
         }
         | ({"backup": {"mode": "peer"}} if ring else {})
@@ -133,23 +128,8 @@ def parts_of(rows: Mapping[str, Row]) -> dict[str, tuple[int, int]]:
 
 
 def end(pid: int) -> None:
-    tell(pid, signal.SIGKILL)
-
-
-def tell(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def processes_of(name: str) -> list[int]:
-    """Those that write the log of that name, also before the state shows them."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with suppress(OSError):
-                if (process / "fd" / "1").readlink().name == f"{name}.log":
-                    found.append(int(process.name))
-    return found
+        os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +145,13 @@ class Death:
 
 
 KINDS = ("host", "two hosts", "head", "mid-join", "donor")
-HARD_KINDS = ("coming home", "again and again", "frozen host", "frozen donor", "donor ends")
 
 
-def deaths_of(count: int, stages: int, seed: int, of: Sequence[str] = KINDS) -> list[Death]:
+def deaths_of(count: int, stages: int, seed: int) -> list[Death]:
     """Every kind in turn, in another order each time, of random pipelines and stages."""
     rng, kinds, found = random.Random(f"deaths {seed}"), list[str](), []
     for _ in range(count):
-        kinds = kinds or rng.sample(of, len(of))
+        kinds = kinds or rng.sample(KINDS, len(KINDS))
         stage, other = rng.sample(range(stages), 2)
         found.append(
             Death(
