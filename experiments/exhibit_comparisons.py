@@ -95,10 +95,6 @@ def failures_of_eight() -> list[Compared]:
     return _ttft(at_8x1=-0.296, at_8x2=-0.508, at_8x4=-0.827)
 
 
-def checkpoint_cost() -> list[Compared]:
-    return [change(part, 0.0, cost) for part, cost in figures.checkpoint_costs().items()]
-
-
 def ten_windows() -> list[Compared]:
     """Without draft models: the third of the published windows."""
     return [

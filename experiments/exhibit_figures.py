@@ -16,7 +16,6 @@ from kvrs.traces.presets import PRESETS
 
 DECISION = "request_path/results/decision.json"
 HEALTHY = "healthy_path/results/healthy_path.json"
-CHECKPOINTS = "checkpoint_cost/results/checkpoint_cost.json"
 PLACEMENT = "lumen/results/placement.json"
 ACCEPTANCE = "speculation/results/acceptance.json"
 KILLS = "kills/results/policies.json"
@@ -172,25 +171,6 @@ def against_both(case: str) -> str:
         f"TTFT {means(case, STOP, 'ttft_s'):.2f} s, {changed(case, 'ttft_s')} / "
         f"{changed(case, 'ttft_s', FIXED)} of stop-and-restart / fixed checkpoints"
     )
-
-
-def checkpoint_cost() -> str:
-    gaps = kept(CHECKPOINTS)["gap_ms"]
-    costs = ", ".join(f"{part} {percent(cost, 1)}" for part, cost in checkpoint_costs().items())
-    return (
-        f"CPU per token: {costs}; time between tokens p50 {gaps['off']['p50']:.2f} to "
-        f"{gaps['on']['p50']:.2f} ms, p99 {gaps['off']['p99']:.1f} to {gaps['on']['p99']:.1f}"
-    )
-
-
-def checkpoint_costs() -> dict[str, Interval]:
-    result = kept(CHECKPOINTS)
-    sums = {"in sum": (result["cost"], result["cost_interval"])}
-    parts = {name: tuple(found) for name, found in result["cost_parts"].items()}
-    return {
-        part: Interval(mean, half, result["rounds"])
-        for part, (mean, half) in (sums | parts).items()
-    }
 
 
 def alphas() -> str:

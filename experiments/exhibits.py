@@ -283,17 +283,7 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             sentinels=("lumen",),
         ),
         once("lumen_recovery"),
-        Exhibit(
-            "Steady state",
-            "no measurable overhead; time per token within 0.1 ms",
-            How.REAL,
-            f"a CPU computes and copies on the same core; a GPU's copy engine would not; "
-            f"{_NO_DRAFTS}, as nothing fails",
-            figures.checkpoint_cost,
-            "checkpoint_cost",
-            result=figures.CHECKPOINTS,
-            compared=compare.checkpoint_cost,
-        ),
+        once("checkpoint_cost"),
         Exhibit(
             "Table 3 (B.1)",
             "windows 100.3 / 94.9 / 91.1 / 81.5 / 81.5 s",
@@ -521,17 +511,6 @@ SEEDS: dict[str, tuple[Exhibit, ...]] = {
             compared=compare.replication,
             needs="a quiet machine",
         ),
-        Exhibit(
-            "Figure 9, of checkpoints at an agent",
-            "2.3 / 2.8 % and 4.0 / 3.6 %",
-            How.REAL,
-            "latency of requests there, CPU and tokens here; one instance sends its KV to the "
-            "agent of another node, and a CPU computes and copies on the same core",
-            figures.checkpoint_cost,
-            "checkpoint_cost",
-            result=figures.CHECKPOINTS,
-            judged=Verdict.OTHER,
-            because="CPU per token of one instance in place of the latency of pipelines",
-        ),
+        once("checkpoint_cost_of_stages"),
     ),
 }

@@ -7,6 +7,7 @@ by as much (`shrink`): equal bytes / bandwidth, equal seconds.
 """
 
 import json
+import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -223,3 +224,19 @@ def interval(samples: Sequence[float]) -> float:
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(samples, k=len(samples))) for _ in range(1000))
     return (medians[974] - medians[25]) / 2
+
+
+def paired(off: Sequence[float], on: Sequence[float]) -> tuple[float, float]:
+    """Median of the rounds' ratios less one, and half of its 95 % interval."""
+    ratios = [b / a - 1 for a, b in zip(off, on, strict=True)]
+    return statistics.median(ratios), interval(ratios)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system time of all its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -109,7 +109,6 @@ ALL = (
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),
     _of("bench_proxy", "bench_proxy", 15),
     _of("two_models", "two_models", 6),
-    _of("checkpoint_cost", "checkpoint_cost", 14),
     _of("speculation", "acceptance", 15, "acceptance"),
     _of("speculation", "exact", 20, "exact"),
     _of("speculation", "gain", 15, "gain --pairs 4"),

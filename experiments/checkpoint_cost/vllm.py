@@ -26,7 +26,6 @@ from typing import Any
 
 from aiohttp import ClientError
 
-from experiments.checkpoint_cost.run import paired, percentile
 from experiments.checkpoint_cost.vllm_bench import (
     SETTLE_S,
     Bench,
@@ -36,7 +35,7 @@ from experiments.checkpoint_cost.vllm_bench import (
 )
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.rig import interval
+from experiments.rig import interval, paired, percentile
 from kvrs.config.file import Config
 from kvrs_testkit.vllm_clients import clients
 from kvrs_testkit.vllm_servers import (

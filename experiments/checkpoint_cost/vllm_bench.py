@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from experiments.checkpoint_cost.run import process_cpu_s
-from experiments.rig import draw
+from experiments.rig import draw, process_cpu_s
 from kvrs.config.cluster import InstanceSettings
 from kvrs.faults.orders import FaultRequest, LinkFault, NoFault
 from kvrs.ids import StreamId

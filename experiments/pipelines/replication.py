@@ -22,10 +22,9 @@ from typing import Any
 import aiohttp
 from rich.progress import Progress
 
-from experiments.checkpoint_cost.run import paired, percentile, process_cpu_s
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.rig import Rig, draw, session_for
+from experiments.rig import Rig, draw, paired, percentile, process_cpu_s, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import CheckpointTarget
