@@ -113,7 +113,6 @@ ALL = (
     _of("speculation", "exact", 20, "exact"),
     _of("speculation", "gain", 15, "gain --pairs 4"),
     _of("speculation", "steps", 6, "steps"),
-    _of("speculation", "draws", 10, "draws"),
     _of("pipelines", "replication", 15, "replication"),
     _of("pipelines", "replication-hosts", 2, "replication --hosts --rounds 4"),
     _of("pipelines", "table1", 60, "table1 --jobs 2"),
