@@ -138,7 +138,6 @@ ALL = (
     _of("lumen", "placement", 1, "placement"),
     _of("kills", "simulated", 4, "run decode simulated"),
     _of("kills", "decode", 3, "run decode embedded"),
-    _of("kills", "policies", 50, "run decode embedded --seeds 8 --limit-s 3600"),
     _of("kills", "decode-trace", 3, "run decode embedded --load trace", TRACE),
     _of("kills", "rank", 10, "run rank embedded"),
     _of("kills", "rank-on-nodes", 10, "run rank embedded --on-nodes"),
@@ -150,11 +149,6 @@ ALL = (
     _of("kills", "proxy-3-sync", 5, "run proxy embedded --proxies 3 --mirror sync"),
     _of("kills", "proxy-mix", 10, "run proxy embedded --mix --kills 40"),
     _of("kills", "proxy-responses", 6, "run proxy embedded --api responses"),
-    *(
-        _of("kills", f"{victims}-{cluster}", minutes, f"run {victims} {cluster}")
-        for victims, minutes in (("prefill", 6), ("half", 2), ("poison", 1))
-        for cluster in ("embedded", "scripted")
-    ),
     _of("kills", "worlds", 10, "run everything simulated --seed 0"),
     _of("kills", "worlds-poison", 12, "run poison simulated"),
     _of("simulator", "queueing", 5, "queueing"),

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from experiments import evidence, run_all
 from experiments import exhibit_figures as figures
 from experiments.exhibits import SEEDS, Exhibit, How
 from experiments.kept import kept
-from experiments.kills import drill, policies
+from experiments.kills import drill
 from experiments.kills import run as kills_run
 from experiments.readme import figures_not_kept, shown_in
 from experiments.results import age, is_of_this_code, run_of, state
@@ -89,44 +88,6 @@ def test_a_combination_takes_its_own_options_alone(capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             kills_run.parsed(words)
         assert said in capsys.readouterr().err
-
-
-def test_the_policies_are_judged_by_all_their_seeds() -> None:
-    """No stream of any policy may differ; pauses of all seeds together have the bars of `auto`, and
-    differences to it are those of the seeds' means.
-    """
-
-    def row(*pauses_s: float, **other: Any) -> policies.Row:
-        found = dict.fromkeys(policies.WRONG, 0) | {
-            "kills": 2,
-            "streams": 10,
-            "pauses_s": list(pauses_s),
-            "client_visible_gap_s": {"mean": fmean(pauses_s), "p99": max(pauses_s)},
-            "goodput_per_s": 7.0,
-            "off": [0.5],
-            "recoveries": {"migrate": len(pauses_s)},
-            "fewest_streams_hit_by_a_kill": 8,
-        }
-        return found | other
-
-    auto = {"1": row(0.1, 0.2), "2": row(0.3)}
-    rom = {"1": row(0.35), "2": row(0.5, tokens_lost=1, fewest_streams_hit_by_a_kill=7)}
-
-    figures = {
-        "auto": policies.figures_of(auto, auto),
-        "rom": policies.figures_of(rom, auto),
-    }
-
-    assert figures["auto"]["pause_s"]["p50"] == pytest.approx(0.2)
-    assert figures["rom"]["recoveries"] == {"migrate": 2}
-    longer = figures["rom"]["mean_longer"]
-    assert (longer["mean"], longer["half_width"]) == (pytest.approx(0.2), pytest.approx(0.0))
-    assert policies.missed(figures) == [
-        "rom: 1 tokens lost",
-        "rom: a kill hit 7 streams; bar 8",
-    ]
-    slow = {"auto": policies.figures_of(rom, rom)}
-    assert policies.missed(slow)[-1] == "auto: pause p99 498 ms; bar 350"
 
 
 def test_the_evidence_shows_the_kept_results() -> None:

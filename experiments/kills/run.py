@@ -14,8 +14,6 @@ from typing import Any
 from experiments.command_line import parser_of
 from experiments.kills import (
     drill,
-    innocents,
-    policies,
     proxies,
     replayed,
     simulated,
@@ -45,8 +43,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"action": "store_true", "help": "servers share one, without NIXL"},
     "worlds": {"type": int, "help": "pools of servers that share the kills, at the same time"},
     "replays": {"action": "store_true", "help": "of grammars, tools, penalties, seeds"},
-    "seeds": {"type": int, "help": "so many series or worlds; decode embedded: by each policy"},
-    "limit_s": {"type": float, "help": "no seed goes beyond, no kill comes later"},
+    "seeds": {"type": int, "help": "so many series or worlds"},
+    "limit_s": {"type": float, "help": "no kill comes later"},
 }
 
 
@@ -60,8 +58,6 @@ class Part:
 
 
 def _decode(options: argparse.Namespace) -> int:
-    if options.seeds:
-        return policies.run(options)
     return drill.run("decode-trace" if options.load == "trace" else "decode", options)
 
 
@@ -69,12 +65,8 @@ def _vllm(options: argparse.Namespace) -> int:
     return replayed.run(options) if options.replays else vllm.run(options)
 
 
-def _innocents(victims: str, cluster: str) -> Part:
-    return Part(partial(innocents.run, victims, cluster), ("streams", "kills", "seeds"))
-
-
 PARTS: dict[tuple[str, str], Part] = {
-    ("decode", "embedded"): Part(_decode, ("policy", "load", "streams", "seeds", "limit_s")),
+    ("decode", "embedded"): Part(_decode, ("policy", "load", "streams")),
     ("decode", "vllm"): Part(
         _vllm,
         ("option", "damage", "streams", "kills", "gpu", "worlds", "replays", "limit_s"),
@@ -90,12 +82,6 @@ PARTS: dict[tuple[str, str], Part] = {
         partial(drill.run, "distserve"), ("policy", "backup", "streams"), HOME_ENV
     ),
     ("everything", "simulated"): Part(worlds.run, ("seeds",)),
-    ("prefill", "embedded"): _innocents("prefill", "embedded"),
-    ("prefill", "scripted"): _innocents("prefill", "scripted"),
-    ("half", "embedded"): _innocents("half", "embedded"),
-    ("half", "scripted"): _innocents("half", "scripted"),
-    ("poison", "embedded"): _innocents("poison", "embedded"),
-    ("poison", "scripted"): _innocents("poison", "scripted"),
     ("poison", "simulated"): Part(worlds.run_poison, ("seeds",)),
 }
 
@@ -118,16 +104,14 @@ def parsed(words: list[str] | None = None) -> tuple[Part, argparse.Namespace]:
     given = {name for name in OPTIONS if getattr(options, name)}
     if unknown := sorted(given - {*part.options}):
         parser.error(f"{options.victims} {options.cluster} takes no {_flag(unknown[0])}")
-    if options.seeds and (fixed := sorted(given & {"policy", "load"})):
-        parser.error(f"--seeds runs every policy on generated load: it takes no {_flag(fixed[0])}")
     if options.damage and options.option not in ("restore", "split"):
         parser.error("--damage is for --option restore and split")
     if options.gpu and not (options.replays or options.option in ("restore", "recompute", "split")):
         parser.error("--gpu is for --replays and --option restore, recompute and split")
     if options.worlds and not (options.option and options.kills):
         parser.error("--worlds is for --option with --kills")
-    if options.limit_s and not (options.seeds or options.kills):
-        parser.error("--limit-s is for --seeds and --kills")
+    if options.limit_s and not options.kills:
+        parser.error("--limit-s is for --kills")
     if part.needs and part.needs not in os.environ:
         parser.error(f"{part.needs} is not set")
     return part, options
