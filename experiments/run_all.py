@@ -103,7 +103,6 @@ _MEASURED_ONCE = sorted(
 # In the order in which they are run: decisions and costs, then exactness, then what takes hours.
 ALL = (
     _of("request_path", "decision", 1, "decision"),
-    _of("request_path", "request_path", 1),
     _of("request_path", "gauge", 1, "gauge"),
     _of("healthy_path", "healthy_path", 2),
     _of("healthy_path", "paced/healthy_path", 3, "run --paced --pairs 10 --tokens 200"),

@@ -22,10 +22,11 @@ import uvloop
 import kvrs
 from experiments.record import Record
 from experiments.request_path import whole
-from experiments.request_path.run import NODES, make_config, make_info, measure_recovery
+from experiments.request_path.death import make_config, make_info, recover
 
 BEFORE = 5  # Equal ones.
 ROUNDS = 200
+NODES = 2  # Each with a prefill and a decode instance.
 # The bars of the fold: files, functions, calls, changes of file.
 MOST = {"request": (34, 180, 330, 170), "death": (24, 140, 280, 110)}
 _PRODUCT = str(Path(kvrs.__file__).parent) + "/"
@@ -60,7 +61,7 @@ class Trace:
 
 
 async def traced_request() -> Trace:
-    config = make_config(NODES[0])
+    config = make_config(NODES)
     infos = [make_info(each.id, node.id, each.role) for node, each in config.cluster.instances()]
     trace = Trace()
     async with aclosing(whole.exchanges(config, infos, is_idle=False)) as made:
@@ -73,16 +74,16 @@ async def traced_request() -> Trace:
 
 async def traced_death() -> Trace:
     for _ in range(BEFORE):
-        await measure_recovery(1)
+        await recover()
     trace = Trace()
-    await measure_recovery(1, trace)
+    await recover(trace)
     return trace
 
 
 def cpu_us(*, is_idle: bool) -> float:
-    config = make_config(NODES[0])
+    config = make_config(NODES)
     infos = [make_info(each.id, node.id, each.role) for node, each in config.cluster.instances()]
-    return whole.measured(config, infos, ROUNDS, is_idle=is_idle)["cpu_us"]
+    return uvloop.run(whole.cpu_us(config, infos, ROUNDS, is_idle=is_idle))
 
 
 def main() -> int:

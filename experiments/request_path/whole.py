@@ -1,5 +1,5 @@
-"""A whole request through the proxy's own server, its client and its engines in memory: what lies
-between what comes in and what goes out, without any socket.
+"""A whole request through the proxy's own server, its client and its engines in memory, without any
+socket.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import uvloop
 
 from kvrs.config.file import Config
 from kvrs.connections import ConnectionLimits, Connections
@@ -37,7 +36,6 @@ PROMPT_TOKENS = 128
 WARM_UP = 50
 PAUSE_S = 0.001
 MEANWHILE_BYTES = 4 << 20
-PARTS = ("prefill_call_us", "decode_call_us", "first_byte_us", "cpu_us")
 
 _SECRET = b"request-path-0123456789"
 _STREAM = (
@@ -56,10 +54,8 @@ class _Written(asyncio.Transport):
 
     def begin(self) -> None:
         self.data: list[bytes] = []
-        self.first_ns = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.first_ns = self.first_ns or time.perf_counter_ns()
         self.data.append(bytes(data))
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
@@ -212,70 +208,57 @@ def decoded() -> Iterator[tuple[bytes, ...]]:
 
 async def exchanges(
     config: Config, infos: Sequence[InstanceInfo], *, is_idle: bool
-) -> AsyncGenerator[tuple[int, ...]]:
-    """Run requests one after the other; of each the nanoseconds of `PARTS`."""
+) -> AsyncGenerator[int]:
+    """Run requests one after the other; of each the nanoseconds of CPU. `is_idle`: before each of
+    its parts the process slept, and what the machine did meanwhile has passed through its caches.
+    """
     proxy, client = Proxy(config, infos), _Written()
     connection = proxy.connect(client)
     asked, answer, (first, *steps) = request(), prefilled(), decoded()
 
-    def begin() -> tuple[int, int]:
+    def begin() -> int:
         for each in (client, *proxy.links.engines):
             each.begin()
         if is_idle:
             time.sleep(PAUSE_S)
             bytes(MEANWHILE_BYTES)
-        return time.perf_counter_ns(), time.thread_time_ns()
-
-    def took(begun: tuple[int, int], written: _Written) -> tuple[int, int]:
-        begun_ns, begun_cpu_ns = begun
-        return written.first_ns - begun_ns, time.thread_time_ns() - begun_cpu_ns
+        return time.thread_time_ns()
 
     try:
         while True:
-            begun = begin()
+            begun_ns = begin()
             connection.data_received(asked)
             prefill = await proxy.called()
-            to_prefill_ns, asking_ns = took(begun, prefill)
-            begun = begin()
+            cpu_ns = time.thread_time_ns() - begun_ns
+            begun_ns = begin()
             prefill.answer(answer)
             decode = await proxy.called()
-            to_decode_ns, prefilling_ns = took(begun, decode)
-            begun = begin()
+            cpu_ns += time.thread_time_ns() - begun_ns
+            begun_ns = begin()
             decode.answer(*first)
-            to_client_ns, first_ns = took(begun, client)
-            begun = begin()
+            cpu_ns += time.thread_time_ns() - begun_ns
+            begun_ns = begin()
             for step in steps:
                 decode.answer(*step)
             while not client.data[-1].endswith(_LAST_CHUNK):
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            _, rest_ns = took(begun, client)
-            cpu_ns = asking_ns + prefilling_ns + first_ns + rest_ns
-            yield to_prefill_ns, to_decode_ns, to_client_ns, cpu_ns
+            cpu_ns += time.thread_time_ns() - begun_ns
+            yield cpu_ns
     finally:
         await proxy.links.close()
 
 
-async def measure(
+async def cpu_us(
     config: Config, infos: Sequence[InstanceInfo], rounds: int, *, is_idle: bool
-) -> dict[str, float]:
-    """Median microseconds of a request's parts: from its last byte to the prefill call, from the
-    answer to that to the decode call, from the first token to the first byte out, and of CPU for
-    all of it with `TOKENS` tokens. `is_idle`: as `measure_events` has it.
-    """
-    samples: list[tuple[int, ...]] = []
+) -> float:
+    """Median microseconds of CPU of a request with `TOKENS` tokens."""
+    samples: list[int] = []
     async with aclosing(exchanges(config, infos, is_idle=is_idle)) as made:
-        async for took_ns in made:
-            samples.append(took_ns)
+        async for cpu_ns in made:
+            samples.append(cpu_ns)
             if len(samples) == WARM_UP:
                 keep_what_is_there()
             if len(samples) == WARM_UP + rounds:
                 break
-    medians = (statistics.median(each) / 1e3 for each in zip(*samples[WARM_UP:], strict=True))
-    return {name: round(us, 1) for name, us in zip(PARTS, medians, strict=True)}
-
-
-def measured(
-    config: Config, infos: Sequence[InstanceInfo], rounds: int, *, is_idle: bool
-) -> dict[str, float]:
-    return uvloop.run(measure(config, infos, rounds, is_idle=is_idle))
+    return round(statistics.median(samples[WARM_UP:]) / 1e3, 1)
