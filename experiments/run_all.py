@@ -152,7 +152,6 @@ ALL = (
     _of("kills", "worlds-poison", 12, "run poison simulated"),
     _of("simulator", "queueing", 5, "queueing"),
     _of("simulator", "speed", 2, "speed"),
-    _of("simulator", "tune", 5, "tune", TRACE),
     _of("simulator", "distserve", 5, "distserve", DISTSERVE),
     _of("kills", "distserve", 5, "run everything distserve", DISTSERVE),
     _of("kills", "distserve-both", 5, "run everything distserve --backup both", DISTSERVE),
