@@ -1,10 +1,8 @@
 """The mock engines and the load client of experiments/bench_proxy: what they count as whole."""
 
-import json
 import shutil
 import socket
 import threading
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +20,6 @@ from experiments.bench_proxy.engines import (
     compile_programs,
     run_load,
 )
-from experiments.bench_proxy.run import Bench, parsed
-from experiments.bench_proxy.steady import IDLE, T200
 from kvrs.protocol.instance import Role
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
@@ -105,51 +101,6 @@ def test_a_proxy_takes_the_mocks_for_engines(
     assert result["broken"] == 0, result["fault"]
     assert result["whole"] == result["started"] > 4
     assert result["processes"][0]["cpu_s"] > 0
-
-
-def test_the_raw_relay_makes_two_calls_and_cuts_the_ids(programs: Programs, tmp_path: Path) -> None:
-    """Its streams are whole, bursts among them, and its decode call has what prefill answered."""
-    options = {"streams": 4, "tokens": 250, "burst": 150, "rate": 400_000, "warm_ms": 100}
-    with (
-        Engines(programs) as engines,
-        proxies.raw_relay(proxies.Bench(engines, tmp_path, tmp_path, None)) as running,
-    ):
-        result = run_load(programs, running.port, options | {"window_ms": 400}, running.pids)
-        request = {"model": "bench", "prompt": "a b c", "max_tokens": 3, "stream": True}
-        url = f"http://127.0.0.1:{running.port}/v1/completions"
-        posted = urllib.request.Request(url, json.dumps(request).encode())
-        with urllib.request.urlopen(posted, timeout=60) as answer:
-            body = answer.read()
-        engines.order("kill p0")
-        broken = one_stream(programs, running.port)
-
-    assert result["broken"] == 0, result["fault"]
-    assert result["whole"] == result["started"] > 4
-    assert body.count(b"data: {") == 3
-    assert b"token_ids" not in body
-    assert (broken["whole"], broken["broken"]) == (0, 1)
-
-
-def test_streams_that_begin_and_end_beside_the_window_have_no_request_in_it() -> None:
-    """From the last start to the window, and from its end to the first end, is half a second."""
-    options, rate_per_ms = T200.options, T200.options["rate"] / 1e6
-
-    assert options["spread_ms"] + 500 <= options["warm_ms"]
-    assert options["tokens"] / rate_per_ms >= options["warm_ms"] + T200.window_ms + 500
-    assert options["restart"] == 0
-
-
-@pytest.mark.parametrize("only", [None, "t200,idle"], ids=["default", "named"])
-def test_a_scenario_without_bars_runs_where_it_is_named(
-    only: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would lengthen the whole run, which has no time for it."""
-    monkeypatch.setattr("sys.argv", ["run", *(["--only", only] if only else [])])
-
-    bench = Bench.of(parsed())
-
-    assert (T200 in bench.steadies) is (only is not None)
-    assert IDLE in bench.steadies
 
 
 def test_mocks_are_as_many_as_a_large_cluster_has(programs: Programs) -> None:

@@ -183,26 +183,6 @@ def nginx(bench: Bench) -> Iterator[Running]:
         yield running
 
 
-@contextmanager
-def relay(bench: Bench) -> Iterator[Running]:
-    (port,) = free_ports(1)
-    engine = f"http://127.0.0.1:{bench.engines.ports['d0']}"
-    command = [sys.executable, "-m", "experiments.bench_proxy.relay"]
-    command += ["--port", str(port), "--engine", engine]
-    with _started(bench, "relay", command, port, "/health", cwd=HERE) as running:
-        yield running
-
-
-@contextmanager
-def raw_relay(bench: Bench) -> Iterator[Running]:
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "experiments.bench_proxy.raw_relay", "--port", str(port)]
-    ports = bench.engines.ports
-    command += ["--prefill", str(ports["p0"]), "--decode", str(ports["d0"])]
-    with _started(bench, "raw-relay", command, port, "/health", cwd=HERE) as running:
-        yield running
-
-
 def router(*, disaggregated: bool) -> Start:
     @contextmanager
     def start(bench: Bench) -> Iterator[Running]:

@@ -29,26 +29,23 @@ from experiments.bench_proxy.engines import (
 )
 from experiments.bench_proxy.proxies import HERE, MissingError, Start
 from experiments.bench_proxy.special import SPECIAL, SkippedError, Special
-from experiments.bench_proxy.steady import STEADY, T200, Cores, Row, Setting, Steady, measure
+from experiments.bench_proxy.steady import STEADY, Cores, Row, Setting, Steady, measure
 from experiments.command_line import parser_of
 from experiments.record import Record, commit_of
 
 ROUNDS = 3
 LIMIT_S = 580.0
 SCENARIOS = tuple(each.name for each in (*STEADY, *SPECIAL))
-ONLY_NAMED = (T200.name,)  # By --only.
 PEERS: dict[str, Start] = {
     "no proxy": proxies.none,
     "nginx": proxies.nginx,
-    "aiohttp relay": proxies.relay,
-    "raw relay": proxies.raw_relay,
     "vllm-router": proxies.router(disaggregated=False),
     "vllm-router P/D": proxies.router(disaggregated=True),
 }
 QUICK = ("no proxy", "nginx", "vllm-router P/D")
 _KVRS, _VLLM = "kvrs", "kvrs, vLLM"
 # No bar names these: the first round has them, unless --subjects names them.
-ONCE = ("aiohttp relay", "raw relay", "vllm-router", _VLLM)
+ONCE = ("vllm-router", _VLLM)
 SUBJECTS = (*PEERS, _KVRS, _VLLM)
 
 
@@ -151,7 +148,7 @@ class Bench:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Bench":
-        names = arguments.only or [name for name in SCENARIOS if name not in ONLY_NAMED]
+        names = arguments.only or SCENARIOS
         default = (*QUICK, _KVRS) if arguments.quick else SUBJECTS
         wanted = arguments.subjects or default
         trees = {_KVRS: HERE} if _KVRS in wanted else {}

@@ -85,13 +85,7 @@ B256 = Steady(
     S256.options | {"steps": 1},
     window_ms=3000,
 )
-T200 = Steady(
-    "t200",
-    "as s200, but all streams begin before the window and end after it",
-    S200.options | {"tokens": 160, "restart": 0},
-    window_ms=5000,
-)
-STEADY = (IDLE, S200, S256, B200, B256, T200)
+STEADY = (IDLE, S200, S256, B200, B256)
 
 
 def measure(
