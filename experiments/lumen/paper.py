@@ -3,7 +3,6 @@ chunks and the batches of its section 6.1, 1.4 requests/s of a worker.
 
     python -m experiments.lumen.paper --jobs 2              # B.1; results/
     python -m experiments.lumen.paper --exhibits B.2 B.3 --jobs 2
-    python -m experiments.lumen.paper --fit                 # how the factor was fitted
 
 The factor on the times of the profile is fitted to one figure of a run without a failure, the time
 per token at four workers; all other figures are output. A run has fewer requests than the paper's:
@@ -13,11 +12,9 @@ kept, if the code has not changed since.
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -34,7 +31,6 @@ from experiments.lumen.run import (
     TARGET,
     WHOLE,
     ByCase,
-    Case,
     Clean,
     Row,
     Setup,
@@ -44,11 +40,9 @@ from experiments.lumen.run import (
     is_shown,
     mean,
     shown,
-    simulate,
 )
 from experiments.record import Record
 from kvrs.profiles import catalog
-from kvrs.report import metrics
 from kvrs.scheduling.pace import Pace
 from kvrs.sim.recovering import SimDraftModel
 
@@ -159,23 +153,6 @@ def as_text(found: ByCase) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fit(directory: Path, factors: Sequence[float]) -> None:
-    """Print TTFT and TPOT without a failure at four workers, beside the published ones."""
-    for factor in factors:
-        within = directory / f"{factor:g}"
-        within.mkdir()
-        case = Case.of(setup_of(factor, within), "4x1")
-        records = simulate(case, STOP, 0, fails=False).records
-        middle = records[len(records) // 3 :]
-        ttft_s = fmean(metrics.arrival_ttft_s(record) or 0.0 for record in middle)
-        tpot_s = fmean(metrics.tpot_s(record) or 0.0 for record in middle)
-        print(
-            f"{factor:g} times as slow: TTFT {ttft_s:.2f} s ({PUBLISHED_TTFT_S}), TPOT "
-            f"{1e3 * tpot_s:.1f} ms ({1e3 * PUBLISHED_TPOT_S:.1f})",
-            flush=True,
-        )
-
-
 def cell_of(setup: Setup, jobs: int, clean: dict[str, Clean], name: str) -> dict[str, Row]:
     """By scheme, of a case with a seed; of a variant, LUMEN's with other values. `clean` has the
     runs without a failure, which cells of one kind share.
@@ -192,13 +169,9 @@ def main() -> int:
     parser.add_argument("--exhibits", nargs="+", choices=list(EXHIBITS), default=["B.1"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="schemes of a case at a time")
-    parser.add_argument("--fit", action="store_true")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no cell goes beyond")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        if options.fit:
-            fit(Path(directory), (1.7, 1.8, 1.82, 1.84, 1.9, 2.0))
-            return 0
         setup = setup_of(SLOWER, Path(directory))
         record = Record(*range(options.seeds), timed=False)
         cells = Cells(options.out, "paper", {"slower": SLOWER, "span_s": SPAN_S})

@@ -1,7 +1,7 @@
 """Time until the proxy detects a SIGKILLed decode instance, beside a bare socket that waits for the
 same end.
 
-    python -m experiments.notice.run [--rounds 8] [--streams 16] [--unpaced --out DIR]
+    python -m experiments.notice.run [--rounds 8] [--streams 16] [--out DIR]
     python -m experiments.notice.run --spinning 4  # Beside so many processes that want a processor.
 
 Real engines in processes of their own; the proxy runs in this one, so that the time at which its
@@ -10,6 +10,7 @@ sends streams.
 """
 
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
@@ -34,12 +35,12 @@ import uvloop
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.rig import stretched
 from kvrs.config.file import Config, parse_config
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.recovery import RecoveryPolicy
 from kvrs.load.open_loop import replay
+from kvrs.profiles import catalog
 from kvrs.proxy.server import Proxy
 from kvrs.report.metrics import percentile
 from kvrs.traces.records import ReplayRequest
@@ -50,6 +51,7 @@ STARVED_LIMIT_MS = 1000.0  # Beside processes that want all processors.
 # Engines keep another GPU's clock: at full speed on the CPU, they and the dying process would fight
 # for the processors. It is slowed down further, since two cores would be busy with it all the same.
 PACE, STRETCH = "opt-13b-a100-distserve-tp1", 2.0
+LINES = ("small_ms", "large_ms")  # Of a decode step.
 CPU_LIMIT = 0.6  # Above this a run measures the processors rather than the notice.
 PREFILLS = ["p0", "p1"]
 DECODES = ["d0", "d1", "d2", "d3", "d4", "d5"]
@@ -280,10 +282,16 @@ class Experiment:
 
 def pace_in(directory: str) -> str:
     """The file of the clock."""
-    return str(stretched(PACE, STRETCH, Path(directory)))
+    profile = json.loads((Path(catalog.__file__).parent / f"data/{PACE}.json").read_text())
+    parts = ((profile["prefill"], "coefficients_ms"), *((profile["decode"], key) for key in LINES))
+    for part, key in parts:
+        part[key] = [STRETCH * value for value in part[key]]
+    path = Path(directory) / f"{PACE}-x{STRETCH:g}.json"
+    path.write_text(json.dumps(profile))
+    return str(path)
 
 
-def settings(pace: str | None) -> Config:
+def settings(pace: str) -> Config:
     """Two nodes with one prefill and three decode instances each."""
     nodes = [
         {
@@ -350,9 +358,6 @@ def main() -> int:
         "--rounds", type=int, default=8, help="of five idle and five busy kills each"
     )
     parser.add_argument("--streams", type=int, default=16, help="kept open in busy rounds")
-    parser.add_argument(
-        "--unpaced", action="store_true", help="let the engines use all the CPU they can get"
-    )
     parser.add_argument("--spinning", type=int, default=0, help="processes that want a CPU each")
     options = parser.parse_args()
     logging.getLogger("kvrs").setLevel(logging.ERROR)  # Losses are what this is about.
@@ -360,7 +365,7 @@ def main() -> int:
 
     with (
         tempfile.TemporaryDirectory(prefix="kvrs-notice-") as directory,
-        Processes(settings(None if options.unpaced else pace_in(directory))) as processes,
+        Processes(settings(pace_in(directory))) as processes,
         helper(run_killer) as killer,
     ):
         processes.start(*PREFILLS, *DECODES)

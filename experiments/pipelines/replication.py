@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from rich.progress import Progress
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.rig import Rig, draw, paired, percentile, process_cpu_s, session_for
+from experiments.rig import draw, paired, percentile, process_cpu_s, session_for
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import CheckpointTarget
+from kvrs.protocol.instance import CheckpointTarget, LoadReport
+from kvrs.protocol.secrets import Scope
 from kvrs_testkit.processes import Processes
 
 PROFILE = "llama-3.1-70b-a100-vllm-tp4"
@@ -76,14 +78,16 @@ class Bench:
     ) -> None:
         """`names`: of the processes whose CPU time counts."""
         self._processes, self._names = processes, names
-        self.rig = Rig(processes, session, PROFILE)
-        self._seed = seed
+        self._session, self._seed, self._streams = session, seed, 0
+        self._urls = {
+            str(instance.id): instance.url for _, instance in processes.config.cluster.instances()
+        }
 
     async def round(self, side: Side, number: int) -> None:
         """All streams of both instances at once, on emptied caches; those of a number are the same
         on both sides.
         """
-        await self.rig.empty(*PEERS)
+        await self._empty()
         rng = random.Random(f"{self._seed} {number}")
         asked = [
             (name, draw(rng, rng.randint(*PROMPT_TOKENS)), rng.randint(*OUTPUT_TOKENS))
@@ -95,19 +99,53 @@ class Bench:
         await self._settle()
         tokens = sum(len(prompt) + output for _, prompt, output in asked)
         side.cpu_s.append((self._cpu_s() - before) / tokens)
-        pages = [(await self.rig.load(name)).replica_pages for name in PEERS]
+        pages = [(await self._load(name)).replica_pages for name in PEERS]
         side.replica_pages.append(sum(pages))
 
     async def _one(self, side: Side, name: str, prompt: list[int], tokens: int) -> float:
         peers = [CheckpointTarget(PEERS[name], 0)] if side.replicates else []
+        self._streams += 1
+        body = {
+            "model": "tiny-llama",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "kvrs": {
+                "stream": f"stream-{self._streams}",
+                "owner_epoch": 0,
+                "attempt": 1,
+                "prompt_tokens": len(prompt),
+                "sources": [],
+                "checkpoints": msgspec.to_builtins(peers),
+            },
+        }
         began_s = time.perf_counter()
-        await self.rig.decode(name, prompt, len(prompt), checkpoints=peers, tokens=tokens)
+        async with self._session.post(f"{self._urls[name]}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            if b'"finish_reason":"length"' not in await answer.read():
+                raise RuntimeError("an engine ended a stream without its tokens")
         return time.perf_counter() - began_s
+
+    async def _empty(self) -> None:
+        """Drop all unused pages of the caches."""
+        async with session_for(self._processes, Scope.ADMIN) as session:
+            for name in PEERS:
+                async with session.post(
+                    f"{self._urls[name]}/reset_prefix_cache", json={}
+                ) as answer:
+                    answer.raise_for_status()
+
+    async def _load(self, name: str) -> LoadReport:
+        async with self._session.get(f"{self._urls[name]}/kvrs/v1/load") as answer:
+            answer.raise_for_status()
+            return msgspec.json.decode(await answer.read(), type=LoadReport)
 
     async def _settle(self) -> None:
         """Pages that are behind are sent, and counted, before the round is over."""
         give_up_s = time.monotonic() + SETTLES_S
-        while any([(await self.rig.load(name)).checkpoint_lag_pages for name in PEERS]):
+        while any([(await self._load(name)).checkpoint_lag_pages for name in PEERS]):
             if time.monotonic() > give_up_s:
                 raise RuntimeError(f"replicas still lag after {SETTLES_S:g} s")
             await asyncio.sleep(0.05)
@@ -132,7 +170,6 @@ async def measure(
     order, sides = random.Random(seed), (Side("off"), Side("on"))
     async with session_for(processes) as session:
         bench = Bench(processes, session, names, seed)
-        await bench.rig.meet()
         for side in sides:  # The first rounds warm up.
             await bench.round(Side(side.name), -1)
         with Progress(disable=not sys.stderr.isatty()) as progress:

@@ -4,7 +4,6 @@ behaviour after the loss of a node and a stage that is borrowed, beside the publ
     python -m experiments.pipelines.table1                       # 80 runs; results/
     python -m experiments.pipelines.table1 --clock full --keep table1-full
     python -m experiments.pipelines.table1 --session-s 30 --scenes 1 --rates 2 --keep table1-slow
-    python -m experiments.pipelines.table1 --fit                 # How the row was fitted.
 
 The clock and the load are set by what the paper says of runs without a failure; how long its runs
 are and when the failure comes it does not say: these two are fitted to one row of the baseline, and
@@ -14,11 +13,10 @@ all other figures are output. A run goes on from the cells that are kept.
 import csv
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from math import ceil, exp, log
 from multiprocessing import get_context
 from pathlib import Path
@@ -278,26 +276,6 @@ def pool_of(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, spawn, initializer=gc.disable, max_tasks_per_child=1)
 
 
-def fit(seed: int, runs_s: Iterable[float], fails_s: Iterable[float], jobs: int) -> None:
-    """Print how near each pair comes to mean and 99th percentile of TTFT of the fitted row."""
-    theirs, pairs = published()[FITTED], [*product(runs_s, fails_s)]
-    with pool_of(jobs) as pool:
-        rows = pool.map(partial(_fitting, seed), pairs)
-        for (run_s, at_s), row in zip(pairs, rows, strict=True):
-            away = [abs(log(row[key] / theirs[f"base_{key}"])) for key in ("ttft_s", "ttft_s_p99")]
-            print(
-                f"run {run_s:g} s, failure at {at_s:g} s: TTFT {row['ttft_s']:.1f} s, p99 "
-                f"{row['ttft_s_p99']:.1f} s, |log| {sum(away):.3f}",
-                flush=True,
-            )
-
-
-def _fitting(seed: int, pair: tuple[float, float]) -> Row:
-    run_s, fails_s = pair
-    case = Case(*FITTED)
-    return simulate(case, "base", CLOCKS["light"], seed, run_s=run_s, fails_s=fails_s)
-
-
 def cases_of(scenes: Sequence[str], rates: Sequence[float] | None) -> list[Case]:
     """Those with the fewest requests first."""
     found = [
@@ -315,13 +293,9 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+")
     parser.add_argument("--session-s", type=float, default=SESSION_S)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--fit", action="store_true")
     parser.add_argument("--limit-s", type=float, default=7200.0, help="no cell goes beyond")
     parser.add_argument("--keep", default="table1", metavar="RESULT")
     options = parser.parse_args()
-    if options.fit:
-        fit(options.seed, (450, 480, 510), (60, 120, 180), options.jobs)
-        return 0
     record = Record(options.seed, timed=False)
     cells = Cells(
         options.out,
