@@ -123,7 +123,6 @@ ALL = (
     _of("pipelines", "series-wait", 8, "series"),
     _of("pipelines", "series", 8, "series --group"),
     _of("pipelines", "series-ring", 4, "series --group --ring --streams 220 --seed 11"),
-    _of("experts", "exact", 20, "exact --rows 200000 --jobs 4"),
     _of("experts", "simulated", 1, "simulated"),
     _of("experts", "lost_ranks", 60, "lost_ranks"),
     _of("notice", "notice", 4),
