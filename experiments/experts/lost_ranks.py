@@ -33,6 +33,7 @@ from urllib.error import HTTPError
 
 from rich.console import Console
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.cluster.launcher import Cluster
 from kvrs.config.file import Config, parse_config
@@ -88,15 +89,13 @@ class Played:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--gap-s", type=float, default=30.0, help="between losses")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of all cases, at most")
     parser.add_argument("--most-s", type=float, default=2900.0, help="no round that ends later")
     parser.add_argument("--tiny", action="store_true", help="a tiny model: does it run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     gap = max(1, round(options.gap_s * options.rate))  # In requests.
     if max(SHARES) * options.requests + (LOSSES - 1) * gap > options.requests:

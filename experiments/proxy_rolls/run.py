@@ -5,7 +5,6 @@ Processes of `kvrs proxy` before scripted instances. Clients find them as pods a
 Service of Kubernetes: by `/readyz`, and seconds late.
 """
 
-import argparse
 import asyncio
 import random
 import signal
@@ -22,6 +21,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.proxy_cluster import ProxyCluster, open_proxy_cluster
@@ -334,8 +334,7 @@ async def _scales(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser = parser_of(__doc__, __file__)
     options = parser.parse_args()
     record = Record(SEED, timed=False)
     rows = {}

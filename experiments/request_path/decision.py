@@ -5,13 +5,12 @@ predict migration, its split and recompute from the tables, choose. The lengths 
 one run, so that a busy moment hits all of them.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.config.policy import PolicyName, PolicySettings
 from kvrs.core.books.waiting import SlotBook
@@ -92,10 +91,9 @@ def measure(profile: str, rounds: int, calls: int) -> dict[str, dict[int, list[f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, __file__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--calls", type=int, default=50, help="decisions per round")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     record = Record()
     samples = {profile: measure(profile, arguments.rounds, arguments.calls) for profile in PROFILES}

@@ -5,7 +5,6 @@ file. The sixth of six equal ones is traced; beside it the CPU of a request, hot
 python -m experiments.request_path.gauge [--json] [--calls request|death] [--out DIR]
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -20,6 +19,7 @@ from typing import Any, Self
 import uvloop
 
 import kvrs
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.request_path import whole
 from experiments.request_path.death import make_config, make_info, recover
@@ -87,10 +87,9 @@ def cpu_us(*, is_idle: bool) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON alone")
     parser.add_argument("--calls", choices=MOST, help="print the calls of one of them instead")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     record = Record()

@@ -7,7 +7,6 @@ Both models run in one process and nothing is timed. Every chosen token is compa
 single steps, which the target alone has made before.
 """
 
-import argparse
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import interval
 from kvrs.config.engine import EngineSettings
@@ -175,13 +175,9 @@ def faults_of(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--streams", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
     with tempfile.TemporaryDirectory() as directory:

@@ -9,7 +9,6 @@ are those of a pair, or random. Where it is up, streams run at it, too, and are 
 is timed.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -25,6 +24,7 @@ import aiohttp
 import msgspec
 import torch
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import session_for
 from kvrs.config.file import Config, parse_config
@@ -271,13 +271,9 @@ def write_models(directory: Path, seed: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record, rows = Record(options.seed, timed=False), []
     with tempfile.TemporaryDirectory() as directory:

@@ -8,7 +8,6 @@
 The models are random, of 24 and 2 layers; instances, helper and client share two cores.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from experiments.command_line import parser_of
 from experiments.record import Record
 from experiments.rig import interval, session_for
 from kvrs.config.file import Config, parse_config
@@ -229,12 +229,8 @@ async def measure(directory: Path, pairs: int, seed: int) -> list[dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     record = Record(options.seed)
     with tempfile.TemporaryDirectory() as directory:

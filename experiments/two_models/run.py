@@ -3,7 +3,6 @@
 python -m experiments.two_models.run [--rounds N] [--seed N] [--out DIR]
 """
 
-import argparse
 import os
 import signal
 import statistics
@@ -23,6 +22,7 @@ from experiments.bench_proxy.engines import (
 )
 from experiments.bench_proxy.proxies import Running
 from experiments.bench_proxy.steady import Cores, Row, Setting
+from experiments.command_line import parser_of
 from experiments.record import Record
 from kvrs.protocol.instance import Role
 
@@ -147,10 +147,8 @@ def shown(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, seed=0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends what was started.
     cores = sorted(os.sched_getaffinity(0))
