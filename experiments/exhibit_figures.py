@@ -92,12 +92,6 @@ def mean_of(values: Sequence[float]) -> Interval:
     return found
 
 
-def instances(*cases: str) -> str:
-    """How many instances the cases that are kept have."""
-    numbers = sorted({int(case.partition("x")[0]) for case in cases if simulated(case)})
-    return " and ".join(map(str, numbers))
-
-
 def at(cases: Sequence[str], of_one: Callable[[str], str], least: int = 1) -> Callable[[], str]:
     """For each of the cases that is kept; nothing for fewer than the least number of them."""
 

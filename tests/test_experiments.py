@@ -121,7 +121,7 @@ def test_exhibits_of_lumen_say_whether_their_runs_had_drafts() -> None:
 def test_an_exhibit_whose_experiment_was_not_run_is_missing() -> None:
     """Its row says so, and is filled by the first result that is kept."""
     waiting = Exhibit(
-        *("a", "1 s", How.REAL, "small", lambda: "2 s", "notice", "notice/results/none.json"),
+        *("a", "1 s", How.REAL, "small", lambda: "2 s", "notice/results/none.json"),
         judged=Verdict.OTHER,
         because="another measure",
     )
