@@ -82,7 +82,6 @@ PARTS: dict[tuple[str, str], Part] = {
         partial(drill.run, "distserve"), ("policy", "backup", "streams"), HOME_ENV
     ),
     ("everything", "simulated"): Part(worlds.run, ("seeds",)),
-    ("poison", "simulated"): Part(worlds.run_poison, ("seeds",)),
 }
 
 
