@@ -13,7 +13,7 @@ from unittest.mock import patch
 from experiments.kills import simulated as kill_series
 from experiments.lumen import placement
 from experiments.lumen import run as lumen
-from experiments.sentinels import gossip, links, lost_rank, planners, rates, situations
+from experiments.sentinels import gossip, lost_rank, planners, rates, situations
 from experiments.sentinels.history import Figures
 from kvrs.config.backup import Placement
 from kvrs.config.policy import PolicyName, RecoverySettings
@@ -24,6 +24,7 @@ from kvrs.sim.cluster import Outcome
 from kvrs.sim.process import require
 from kvrs.sim.scenarios import in_turn, outage, poisons_at_once, scenario, sick
 from kvrs.sim.world import World
+from kvrs_testkit import link_scenarios
 
 POISON_DEATHS = RecoverySettings().poison_deaths  # The most that one poisoned request may cause.
 OUTAGE_SEEDS = POISON_SEEDS = range(6)
@@ -68,11 +69,11 @@ def poisons() -> Figures:
 
 def link() -> Figures:
     """The link estimate: regret of decisions on it and on its lower bound, and share of probes."""
-    rows = links.measure(range(2))
+    rows = link_scenarios.measure(range(2))
     regrets = {
         f"{row['rule']}, {row['scenario']}": row["regret"]
         for row in rows
-        if row["rule"] in (links.OURS, links.BOUND)
+        if row["rule"] in (link_scenarios.OURS, link_scenarios.BOUND)
     }
     return regrets | {"probes": max(row["probe_share"] for row in rows)}
 

@@ -1,6 +1,6 @@
 """The scenarios of the sentinel of links in virtual time, one seed each."""
 
-from experiments.sentinels.links import BAR_PROBES, LAST, OURS, measure
+from kvrs_testkit.link_scenarios import BAR_PROBES, LAST, OURS, measure
 
 
 def test_decisions_on_the_estimate_cost_no_more_than_those_on_the_last_sample() -> None:
