@@ -7,16 +7,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from kvrs.config.file import Config, parse_config
 from kvrs.core import staying
 from kvrs.elastic.units import Units
-from kvrs.ids import StreamId
+from kvrs.ids import InstanceId, StreamId
 from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, SimRun
+from kvrs.sim.cluster import SimCluster
 from kvrs.sim.process import Clock, require
+from kvrs.sim.rank_model import RankModel
+from kvrs.sim.ranks import SimRanks
 from kvrs.sim.steady import SteadyDecodes
-from kvrs.sim.streams import SimJournal
+from kvrs.sim.streams import Arrival, SimJournal
 
 _IDS = array("H", range(VOCABULARY)) * 2
 
@@ -82,3 +87,55 @@ def run_until(clock: Clock, done: Callable[[], bool], step_s: float, longest_s: 
         until_s += step_s  # The clock stands still where nothing happens.
         require(until_s < begun_s + longest_s, "it does not come to an end")
         clock.run(until_s)
+
+
+HOME = InstanceId("b0")
+
+
+@dataclass(frozen=True, slots=True)
+class EqualStreams:
+    """So many equal streams that come at once to one instance of several ranks."""
+
+    pace: str
+    ranks: int
+    count: int
+    context_tokens: int
+    output_tokens: int
+
+    def config(self, **backup: Any) -> Config:
+        longest = self.context_tokens + self.output_tokens
+        instance = {"id": HOME, "role": "both", "tp": self.ranks}
+        return parse_config(
+            {
+                "proxy": {"token_gap_s": 300.0},
+                "cluster": {
+                    "engine": {
+                        "pace": self.pace,
+                        "pages": self.count * (longest // 16 + 2),
+                        "max_model_len": longest,
+                        "max_running": self.count,
+                        "max_batch_tokens": 8192,
+                    },
+                    "nodes": [{"id": "n0", "instances": [instance]}],
+                },
+                "policy": {"recovery": {"wait_s": 300.0}, "admission": {"wait_s": 3600.0}},
+                "slo": {"recovery_gap_s": 600.0},
+                "backup": {"mode": "local"} | backup,
+            }
+        )
+
+    def begin(
+        self, config: Config, model: RankModel, seed: int
+    ) -> tuple[SimCluster, SimRanks, list[StreamId]]:
+        """A cluster to which they come after a second, with its ranks."""
+        cluster = SimCluster(
+            config, seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
+        )
+        cluster.begin()
+        names = [StreamId(f"s{n}") for n in range(self.count)]
+        for n, name in enumerate(names):
+            arrival = Arrival(1.0, NumberedPrompt(n, self.context_tokens), self.output_tokens)
+            cluster.clock.after(1.0, partial(cluster.serving[0].arrive, name, arrival))
+        ranks = cluster.engines[HOME].ranks
+        assert isinstance(ranks, SimRanks)
+        return cluster, ranks, names

@@ -14,29 +14,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from random import Random
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from experiments.virtual_time import NumberedPrompt, grouped, run_until, token_times
-from kvrs.config.file import Config, parse_config
+from experiments.virtual_time import EqualStreams, grouped, run_until, token_times
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import StreamId
 from kvrs.sim.cluster import SimCluster
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
-from kvrs.sim.streams import Arrival
 
 NAME = "simulated"
 PROFILE, MODEL = "mixtral-8x22b-h100-vllm-tp8", "mistralai/Mixtral-8x22B-v0.1"
-RANKS, REQUESTS, CONTEXT_TOKENS, OUTPUT_TOKENS = 8, 32, 512, 4000
+RANKS, REQUESTS = 8, 32
+STREAMS = EqualStreams(PROFILE, RANKS, REQUESTS, context_tokens=512, output_tokens=4000)
 EXPERTS, PARTS, EXPONENTS = 8, 8, (0.0, 0.5, 1.0)
 VARIANTS = ("off", "on", "split")
 PUBLISHED = {"on": 562.32, "off": 436.61}  # AnchorTP, tokens/s behind a loss, and without balance.
-HOME = InstanceId("b0")
 RATES = LinkRates(host_bytes_per_s=25e9, peer_bytes_per_s=100e9)
 _GROUPS = 4  # Layers that lie alike, as one.
 _BALANCES_AFTER_S, _WINDOW_S, _LONGEST_S, _NEVER_S = 2.0, 2.0, 600.0, 1e6
@@ -86,30 +83,6 @@ def model_of(exponent: float, variant: str, seed: int) -> RankModel:
     )
 
 
-def config() -> Config:
-    longest = CONTEXT_TOKENS + OUTPUT_TOKENS
-    return parse_config(
-        {
-            "proxy": {"token_gap_s": 300.0},
-            "cluster": {
-                "engine": {
-                    "pace": PROFILE,
-                    "pages": REQUESTS * (longest // 16 + 2),
-                    "max_model_len": longest,
-                    "max_running": REQUESTS,
-                    "max_batch_tokens": 8192,
-                },
-                "nodes": [
-                    {"id": "n0", "instances": [{"id": HOME, "role": "both", "tp": RANKS}]},
-                ],
-            },
-            "policy": {"recovery": {"wait_s": 300.0}, "admission": {"wait_s": 3600.0}},
-            "slo": {"recovery_gap_s": 600.0},
-            "backup": {"mode": "local"},
-        }
-    )
-
-
 @contextmanager
 def running(model: RankModel, seed: int) -> Iterator[tuple[SimCluster, SimRanks, TokenTimes]]:
     """A cluster once copies have moved, whose streams all have tokens; with the ranks of its
@@ -118,17 +91,8 @@ def running(model: RankModel, seed: int) -> Iterator[tuple[SimCluster, SimRanks,
     Raises AssertionError where an invariant of the simulator is violated.
     """
     with token_times() as tokens_s:
-        cluster = SimCluster(
-            config(), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
-        )
-        clock, proxy = cluster.clock, cluster.serving[0]
-        cluster.begin()
-        names = [StreamId(f"s{n}") for n in range(REQUESTS)]
-        for n, name in enumerate(names):
-            prompt = NumberedPrompt(n, CONTEXT_TOKENS)
-            clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, OUTPUT_TOKENS)))
-        ranks = cluster.engines[HOME].ranks
-        assert isinstance(ranks, SimRanks)
+        cluster, ranks, names = STREAMS.begin(STREAMS.config(), model, seed)
+        clock = cluster.clock
         run_until(clock, lambda: all(len(tokens_s[name]) > 8 for name in names), 0.5, _LONGEST_S)
         clock.run(clock.now_s + 3 * _BALANCES_AFTER_S)
         yield cluster, ranks, tokens_s

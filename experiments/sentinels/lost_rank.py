@@ -6,13 +6,11 @@ times of the profile, moves their bytes over the paper's links.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from random import Random
 from statistics import median
 
-from experiments.virtual_time import NumberedPrompt, grouped, patient, run_until, token_times
-from kvrs.config.file import Config, parse_config
+from experiments.virtual_time import HOME, EqualStreams, grouped, patient, run_until, token_times
 from kvrs.core.model.estimates import Option
 from kvrs.elastic import on_demand
 from kvrs.elastic.layouts import hybrid, staged
@@ -21,21 +19,17 @@ from kvrs.elastic.plans import plan
 from kvrs.elastic.shapes import SHAPES
 from kvrs.elastic.units import Units
 from kvrs.explain.elastic import ElasticQuestion, explain_elastic
-from kvrs.ids import InstanceId, StreamId
-from kvrs.sim.cluster import SimCluster
 from kvrs.sim.process import require
 from kvrs.sim.rank_model import RankModel
-from kvrs.sim.ranks import SimRanks
-from kvrs.sim.streams import Arrival
 
 PROFILE, MODEL = "llama-3.1-70b-h100-vllm-tp8", "meta-llama/Llama-3.1-70B"
 RANKS, REQUESTS, CONTEXT_TOKENS = 8, 56, 16384
+STREAMS = EqualStreams(PROFILE, RANKS, REQUESTS, CONTEXT_TOKENS, output_tokens=1500)
 RATES = LinkRates(host_bytes_per_s=50e9, peer_bytes_per_s=362.2e9)
 IN_LADDER = {"recompute": "recompute", "host": "host", "full": "on demand"}
 JOIN_S = 0.1  # Of ranks that form again.
-HOME = InstanceId("b0")
 _GROUPS = 4  # Layers that lie alike, as one: there are fewer cells to follow.
-_OUTPUT_TOKENS, _LEAST_TOKENS = 1500, 8
+_LEAST_TOKENS = 8
 _STEP_S, _FINE_S, _LONGEST_S = 0.5, 0.001, 600.0
 _NEVER_S = 1e6
 
@@ -64,49 +58,17 @@ def rates_of(way: str) -> LinkRates:
     return LinkRates(RATES.host_bytes_per_s / slower, RATES.peer_bytes_per_s / slower)
 
 
-def config() -> Config:
-    longest = CONTEXT_TOKENS + _OUTPUT_TOKENS
-    return parse_config(
-        {
-            "proxy": {"token_gap_s": 300.0},
-            "cluster": {
-                "engine": {
-                    "pace": PROFILE,
-                    "pages": REQUESTS * (longest // 16 + 2),
-                    "max_model_len": longest,
-                    "max_running": REQUESTS,
-                    "max_batch_tokens": 8192,
-                },
-                "nodes": [
-                    {"id": "n0", "instances": [{"id": HOME, "role": "both", "tp": RANKS}]},
-                ],
-            },
-            "policy": {"recovery": {"wait_s": 300.0}, "admission": {"wait_s": 3600.0}},
-            "slo": {"recovery_gap_s": 600.0},
-            "backup": {
-                "mode": "local",
-                "capacity_bytes": 1 << 40,
-                "host_to_device_bytes_per_s": RATES.host_bytes_per_s * (RANKS - 1),
-                "staging_pages": 4096,
-            },
-        }
-    )
-
-
 def play(way: str, seed: int) -> Row:
     """Raises AssertionError where an invariant of the simulator is violated."""
     model = RankModel(units(), rates_of(way), JOIN_S, _NEVER_S, _NEVER_S)
     with token_times() as tokens_s, patient(_LONGEST_S):
-        cluster = SimCluster(
-            config(), seed=seed, proxies=1, stay_away=0.0, keep_log=False, rank_model=model
+        config = STREAMS.config(
+            capacity_bytes=1 << 40,
+            host_to_device_bytes_per_s=RATES.host_bytes_per_s * (RANKS - 1),
+            staging_pages=4096,
         )
-        clock, proxy = cluster.clock, cluster.serving[0]
-        cluster.begin()
-        names = [StreamId(f"s{n}") for n in range(REQUESTS)]
-        for n, name in enumerate(names):
-            prompt = NumberedPrompt(n, CONTEXT_TOKENS)
-            clock.after(1.0, partial(proxy.arrive, name, Arrival(1.0, prompt, _OUTPUT_TOKENS)))
-        engine = cluster.engines[HOME]
+        cluster, ranks, names = STREAMS.begin(config, model, seed)
+        clock, proxy, engine = cluster.clock, cluster.serving[0], cluster.engines[HOME]
 
         def is_settled() -> bool:
             """All decode, and of each at most the newest page has no backup."""
@@ -120,8 +82,6 @@ def play(way: str, seed: int) -> Row:
         lost_s, had = clock.now_s, {name: len(tokens_s[name]) for name in names}
         require(all(proxy.streams[name].outcome == "" for name in names), f"{way}: streams ended")
         proxy.recoveries.clear()
-        ranks = engine.ranks
-        assert isinstance(ranks, SimRanks)
         ranks.lose([RANKS - 1], memory_kept=False)
         run_until(clock, lambda: ranks.serves, _FINE_S, _LONGEST_S)
         weights_s = clock.now_s - lost_s
