@@ -115,11 +115,6 @@ ALL = (
     _of("pipelines", "replication", 15, "replication"),
     _of("pipelines", "replication-hosts", 2, "replication --hosts --rounds 4"),
     _of("pipelines", "table1", 60, "table1 --jobs 2"),
-    _of("pipelines", "table1-full", 10, "table1 --clock full --scenes 1 --keep table1-full"),
-    _of(
-        *("pipelines", "table1-slow", 2),
-        "table1 --session-s 30 --scenes 1 --rates 2 --keep table1-slow",
-    ),
     _of("pipelines", "series-wait", 8, "series"),
     _of("pipelines", "series", 8, "series --group"),
     _of("pipelines", "series-ring", 4, "series --group --ring --streams 220 --seed 11"),

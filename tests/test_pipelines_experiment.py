@@ -212,15 +212,16 @@ def test_the_loss_of_a_node_costs_less_with_a_borrowed_stage() -> None:
     """
     case = table1.Case("1", 3.0)
 
-    def of(system: str, clock: str) -> dict[str, float]:
-        clocks = table1.CLOCKS[clock]
-        return table1.simulate(case, system, clocks, 0, run_s=60.0, fails_s=40.0)
+    def of(system: str, computing_share: float = table1.COMPUTING_SHARE) -> dict[str, float]:
+        return table1.simulate(
+            case, system, 0, run_s=60.0, fails_s=40.0, computing_share=computing_share
+        )
 
-    base, ours = of("base", "light"), of("ours", "light")
+    base, ours = of("base"), of("ours")
 
     assert base["requests"] == ours["requests"] == 180
     assert ours["ttft_s"] < base["ttft_s"] / 5
-    assert of("ours", "full")["latency_s"] > of("base", "full")["latency_s"]
+    assert of("ours", 1.0)["latency_s"] > of("base", 1.0)["latency_s"]
 
 
 def test_table_shows_each_row_beside_the_published_one() -> None:
@@ -228,7 +229,7 @@ def test_table_shows_each_row_beside_the_published_one() -> None:
     row = {"latency_s": 369.08, "ttft_s": 297.26, "latency_s_p99": 789.27, "ttft_s_p99": 687.86}
     cells = {"1:4:base": row, "1:2:base": row}
 
-    lines = table1.as_text(cells, "light", 0).splitlines()
+    lines = table1.as_text(cells, 0).splitlines()
 
     assert [line for line in lines if line.endswith("fitted")] == [
         "    1   4  base      369.08 (369.08)     297.26 (297.26)     789.27 (789.27)"

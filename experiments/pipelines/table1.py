@@ -2,8 +2,6 @@
 behaviour after the loss of a node and a stage that is borrowed, beside the published figures.
 
     python -m experiments.pipelines.table1                       # 80 runs; results/
-    python -m experiments.pipelines.table1 --clock full --keep table1-full
-    python -m experiments.pipelines.table1 --session-s 30 --scenes 1 --rates 2 --keep table1-slow
 
 The clock and the load are set by what the paper says of runs without a failure; how long its runs
 are and when the failure comes it does not say: these two are fitted to one row of the baseline, and
@@ -55,26 +53,11 @@ FITTED = ("1", 4.0)
 RUN_S, FAILS_S = 480.0, 120.0
 PAGES = 32_768  # 18 GB of a stage for pages of 16 tokens.
 SESSION_S = 0.1
+# Of a stage's part of a step, which takes 163 ms at every load: its GPU reads 4 GB of weights and
+# the KV of a batch at 600 GB/s.
+COMPUTING_SHARE = 0.18
 SYSTEMS = ("base", "ours")
 Row = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """How much of a step a GPU computes. A step takes 163 ms at every load."""
-
-    computing_share: float
-    text: str
-
-
-CLOCKS = {
-    "light": Clock(
-        0.18,
-        "a stage's GPU computes in 18 % of its part of a step: as long as it takes to read its "
-        "4 GB of weights and the KV of a batch at 600 GB/s",
-    ),
-    "full": Clock(1.0, "a stage's GPU computes all the time of its part of a step"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +138,11 @@ def arrivals(per_s: float, run_s: float, seed: int) -> list[Arrival]:
 def simulate(
     case: Case,
     system: str,
-    clock: Clock,
     seed: int,
     *,
     run_s: float = RUN_S,
     fails_s: float = FAILS_S,
-    session_s: float = SESSION_S,
+    computing_share: float = COMPUTING_SHARE,
 ) -> Row:
     """Figures of all requests. Raises AssertionError where an invariant is violated."""
     asked = arrivals(case.per_s, run_s, seed)
@@ -175,7 +157,7 @@ def simulate(
         seed=seed,
         reload_s=RELOAD_S,
         pipeline_model=PipelineModel(
-            load_s=RELOAD_S, session_s=session_s, computing_share=clock.computing_share
+            load_s=RELOAD_S, session_s=SESSION_S, computing_share=computing_share
         ),
     )
     outcome = world.run()
@@ -208,46 +190,43 @@ def name_of(case: Case, system: str) -> str:
     return f"{case.scene}:{case.per_s:g}:{system}"
 
 
-def measured(name: str, clock: str, seed: int, session_s: float) -> Row:
+def measured(name: str, seed: int) -> Row:
     scene, per_s, system = name.split(":")
-    case = Case(scene, float(per_s))
-    return simulate(case, system, CLOCKS[clock], seed, session_s=session_s)
+    return simulate(Case(scene, float(per_s)), system, seed)
 
 
 KEYS = ("latency_s", "ttft_s", "latency_s_p99", "ttft_s_p99")
 TITLES = ("latency", "TTFT", "latency p99", "TTFT p99")
 
 
-def as_text(cells: dict[str, Row], clock: str, seed: int, session_s: float = SESSION_S) -> str:
+def as_text(cells: dict[str, Row], seed: int) -> str:
     """Each figure with the paper's behind it, in brackets."""
     lines = [
         f"Llama 3.1 8B in pipelines of {STAGES} stages, virtual time, seed {seed}; seconds, in "
         f"brackets as published",
-        CLOCKS[clock].text,
+        f"a stage's GPU computes in {100 * COMPUTING_SHARE:g} % of its part of a step: as long as "
+        f"it takes to read its 4 GB of weights and the KV of a batch at 600 GB/s",
         f"{SLOTS} slots of a pipeline, {OUTPUT_TOKENS:g} tokens of output in the mean; a session "
-        f"with a lender takes {session_s:g} s",
+        f"with a lender takes {SESSION_S:g} s",
         f"requests for {RUN_S:g} s, a node (scene 3: of each of two pipelines) is lost at "
         f"{FAILS_S:g} s and is there again {RELOAD_S:g} s later; fitted: scene {FITTED[0]} at "
         f"{FITTED[1]:g} requests/s, base",
         f"{'scene':>5}{'/s':>4}  {'':5}" + "".join(f"{title:>20}" for title in TITLES),
     ]
-    paper = published() if clock == "light" else {}
+    paper = published()
     cases = sorted({(name.split(":")[0], float(name.split(":")[1])) for name in cells})
     for scene, per_s in cases:
         for system in SYSTEMS:
             row = cells.get(name_of(Case(scene, per_s), system))
             if row is None:
                 continue
-            theirs = paper.get((scene, per_s))
+            theirs = paper[scene, per_s]
             line = f"{scene:>5}{per_s:4g}  {system:5}"
             for key in KEYS:
-                known = "" if theirs is None else f" ({theirs[f'{system}_{key}']:.2f})"
-                line += f"{row[key]:.2f}{known}".rjust(20)
-            fitted = (scene, per_s, system) == (*FITTED, "base") and paper
+                line += f"{row[key]:.2f} ({theirs[f'{system}_{key}']:.2f})".rjust(20)
+            fitted = (scene, per_s, system) == (*FITTED, "base")
             lines.append(line + ("  fitted" if fitted else ""))
-    if paper:
-        lines += distances(cells, paper)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *distances(cells, paper)]) + "\n"
 
 
 def distances(cells: dict[str, Row], paper: dict[tuple[str, float], Row]) -> list[str]:
@@ -288,39 +267,27 @@ def cases_of(scenes: Sequence[str], rates: Sequence[float] | None) -> list[Case]
 
 def main() -> int:
     parser = parser_of(__doc__, __file__, seed=0)
-    parser.add_argument("--clock", choices=list(CLOCKS), default="light")
     parser.add_argument("--scenes", nargs="+", choices=("1", "2", "3"), default=["1", "2", "3"])
     parser.add_argument("--rates", type=float, nargs="+")
-    parser.add_argument("--session-s", type=float, default=SESSION_S)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=7200.0, help="no cell goes beyond")
-    parser.add_argument("--keep", default="table1", metavar="RESULT")
     options = parser.parse_args()
     record = Record(options.seed, timed=False)
-    cells = Cells(
-        options.out,
-        options.keep,
-        {
-            "run_s": RUN_S,
-            "fails_s": FAILS_S,
-            "seed": options.seed,
-            "clock": options.clock,
-            "session_s": options.session_s,
-        },
-    )
+    settings = {"run_s": RUN_S, "fails_s": FAILS_S, "seed": options.seed, "session_s": SESSION_S}
+    cells = Cells(options.out, "table1", settings)
     names = [
         name_of(case, system)
         for case in cases_of(options.scenes, options.rates)
         for system in SYSTEMS
     ]
     missing = [name for name in names if name not in cells.found]
-    work = partial(measured, clock=options.clock, seed=options.seed, session_s=options.session_s)
+    work = partial(measured, seed=options.seed)
     with pool_of(options.jobs) as pool:
         found = {name: pool.submit(work, name) for name in missing}
         cells.measure(names, options.limit_s, lambda name: found[name].result())
         for future in found.values():
             future.cancel()
-    text = as_text(cells.found, options.clock, options.seed, options.session_s)
+    text = as_text(cells.found, options.seed)
     print(text, end="")
     cells.keep(record, {}, text)
     return 0
