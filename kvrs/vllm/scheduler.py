@@ -13,7 +13,7 @@ alone: before its front is there, they hold nothing up.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -299,10 +299,7 @@ class SchedulerSide:
         # Workers may still copy out of the slots of a load, which are not read again.
         self._drop_restore(tracked)
         if not send_rest:
-            waiting = [each for each in self.requested if each.request_id == request_id]
-            for copy in waiting:
-                self.requested.remove(copy)
-            self._give_up(waiting)
+            self._give_up([*self._take_requested(request_id)])
 
     def close(self) -> None:
         """The engine ends, or the connector is off: nothing waits any more."""
@@ -310,9 +307,22 @@ class SchedulerSide:
             self.finished(request_id)
         for saved in self.ended.release(everything=True):
             self._port.ended(saved, send_rest=False)
-        self._give_up([*self.requested, *(copy for copy, _, _ in self._jobs.values())])
-        self.requested.clear()
+        copies = [copy for copy, _, _ in self._jobs.values()]
+        while self.requested:
+            copies.append(self.requested.popleft())
+        self._give_up(copies)
         self._jobs.clear()
+
+    def _take_requested(self, request_id: str) -> Iterator[CopyRequest]:
+        """Copies that are asked for and were not begun. The port's thread goes on appending, so
+        none is looked at before it was taken out.
+        """
+        for _ in range(len(self.requested)):
+            copy = self.requested.popleft()
+            if copy.request_id == request_id:
+                yield copy
+            else:
+                self.requested.append(copy)
 
     def _give_up(self, copies: Sequence[CopyRequest]) -> None:
         if copies:

@@ -392,6 +392,31 @@ def test_an_end_answers_all_that_waits(is_close: bool) -> None:
     assert late == [0]
 
 
+def test_the_port_may_ask_for_copies_while_a_request_ends() -> None:
+    """It does so in a thread of its own: here in the midst of the search for those of the request
+    that ends.
+    """
+    world, request = World(), Request("r", list(range(12)))
+    world.arrive(request, saves=True)
+    later: list[list[int]] = []
+
+    class ComparedSlowly(str):
+        def __eq__(self, other: object) -> bool:
+            later.append(world.copy(Request("s", []), 0, [7]))
+            return str(self) == other
+
+        __hash__ = str.__hash__
+
+    world.copy(Request(ComparedSlowly("s"), []), 0, [8])
+    waiting = world.copy(request, 0, [9])
+
+    world.side.finished("r")
+
+    assert waiting == [0]
+    assert later == [[]]
+    assert len(world.side.requested) == 2
+
+
 def computed(world: World, pages: int) -> Request:
     request = Request("r", list(range(pages * PAGE)))
     world.arrive(request, saves=True)
