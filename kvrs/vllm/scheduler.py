@@ -107,6 +107,7 @@ class _Tracked:
     full_pages: int = 0
     local_tokens: int = 0  # Of vLLM's own prefix cache, at the last look.
     loading: list[tuple[int, int]] | None = None  # Slots and blocks, while workers copy.
+    loading_ranks: int = 0  # Workers that have not answered for it.
 
 
 class SchedulerSide:
@@ -224,6 +225,7 @@ class SchedulerSide:
         tracked.loading = [
             (restore.slots[page - restore.first_page], block_ids[page]) for page in pages
         ]
+        tracked.loading_ranks = self._ranks
         self._loads.append((request_id, tracked.loading))
 
     def step(
@@ -274,9 +276,13 @@ class SchedulerSide:
                 copied.append((copy, pages))
         if copied:
             self._port.copied(copied)
-        for request_id in done.loads:  # vLLM reports a load when all workers have.
+        for request_id, count in done.loads.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.loading is not None:
+            if tracked is None or tracked.loading is None:
+                continue
+            tracked.loading_ranks -= count
+            # Until the last worker has answered it may read the slots.
+            if not tracked.loading_ranks:
                 # A worker that turns itself off answers for a load that it has not made.
                 pages = len(tracked.loading) if done.off_reason is None else 0
                 tracked.loading = None

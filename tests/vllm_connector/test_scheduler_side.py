@@ -206,6 +206,23 @@ def test_a_load_that_a_worker_has_not_made_counts_for_nothing() -> None:
     assert world.port.settled_tokens == [(0, 18)]
 
 
+def test_slots_of_a_load_are_given_back_when_every_worker_has_copied_them() -> None:
+    """On GPUs workers answer in different steps, and one may still read what others have."""
+    world, request = World(ranks=2), Request("r", list(range(18)))
+    world.arrive(request, sources=[from_agent(0, 1)])
+    (restore,) = world.port.restores
+    restore.slots.append(3)
+    restore.is_over = True
+    assert world.side.match("r", 0) == PAGE
+    world.side.allocated("r", [30, 31], PAGE)
+
+    world.side.done(Done(loads={"r": 1}))
+    assert (world.port.released, world.port.settled_tokens) == ([], [])
+    world.side.done(Done(loads={"r": 1}))
+    assert world.port.released == [restore]
+    assert world.port.settled_tokens == [(PAGE, 18 - PAGE)]
+
+
 def test_an_abort_reports_no_fetch() -> None:
     world, request = World(), Request("r", list(range(18)))
     world.arrive(request, sources=[from_agent(0, 4)])
