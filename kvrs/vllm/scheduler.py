@@ -241,14 +241,10 @@ class SchedulerSide:
                 known[request_id] = self._fill(tracked, tracked.saved, tokens, fills)
         for _ in range(len(self.requested)):
             copy = self.requested.popleft()
-            first, end = copy.first_page, copy.first_page + len(copy.slots)
-            if copy.request_id in known:
-                blocks = blocks_of(copy.request_id)[: known[copy.request_id]][first:end]
-            elif copy.request_id in self._tracked:
+            blocks = self._blocks_for(copy, known, blocks_of)
+            if blocks is None:
                 self.requested.append(copy)
                 continue
-            else:
-                blocks = self.ended.blocks(copy.request_id, first, end)
             if not blocks:
                 missed.append(copy)
                 continue
@@ -264,6 +260,27 @@ class SchedulerSide:
         for saved in self.ended.release():
             self._port.ended(saved, send_rest=False)
         return step
+
+    def _blocks_for(
+        self,
+        copy: CopyRequest,
+        known: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[int]],
+    ) -> Sequence[int] | None:
+        """The blocks of the leading pages of a copy; None: of a request that is not in this step.
+        `known`: full pages of those that are.
+        """
+        first, end = copy.first_page, copy.first_page + len(copy.slots)
+        if (pages := known.get(copy.request_id)) is not None:
+            return blocks_of(copy.request_id)[:pages][first:end]
+        tracked = self._tracked.get(copy.request_id)
+        if tracked is None:
+            return self.ended.blocks(copy.request_id, first, end)
+        if tracked.request.num_computed_tokens:
+            return None
+        # vLLM has preempted it, and it may wait for long. Once it has pages again, they are sent.
+        tracked.full_pages = 0
+        return []
 
     def done(self, done: Done) -> None:
         """Workers have answered."""

@@ -372,9 +372,10 @@ def test_a_page_whose_last_token_is_not_known_yet_is_not_reported() -> None:
 def test_copies_are_made_in_a_step_that_runs_the_request_and_answered_by_all_ranks() -> None:
     world, request = World(ranks=2), Request("r", list(range(12)))
     world.arrive(request, saves=True)
+    world.step(request, 4)
     counts = world.copy(request, 1, [8, 9, 10])
     assert not world.side.step({}, lambda _: []).saves
-    step = world.step(request, 12)
+    step = world.step(request, 8)
     assert step.saves == [(1, [(8, 101), (9, 102)])]
     world.side.done(Done(saves={1: 1}))
     assert counts == []
@@ -390,6 +391,28 @@ def test_a_preempted_request_has_nothing_to_copy() -> None:
     counts = world.copy(request, 1, [8, 9])
     assert not world.step(request, 4).saves
     assert counts == [0]
+
+
+def test_a_preempted_request_holds_up_no_pages_of_others() -> None:
+    """An agent gets pages of all its streams together. The preempted one's are announced again, so
+    that they are sent, when it has blocks again.
+    """
+    world, request, other = World(), Request("r", list(range(12))), Request("s", list(range(12)))
+    for each in (request, other):
+        world.arrive(each, saves=True)
+        world.step(each, 12)
+    waits = world.copy(request, 0, [8])
+    world.step(other, 1)
+    assert waits == []  # It is in no step, and still has its blocks.
+    request.num_computed_tokens = 0
+
+    late = world.copy(request, 1, [9])
+    world.step(other, 1)
+
+    assert (waits, late) == ([0], [0])
+    world.port.computed_tokens = 0
+    world.step(request, 12)
+    assert world.port.computed_tokens == 12
 
 
 @pytest.mark.parametrize("is_close", [False, True])
