@@ -14,7 +14,7 @@ from kvrs.protocol.page_messages import PullRequest, TrafficClass
 from kvrs.transfer.peers import Peer
 from kvrs.transfer.puller import PagePuller
 from kvrs.vllm.staging import Staging
-from kvrs.vllm.tracked import Counts, Restore
+from kvrs.vllm.tracked import Restore
 
 
 class RestoreFetches:
@@ -25,10 +25,8 @@ class RestoreFetches:
         puller: PagePuller,
         agents: Mapping[InstanceId, Peer],
         staging: Staging,
-        counts: Counts,
     ) -> None:
         self._puller, self._agents, self._staging = puller, agents, staging
-        self._counts = counts
         self._tasks: dict[Restore, asyncio.Task[None]] = {}
 
     @property
@@ -70,8 +68,8 @@ class RestoreFetches:
         self, peer: Peer, restore: Restore, source: SourceRange, slots: list[int]
     ) -> None:
         """Fill these slots with the next pages, as far as they come."""
-        first, damaged = len(restore.slots), self._puller.damaged_pages
-        next_page, arriving = restore.first_page + first, iter(slots)
+        first, arriving = len(restore.slots), iter(slots)
+        next_page = restore.first_page + first
         tags = tuple(restore.tags[next_page : next_page + len(slots)])
 
         def verified(pages: int) -> None:
@@ -88,4 +86,3 @@ class RestoreFetches:
             )
         finally:
             self._staging.give_back(slots[len(restore.slots) - first :])
-            self._counts.pages_damaged += self._puller.damaged_pages - damaged

@@ -147,7 +147,7 @@ class ConnectorPort:
         links = SendingLinks(config.transfer, SendingFaults(), self.node.id)
         secret = self._ring[0]
         self._puller = PagePuller(self._identity, secret, config.transfer, time.monotonic)
-        self.fetches = RestoreFetches(self._puller, self._agents, self.staging, self.counts)
+        self.fetches = RestoreFetches(self._puller, self._agents, self.staging)
         self._pusher = PagePusher(self._identity, secret, config.transfer, links)
         self._sender = CheckpointSender(
             self.backlog,

@@ -84,4 +84,3 @@ class Counts:
 
     pages_saved: int = 0
     pages_loaded: int = 0
-    pages_damaged: int = 0

@@ -219,6 +219,18 @@ def page(tag: Tag) -> bytes:
     return tag * (PAGE_BYTES // len(tag))
 
 
+def flip_a_byte(base: Path, wanted: bytes) -> None:
+    """Damage a page with this content in an agent's memory."""
+    for path in base.glob("kvrs-*/segment-*"):
+        content = bytearray(path.read_bytes())
+        if (start := content.find(wanted)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(start + len(wanted) // 2)
+                file.write(bytes([content[start + len(wanted) // 2] ^ 1]))
+            return
+    raise AssertionError("no such page")
+
+
 @asynccontextmanager
 async def session(
     config: Config, secret: bytes = SECRET, door: Scope = Scope.AGENT

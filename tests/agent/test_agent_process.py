@@ -20,7 +20,17 @@ from kvrs.protocol.parts import PagePart
 from kvrs.protocol.tags import Tag
 from kvrs.transfer import mapped
 from kvrs.transfer.store.directory import store_directory
-from tests.agent.agents import N0, SECRET, AgentProcess, Engine, document, page, processes, tags
+from tests.agent.agents import (
+    N0,
+    SECRET,
+    AgentProcess,
+    Engine,
+    document,
+    flip_a_byte,
+    page,
+    processes,
+    tags,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
@@ -43,7 +53,7 @@ async def test_checkpoints_survive_a_kill(tmp_path: Path) -> None:
             assert (await engine.fetch(mine, epoch=1)).full_pages == 12
 
         agent.end(signal.SIGKILL)
-        _flip_a_byte(tmp_path, page(other[2]))
+        flip_a_byte(tmp_path, page(other[2]))
         agent.start()
 
         async with Engine(agent.config) as engine:
@@ -123,17 +133,6 @@ async def test_a_kill_while_pages_are_copied_leaves_right_pages(
     assert [path.suffix for path in tmp_path.iterdir()] == [".yaml"]
 
 
-def _flip_a_byte(base: Path, wanted: bytes) -> None:
-    for path in base.glob("kvrs-*/segment-*"):
-        content = bytearray(path.read_bytes())
-        if (start := content.find(wanted)) >= 0:
-            with path.open("r+b") as file:
-                file.seek(start + len(wanted) // 2)
-                file.write(bytes([content[start + len(wanted) // 2] ^ 1]))
-            return
-    raise AssertionError("no such page")
-
-
 async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path) -> None:
     """The checksum of the writing engine does not match."""
     agent = AgentProcess(tmp_path, document(tmp_path))
@@ -141,7 +140,7 @@ async def test_a_page_that_was_damaged_in_memory_is_not_restored(tmp_path: Path)
         async with Engine(agent.config) as engine:
             await engine.offer("s", 4)
             await engine.store("s", 0, tags(1, 4))
-            _flip_a_byte(tmp_path, page(tags(1, 4)[2]))
+            flip_a_byte(tmp_path, page(tags(1, 4)[2]))
 
             damaged = await engine.fetch(tags(1, 4))
 

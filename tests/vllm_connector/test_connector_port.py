@@ -14,13 +14,25 @@ import pytest
 from kvrs.config.file import Config, parse_config
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import CheckpointTarget, SourceRange
+from kvrs.protocol.instance import CheckpointTarget, LoadReport, SourceRange
+from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.peers import PullResult
 from kvrs.vllm.port import ConnectorPort
 from kvrs.vllm.staging import Staging
 from kvrs.vllm.tracked import CopyRequest, FilledPages, Restore, SavedStream
 from kvrs_testkit.free_ports import free_ports
-from tests.agent.agents import PAGE_BYTES, SECRET, Engine, document, page, running, tags
+from kvrs_testkit.ports import client_of
+from tests.agent.agents import (
+    PAGE_BYTES,
+    SECRET,
+    Engine,
+    ask,
+    document,
+    flip_a_byte,
+    page,
+    running,
+    tags,
+)
 
 pytestmark = pytest.mark.network
 
@@ -67,6 +79,14 @@ class World:
         async with asyncio.timeout(DEADLINE_S):
             while not holds():
                 await asyncio.sleep(0.005)
+
+    async def report(self) -> LoadReport:
+        """The load report that proxies get."""
+        settings = self.port.settings
+        key = scoped_key(SECRET, Scope.INSTANCE, settings.id)
+        url = f"http://{settings.host}:{settings.connector_port}"
+        async with client_of(url, key) as client:
+            return await ask(client, "/kvrs/v1/load", LoadReport)
 
     async def fetch(self, *sources: SourceRange, first_page: int = 0, pages: int = HELD) -> Restore:
         """A restore whose pages have all come that come."""
@@ -173,7 +193,7 @@ class Script:
     """
 
     def __init__(self, world: World, *answers: PullResult | int) -> None:
-        self.answers, self.damaged_pages, self.asked = [*answers], 0, 0
+        self.answers, self.asked = [*answers], 0
         replaced: Any = world.port.fetches
         self.close = replaced._puller.close
         replaced._puller = self
@@ -196,8 +216,6 @@ class Script:
         if isinstance(answer, int):
             await asyncio.get_running_loop().create_future()
         assert isinstance(answer, PullResult)
-        if answer.error is not None and "checksum" in answer.error:
-            self.damaged_pages += 1
         return answer
 
 
@@ -215,7 +233,20 @@ async def test_an_end_in_mid_pull_keeps_what_had_come(tmp_path: Path, error: str
 
         assert len(restore.slots) == 30
         assert script.asked == 3
-        assert world.port.counts.pages_damaged == ("checksum" in error)
+
+
+async def test_a_damaged_page_counts_once_beside_other_fetches(tmp_path: Path) -> None:
+    """For each fetch that got it."""
+    async with opened(tmp_path) as (world, _):
+        flip_a_byte(tmp_path, page(tags(1, HELD)[2]))
+
+        restores = [world.begin(of(0, HELD)) for _ in range(2)]
+        await world.until(lambda: all(each.is_over for each in restores))
+
+        assert [len(each.slots) for each in restores] == [2, 2]
+        report = await world.report()
+        assert report.connector is not None
+        assert (report.damaged_pages, report.connector.pages_damaged) == (2, 2)
 
 
 async def test_pages_count_when_they_have_come(tmp_path: Path) -> None:
