@@ -122,8 +122,8 @@ class InstanceProtocol:
         return await http.watch(request, self._report, self._news)
 
     async def _fence(self, request: web.Request) -> web.Response:
-        """Drop lower attempts: nothing is fetched for them, and nothing of them is saved. vLLM ends
-        them when their connections are closed.
+        """Drop lower attempts: nothing is fetched for them, and nothing more of them is saved. vLLM
+        ends them when their connections are closed.
         """
         fence = http.decode(await request.read(), FenceRequest)
         self._port.fence(fence.numbers(), slots_only=fence.slots_only)

@@ -20,7 +20,7 @@ from kvrs.errors import KvrsError
 from kvrs.http import HttpPort
 from kvrs.ids import StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import CheckpointTarget, FetchReport, KvrsParams
+from kvrs.protocol.instance import CheckpointTarget, FetchReport
 from kvrs.protocol.page_messages import Identity
 from kvrs.protocol.secrets import Scope, scoped_keys
 from kvrs.tls import load_certificates
@@ -121,9 +121,8 @@ class ConnectorPort:
     def is_sent(self, saved: SavedStream) -> bool:
         return saved.is_ended and not self.backlog.follows(saved)
 
-    def is_fenced(self, params: KvrsParams) -> bool:
-        lowest = self.fenced.get(params.stream)
-        return lowest is not None and (params.owner_epoch, params.attempt) < lowest
+    def is_fenced(self, stream: StreamId, attempt: tuple[int, int]) -> bool:
+        return attempt < self.fenced.get(stream, attempt)
 
     def _call(self, work: Callable[..., object], *args: Any) -> None:
         with suppress(RuntimeError):  # The loop has ended.
@@ -210,9 +209,13 @@ class ConnectorPort:
 
     def _filled(self, fills: Sequence[FilledPages]) -> None:
         for filled in fills:
-            filled.saved.tags += filled.tags
-            filled.saved.computed_tokens = filled.computed_tokens
-            self._sender.wake(self.backlog.filled(filled.saved, time.monotonic()))
+            saved = filled.saved
+            if self.is_fenced(saved.stream, saved.attempt):
+                self.backlog.ended(saved, send_rest=False)
+                continue
+            saved.tags += filled.tags
+            saved.computed_tokens = filled.computed_tokens
+            self._sender.wake(self.backlog.filled(saved, time.monotonic()))
 
     def _copied(self, copies: Sequence[tuple[CopyRequest, int]]) -> None:
         for copy, pages in copies:
@@ -257,8 +260,8 @@ class ConnectorPort:
 
     def fence(self, attempts: Mapping[StreamId, tuple[int, int]], *, slots_only: bool) -> None:
         """Drop lower attempts: nothing is fetched for them, and with an epoch of its own nothing of
-        them is taken any more. With `slots_only` only what is fetched under a slot. For the
-        protocol's routes.
+        them is taken any more, nor saved once they have filled a page more. With `slots_only` only
+        what is fetched under a slot. For the protocol's routes.
         """
         self.fetches.fence(attempts, slots_only=slots_only)
         if slots_only:

@@ -20,7 +20,7 @@ from typing import Protocol
 from kvrs.errors import RequestError
 from kvrs.ids import StreamId
 from kvrs.protocol.connector import unseal
-from kvrs.protocol.instance import CheckpointTarget, KvrsParams
+from kvrs.protocol.instance import CheckpointTarget
 from kvrs.protocol.tags import Tag, next_tag, page_tags, root_tag
 from kvrs.vllm.ended import EndedStreams
 from kvrs.vllm.staging import StagingPlace
@@ -88,7 +88,7 @@ class Port(Protocol):
     def is_sent(self, saved: SavedStream) -> bool:
         """It has ended, and nothing of it waits to be sent."""
 
-    def is_fenced(self, params: KvrsParams) -> bool:
+    def is_fenced(self, stream: StreamId, attempt: tuple[int, int]) -> bool:
         """A higher attempt at the stream was announced."""
 
 
@@ -154,11 +154,11 @@ class SchedulerSide:
             RequestError: the parameters are not of a proxy of the cluster, or wrong.
         """
         params = unseal(sealed, self._keys)
-        if self._port.is_fenced(params):
+        attempt = (params.owner_epoch, params.attempt)
+        if self._port.is_fenced(params.stream, attempt):
             raise RequestError(f"stream {params.stream}: a higher attempt was announced")
         root = root_tag(self._fingerprint, salt)
         tags = page_tags(root, request.all_token_ids, self._page)
-        attempt = (params.owner_epoch, params.attempt)
         restore = saved = None
         if params.sources and tags:
             restore = Restore(

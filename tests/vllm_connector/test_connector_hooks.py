@@ -58,7 +58,7 @@ class Port:
     def is_sent(self, saved: Any) -> bool:
         return True
 
-    def is_fenced(self, params: KvrsParams) -> bool:
+    def is_fenced(self, stream: StreamId, attempt: tuple[int, int]) -> bool:
         return False
 
     def fetch(self, restore: Any) -> None:

@@ -301,6 +301,24 @@ def answer(world: World, copies: Iterable[CopyRequest], own: Sequence[bytes]) ->
         world.port.copied([(copy, len(copy.slots))])
 
 
+async def test_pages_of_a_fenced_attempt_are_not_saved(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, engine):
+        pages = tags(2, 4)
+        saved = SavedStream("r", STREAM, (0, 1), [*pages], 4 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        world.port.filled([FilledPages(saved, [], 2 * 32)])
+        await world.until(lambda: world.copies)
+        answer(world, [world.copies.pop()], [page(tag) for tag in pages])
+        await world.until(lambda: world.port.counts.pages_saved == 2)
+
+        world.port._call(lambda: world.port.fence({STREAM: (0, 2)}, slots_only=False))
+        world.port.filled([FilledPages(saved, [], 4 * 32)])
+
+        await world.until(lambda: not world.port.backlog.follows(saved))
+        assert not world.copies
+        assert (await engine.fetch(pages)).full_pages == 2
+
+
 @pytest.mark.parametrize("send_rest", [False, True])
 async def test_what_a_request_leaves_is_sent_if_its_stream_goes_on(
     tmp_path: Path, send_rest: bool

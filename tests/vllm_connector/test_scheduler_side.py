@@ -80,7 +80,7 @@ class FakePort:
     def is_sent(self, saved: SavedStream) -> bool:
         return self.sent
 
-    def is_fenced(self, params: KvrsParams) -> bool:
+    def is_fenced(self, stream: StreamId, attempt: tuple[int, int]) -> bool:
         return self.fenced
 
 
