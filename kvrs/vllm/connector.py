@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvrs.config.file import Config, load_config, read_secrets
@@ -34,14 +35,22 @@ from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
 from kvrs.vllm.staging import Staging
 from kvrs.vllm.start_check import faults_of_features, faults_of_hooks, fill_abstract
 
-_DEADLINE_S = 2.0
-_STAGING_BYTES = 128 << 20
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Of a port that only says why the connector is off.
 _NO_GEOMETRY = KvGeometry(1, 1, 1, 1, 1)
 # A version without one of these must still be able to load the module.
 _WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
 _SupportsHMA: Any = getattr(base, "SupportsHMA", object)
+
+
+class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_connector_extra_config.kvrs`."""
+
+    config: str  # The cluster's YAML.
+    instance: str  # An id in it.
+    # How long a request waits for pages: without an end it could for ever.
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 2.0
+    staging_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 128 << 20
 
 
 class KvrsMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not checked.
@@ -105,19 +114,13 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         """Start the side of the scheduler; of a connector that is off, only the port that says
         why.
         """
-        options = (self._kv_transfer_config.kv_connector_extra_config or {}).get("kvrs") or {}
-        if not isinstance(options, dict) or not {"config", "instance"} <= options.keys():
-            raise ConfigError(
-                f"kv_connector_extra_config.kvrs: got {options!r:.200}; allowed: an object with "
-                f"config (the cluster's YAML) and instance (an id in it)"
-            )
-        name = InstanceId(str(options["instance"]))
-        config = load_config(Path(options["config"]), member=name)
+        options = _options((self._kv_transfer_config.kv_connector_extra_config or {}).get("kvrs"))
+        name = InstanceId(options.instance)
+        config = load_config(Path(options.config), member=name)
         node, settings = _instance(config, name)
         ring = read_secrets(config.security, os.environ)
         page_bytes = self._geometry.page_bytes
-        staging_bytes = int(options.get("staging_bytes", _STAGING_BYTES))
-        pages = 2 if self.switch.off_reason else max(2, staging_bytes // page_bytes)
+        pages = 2 if self.switch.off_reason else max(2, options.staging_bytes // page_bytes)
         staging = Staging(pages, page_bytes)
         port = self._port = ConnectorPort(
             config,
@@ -139,7 +142,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
             self._geometry.page_size_tokens,
             [connector_key(secret, settings.id) for secret in ring],
             ranks=vllm_config.parallel_config.world_size,
-            deadline_s=float(options.get("deadline_s", _DEADLINE_S)),
+            deadline_s=options.deadline_s,
             clock=time.monotonic,
             max_pinned=min(config.backup.staging_pages, pages),
         )
@@ -381,6 +384,18 @@ def _said(error: Exception) -> str:
 def _bound(metadata: Any) -> WorkerStep:
     """Copies beside this step; none in a run of vLLM's own, as for profiling."""
     return metadata.step if isinstance(metadata, KvrsMetadata) else WorkerStep()
+
+
+def _options(given: object) -> _Options:
+    """Raises ConfigError."""
+    try:
+        return msgspec.convert(given, _Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config.kvrs: got {given!r:.200}; allowed: an object with config "
+            f"(the cluster's YAML), instance (an id in it), and if wanted deadline_s and "
+            f"staging_bytes ({error})"
+        ) from None
 
 
 def _instance(config: Config, name: InstanceId) -> Any:

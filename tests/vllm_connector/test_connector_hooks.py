@@ -350,6 +350,11 @@ def test_a_model_without_weights_in_a_directory_is_left_alone(vllm: Vllm) -> Non
         ({"instance": "d9"}, "allowed: d0"),
         ({"config": "/none"}, "/none"),
         ({"staging_bytes": "much"}, "much"),
+        ({"staging_bytes": 0}, "staging_bytes"),
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"deadline_s": float("inf")}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"dead_line_s": 5}, "dead_line_s"),
     ],
 )
 def test_wrong_options_turn_it_off(vllm: Vllm, options: Any, said: str) -> None:
