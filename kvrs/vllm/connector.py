@@ -83,7 +83,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.switch = Switch(self._clear_up)
+        self.switch = Switch()
         self._scheduler: SchedulerSide | None = None
         self._port: ConnectorPort | None = None
         self._table = BlockTable()
@@ -146,11 +146,8 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
             clock=time.monotonic,
             max_pinned=min(config.backup.staging_pages, pages),
         )
+        self.switch.turned_off = scheduler.close
         port.start()
-
-    def _clear_up(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -260,6 +257,16 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     def has_pending_push_work(self) -> bool:
         """Copies for requests that have ended are made in steps without any."""
         return self._scheduler is not None and self._scheduler.has_work
+
+    @guarded(lambda: None)
+    def reset_cache(self) -> None:
+        """VLLM forgets what it has cached, as behind a change of its weights. Pages that agents
+        have may be of the weights before, and the fingerprint does not tell them apart: none is
+        loaded or saved any more.
+        """
+        self.switch.turn_off(
+            "vLLM has reset its caches, as behind a change of weights; a restart turns it on again"
+        )
 
     # The workers' side.
 

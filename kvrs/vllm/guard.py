@@ -20,7 +20,7 @@ class Switch:
 
     def __init__(self, turned_off: Callable[[], None] = lambda: None) -> None:
         self.off_reason: str | None = None
-        self._turned_off = turned_off
+        self.turned_off = turned_off
 
     def turn_off(self, reason: str) -> None:
         if self.off_reason is not None:
@@ -28,7 +28,7 @@ class Switch:
         self.off_reason = reason
         log.error("the kvrs connector is off: %s", reason)
         try:
-            self._turned_off()
+            self.turned_off()
         except Exception:
             log.exception("the kvrs connector could not clear up")
 

@@ -13,6 +13,7 @@ OPTIONAL = {
     "get_required_kvcache_layout",
     "has_pending_push_work",
     "requires_kv_delivery",
+    "reset_cache",
     "set_xfer_handshake_metadata_pp_aware",
 }
 ANY = ["*"]

@@ -520,6 +520,17 @@ def test_an_error_in_a_worker_turns_the_scheduler_s_side_off(vllm: Vllm) -> None
     assert connector.switch.off_reason == Port.made[0].off_reason()
 
 
+def test_other_weights_turn_it_off(vllm: Vllm) -> None:
+    """VLLM resets caches behind a change of its weights, from which pages of agents are not."""
+    connector = vllm.start()
+    connector.on_new_request(request(sealed(RESTORED)))
+
+    assert connector.reset_cache() is None  # False would be an error at vLLM.
+
+    assert "a change of weights" in (Port.made[0].off_reason() or "")
+    call_all_hooks(connector)
+
+
 class SlowBlocks:
     """Blocks of a GPU: the test says when copies end."""
 
