@@ -252,7 +252,8 @@ class ConnectorPort:
     def _copy(self, saved: Any, first_page: int, slots: list[int]) -> asyncio.Future[int]:
         assert isinstance(saved, SavedStream)
         pages: asyncio.Future[int] = self._loop.create_future()
-        if slots:
+        # A connector that is off makes no step any more in which there could be an answer.
+        if slots and self.off_reason() is None:
             self._request_copy(CopyRequest(saved.request_id, first_page, slots, pages.set_result))
         else:
             pages.set_result(0)

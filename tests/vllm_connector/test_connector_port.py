@@ -61,6 +61,7 @@ class World:
         (node,) = config.cluster.nodes
         self.staging = Staging(pages, PAGE_BYTES)
         self.copies: list[CopyRequest] = []
+        self.off_reason: str | None = None
         self.port = ConnectorPort(
             config,
             node,
@@ -70,7 +71,7 @@ class World:
             fingerprint,
             self.staging,
             self.copies.append,
-            lambda: None,
+            lambda: self.off_reason,
             lambda: self.staging.used,
             1,
         )
@@ -370,6 +371,20 @@ async def test_pages_that_found_no_slot_or_were_not_copied_are_sent_later(tmp_pa
         await world.until(is_saved)
         await world.until(lambda: world.staging.used == 0)
         assert (await engine.fetch(pages)).full_pages == 4
+
+
+async def test_a_connector_that_is_off_awaits_no_copies(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _):
+        world.off_reason = "an error"
+        saved = SavedStream("r", STREAM, (0, 1), [*tags(2, 4)], 4 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        world.port.filled([FilledPages(saved, [], 4 * 32)])
+        backlog = world.port.backlog
+
+        await world.until(lambda: backlog.lag_pages == 4 and not backlog.waited_for)
+
+        assert not world.copies
+        assert world.staging.used == 0
 
 
 async def test_what_was_to_be_sent_is_given_up_in_the_end(tmp_path: Path) -> None:
