@@ -302,6 +302,7 @@ class VllmServers(Processes):
             "computed_tokens": prompts_of("local_compute"),
             "pulled_bytes": total("nixl_bytes_transferred_sum"),
             "running": total("num_requests_running"),
+            "preemptions": total("num_preemptions_total"),
             "cache_usage": total("kv_cache_usage_perc"),
         }
 

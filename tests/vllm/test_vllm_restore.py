@@ -87,7 +87,12 @@ async def saved(
 
 
 async def restored(
-    client: Clients, place: Place, name: str, cut: list[int], source: SourceRange, **more: object
+    client: Clients,
+    place: Place,
+    name: str,
+    cut: list[int],
+    source: SourceRange,
+    **more: object,
 ) -> tuple[list[int], int, int]:
     """The rest of a stream at another instance; how many pages it loaded, and found damaged."""
     before = await client.report(place[1])
@@ -142,14 +147,17 @@ async def test_pages_negated_under_right_checksums_change_the_tail(
         assert rest != calm[CUT:]
 
 
+@pytest.mark.parametrize("bad", [0, 5])
 @pytest.mark.parametrize("at", ["d0", "d1"])
 async def test_a_page_with_a_flipped_bit_is_computed_and_saved_again(
-    servers: VllmServers, at: str
+    servers: VllmServers, at: str, bad: int
 ) -> None:
-    """With either policy of vLLM for loads that fail, since none does."""
+    """With either policy of vLLM for loads that fail, since none does; also the first page, at
+    which `recompute` asks a connector that goes on offering it without an end.
+    """
     first, second = places(servers)
     here, there = (second, first) if at == "d0" else (first, second)
-    name, bad = f"flip {at}", 5
+    name = f"flip {bad} {at}"
     async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
         calm = await client.generate(there[1], PROMPT, TOKENS, salt=f"calm of {name}")
         cut, source = await saved(client, here, here[0], name)
@@ -238,6 +246,46 @@ async def killed_and_restored(servers: VllmServers) -> None:
 
 async def test_a_killed_server_s_stream_is_restored_from_an_agent(servers: VllmServers) -> None:
     await killed_and_restored(servers)
+
+
+async def test_preempted_streams_are_restored_from_their_own_pages(servers: VllmServers) -> None:
+    """In a cache for half of the streams blocks go from one to another while they are saved."""
+    first, second = places(servers)
+    servers.flags["d0"] = ["--num-gpu-blocks-override", "70"]
+    servers.start("d0")
+    await asyncio.to_thread(servers.wait_ready, "d0")
+    prompts = {f"full {number}": [*range(5 + number, 45 + number)] for number in range(12)}
+    async with asyncio.timeout(DEADLINE_S), clients(servers) as client:
+
+        async def cut(name: str) -> list[int]:
+            target = to(second[0], 1 << 20)
+            params = KvrsParams(stream_of(name), 1, len(PROMPT), checkpoints=target)
+            return await client.generate(first[1], prompts[name], CUT, params, salt=name)
+
+        async def rest(name: str, ids: list[int]) -> tuple[list[int], int]:
+            # At once: no proxy renews its lease.
+            source = await client.source(second[0], stream_of(name))
+            params = KvrsParams(stream_of(name), 2, len(PROMPT), sources=[source])
+            history, tokens = prompts[name] + ids, TOKENS - CUT
+            return await client.generate(
+                second[1], history, tokens, params, salt=name
+            ), source.pages
+
+        async def whole(name: str) -> list[int]:
+            return await client.generate(second[1], prompts[name], TOKENS, salt=f"calm {name}")
+
+        before = await client.report(second[1])
+        cuts = await asyncio.gather(*map(cut, prompts))
+        rests = await asyncio.gather(*map(rest, prompts, cuts))
+        after = await client.report(second[1])
+        calm = await asyncio.gather(*map(whole, prompts))
+
+        assert servers.counters("d0")["preemptions"] > 0
+        assert (await client.report(first[1])).off_reason is None
+        assert [ids + more for ids, (more, _) in zip(cuts, rests, strict=True)] == calm
+        pages = sum(pages for _, pages in rests)
+        assert after.pages_loaded - before.pages_loaded == pages
+        assert pages * PAGE_TOKENS >= 0.5 * CUT * len(prompts)
 
 
 @pytest.mark.parametrize("oldest", ["d0", "d1"])
