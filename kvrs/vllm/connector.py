@@ -93,6 +93,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
         self._failed_blocks: set[int] = set()
         # Blocks of requests whose load was not begun yet: vLLM waits for an answer for ever.
         self._awaited: dict[str, list[int]] = {}
+        self._local_tokens = 0  # Of the request that was asked about last.
         self._reported: str | None = None  # Why this worker is off, as the scheduler knows it.
         self._geometry, fingerprint = _NO_GEOMETRY, ""
         is_scheduler = role is base.KVConnectorRole.SCHEDULER
@@ -198,6 +199,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
+        self._local_tokens = num_computed_tokens
         tokens = self._scheduler.match(request.request_id, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -205,7 +207,11 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
         if num_external_tokens:
-            self._awaited[request.request_id] = [*block_ids]
+            # Those before them are of vLLM's prefix cache, and of other requests as well.
+            page = self._geometry.page_size_tokens
+            first = self._local_tokens // page
+            end = first + num_external_tokens // page
+            self._awaited[request.request_id] = [*block_ids[first:end]]
         if self._scheduler is not None:
             self._scheduler.allocated(request.request_id, block_ids, num_external_tokens)
 
