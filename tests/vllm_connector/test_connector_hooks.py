@@ -17,7 +17,7 @@ from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.connector import connector_key, seal
 from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
 from kvrs.vllm.guard import Switch
-from kvrs.vllm.scheduler import WorkerStep
+from kvrs.vllm.scheduler import Done, WorkerStep
 from kvrs.vllm.staging import StagingPlace
 from kvrs_testkit.vllm_interface import V1, Role, load_connector
 
@@ -509,6 +509,62 @@ def test_a_load_that_was_not_begun_is_answered_by_a_connector_that_is_off(
     worker.build_connector_worker_meta()
     assert connector.build_connector_meta(Output()).step.loads == []
     assert worker.get_finished(set()) == (None, None)
+
+
+class Broken:
+    """A part of the connector with an error at every use."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ZeroDivisionError(name)
+
+
+# Hooks that use the scheduler's side, and what they answer.
+HOOKS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "bind_gpu_block_pool": (lambda each: each.bind_gpu_block_pool(object()), None),
+    "on_new_request": (lambda each: each.on_new_request(request(sealed(RESTORED))), None),
+    "get_num_new_matched_tokens": (
+        lambda each: each.get_num_new_matched_tokens(request(), 0),
+        (0, False),
+    ),
+    "update_state_after_alloc": (lambda each: allocated(each, request(), 8), None),
+    "build_connector_meta": (
+        lambda each: each.build_connector_meta(Output(r=18)).step,
+        WorkerStep(),
+    ),
+    "update_connector_output": (
+        lambda each: each.update_connector_output(
+            SimpleNamespace(kv_connector_worker_meta=answered(each))
+        ),
+        None,
+    ),
+    "request_finished": (lambda each: each.request_finished(request(), [30]), (False, None)),
+    "request_finished_all_groups": (
+        lambda each: each.request_finished_all_groups(request(), ([30],)),
+        (False, None),
+    ),
+    "has_pending_push_work": (lambda each: each.has_pending_push_work(), False),
+}
+
+
+def answered(connector: Any) -> Any:
+    """The answer of a worker that has saved something."""
+    connector._done = Done(saves={1: 1})
+    return connector.build_connector_worker_meta()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_an_error_in_a_hook_is_answered_by_one_that_has_nothing_to_do(
+    vllm: Vllm, name: str
+) -> None:
+    """vLLM ends its engine at any exception. Once off, no hook uses the side that has failed."""
+    connector = vllm.start()
+    connector._scheduler = Broken()
+    hook, answer = HOOKS[name]
+
+    assert hook(connector) == answer
+
+    assert "ZeroDivisionError" in connector.switch.off_reason
+    assert hook(connector) == answer
 
 
 def test_an_error_in_a_worker_turns_the_scheduler_s_side_off(vllm: Vllm) -> None:
