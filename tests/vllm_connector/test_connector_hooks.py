@@ -4,6 +4,7 @@ foreign turns it off or is left alone, and never raises.
 
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +20,7 @@ from kvrs.protocol.instance import CheckpointTarget, KvrsParams, SourceRange
 from kvrs.vllm.guard import Switch
 from kvrs.vllm.scheduler import Done, WorkerStep
 from kvrs.vllm.staging import StagingPlace
+from kvrs.vllm.tracked import CopyRequest
 from kvrs_testkit.vllm_interface import V1, Role, load_connector
 
 SECRET = b"x" * 32
@@ -45,7 +47,7 @@ class Port:
     made: ClassVar["list[Port]"] = []
 
     def __init__(self, *args: Any) -> None:
-        self.geometry, self.fingerprint = args[4], args[5]
+        self.geometry, self.fingerprint, self.staging = args[4:7]
         self.off_reason: Callable[[], str | None] = args[8]
         self.pinned_blocks: Callable[[], int] = args[9]
         self.restores: list[Any] = []
@@ -336,6 +338,93 @@ def test_context_parallelism_is_left_alone(vllm: Vllm, name: str) -> None:
     assert f"{name}: got 2" in vllm.start().switch.off_reason
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model_config", "dtype", "float"),
+        ("model_config", "quantization", "awq"),
+        ("model_config", "hf_overrides", {"rope_theta": 1}),
+        ("cache_config", "cache_dtype", "fp8"),
+    ],
+)
+def test_settings_by_which_equal_weights_give_other_kv_are_in_the_fingerprint(
+    vllm: Vllm, part: str, name: str, value: Any
+) -> None:
+    vllm.start()
+    before = Port.made[0].fingerprint
+
+    setattr(getattr(vllm.config, part), name, value)
+    vllm.start()
+
+    assert Port.made[0].fingerprint not in ("", before)
+
+
+def test_a_secret_may_be_rotated(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies that have the one before are heard as well."""
+    monkeypatch.setenv("KVRS_SECRET", f"{'y' * 32}\n{SECRET.decode()}")
+    connector = vllm.start()
+    for secret in (SECRET, b"y" * 32):
+        connector.on_new_request(request(sealed(RESTORED, secret)))
+    assert len(Port.made[0].restores) == 2
+
+
+def test_staged_pages_count_as_pinned(vllm: Vllm) -> None:
+    vllm.start()
+    Port.made[0].staging.take(3)
+    assert Port.made[0].pinned_blocks() == 3
+
+
+def test_a_worker_copies_staged_pages_into_blocks_and_back(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers go by the numbers in their names, pages through the memory of the scheduler's side."""
+    ranks = ModuleType("vllm.distributed.parallel_state")
+    ranks.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
+    connector, worker = vllm.start(), vllm.start(Role.WORKER)
+    port = connector._port
+    monkeypatch.setitem(sys.modules, ranks.__name__, ranks)
+    layers = {number: torch.zeros(120, 2, 4, 8, dtype=torch.float16) for number in (1, 0)}
+    worker.register_kv_caches(
+        {f"model.layers.{number}.attn": tensor for number, tensor in layers.items()}
+    )
+    asked = request(sealed(RESTORED))
+    connector.on_new_request(asked)
+    (restore,) = port.restores
+    restore.slots += port.staging.take(2)
+    restore.is_over = True
+    pages = torch.randn(2, 2, 2, 4, 8).to(torch.float16)  # Of two pages each layer's cells.
+    for slot, page in zip(restore.slots, pages, strict=True):
+        port.staging.view(slot)[:] = page.numpy().tobytes()
+
+    assert connector.get_num_new_matched_tokens(asked, 0) == (8, True)
+    allocated(connector, asked, 8)
+    worker._connector_metadata = connector.build_connector_meta(Output())
+    worker.start_load_kv(None)
+    assert worker.get_finished(set()) == (None, {"r"})
+    for number, tensor in layers.items():
+        assert torch.equal(tensor[30:32], pages[:, number])
+        tensor[101] = tensor[31]
+
+    worker.build_connector_worker_meta()
+    (slot,) = port.staging.take(1)
+    copied: list[int] = []
+    connector._scheduler.requested.append(CopyRequest("r", 1, [slot], copied.append))
+    worker._connector_metadata = connector.build_connector_meta(Output(r=18))
+    worker.wait_for_save()
+    assert bytes(port.staging.view(slot)) == pages[1].numpy().tobytes()
+    assert (worker.switch.off_reason, connector.switch.off_reason) == (None, None)
+
+
+def test_a_run_of_vllm_s_own_copies_nothing(vllm: Vllm) -> None:
+    """No step of the connector is bound in one, for example as vLLM profiles itself."""
+    worker = vllm.start(Role.WORKER)
+    for bound in (None, object()):
+        worker._connector_metadata = bound
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        assert worker.get_finished(set()) == (None, None)
+
+
 def test_a_model_without_weights_in_a_directory_is_left_alone(vllm: Vllm) -> None:
     vllm.config.model_config.model = "someone/model"
     assert "no *.safetensors" in vllm.start().switch.off_reason
@@ -456,9 +545,12 @@ def test_only_what_is_handed_on_outlives_its_request(
     connector = vllm.start()
     pinned: list[int] = []
 
+    freed: list[int] = []
+
     def free_blocks(blocks: list[Any]) -> None:
         for block in blocks:
             pinned.remove(block.number)
+            freed.append(block.number)
 
     pool = SimpleNamespace(
         blocks=[Block(number=number, block_hash=number) for number in range(200)],
@@ -478,6 +570,8 @@ def test_only_what_is_handed_on_outlives_its_request(
     assert Port.made[0].pinned_blocks() == len(pinned)
     connector.build_connector_meta(Output())
     assert pinned == []
+    # The last ones are the first to be used anew.
+    assert freed == ([103, 102, 101, 100] if is_pinned else [])
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -9,12 +9,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvrs.config.file import Config, parse_config
+from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import CheckpointTarget, LoadReport, SourceRange
+from kvrs.protocol.instance import (
+    MEMORY,
+    CheckpointTarget,
+    FenceRequest,
+    FetchReport,
+    InstanceInfo,
+    LeaseAnswer,
+    LeaseUpdate,
+    LoadReport,
+    SourceRange,
+)
 from kvrs.protocol.secrets import Scope, scoped_key
 from kvrs.transfer.peers import PullResult
 from kvrs.vllm.port import ConnectorPort
@@ -59,6 +71,7 @@ class World:
 
     def __init__(self, config: Config, fingerprint: str, pages: int) -> None:
         (node,) = config.cluster.nodes
+        self.config = config
         self.staging = Staging(pages, PAGE_BYTES)
         self.copies: list[CopyRequest] = []
         self.off_reason: str | None = None
@@ -81,12 +94,14 @@ class World:
             while not holds():
                 await asyncio.sleep(0.005)
 
-    async def report(self) -> LoadReport:
-        """The load report that proxies get."""
+    def client(self) -> aiohttp.ClientSession:
+        """A client that proves itself, like proxies and agents."""
         settings = self.port.settings
         key = scoped_key(SECRET, Scope.INSTANCE, settings.id)
-        url = f"http://{settings.host}:{settings.connector_port}"
-        async with client_of(url, key) as client:
+        return client_of(f"http://{settings.host}:{settings.connector_port}", key)
+
+    async def report(self) -> LoadReport:
+        async with self.client() as client:
             return await ask(client, "/kvrs/v1/load", LoadReport)
 
     async def fetch(self, *sources: SourceRange, first_page: int = 0, pages: int = HELD) -> Restore:
@@ -400,3 +415,101 @@ async def test_what_was_to_be_sent_is_given_up_in_the_end(tmp_path: Path) -> Non
 
         await world.until(lambda: world.port.is_sent(saved) and not world.staging.used)
         assert world.port.backlog.lag_pages == 0
+
+
+@pytest.mark.parametrize("off_reason", [None, "an error"])
+async def test_a_connector_that_is_off_offers_nothing_and_says_why(
+    tmp_path: Path, off_reason: str | None
+) -> None:
+    async with opened(tmp_path) as (world, _), world.client() as client:
+        world.off_reason = off_reason
+
+        info = await ask(client, "/kvrs/v1/instance", InstanceInfo)
+        report = await ask(client, "/kvrs/v1/load", LoadReport)
+
+        assert bool(info.capabilities) is (off_reason is None)
+        assert (info.epoch, info.fingerprint) == (1, "model")
+        assert report.connector is not None
+        assert (report.connector.off_reason, report.connector.fingerprint) == (off_reason, "model")
+
+
+async def test_a_report_has_what_was_fetched_loaded_and_lags(tmp_path: Path) -> None:
+    """Pages of an agent of this host come out of its memory."""
+    async with opened(tmp_path) as (world, _):
+        world.port.settled(await world.fetch(of(0, HELD)), 4 * 32, 10)
+        world.staging.take(world.staging.pages)
+        saved = SavedStream("r", STREAM, (0, 1), [*tags(2, 3)], 3 * 32)
+        world.port.follow(saved, [CheckpointTarget(AGENT, 8 * PAGE_BYTES)], handed_over=False)
+        world.port.filled([FilledPages(saved, [], 3 * 32)])
+        await world.until(lambda: world.port.backlog.lag_pages)
+
+        report = await world.report()
+
+        assert report.fetches == [FetchReport(STREAM, 2, 0, 4 * 32, 10)]
+        assert report.kv_bytes["recovery"] == HELD * PAGE_BYTES
+        assert MEMORY in {link.source for link in report.links}
+        assert (report.checkpoint_lag_pages, report.fetched_pages) == (3, 4)
+        assert report.connector is not None
+        found = report.connector
+        assert (found.lag_pages, found.pages_loaded) == (3, 4)
+        assert found.pinned_blocks == world.staging.pages
+
+
+@pytest.mark.parametrize("slots_only", [False, True])
+async def test_a_fence_of_slots_leaves_epoch_and_attempts(tmp_path: Path, slots_only: bool) -> None:
+    async with opened(tmp_path) as (world, _), world.client() as client:
+        fence = FenceRequest({STREAM: 3}, {STREAM: 1}, slots_only)
+
+        info = await ask(client, "/kvrs/v1/fence", InstanceInfo, fence)
+
+        assert info.epoch == (1 if slots_only else 2)
+        for attempt in [(1, 2), (0, 9)]:
+            assert world.port.is_fenced(STREAM, attempt) is not slots_only
+        assert not world.port.is_fenced(STREAM, (1, 3))
+
+
+async def test_a_fence_is_not_lowered_and_the_last_ones_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrs.vllm.port._MAX_FENCED", 2)
+    first, second, third = (StreamId(name * 32) for name in "abc")
+    async with opened(tmp_path) as (world, _), world.client() as client:
+        for attempts in ({first: 4}, {second: 4}, {first: 2}, {third: 4}):
+            await ask(client, "/kvrs/v1/fence", InstanceInfo, FenceRequest(attempts))
+
+        fenced = [each for each in (first, second, third) if world.port.is_fenced(each, (0, 3))]
+        assert fenced == [first, third]
+
+
+async def test_blocks_of_vllm_have_no_leases(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (world, _), world.client() as client:
+        update = LeaseUpdate(lease_s=30.0, renew=[STREAM])
+        assert await ask(client, "/kvrs/v1/leases", LeaseAnswer, update) == LeaseAnswer([STREAM])
+
+
+async def test_a_holder_that_is_not_of_the_cluster_is_left_out(tmp_path: Path) -> None:
+    """Names come from the proxy; an address never does."""
+    async with opened(tmp_path) as (world, engine):
+        pages = tags(2, 2)
+        saved = SavedStream("r", STREAM, (0, 1), [*pages], 2 * 32)
+        targets = [CheckpointTarget(each, 8 * PAGE_BYTES) for each in (NOBODY, AGENT)]
+        world.port.follow(saved, targets, handed_over=False)
+        world.port.filled([FilledPages(saved, [], 2 * 32)])
+        await world.until(lambda: world.copies)
+        answer(world, [world.copies.pop()], [page(tag) for tag in pages])
+
+        await world.until(lambda: world.port.counts.pages_saved == 2)
+        assert world.port.backlog.lag_pages == 0
+        assert (await engine.fetch(pages)).full_pages == 2
+
+
+async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    """Also that of a second engine of the same server."""
+    async with opened(tmp_path) as (world, _):
+        second = World(world.config, "model", 4)
+
+        with pytest.raises(KvrsError, match="in use"):
+            await asyncio.to_thread(second.port.start)
+
+        assert second.port.failure is not None
+        assert (await world.report()).epoch == 1

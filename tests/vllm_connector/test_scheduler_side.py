@@ -155,6 +155,7 @@ def test_nothing_is_promised_before_it_has_arrived_and_exactly_that_is_promised(
     restore.is_over = True
     assert world.side.match("r", 0) == 3 * PAGE
     world.side.allocated("r", [30, 31, 32, 33, 34], 3 * PAGE)
+    assert world.side.match("r", 0) == 0  # Nothing is loaded twice.
     step = world.side.step({}, lambda _: [])
     assert step.loads == [("r", [(5, 30), (6, 31), (7, 32)])]
     assert step.place is PLACE
@@ -517,6 +518,35 @@ def test_an_agent_that_takes_nothing_frees_the_blocks_in_time() -> None:
     assert world.side.has_work
     world.side.step({}, lambda _: [])
     assert late == [0]
+
+
+def test_an_end_of_the_connector_frees_what_outlives_its_request() -> None:
+    world = World()
+    computed(world, 3)
+    waiting = world.copy(Request("r", []), 0, [8])
+    world.side.finished("r", [100, 101, 102], send_rest=True)
+
+    world.side.close()
+
+    assert not world.pool.pinned
+    assert waiting == [0]
+    assert [rest for _, rest in world.port.ended_streams] == [True, False]
+    assert not world.side.has_work
+
+
+def test_steps_go_on_until_workers_have_answered() -> None:
+    """Also where no request is left: slots of copies are in use until then."""
+    world = World()
+    request = computed(world, 2)
+    counts = world.copy(request, 0, [8])
+    ((job, _),) = world.step(request, 1).saves
+    world.side.finished("r")
+    assert world.side.has_work
+
+    world.side.done(Done(saves={job: 1}))
+
+    assert counts == [1]
+    assert not world.side.has_work
 
 
 def test_without_vllm_s_blocks_nothing_outlives_a_request() -> None:

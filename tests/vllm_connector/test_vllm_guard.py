@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvrs.errors import KvrsError
@@ -46,6 +47,14 @@ def test_the_fingerprint_is_of_weights_sizes_and_types(tmp_path: Path) -> None:
     found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
     (tmp_path / "config.json").write_text("{}")
     found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
-    assert len(found) == 5
+    larger = msgspec.structs.replace(GEOMETRY, page_size_tokens=32)
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], larger))
+    (tmp_path / "model.safetensors").write_bytes(bytes(2 << 20))
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
+    (tmp_path / "model.safetensors").write_bytes(bytes(4 << 20))
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
+    (tmp_path / "model.safetensors").rename(tmp_path / "others.safetensors")
+    found.add(fingerprint_of(str(tmp_path), ["bf16", "auto"], GEOMETRY))
+    assert len(found) == 9
     with pytest.raises(KvrsError, match=r"no \*\.safetensors"):
         fingerprint_of(str(tmp_path / "none"), ["bf16", "auto"], GEOMETRY)
