@@ -132,10 +132,10 @@ class PageManager:
         if spare_left is not None and len(self._free) < count + spare_left:
             return None
         if 0 < count <= len(self._free):
-            pages = self._free[: -count - 1 : -1].tolist()
+            pages = [*map(shared, self._free[: -count - 1 : -1])]
             del self._free[-count:]
         else:
-            pages = [self._take() for _ in range(count)]
+            pages = [shared(self._take()) for _ in range(count)]
         for page in pages:
             self.references[page], self.bases[page] = 1, base
         self._hard_pinned += count
@@ -157,6 +157,7 @@ class PageManager:
             page = self._forget(self._cached.pop_first())
         else:
             return None
+        page = shared(page)
         self.references[page], self.bases[page] = 1, 0
         self._hard_pinned += 1
         replicas.bring(page, stream)
@@ -172,7 +173,7 @@ class PageManager:
         if page in self.damaged:
             assert self.damaged.is_mended(page), f"page {page} lacks cells"
             self.damaged.spoil(page)
-        found = self._page_by_tag.setdefault(tag, shared(page))
+        found = self._page_by_tag.setdefault(tag, page)
         if self.bases[found] != self.bases[page]:
             return page
         if found == page:

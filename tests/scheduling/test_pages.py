@@ -477,13 +477,21 @@ def test_a_new_pool_takes_a_few_bytes_a_page() -> None:
 
 
 def test_pools_of_a_process_share_the_numbers_of_their_pages() -> None:
-    """Each would take 32 bytes for every page that is found by its tag."""
-    one, other = PageManager(1000, P), PageManager(1000, P)
-    for pages in (one, other):
+    """Each would take 32 bytes for every page that a sequence has, or that is found by its tag."""
+    given = []
+    for pages in (PageManager(1000, P), PageManager(1000, P)):
         pages.allocate(900)
-        computed_run(pages, TAGS[:1])
+        (page,) = computed_run(pages, TAGS[:1])
+        (found,) = pages.match(TAGS[:1])
+        pages.release([page, found])
+        pages.allocate(98)
+        evicted = pages.allocate(2)
+        assert evicted is not None
+        pages.release([999])
+        pages.replicas.most = 1
+        given.append([page, found, *evicted, pages.allocate_replica(S)])
 
-    (page,), (same,) = one.match(TAGS[:1]), other.match(TAGS[:1])
+    one, other = given
 
-    assert page == 900
-    assert page is same
+    assert one == [900, 900, 999, 900, 999]
+    assert all(page is same for page, same in zip(one, other, strict=True))

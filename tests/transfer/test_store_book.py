@@ -427,13 +427,23 @@ def test_slots_between_adopted_ones_are_used_lowest_first() -> None:
 
 
 def test_stores_of_a_process_share_the_numbers_of_their_slots() -> None:
-    """Each would take 32 bytes for every page."""
-    one, other = (filled(300, S, tags(1, 300)) for _ in range(2))
+    """Each would take 32 bytes for every page that is reserved or held."""
+    given = []
+    for _ in range(2):
+        book, claim = filled(400, S, tags(1, 400)), CheckpointClaim(T, 0, 1)
+        found = book.match(tags(1, 400))
+        book.unpin(found)
+        book.release([S], until_s=11.0)
+        book.offer(claim, 400, (), until_s=10.0)
+        evicted = book.begin(claim, 0, tags(2, 1))
+        slots = [found[399], *evicted.slots]
+        book.end(evicted)
+        given.append([*slots, *book.begin(claim, 0, tags(2, 1)).slots])
 
-    slot, same = (book.match(tags(1, 300))[-1] for book in (one, other))
+    one, other = given
 
-    assert slot == 299
-    assert slot is same
+    assert one == [399, 399, 399]
+    assert all(slot is same for slot, same in zip(one, other, strict=True))
 
 
 def test_a_page_that_is_here_gives_no_room_to_those_before_it() -> None:

@@ -55,7 +55,7 @@ class StoreSlots:
 
     def register(self, slot: int, tag: Tag) -> bool:
         """The slot holds that page whole. Returns False where an equal page came first."""
-        own = self._by_tag.setdefault(tag, shared(slot)) == slot
+        own = self._by_tag.setdefault(tag, slot) == slot
         if own:
             self.tags[slot] = tag
         return own
@@ -75,15 +75,15 @@ class StoreSlots:
 
     def take_for_writing(self) -> int:
         if self._free:
-            slot = self._free.pop()
-        elif (slot := len(self.tags)) < self._capacity:
+            slot = shared(self._free.pop())
+        elif (slot := shared(len(self.tags))) < self._capacity:
             self.tags.append(None)
             self.references.append(1)
             self.pins.append(1)
             return slot
         else:
             assert self._cached, "a reserved page finds no slot"
-            slot = self._cached.pop_first()
+            slot = shared(self._cached.pop_first())
             tag, self.tags[slot] = self.tags[slot], None
             assert tag is not None
             del self._by_tag[tag]
