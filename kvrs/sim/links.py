@@ -71,6 +71,8 @@ class SimLinks:
             transfer.over = True
             self._route(transfer.source.node, transfer.target.node).waiting.remove(transfer)
             transfer.ended(error)
+            # Its timer has the transfer for a while yet, but not what it was for.
+            del transfer.arrived, transfer.ended
 
     def drop(self, process: SimProcess) -> None:
         """No process is there any more."""
