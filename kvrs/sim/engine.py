@@ -245,7 +245,8 @@ class SimEngine(SimPagePool, RankedEngine):
     def load(self) -> LoadReport:
         scheduler, now_s = self.scheduler, self.clock.now_s
         self.steady.catch_up()
-        compute_s = scheduler.queued_s(self._pace.queued_prefill)
+        queued = scheduler.queued_tokens
+        compute_s = scheduler.queued_s(self._pace.queued_prefill) if queued else 0.0
         admission_s = self.places.expected_s(now_s, scheduler.waiting, scheduler.running)
         links = self.meter.measurements(now_s)
         paces = self.ranks.factors if isinstance(self.ranks, SimRanks) else (None, None)

@@ -67,6 +67,7 @@ class World:
             draft_model=draft_model,
             first_token=first_token,
         )
+        self._tally = self.cluster.tally  # Looked at before each step.
         self._disturbances = Disturbances(self.cluster)
         self.arrivals = arrivals
         self._seed = seed
@@ -157,7 +158,7 @@ class World:
 
     def _is_over(self) -> bool:
         return (
-            not self.cluster.tally.open
+            not self._tally.open
             and self._sent == len(self.arrivals)
             and not self._unread
             and not self._disturbances.is_moving
