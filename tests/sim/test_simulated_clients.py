@@ -3,12 +3,15 @@
 import csv
 import json
 from collections.abc import Callable
+from functools import partial
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from kvrs.config.file import load_config
 from kvrs.errors import ConfigError, KvrsError
@@ -16,7 +19,7 @@ from kvrs.ids import StreamId
 from kvrs.profiles import catalog
 from kvrs.report import metrics
 from kvrs.report.metrics import Slo, goodput_per_s, tpot_s
-from kvrs.sim import fault_scenarios
+from kvrs.sim import fault_scenarios, seeds
 from kvrs.sim.case import SimulateOptions, load_case, make_world
 from kvrs.sim.clients import records_of
 from kvrs.sim.command import run_simulation
@@ -83,6 +86,37 @@ def test_rows_document_table_and_report_agree(
     assert report["impact"] is not None
     assert all(row["real_s"] > 0 for row in report["recovery_rows"])
     assert (out / "report.html").is_file()
+
+
+def test_rows_of_requests_are_parquet_too_where_pyarrow_is_there(
+    config: Path, tmp_path: Path
+) -> None:
+    """The same rows, in their types."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    out = tmp_path / "out"
+
+    _, rows, _ = written(SimulateOptions(config=config, requests=20, out=out, seeds=2), out)
+
+    found = parquet.read_table(out / "requests.parquet").to_pylist()
+    assert [list(map(_as_text, row.values())) for row in found] == [[*row.values()] for row in rows]
+    assert all(isinstance(row["ttft_s"], float) for row in found)
+
+
+def _as_text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def test_a_terminal_is_shown_how_many_requests_have_ended(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All seeds together have one bar."""
+    shown = StringIO()
+    terminal = partial(Console, file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr(seeds, "Console", lambda stderr: terminal())
+
+    simulate(SimulateOptions(config=config, requests=70, seeds=2), load_config(config, {}), [])
+
+    assert "140/140" in shown.getvalue()
 
 
 def test_clients_keep_their_tokens_when_their_proxy_dies(config: Path) -> None:
