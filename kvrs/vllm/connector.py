@@ -218,8 +218,7 @@ class KvrsConnector(base.KVConnectorBase_V1, _SupportsHMA):  # type: ignore[misc
     def build_connector_meta(self, *output: Any, **more: Any) -> KvrsMetadata:
         step = self._step(*output, **more)
         if self.switch.off_reason is not None:
-            # Workers report these as failed: no block of them was filled.
-            step.place = None
+            # Workers report these as failed, since no staging is named: no block was filled.
             step.loads = [
                 (request, [(0, block) for block in blocks])
                 for request, blocks in self._awaited.items()
