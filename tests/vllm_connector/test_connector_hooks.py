@@ -51,6 +51,7 @@ class Port:
         self.off_reason: Callable[[], str | None] = args[8]
         self.pinned_blocks: Callable[[], int] = args[9]
         self.restores: list[Any] = []
+        self.released: list[Any] = []
         self.followed: list[Any] = []
         Port.made = [self]
 
@@ -66,7 +67,9 @@ class Port:
     def fetch(self, restore: Any) -> None:
         self.restores.append(restore)
 
-    def release(self, restore: Any) -> None: ...
+    def release(self, restore: Any) -> None:
+        self.released.append(restore)
+
     def follow(self, saved: Any, checkpoints: Any, *, handed_over: bool) -> None:
         self.followed.append((saved, handed_over))
 
@@ -574,6 +577,21 @@ def test_only_what_is_handed_on_outlives_its_request(
     assert freed == ([103, 102, 101, 100] if is_pinned else [])
 
 
+def test_so_many_blocks_outlive_their_requests_as_the_configuration_allows(vllm: Vllm) -> None:
+    path = Path(vllm.options["config"])
+    path.write_text(path.read_text().replace("{mode: local}", "{mode: local, staging_pages: 2}"))
+    connector = vllm.start()
+    blocks = [Block(number=number, block_hash=number) for number in range(200)]
+    connector.bind_gpu_block_pool(SimpleNamespace(blocks=blocks, touch=lambda _: None))
+    asked = request(sealed(RESTORED) | {"do_remote_decode": True})
+    connector.on_new_request(asked)
+    connector.build_connector_meta(Output(r=18))
+
+    connector.request_finished_all_groups(asked, ([*range(100, 105)],))
+
+    assert Port.made[0].pinned_blocks() == 2
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize(("local_tokens", "failed"), [(0, {30, 31}), (4, {31})])
 def test_a_load_that_was_not_begun_is_answered_by_a_connector_that_is_off(
@@ -682,6 +700,8 @@ def test_other_weights_turn_it_off(vllm: Vllm) -> None:
     assert connector.reset_cache() is None  # False would be an error at vLLM.
 
     assert "a change of weights" in (Port.made[0].off_reason() or "")
+    # What was fetched is given up.
+    assert len(Port.made[0].released) == len(Port.made[0].restores) == 1
     call_all_hooks(connector)
 
 
