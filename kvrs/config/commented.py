@@ -39,7 +39,7 @@ def shown_path(path: KeyPath) -> str:
 
 def flow(value: Any) -> str:
     """A value in one line."""
-    text = dump_yaml([value], default_flow_style=True, width=float("inf"))
+    text = dump_yaml([value], default_flow_style=True, width=1 << 30)
     return text.strip()[1:-1]
 
 

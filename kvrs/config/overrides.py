@@ -35,15 +35,19 @@ def override(
     Raises:
         ConfigError: variables name no setting, or are no YAML.
     """
+    named = [
+        each for each in environ if each.startswith(_PREFIX) and _NESTED in each[len(_PREFIX) :]
+    ]
+    if not named:
+        return  # To make the schema takes most of the time of reading a file.
     schema = model.model_json_schema()
     faults: list[str] = []
     found: list[tuple[KeyPath, str]] = []
-    for name in environ:
-        if name.startswith(_PREFIX) and _NESTED in name[len(_PREFIX) :]:
-            try:
-                found.append((_path(name, schema), name))
-            except ConfigError as error:
-                faults += error.faults
+    for name in named:
+        try:
+            found.append((_path(name, schema), name))
+        except ConfigError as error:
+            faults += error.faults
     # Shorter paths first: a list as a whole comes before one of its items.
     for path, name in sorted(found, key=lambda each: [(len(str(p)), str(p)) for p in each[0]]):
         try:

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -97,10 +98,8 @@ def netloc(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-class YamlLoader(yaml.SafeLoader):
-    """YAML 1.2 for numbers and keys: `20e6` and `3.0e6` are numbers (text in YAML 1.1), and a
-    repeated key is an error.
-    """
+class _Constructor(yaml.constructor.SafeConstructor):
+    """A repeated key is an error, as in YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -113,11 +112,28 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _YamlDumper(yaml.SafeDumper):
+class _YamlLoader(_Constructor, yaml.SafeLoader):
+    """Its errors show the line that they are in."""
+
+
+class _LibyamlLoader(_Constructor, yaml.composer.Composer, yaml.CSafeLoader):
+    """Parses several times as fast. Nodes are composed in Python, which ends with an error where
+    they are nested too deeply.
+    """
+
+    def __init__(self, text: str) -> None:
+        yaml.CSafeLoader.__init__(self, text)
+        yaml.composer.Composer.__init__(self)
+
+
+class _YamlDumper(yaml.CSafeDumper):
     """Quotes what the loader would take for a number."""
 
 
-for _kind in (YamlLoader, _YamlDumper):
+YamlLoader = _YamlLoader | _LibyamlLoader
+
+# `20e6` and `3.0e6` are numbers, as in YAML 1.2; they are text in YAML 1.1.
+for _kind in (_YamlLoader, _LibyamlLoader, _YamlDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
@@ -129,11 +145,19 @@ def parse_yaml(text: str) -> Any:
     """The document as plain data. Raises yaml.YAMLError, also for values that only look like a
     number or a date.
     """
-    loader = YamlLoader(text)
-    try:
-        return construct(loader.get_single_data)
-    finally:
-        loader.dispose()
+    loader, root = compose(text)
+    return None if root is None else construct(lambda: loader.construct_document(root))
+
+
+def compose(text: str) -> tuple[YamlLoader, yaml.Node | None]:
+    """The root of a document, and the loader that makes plain data of it. Raises yaml.YAMLError."""
+    with suppress(yaml.YAMLError):
+        return construct(lambda: _composed(_LibyamlLoader(text)))
+    return construct(lambda: _composed(_YamlLoader(text)))
+
+
+def _composed(loader: YamlLoader) -> tuple[YamlLoader, yaml.Node | None]:
+    return loader, loader.get_single_node()
 
 
 def dump_yaml(document: Any, **style: Any) -> str:

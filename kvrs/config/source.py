@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from kvrs.config.commented import KeyPath, shown_path
-from kvrs.config.settings import YamlLoader, construct
+from kvrs.config.settings import YamlLoader, compose, construct
 from kvrs.errors import ConfigError
 
 # Variables whose values are never shown, so that they are no part of a configuration.
@@ -129,20 +129,16 @@ def leaves(document: Any, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _parse(text: str, path: Path, environ: Mapping[str, str] | None) -> Source:
-    loader = YamlLoader(text)
-    try:
-        root = construct(loader.get_single_node)
-        source = Source(str(path))
-        if root is not None:
-            walk = _Walk(loader, path.name, environ)
-            walk.visit(root, ())
-            if walk.faults:
-                raise ConfigError([f"{path}: {fault}" for fault in walk.faults])
-            source.places = walk.places
-            source.document = construct(lambda: loader.construct_document(root))
-        return source
-    finally:
-        loader.dispose()
+    loader, root = compose(text)
+    source = Source(str(path))
+    if root is not None:
+        walk = _Walk(loader, path.name, environ)
+        walk.visit(root, ())
+        if walk.faults:
+            raise ConfigError([f"{path}: {fault}" for fault in walk.faults])
+        source.places = walk.places
+        source.document = construct(lambda: loader.construct_document(root))
+    return source
 
 
 class _Walk:
@@ -184,7 +180,7 @@ class _Walk:
             return
         if names:
             self.places[path] += f", {', '.join(names)}"
-        if node.style is None:  # Not quoted: `port: ${PORT}` is a number.
+        if not node.style:  # Not quoted: `port: ${PORT}` is a number.
             implicit = (True, False)
             node.tag = self._loader.resolve(yaml.ScalarNode, node.value, implicit)  # type: ignore[no-untyped-call]  # yaml has no types here.
 
