@@ -182,7 +182,7 @@ def _run(line: socket.socket, name: str) -> NoReturn:
             RANKS.begin_here(obey)  # As a host does that is supervised.
         if order.forks:
             _fork_from_here()
-        _forget(order.module)
+        forget(order.module)
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
@@ -196,7 +196,7 @@ def _run(line: socket.socket, name: str) -> NoReturn:
         os._exit(status)
 
 
-def _forget(module: str) -> None:
+def forget(module: str) -> None:
     """`runpy` warns of a module that is imported already, which `-m` would not find so."""
     for name in (module, f"{module}.__main__"):
         if not hasattr(sys.modules.get(name), "__path__"):

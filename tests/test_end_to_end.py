@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from kvrs.cluster.guard import members
+from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster.launches import is_running
 
@@ -214,9 +215,10 @@ def test_a_wrong_file_starts_nothing(tmp_path: Path, document: str, expected: st
         ["up", "--config", str(path)],
         ["proxy", "--config", str(path)],
     ):
-        done = subprocess.run(
-            [*KVRS, *command], capture_output=True, text=True, check=False, timeout=120
-        )
+        with starts_forked():
+            done = subprocess.run(
+                [*KVRS, *command], capture_output=True, text=True, check=False, timeout=120
+            )
 
         assert done.returncode == 2
         assert re.search(expected, done.stderr), done.stderr

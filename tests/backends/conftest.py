@@ -8,7 +8,7 @@ import pytest
 
 from kvrs.config.file import parse_config
 from kvrs.proxy.backends.cluster import new_engine_links, open_backends
-from kvrs_testkit.processes import Processes
+from kvrs_testkit.processes import ForkedProcesses, Processes
 from tests.backends.clusters import Cluster, VllmCluster, connectors, distserve, embedded
 from tests.backends.conversations import BackendCluster
 
@@ -48,29 +48,11 @@ async def system(cluster: Cluster) -> AsyncIterator[BackendCluster]:
         yield system
 
 
-# The main thread of the process is busy for 6 s when it is told to, and computes for a fifth of
-# that: its event loop stalls.
-STALLABLE = """
-import runpy, signal, sys, time
-
-def stall(*_):
-    until_s = time.monotonic() + 6.0
-    while time.monotonic() < until_s:
-        computed_s = time.monotonic() + 0.01
-        while time.monotonic() < computed_s:
-            pass
-        time.sleep(0.04)
-
-signal.signal(signal.SIGUSR2, stall)
-sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-
-
-class _Stallable(Processes):
+class _Stallable(ForkedProcesses):
     def _placed(self, name: str, command: list[str]) -> list[str]:
         python, _, *rest = command
-        return command if name.startswith("proxy") else [python, "-c", STALLABLE, *rest]
+        is_proxy = name.startswith("proxy")
+        return command if is_proxy else [python, "-m", "tests.backends.stallable", *rest]
 
 
 @pytest.fixture(scope="package")

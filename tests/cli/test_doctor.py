@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import os
 import socket
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from kvrs.cli.feasibility import faults_of
 from kvrs.cli.findings import Finding, Level
 from kvrs.cli.machine_checks import machine_findings
 from kvrs.config.file import Config, parse_config
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.certificates import MISSING, Authority
 from kvrs_testkit.free_ports import free_ports
 from kvrs_testkit.multi_proxy_cluster import open_proxy_group
@@ -237,8 +239,9 @@ async def test_a_death_is_a_failure_of_a_cluster_that_was_well(tmp_path: Path) -
         await when_tested(system)
 
         async def doctor(*more: str) -> tuple[int | None, bytes]:
-            running = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvrs", "doctor", "--config", str(file), *more),
+            running = await forked(
+                *("kvrs", "doctor", "--config", str(file), *more),
+                environment=os.environ,
                 stdout=asyncio.subprocess.PIPE,
             )
             output, _ = await running.communicate()
@@ -316,8 +319,9 @@ async def test_an_instance_that_is_not_there_is_a_failure(tmp_path: Path) -> Non
             assert answer.status == 200, await answer.text()
 
         async def ran(*command: str) -> tuple[int | None, str]:
-            running = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvrs", *command, "--config", str(file)),
+            running = await forked(
+                *("kvrs", *command, "--config", str(file)),
+                environment=os.environ,
                 stdout=asyncio.subprocess.PIPE,
             )
             output, _ = await running.communicate()

@@ -15,6 +15,7 @@ import yaml
 
 from kvrs.cluster.processes import with_added
 from kvrs.config.file import ENV_NAME, parse_config
+from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.free_ports import free_ports
 from tests.cluster import launches
 from tests.cluster.launches import Launch, ask
@@ -94,9 +95,11 @@ def test_a_stream_leaves_an_added_instance_for_one_that_was_there(
         return next((each for each in rows if each["id"] == name), None)
 
     request = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-    with subprocess.Popen(
-        [sys.executable, "-m", "kvrs.engine", *arguments], env=environment
-    ) as engine:
+    with starts_forked():
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "kvrs.engine", *arguments], env=environment
+        )
+    with engine:
         try:
             ask("POST", f"{admin}/kvrs/v1/instances", {"node": "n0", **added})
             until(lambda: (row("d1") or {}).get("health") == "up")

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group(
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     launches: list[Launch] = []
 
-    def start(*arguments: str) -> Launch:
-        launches.append(Launch(tmp_path, "--nodes", "1", *arguments))
+    def start(*arguments: str, forked: bool = False) -> Launch:
+        launches.append(Launch(tmp_path, "--nodes", "1", *arguments, forked=forked))
         return launches[-1]
 
     yield start
@@ -36,7 +36,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start_with_the_reason(
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "gpt2"}')
 
-    failing = launch("--model", str(model))
+    failing = launch("--model", str(model), forked=True)
 
     assert failing.process.wait(END_S) == 2
     assert re.search(
@@ -76,7 +76,8 @@ def test_a_running_cluster_ends_clean_by_signal(
     launch: Callable[..., Launch], tiny_llama: str, number: signal.Signals
 ) -> None:
     """A second signal changes nothing."""
-    started = launch("--model", tiny_llama)
+    # A forked one has what SIGHUP does from the tests, which may run below `nohup`.
+    started = launch("--model", tiny_llama, forked=number is not signal.SIGHUP)
     started.wait_for_output("kvrs is up")
 
     started.signal_group(number)

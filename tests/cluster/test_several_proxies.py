@@ -238,7 +238,8 @@ def test_each_proxy_writes_its_own_event_log(
 
 def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path, tiny_llama: str) -> None:
     """Nor of the proxies that it would bring back: not one of their processes."""
-    launch = Launch(tmp_path, "--model", tiny_llama, "--nodes", "1", "--proxies", "3")
+    options = ("--model", tiny_llama, "--nodes", "1", "--proxies", "3")
+    launch = Launch(tmp_path, *options, forked=True)
     launch.wait_for_output("Ctrl-C ends it")
     directory, started = launch.run_directory, pids(launch)
 
@@ -260,7 +261,7 @@ def test_a_port_of_the_second_proxy_that_is_in_use_is_named(tmp_path: Path) -> N
         taken.listen()
         port = taken.getsockname()[1]
 
-        launch = Launch(tmp_path, "--proxies", "2", "--port", str(port - 10))
+        launch = Launch(tmp_path, "--proxies", "2", "--port", str(port - 10), forked=True)
 
         assert launch.process.wait(END_S) == 2
     assert f"proxy-1: port: 127.0.0.1:{port} is in use" in launch.output

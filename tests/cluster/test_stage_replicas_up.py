@@ -16,6 +16,7 @@ from kvrs.config.file import parse_config
 from kvrs.ids import InstanceId
 from kvrs.load.open_loop import replay
 from kvrs.traces.records import ReplayRequest, StreamRecord
+from kvrs_testkit.forked import starts_forked
 from tests.cluster.launches import END_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.network, pytest.mark.xdist_group("clusters")]
@@ -40,7 +41,7 @@ def cluster(tiny_llama: str) -> Iterator[Cluster]:
         "cluster": {"model": tiny_llama, "nodes": nodes, "engine": engine},
         "proxy": {"port": 0, "admin_port": 0},
     }
-    with Cluster(parse_config(document), lambda line: None) as running:
+    with starts_forked(), Cluster(parse_config(document), lambda line: None) as running:
         yield running
 
 

@@ -17,6 +17,7 @@ from kvrs.engine.worker import Worker
 from kvrs.errors import ConfigError
 from kvrs.scheduling.sequences import Chunk
 from kvrs.text.output import load_tokenizer
+from kvrs_testkit.forked import starts_forked
 
 pytestmark = pytest.mark.engine
 
@@ -141,7 +142,8 @@ def test_the_command_writes_a_model_and_names_wrong_options(tmp_path: Path) -> N
 
     def tiny(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kvrs.engine.tiny", *options, str(tmp_path / "model")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        with starts_forked():
+            return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     wrong = tiny("--experts", "8", "--chosen", "9")
     alone = tiny("--skew", "1")

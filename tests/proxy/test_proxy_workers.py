@@ -5,7 +5,6 @@ one that is killed comes back.
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import WITHIN_S, ProxyCluster, open_proxy_cluster
 from kvrs_testkit.scripted import SECRET
 from kvrs_testkit.sse import events_of
@@ -115,9 +115,9 @@ async def until_holds(proxy: WorkersOfProxy, stream: str, tokens: int) -> int:
 
 async def refusal(config: Path) -> tuple[int, bytes]:
     """Exit status and output of a proxy that does not start."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrs", "proxy", "--config", str(config)),
-        env=os.environ | {"KVRS_SECRET": SECRET.decode()},
+    process = await forked(
+        *("kvrs", "proxy", "--config", str(config)),
+        environment=os.environ | {"KVRS_SECRET": SECRET.decode()},
         stderr=asyncio.subprocess.PIPE,
     )
     try:

@@ -15,6 +15,7 @@ from kvrs.core.event_log import LogEntry, read
 from kvrs.demo import PACE, run_load
 from kvrs.load.passes import Run
 from kvrs.traces.records import ReplayRequest
+from kvrs_testkit.forked import starts_forked
 from kvrs_testkit.scenarios import Found, Scenario, check
 from tests.scenarios.rows import ROWS
 
@@ -36,9 +37,8 @@ def in_processes(row: Scenario, log: Path, model: str) -> Found:
         for number, prompt in enumerate(load.prompts(0))
     ]
 
-    with Cluster(
-        config.model_copy(update={"cluster": cluster_settings}), lambda line: None
-    ) as cluster:
+    config = config.model_copy(update={"cluster": cluster_settings})
+    with starts_forked(), Cluster(config, lambda line: None) as cluster:
         faulted = run_load(cluster, requests, row.parsed, 0, console, "with faults")
         over_s = time.monotonic()
         cluster.wait_all_up(RETURN_S)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import sys
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from kvrs.config.file import ADMIN_ENV_NAME, parse_config
 from kvrs.errors import ConfigError
 from kvrs.load.admin import AdminClient, AdminError, AdminPort
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.certificates import MISSING, Authority
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -105,8 +106,9 @@ async def test_top_shows_a_cluster_behind_a_port_with_tls_and_a_token(
     proxy["admin_port"] = system.proxy.admin_port
     file.write_text(json.dumps({"proxy": proxy, "security": security}))
 
-    running = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrs", "top", "--once", "--config", str(file)),
+    running = await forked(
+        *("kvrs", "top", "--once", "--config", str(file)),
+        environment=os.environ,
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await running.communicate()

@@ -1,7 +1,7 @@
 """A stage that one instance borrows from another, as operators see it."""
 
 import asyncio
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from kvrs.ids import InstanceId, NodeId
 from kvrs.protocol.instance import RankInfo
 from kvrs.protocol.stages import StageInfo, StageLent
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from tests.browser import BROWSER, browsing
 from tests.proxy.conftest import ProxyClusterBuilder
@@ -121,8 +122,9 @@ async def test_top_names_the_donor(build: ProxyClusterBuilder) -> None:
     await system.until(lambda: is_shown(system))
     url = f"http://127.0.0.1:{system.proxy.admin_port}"
 
-    running = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvrs", "top", "--url", url, "--once"),
+    running = await forked(
+        *("kvrs", "top", "--url", url, "--once"),
+        environment=os.environ,
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await running.communicate()

@@ -11,6 +11,7 @@ import termios
 
 import pytest
 
+from kvrs_testkit.awaited import forked
 from kvrs_testkit.proxy_cluster import WITHIN_S
 from tests.proxy.conftest import ProxyClusterBuilder
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.network, pytest.mark.process]
 
 
 def command(port: int, *more: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "kvrs", "top", "--url", f"http://127.0.0.1:{port}", *more)
+    return ("kvrs", "top", "--url", f"http://127.0.0.1:{port}", *more)
 
 
 @pytest.mark.parametrize("more", [["--once"], ["--once", "--json"]])
@@ -28,8 +29,10 @@ async def test_it_prints_the_cluster_once_for_scripts(
     """The overview, as a table or as JSON."""
     system = await build(pairs=1)
 
-    running = await asyncio.create_subprocess_exec(
-        *command(system.proxy.admin_port, *more), stdout=asyncio.subprocess.PIPE
+    running = await forked(
+        *command(system.proxy.admin_port, *more),
+        environment=os.environ,
+        stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await running.communicate()
 
@@ -51,7 +54,7 @@ async def test_it_follows_the_cluster_in_a_small_terminal_until_q(
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(terminal)
     running = await asyncio.create_subprocess_exec(
-        *command(system.proxy.admin_port),
+        *(sys.executable, "-m", *command(system.proxy.admin_port)),
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
