@@ -1,15 +1,23 @@
-"""Decode steps that are worked out one by one, and everything that a run tells."""
+"""Decode steps of steady sequences are counted, and nothing is different by it: worlds are run
+again with each step of each sequence worked out by itself, and everything that a run tells is
+compared.
+"""
 
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import pytest
 
 from kvrs.sim.calls import SimRun
 from kvrs.sim.clients import records_of
+from kvrs.sim.cluster import Outcome
 from kvrs.sim.steady import SteadyDecodes
 from kvrs.sim.world import World
+
+Drawn = Callable[..., World]  # From a seed.
 
 
 def all_of(world: World) -> dict[str, Any]:
@@ -25,6 +33,26 @@ def all_of(world: World) -> dict[str, Any]:
         ],
         "logs": [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in logs],
     }
+
+
+@cache
+def told(drawn: Drawn, seed: int) -> dict[str, Any]:
+    """Everything that the run of one world tells, for all tests of a file."""
+    return all_of(drawn(seed, keep_log=True))
+
+
+def outcome_told(drawn: Drawn, seed: int) -> Outcome:
+    outcome: Outcome = told(drawn, seed)["outcome"]
+    return outcome
+
+
+def assert_same_step_by_step(
+    drawn: Drawn, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = [told(drawn, seed) for seed in seeds]
+    step_by_step(monkeypatch)
+
+    assert [all_of(drawn(seed, keep_log=True)) for seed in seeds] == counted
 
 
 def nothing_is_steady(steady: SteadyDecodes, run: SimRun) -> None:

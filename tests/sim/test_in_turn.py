@@ -3,7 +3,6 @@ time. `experiments/kills` has more seeds.
 """
 
 from collections import Counter
-from functools import cache
 from random import Random
 from typing import Any
 
@@ -12,25 +11,14 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.core.fleet.silence import InstanceProgress
 from kvrs.sim import half_deaths
-from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import CUT_OFF, HUNG, ONE_WAY, PAGES_STALL, PROXY_FROZEN, named_death
 from kvrs.sim.scenarios import KINDS, in_turn
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
-from tests.sim.stepwise import all_of, step_by_step
+from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
 SEEDS = range(6)
 LONG_S = 300.0
-
-
-@cache
-def all_of_seed(seed: int) -> dict[str, Any]:
-    return all_of(in_turn(seed, keep_log=True))
-
-
-def outcome_of(seed: int) -> Outcome:
-    outcome: Outcome = all_of_seed(seed)["outcome"]
-    return outcome
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -38,7 +26,7 @@ def test_no_kind_of_death_costs_a_stream(seed: int) -> None:
     """Instances, ranks, devices, nodes, links, agents, proxies, and processes that are half dead;
     all invariants are checked on the way.
     """
-    outcome = outcome_of(seed)
+    outcome = outcome_told(in_turn, seed)
 
     assert set(outcome.ended) == {"complete"}
     assert {hit.death for hit in outcome.hits} == set(KINDS)
@@ -48,7 +36,7 @@ def test_no_kind_of_death_costs_a_stream(seed: int) -> None:
 def test_every_kind_of_death_hits_streams() -> None:
     """Guards the test above."""
     hit: Counter[str] = Counter()
-    for one in (one for seed in SEEDS for one in outcome_of(seed).hits):
+    for one in (one for seed in SEEDS for one in outcome_told(in_turn, seed).hits):
         hit[one.death] += one.streams
 
     assert [name for name in KINDS if not hit[name]] == []
@@ -57,10 +45,7 @@ def test_every_kind_of_death_hits_streams() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_world_is_the_same_step_by_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is different where steps of steady sequences are counted."""
-    counted = all_of_seed(seed)
-    step_by_step(monkeypatch)
-
-    assert all_of(in_turn(seed, keep_log=True)) == counted
+    assert_same_step_by_step(in_turn, [seed], monkeypatch)
 
 
 def half_dead(name: str, seed: int) -> World:

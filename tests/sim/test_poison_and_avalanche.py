@@ -7,9 +7,11 @@ from kvrs.core.model.member import AnswerHealth
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.scenarios import avalanche, poisoned
 from kvrs.sim.world import World
+from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
 STREAMS = 560  # Of an avalanche; the last ones come at 41 s.
 SEEDS, BLOCKS = 40, 8
+COMPARED = range(6)
 
 
 def deaths(outcome: Outcome) -> int:
@@ -21,11 +23,19 @@ def test_three_poisoned_requests_end_three_instances_each_and_no_other_stream(bl
     """However late their deaths become known: in a fifth of the worlds the second death of a
     request is known before its first one.
     """
-    outcomes = {seed: poisoned(seed).run() for seed in range(block, SEEDS, BLOCKS)}
+    outcomes = {
+        seed: outcome_told(poisoned, seed) if seed in COMPARED else poisoned(seed).run()
+        for seed in range(block, SEEDS, BLOCKS)
+    }
 
     ended = {"complete": 150, "poison": 3}
     assert {seed: each.ended for seed, each in outcomes.items() if each.ended != ended} == {}
     assert max(max(each.poison_deaths.values()) for each in outcomes.values()) <= 3
+
+
+def test_a_world_is_the_same_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where instances die of what runs there."""
+    assert_same_step_by_step(poisoned, COMPARED, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(2))

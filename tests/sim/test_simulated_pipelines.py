@@ -27,9 +27,11 @@ from kvrs.sim.scenarios import pipelines
 from kvrs.sim.site import LATENCY_S
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
+from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
 D0, D1, D2 = map(InstanceId, ("d0", "d1", "d2"))
 SEEDS = 16
+COMPARED = range(6)
 KILL_S, LOAD_S, SESSION_S = 2.0, 3.0, 0.05
 MODEL = PipelineModel(load_s=LOAD_S, session_s=SESSION_S, computing_share=0.2)
 
@@ -263,7 +265,8 @@ def test_a_batch_is_computed_in_each_stage_at_a_time() -> None:
 
 def test_generated_worlds_lose_no_stream() -> None:
     """Every story occurs, every way and option of a lost stage, and no law is broken."""
-    outcomes = [pipelines(seed).run() for seed in range(SEEDS)]
+    outcomes = [outcome_told(pipelines, seed) for seed in COMPARED]
+    outcomes += [pipelines(seed).run() for seed in range(COMPARED.stop, SEEDS)]
 
     ended = sum((outcome.ended for outcome in outcomes), Counter[str]())
     recoveries = sum((outcome.recoveries for outcome in outcomes), Counter[str]())
@@ -271,6 +274,11 @@ def test_generated_worlds_lose_no_stream() -> None:
     assert set(ended) == {"complete"}
     assert hit == {*STAGE_SCENARIOS}
     assert min(recoveries[each.value] for each in (Option.SUBSTITUTE, Option.IN_PLACE)) > 20
+
+
+def test_a_world_is_the_same_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where stages are lost and lent."""
+    assert_same_step_by_step(pipelines, COMPARED, monkeypatch)
 
 
 def nothing(*given: Any) -> None:

@@ -1,9 +1,8 @@
 """Decode steps of steady sequences are counted, and nothing is different by it: each world here is
-run twice, the second time with each step of each sequence worked out by itself. Those of
-`scenarios.in_turn` are in `test_in_turn.py`, which has their first runs.
+run twice, the second time with each step of each sequence worked out by itself. Worlds that are
+drawn at random are compared where their first runs are.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,37 +10,12 @@ import pytest
 from kvrs.config.file import parse_config
 from kvrs.faults.language import parse_faults
 from kvrs.ids import StreamId
-from kvrs.sim import scenarios
 from kvrs.sim.calls import VOCABULARY, token_at, tokens_at
 from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.flows import TokenFlow
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
 from tests.sim.stepwise import all_of, step_by_step
-
-SEEDS = range(24)
-
-
-@pytest.mark.parametrize(
-    "drawn",
-    [
-        scenarios.scenario,
-        scenarios.peers,
-        scenarios.contended,
-        scenarios.pipelines,
-        scenarios.sick,
-        scenarios.poisoned,
-    ],
-)
-def test_a_world_is_the_same_step_by_step(
-    drawn: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Deaths, freezes, cut links, drains, aborts, preemption and proxies that die in between."""
-    seeds = SEEDS if drawn in (scenarios.scenario, scenarios.peers) else SEEDS[:6]
-    counted = [all_of(drawn(seed, keep_log=True)) for seed in seeds]
-    step_by_step(monkeypatch)
-
-    assert [all_of(drawn(seed, keep_log=True)) for seed in seeds] == counted
 
 
 def _long(**engine: Any) -> World:
