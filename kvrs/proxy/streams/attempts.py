@@ -119,6 +119,7 @@ class AttemptDriver(Protocol):
     tokenizer: LazyTokenizer
     refuses_inexact: bool
     slots: SlotSender
+    turns: asyncio.Lock
     busy_status: int  # Of the last busy answer of any instance.
     clock: Callable[[], float]
 
@@ -239,6 +240,7 @@ class AttemptCalls:
         return Continuation(journal, await tokenizer.load())
 
     async def _prefill(self, instance: InstanceId) -> Prefilled:
+        await self._turn()
         journal, plan = self._live.journal, self._attempt.plan
         places = self._instances.places(instance, plan) if plan.places else ()
         watchdog = Watchdog(self._attempt.limit_s, self._is_excused)
@@ -276,6 +278,7 @@ class AttemptCalls:
             slot = await self._driver.slots.acquire(
                 plan.decode, live.id, live.journal.owner_epoch, attempt.number
             )
+        await self._turn()
         exact = self._instances.known[plan.decode].resumes_exactly
         watchdog = Watchdog(attempt.limit_s, self._is_excused)
         self._relay = relay = self._new_relay(continuation, exact, watchdog.silence)
@@ -300,6 +303,14 @@ class AttemptCalls:
             self._relay = None
             if attempt.number == live.journal.attempt:
                 live.expect_token = None
+
+    async def _turn(self) -> None:
+        """Have the victims of one death call one after the other, each in a turn of the event loop
+        of its own: in between, tokens of other streams and other models are passed on.
+        """
+        if self._attempt.number > 1:
+            async with self._driver.turns:
+                await asyncio.sleep(0)
 
     def _decode_call(self, transfer: msgspec.Raw | None, slot: int, exact: bool) -> Call:
         plan, instances, journal = self._attempt.plan, self._instances, self._live.journal

@@ -96,6 +96,7 @@ class Driver:
             control.checkpoints.leases, self._send_reservations, self._reservations_lost
         )
         self.slots = SlotSender(control.slots, agent_backends)
+        self.turns = asyncio.Lock()
         # Takes silence for the end; False: it has not lasted for long.
         self.end_watch: dict[InstanceId, Callable[[], bool]] = {}
         self.busy_status = 503

@@ -11,6 +11,10 @@ import pytest
 
 from kvrs.core.fleet import silence
 from kvrs.core.watch import WatchLimits
+from kvrs.ids import InstanceId
+from kvrs.proxy.streams.attempts import Failed
+from kvrs.proxy.wire.pool import Pool
+from kvrs.proxy.wire.upstream import Upstream
 from kvrs_testkit.proxy_cluster import ProxyCluster
 from kvrs_testkit.scripted import Fault, Scripted
 from kvrs_testkit.scripted_model import expected_ids, text_of
@@ -88,6 +92,44 @@ async def test_streams_that_break_before_their_instance_are_its_victims(
     assert early == []
     assert {row["stream"] for row in rows} == on_it
     assert {(row["attempt"], row["from"]) for row in rows} == {(2, "d0")}
+
+
+async def test_victims_of_one_death_call_in_turns_of_the_loop_of_their_own(
+    build: ProxyClusterBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are, tokens of other streams are read between two of them. One that ends
+    while it waits for its turn keeps no other from calling.
+    """
+    system = await build(pairs=3)
+    asked = await held_open(system, count=18)
+    driver = system.proxy.parts.driver
+    d0 = driver.control.instances.known[InstanceId("d0")]
+    victims = [live for live in driver.streams.values() if live.attempt.decodes_on is d0]
+    turn, called, take = 0, [], Pool.take
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            await asyncio.sleep(0)
+            turn += 1
+
+    async def noted_take(pool: Pool) -> Upstream:
+        called.append(turn)
+        if len(called) == 1:
+            driver.end_early(victims[-1].id, Failed(503, b"{}"))
+        return await take(pool)
+
+    monkeypatch.setattr(Pool, "take", noted_take)
+    counting = asyncio.create_task(count_turns())
+    driver.control.instance_lost(d0, "killed", driver.clock())
+    await system.until(lambda: _truth(len(called) >= len(victims) - 1))
+    counting.cancel()
+    release(system)
+    statuses = [status for status, _ in await asyncio.gather(*asked)]
+
+    assert len(victims) > 3
+    assert len({*called}) == len(called)
+    assert sorted(statuses) == [200] * 17 + [503]
 
 
 async def test_a_client_that_leaves_in_the_moment_of_the_decision_leaves_nothing_behind(
