@@ -1,42 +1,35 @@
 """The YAML file: one frozen object, checked whole before anything starts.
 
-Each section has a module of its own in this package; this one composes them, checks what spans
-sections, and turns every mistake into one line with path, value and allowed range.
+Each section has a module of its own in this package; this one composes them, has them checked, also
+across sections, and turns every mistake into one line with path, value and allowed range.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import msgspec
 from pydantic import Field, ValidationError
 
 from kvrs.config import models as several
-from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_gossip
-from kvrs.config.backup import AgentSettings, BackupMode, BackupSettings, StatePlaneSettings
+from kvrs.config.across_sections import faults_across_sections
+from kvrs.config.backup import AgentSettings, BackupSettings, StatePlaneSettings
 from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
-from kvrs.config.divided import faults_of_workers
 from kvrs.config.engine import ElasticSettings
 from kvrs.config.gossip import GossipSettings
-from kvrs.config.groups import faults_of_groups
 from kvrs.config.logs import LogSettings
-from kvrs.config.other_engines import faults_of_distserve, faults_of_vllm
 from kvrs.config.overrides import override
-from kvrs.config.peers import faults_of_peers
 from kvrs.config.policy import PolicySettings, SloSettings
 from kvrs.config.presets import SystemPreset
 from kvrs.config.profiles import ProfileSettings
 from kvrs.config.proxy import ProxySettings
-from kvrs.config.settings import Settings, dump_yaml, faults_of, is_loopback, netloc, read_private
+from kvrs.config.settings import Settings, dump_yaml, faults_of, netloc, read_private
 from kvrs.config.source import Source, lay_over, read_source
-from kvrs.config.speculation import SpeculationSettings, faults_of_speculation
+from kvrs.config.speculation import SpeculationSettings
 from kvrs.config.tls import PeerTlsSettings
 from kvrs.config.transfer import TransferSettings
 from kvrs.errors import ConfigError
-from kvrs.profiles.catalog import decode_table, load_s, prefill_table
-from kvrs.protocol.instance import Role
 from kvrs.protocol.secrets import MIN_SECRET_BYTES
 
 ENV_NAME = "KVRS_SECRET"
@@ -135,7 +128,7 @@ def parse_config(document: Any) -> Config:
         raise ConfigError(faults_of(error, Config)) from None
     if config.models:
         configs_of(config)
-    elif faults := list(_faults_across_sections(config)):
+    elif faults := list(faults_across_sections(config)):
         raise ConfigError(faults)
     return config
 
@@ -290,192 +283,3 @@ def _read_lines(
                 f"{source}: {what} of {len(secret)} bytes; allowed: at least {MIN_SECRET_BYTES}"
             )
     return secrets
-
-
-def _faults_across_sections(config: Config) -> Iterator[str]:
-    yield from _faults_of_names(config)
-    budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
-    if budget < 2 * body:  # One client gets three quarters of it.
-        yield (
-            f"proxy.body_budget_bytes: got {budget}; allowed: at least twice "
-            f"proxy.max_body_bytes ({body})"
-        )
-    match config.cluster.backend:
-        case Backend.VLLM:
-            yield from faults_of_vllm(config.cluster, config.backup.mode, config.profiles)
-        case Backend.DISTSERVE:
-            yield from faults_of_distserve(config.cluster)
-        case Backend.EMBEDDED:
-            pass
-        case _:
-            assert_never(config.cluster.backend)
-    yield from _faults_of_connectors(config)
-    yield from _faults_of_ranks(config)
-    yield from faults_of_groups(config.cluster, re_forms=config.elastic.enabled)
-    yield from _faults_of_roles(config)
-    yield from _faults_of_services(config)
-    yield from _faults_of_profiles(config)
-    if config.state_plane.enabled:
-        yield from _faults_of_state_plane(config)
-    if config.backup.mode is BackupMode.PEER:
-        yield from faults_of_peers(config.cluster, state_plane=config.state_plane.enabled)
-    cluster, proxy = config.cluster, config.proxy
-    yield from faults_of_speculation(config.speculation, cluster)
-    if config.gossip.enabled:
-        yield from faults_of_gossip(cluster, proxy)
-    yield from faults_of_addresses(addresses_of(cluster, proxy, with_gossip=config.gossip.enabled))
-    if config.proxy.workers > 1:
-        yield from faults_of_workers(proxy, config.policy, agents_run=config.agents_run)
-
-
-def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
-    return [(name, count) for name, count in Counter(names).items() if count > 1]
-
-
-def _faults_of_names(config: Config) -> Iterator[str]:
-    nodes = config.cluster.nodes
-    used = {host.node for _, one in config.cluster.instances() for host in one.stage_hosts}
-    for node in nodes:
-        if not node.instances and node.id not in used:
-            yield (
-                f"cluster.nodes: node {node.id!r} has no instances; allowed: at least one, or a "
-                f"stage of another node's (stage_hosts)"
-            )
-    holders = [instance.id for _, instance in config.cluster.instances()]
-    holders += [node.agent_id for node in nodes]
-    for _, instance in config.cluster.instances():
-        holders += [instance.stage_host_id(stage) for stage in instance.remote_stages]
-    for what, names in (("node", [node.id for node in nodes]), ("instance", holders)):
-        for name, count in _repeated(names):
-            yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
-    proxies = [*config.proxy.names, *(peer.id for peer in config.proxy.every_peer())]
-    for name, count in _repeated(proxies):
-        yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
-    here, numbered = config.proxy.peer_host, config.proxy.numbered_peers
-    others = [] if numbered is None else numbered.others(config.proxy.id)
-    if numbered is not None:
-        yield from numbered.faults(config.proxy)
-    for peer in [*config.proxy.peers, *others] if is_loopback(here) else ():
-        if not is_loopback(peer.host):
-            yield (
-                f"proxy.peer_host: got {here!r}, with proxy {peer.id!r} at {peer.host!r}; allowed: "
-                f"an address at which that proxy reaches this one"
-            )
-
-
-def _faults_of_ranks(config: Config) -> Iterator[str]:
-    """Only ranks of the embedded engine are ours, and only on processors."""
-    cluster = config.cluster
-    for _, instance in cluster.instances():
-        several = f"cluster.nodes: instance {instance.id!r} has {instance.ranks} ranks"
-        if instance.ranks > 1 and cluster.backend is not Backend.EMBEDDED:
-            yield f"{several}; allowed with backend {cluster.backend.value!r}: 1"
-        elif instance.ranks > 1 and cluster.engine.device != "cpu":
-            yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
-        if instance.ranks > 1 and config.elastic.min_ranks > instance.ranks:
-            yield f"{several}; allowed with elastic.min_ranks: {config.elastic.min_ranks}: as many"
-        if instance.pace is not None and cluster.backend is not Backend.EMBEDDED:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has pace: {instance.pace}; allowed with "
-                f"backend {cluster.backend.value!r}: null"
-            )
-        if instance.stage_hosts:
-            yield from _faults_of_stage_hosts(config, instance)
-
-
-def _faults_of_stage_hosts(config: Config, instance: InstanceSettings) -> Iterator[str]:
-    nodes = {node.id for node in config.cluster.nodes}
-    for stage, host in instance.remote_stages.items():
-        if host.node not in nodes:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has stage {stage} on node "
-                f"{host.node!r}; allowed: {', '.join(sorted(nodes))}"
-            )
-    if config.elastic.min_ranks > 1:
-        yield (
-            f"elastic.min_ranks: got {config.elastic.min_ranks}; allowed with instance "
-            f"{instance.id!r}, of which each stage in a host re-forms for itself: 1"
-        )
-
-
-def _faults_of_roles(config: Config) -> Iterator[str]:
-    instances = [instance for _, instance in config.cluster.instances()]
-    roles = config.cluster.roles
-    # These compute prompts themselves, and restore KV from agents.
-    is_decode_only = (
-        roles == {Role.DECODE}
-        and not config.cluster.services
-        and all(each.connector_port for each in instances)
-    )
-    for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
-        if not roles & {role, Role.BOTH}:
-            yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
-    mode = config.backup.mode
-    if mode in (BackupMode.REMOTE, BackupMode.BOTH) and len(config.cluster.nodes) < 2:
-        yield (
-            f"backup.mode: got {mode.value!r} with 1 node; allowed: 'off' or 'local', or a "
-            f"second node"
-        )
-
-
-def _faults_of_services(config: Config) -> Iterator[str]:
-    """Other engines know their ids, and have keys of their own."""
-    backend, services = config.cluster.backend, config.cluster.services
-    if services and backend is not Backend.VLLM:
-        yield (
-            f"cluster.services: got {len(services)} with backend {backend.value!r}; allowed: none, "
-            f"or backend 'vllm'"
-        )
-    if services and config.agents_run:
-        what = "gossip.enabled: true" if config.gossip.enabled else "backup.mode"
-        yield (
-            f"cluster.services: got {len(services)} with {what}, and their nodes have no agents; "
-            f"allowed: none, or gossip.enabled: false and backup.mode: off"
-        )
-    for name, count in _repeated(service.id for service in services):
-        yield f"cluster.services: id {name!r} is used {count} times; allowed: once"
-    for service in services:
-        if service.role is Role.BOTH:
-            yield (
-                f"cluster.services: service {service.id!r} has role 'both'; allowed: prefill, "
-                f"decode"
-            )
-
-
-def _faults_of_profiles(config: Config) -> Iterator[str]:
-    needed: tuple[tuple[str, str | None, tuple[Callable[[str], object], ...]], ...] = (
-        ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
-        ("cluster.engine.pace", config.cluster.engine.pace, (decode_table, load_s)),
-        ("speculation.pace", config.speculation.pace, (decode_table, load_s)),
-        *(
-            (f"cluster.nodes: instance {each.id!r}: pace", each.pace, (decode_table, load_s))
-            for _, each in config.cluster.instances()
-        ),
-    )
-    for key, wanted, tables in needed:
-        if wanted is None:
-            continue
-        try:
-            for table in tables:
-                table(wanted)
-        except ConfigError as error:
-            yield from (f"{key}: {fault}" for fault in error.faults)
-
-
-def _faults_of_state_plane(config: Config) -> Iterator[str]:
-    backend, device = config.cluster.backend, config.cluster.engine.device
-    if backend is not Backend.EMBEDDED or device != "cpu":
-        yield (
-            f"state_plane.enabled: got true with backend {backend.value!r} on {device!r}; allowed: "
-            f"'embedded' on 'cpu'"
-        )
-
-
-def _faults_of_connectors(config: Config) -> Iterator[str]:
-    backend = config.cluster.backend
-    for _, instance in config.cluster.instances():
-        if instance.connector_port is not None and backend is not Backend.VLLM:
-            yield (
-                f"cluster.nodes: instance {instance.id!r} has a connector_port; allowed with "
-                f"backend {backend.value!r}: null"
-            )

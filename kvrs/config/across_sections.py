@@ -1,0 +1,396 @@
+"""Checks of a configuration that span sections: a fault is one line with path, value and what is
+allowed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, assert_never
+
+from kvrs.config.addresses import addresses_of, faults_of_addresses, faults_of_gossip
+from kvrs.config.backup import BackupMode
+from kvrs.config.cluster import Backend, ClusterSettings, InstanceSettings
+from kvrs.config.policy import PolicySettings
+from kvrs.config.profiles import ProfileSettings
+from kvrs.config.proxy import LEAST_MIRROR_BYTES, MOST_ID, MOST_PEERS, MOST_PORT, ProxySettings
+from kvrs.config.settings import is_loopback
+from kvrs.config.speculation import faults_of_speculation
+from kvrs.errors import ConfigError
+from kvrs.profiles.catalog import decode_table, load_s, prefill_table
+from kvrs.protocol.instance import Role
+
+if TYPE_CHECKING:
+    from kvrs.config.file import Config
+
+
+def faults_across_sections(config: "Config") -> Iterator[str]:
+    yield from _faults_of_names(config)
+    budget, body = config.proxy.body_budget_bytes, config.proxy.max_body_bytes
+    if budget < 2 * body:  # One client gets three quarters of it.
+        yield (
+            f"proxy.body_budget_bytes: got {budget}; allowed: at least twice "
+            f"proxy.max_body_bytes ({body})"
+        )
+    match config.cluster.backend:
+        case Backend.VLLM:
+            yield from _faults_of_vllm(config.cluster, config.backup.mode, config.profiles)
+        case Backend.DISTSERVE:
+            yield from _faults_of_distserve(config.cluster)
+        case Backend.EMBEDDED:
+            pass
+        case _:
+            assert_never(config.cluster.backend)
+    yield from _faults_of_connectors(config)
+    yield from _faults_of_ranks(config)
+    yield from _faults_of_groups(config.cluster, re_forms=config.elastic.enabled)
+    yield from _faults_of_roles(config)
+    yield from _faults_of_services(config)
+    yield from _faults_of_profiles(config)
+    if config.state_plane.enabled:
+        yield from _faults_of_state_plane(config)
+    if config.backup.mode is BackupMode.PEER:
+        yield from _faults_of_peers(config.cluster, state_plane=config.state_plane.enabled)
+    cluster, proxy = config.cluster, config.proxy
+    yield from faults_of_speculation(config.speculation, cluster)
+    if config.gossip.enabled:
+        yield from faults_of_gossip(cluster, proxy)
+    yield from faults_of_addresses(addresses_of(cluster, proxy, with_gossip=config.gossip.enabled))
+    if config.proxy.workers > 1:
+        yield from _faults_of_workers(proxy, config.policy, agents_run=config.agents_run)
+
+
+def _repeated(names: Iterable[str]) -> list[tuple[str, int]]:
+    return [(name, count) for name, count in Counter(names).items() if count > 1]
+
+
+def _faults_of_names(config: "Config") -> Iterator[str]:
+    nodes = config.cluster.nodes
+    used = {host.node for _, one in config.cluster.instances() for host in one.stage_hosts}
+    for node in nodes:
+        if not node.instances and node.id not in used:
+            yield (
+                f"cluster.nodes: node {node.id!r} has no instances; allowed: at least one, or a "
+                f"stage of another node's (stage_hosts)"
+            )
+    holders = [instance.id for _, instance in config.cluster.instances()]
+    holders += [node.agent_id for node in nodes]
+    for _, instance in config.cluster.instances():
+        holders += [instance.stage_host_id(stage) for stage in instance.remote_stages]
+    for what, names in (("node", [node.id for node in nodes]), ("instance", holders)):
+        for name, count in _repeated(names):
+            yield f"cluster.nodes: {what} id {name!r} is used {count} times; allowed: once"
+    proxies = [*config.proxy.names, *(peer.id for peer in config.proxy.every_peer())]
+    for name, count in _repeated(proxies):
+        yield f"proxy.peers: id {name!r} is used {count} times; allowed: once, proxy.id included"
+    here, numbered = config.proxy.peer_host, config.proxy.numbered_peers
+    others = [] if numbered is None else numbered.others(config.proxy.id)
+    if numbered is not None:
+        yield from numbered.faults(config.proxy)
+    for peer in [*config.proxy.peers, *others] if is_loopback(here) else ():
+        if not is_loopback(peer.host):
+            yield (
+                f"proxy.peer_host: got {here!r}, with proxy {peer.id!r} at {peer.host!r}; allowed: "
+                f"an address at which that proxy reaches this one"
+            )
+
+
+def _faults_of_ranks(config: "Config") -> Iterator[str]:
+    """Only ranks of the embedded engine are ours, and only on processors."""
+    cluster = config.cluster
+    for _, instance in cluster.instances():
+        several = f"cluster.nodes: instance {instance.id!r} has {instance.ranks} ranks"
+        if instance.ranks > 1 and cluster.backend is not Backend.EMBEDDED:
+            yield f"{several}; allowed with backend {cluster.backend.value!r}: 1"
+        elif instance.ranks > 1 and cluster.engine.device != "cpu":
+            yield f"{several}; allowed with cluster.engine.device: {cluster.engine.device}: 1"
+        if instance.ranks > 1 and config.elastic.min_ranks > instance.ranks:
+            yield f"{several}; allowed with elastic.min_ranks: {config.elastic.min_ranks}: as many"
+        if instance.pace is not None and cluster.backend is not Backend.EMBEDDED:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has pace: {instance.pace}; allowed with "
+                f"backend {cluster.backend.value!r}: null"
+            )
+        if instance.stage_hosts:
+            yield from _faults_of_stage_hosts(config, instance)
+
+
+def _faults_of_stage_hosts(config: "Config", instance: InstanceSettings) -> Iterator[str]:
+    nodes = {node.id for node in config.cluster.nodes}
+    for stage, host in instance.remote_stages.items():
+        if host.node not in nodes:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has stage {stage} on node "
+                f"{host.node!r}; allowed: {', '.join(sorted(nodes))}"
+            )
+    if config.elastic.min_ranks > 1:
+        yield (
+            f"elastic.min_ranks: got {config.elastic.min_ranks}; allowed with instance "
+            f"{instance.id!r}, of which each stage in a host re-forms for itself: 1"
+        )
+
+
+def _faults_of_roles(config: "Config") -> Iterator[str]:
+    instances = [instance for _, instance in config.cluster.instances()]
+    roles = config.cluster.roles
+    # These compute prompts themselves, and restore KV from agents.
+    is_decode_only = (
+        roles == {Role.DECODE}
+        and not config.cluster.services
+        and all(each.connector_port for each in instances)
+    )
+    for role in (Role.DECODE,) if is_decode_only else (Role.PREFILL, Role.DECODE):
+        if not roles & {role, Role.BOTH}:
+            yield f"cluster.nodes: no instance of role {role.value!r}; allowed: at least one"
+    mode = config.backup.mode
+    if mode in (BackupMode.REMOTE, BackupMode.BOTH) and len(config.cluster.nodes) < 2:
+        yield (
+            f"backup.mode: got {mode.value!r} with 1 node; allowed: 'off' or 'local', or a "
+            f"second node"
+        )
+
+
+def _faults_of_services(config: "Config") -> Iterator[str]:
+    """Other engines know their ids, and have keys of their own."""
+    backend, services = config.cluster.backend, config.cluster.services
+    if services and backend is not Backend.VLLM:
+        yield (
+            f"cluster.services: got {len(services)} with backend {backend.value!r}; allowed: none, "
+            f"or backend 'vllm'"
+        )
+    if services and config.agents_run:
+        what = "gossip.enabled: true" if config.gossip.enabled else "backup.mode"
+        yield (
+            f"cluster.services: got {len(services)} with {what}, and their nodes have no agents; "
+            f"allowed: none, or gossip.enabled: false and backup.mode: off"
+        )
+    for name, count in _repeated(service.id for service in services):
+        yield f"cluster.services: id {name!r} is used {count} times; allowed: once"
+    for service in services:
+        if service.role is Role.BOTH:
+            yield (
+                f"cluster.services: service {service.id!r} has role 'both'; allowed: prefill, "
+                f"decode"
+            )
+
+
+def _faults_of_profiles(config: "Config") -> Iterator[str]:
+    needed: tuple[tuple[str, str | None, tuple[Callable[[str], object], ...]], ...] = (
+        ("profiles.prefill", config.profiles.prefill, (prefill_table,)),
+        ("cluster.engine.pace", config.cluster.engine.pace, (decode_table, load_s)),
+        ("speculation.pace", config.speculation.pace, (decode_table, load_s)),
+        *(
+            (f"cluster.nodes: instance {each.id!r}: pace", each.pace, (decode_table, load_s))
+            for _, each in config.cluster.instances()
+        ),
+    )
+    for key, wanted, tables in needed:
+        if wanted is None:
+            continue
+        try:
+            for table in tables:
+                table(wanted)
+        except ConfigError as error:
+            yield from (f"{key}: {fault}" for fault in error.faults)
+
+
+def _faults_of_state_plane(config: "Config") -> Iterator[str]:
+    backend, device = config.cluster.backend, config.cluster.engine.device
+    if backend is not Backend.EMBEDDED or device != "cpu":
+        yield (
+            f"state_plane.enabled: got true with backend {backend.value!r} on {device!r}; allowed: "
+            f"'embedded' on 'cpu'"
+        )
+
+
+def _faults_of_connectors(config: "Config") -> Iterator[str]:
+    backend = config.cluster.backend
+    for _, instance in config.cluster.instances():
+        if instance.connector_port is not None and backend is not Backend.VLLM:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has a connector_port; allowed with "
+                f"backend {backend.value!r}: null"
+            )
+
+
+def _faults_of_distserve(cluster: ClusterSettings) -> Iterator[str]:
+    for node in cluster.nodes:
+        roles = sorted(instance.role.value for instance in node.instances)
+        # To a proxy that is not to use a server's prefill, its decode instance is shown alone.
+        if roles not in ([Role.DECODE, Role.PREFILL], [Role.DECODE]):
+            allowed = (
+                "allowed with backend 'distserve': one prefill and one decode, which are one server"
+            )
+            yield (
+                f"cluster.nodes: node {node.id!r} has instances of roles {', '.join(roles)}; "
+                f"{allowed}"
+            )
+    engine = cluster.engine
+    if engine.pace is not None and engine.device != "cpu":
+        yield (
+            f"cluster.engine.pace: got {engine.pace!r}; allowed with backend 'distserve' on "
+            f"{engine.device!r}: null"
+        )
+
+
+def _faults_of_vllm(
+    cluster: ClusterSettings, mode: BackupMode, profiles: ProfileSettings
+) -> Iterator[str]:
+    """Settings that other engines publish themselves must be in the file."""
+    if cluster.model is None:
+        yield (
+            "cluster.model: missing with backend 'vllm'; allowed: the model's directory, for "
+            "its tokenizer and config.json"
+        )
+    if profiles.prefill is None:
+        yield (
+            "profiles.prefill: missing with backend 'vllm', which publishes no table; "
+            "allowed: a name, or the path of one"
+        )
+    instances = [instance for _, instance in cluster.instances()]
+    if mode is not BackupMode.OFF and not any(each.connector_port for each in instances):
+        yield (
+            f"backup.mode: got {mode.value!r} with backend 'vllm', of which no instance has a kvrs "
+            f"connector that sends checkpoints; allowed: 'off', or a connector_port"
+        )
+    for instance in instances:
+        if instance.role is Role.BOTH:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has role 'both'; allowed with "
+                f"backend 'vllm': prefill, decode"
+            )
+        if instance.port == 0:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has no port; allowed with backend "
+                f"'vllm': the port it listens on"
+            )
+        if instance.bind is not None:
+            yield (
+                f"cluster.nodes: instance {instance.id!r} has bind: {instance.bind}; allowed with "
+                f"backend 'vllm', which binds its ports itself: null"
+            )
+
+
+# An instance's keys, which are equal within a group.
+_EQUAL = ("role", "tp", "pp", "stages", "shares")
+
+
+def _faults_of_groups(cluster: ClusterSettings, *, re_forms: bool) -> Iterator[str]:
+    """Why instances of this cluster cannot lend each other anything. `re_forms`: an instance goes
+    on without a rank that is lost.
+    """
+    groups: dict[str, list[InstanceSettings]] = {}
+    for _, instance in cluster.instances():
+        if instance.group is not None:
+            groups.setdefault(instance.group, []).append(instance)
+    if groups and cluster.backend is not Backend.EMBEDDED:
+        yield (
+            f"cluster.backend: got {cluster.backend.value!r}, with group {next(iter(groups))!r} "
+            f"among the instances; allowed: 'embedded', or no group"
+        )
+        return
+    if groups and not re_forms:
+        yield (
+            f"elastic.enabled: got false, with group {next(iter(groups))!r} among the instances; "
+            f"allowed: true, or no group"
+        )
+    for group, members in groups.items():
+        yield from _faults_of_group(group, members)
+
+
+def _faults_of_group(group: str, members: Sequence[InstanceSettings]) -> Iterator[str]:
+    first, *others = members
+    if not others:
+        yield (
+            f"cluster.nodes: instance {first.id!r} is alone in group {group!r}, a ring of one; "
+            f"allowed: at least two instances"
+        )
+    for each in members:
+        if each.ranks == 1:
+            yield (
+                f"cluster.nodes: instance {each.id!r} of group {group!r} has 1 rank; allowed: "
+                f"several, in stage_hosts"
+            )
+        elif (hosts := len(each.stage_hosts)) < each.stage_count:
+            yield (
+                f"cluster.nodes: instance {each.id!r} of group {group!r} has {hosts} stage_hosts; "
+                f"allowed: {each.stage_count}, one for each stage"
+            )
+    for each in others:
+        for key in _EQUAL:
+            if (got := getattr(each, key)) != (allowed := getattr(first, key)):
+                yield (
+                    f"cluster.nodes: instance {each.id!r} of group {group!r} has {key}: "
+                    f"{_shown(got)}; allowed: {_shown(allowed)}, as instance {first.id!r}"
+                )
+
+
+def _shown(value: object) -> str:
+    """A value as the file has it."""
+    return "null" if value is None else f"{value}"
+
+
+def _faults_of_peers(cluster: ClusterSettings, *, state_plane: bool) -> Iterator[str]:
+    """Why instances of this cluster cannot keep each other's pages."""
+    if cluster.backend is not Backend.EMBEDDED:
+        yield (
+            f"backup.mode: got 'peer' with backend {cluster.backend.value!r}; allowed: another "
+            f"mode, or backend 'embedded'"
+        )
+        return
+    instances = [instance for _, instance in cluster.instances()]
+    if sum(each.role is not Role.PREFILL for each in instances) < 2:
+        yield (
+            "backup.mode: got 'peer' with one decode instance; allowed: another mode, or a second "
+            "decode instance"
+        )
+    if state_plane:
+        # The file of a pool names the page before each, which a peer does not know.
+        yield (
+            "backup.mode: got 'peer' with state_plane.enabled: true; allowed: another mode, or "
+            "false"
+        )
+    for each in instances:
+        if each.stage_hosts and each.group is None:
+            yield (
+                f"backup.mode: got 'peer', and instance {each.id!r} has stage_hosts and no group; "
+                f"allowed: another mode, none of them, or both"
+            )
+
+
+def _faults_of_workers(
+    proxy: ProxySettings, policy: PolicySettings, *, agents_run: bool
+) -> Iterator[str]:
+    workers = proxy.workers
+    body = 2 * proxy.max_body_bytes
+    for key, got, each in (
+        ("proxy.max_streams", proxy.max_streams, 1),
+        ("proxy.body_budget_bytes", proxy.body_budget_bytes, body),
+        ("proxy.mirror_bytes", proxy.mirror_bytes, LEAST_MIRROR_BYTES),
+    ):
+        if got < each * workers:
+            yield (
+                f"{key}: got {got} with proxy.workers: {workers}; allowed: at least "
+                f"{each * workers}, {each} for each worker"
+            )
+    if not agents_run and policy.slots_max < workers:
+        yield (
+            f"policy.slots_max: got {policy.slots_max} with proxy.workers: {workers}, and "
+            f"no agent arbitrates between them; allowed: at least {workers}, or gossip.enabled: "
+            f"true"
+        )
+    for key in ("admin_port", "peer_port", "gossip_port"):
+        first, *_, last = proxy.ports_of(key)
+        if last > MOST_PORT:
+            yield (
+                f"proxy.{key}: got {first} with proxy.workers: {workers}, the last of which has "
+                f"{last}; allowed: at most {MOST_PORT - last + first}"
+            )
+    if len(longest := proxy.names[-1]) > MOST_ID:
+        yield (
+            f"proxy.id: got {proxy.id!r} with proxy.workers: {workers}, the last of which is "
+            f"{longest!r}; allowed: at most {MOST_ID} characters"
+        )
+    if (peers := workers - 1 + sum(1 for _ in proxy.every_peer())) > MOST_PEERS:
+        yield (
+            f"proxy.peers: {peers} other processes with proxy.workers: {workers}; allowed: at "
+            f"most {MOST_PEERS}, workers included"
+        )
