@@ -68,16 +68,9 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     at = Counter(live.instance for live in driver.streams.values())
     metrics.streams.waiting.set(at[None])
     for known in control.instances.present():
-        metrics.loads.measure(known, at[known.id])
+        metrics.open_streams.labels(known.id, known.role).set(at[known.id])
+        metrics.reports.measure(known)
         metrics.draining.labels(known.id).set(control.drains.is_draining(known.id))
-        metrics.connectors.measure(known.id, None if known.load is None else known.load.connector)
-        metrics.replicas.measure(known.id, known.load)
-        metrics.lending.measure(known)
-        if known.load is not None:
-            metrics.checkpoint_lag.labels(known.id).set(known.load.checkpoint_lag_pages)
-            metrics.damaged.follow(known.load.damaged_pages, known.id)
-        else:
-            metrics.checkpoint_lag.remove(known.id)
     for agent in control.agents.present():
         metrics.agents.up.labels(agent.id).set(agent.health is Health.UP)
         metrics.agents.reserved.labels(agent.id).set(
@@ -86,7 +79,9 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
     if (membership := gossip_view.membership) is not None:
         metrics.gossip.measure(membership)
     policy = control.policy.snapshot()
-    metrics.loads.measure_links(policy["links"])
+    for link in policy["links"]:
+        if link["measured"]:
+            metrics.links.labels(link["source"], link["target"]).set(link["bytes_per_s"])
     for option, factor in policy["corrections"].items():
         metrics.recoveries.correction.labels(option).set(factor)
 
@@ -94,6 +89,7 @@ def measure(driver: Driver, gossip_view: GossipView, metrics: Metrics) -> None:
 def _instance(
     known: Member, driver: Driver, answers: Mapping[str, Any] | None, now_s: float
 ) -> dict[str, Any]:
+    load: dict[str, Any] = {} if known.load is None else msgspec.to_builtins(known.load)
     shown = {
         "id": known.id,
         "role": known.role,
@@ -103,19 +99,18 @@ def _instance(
         "worker_pids": [] if known.info is None else known.info.worker_pids,
         "group": known.group,
         "ranks": [] if known.info is None else msgspec.to_builtins(known.info.ranks),
-        "stages": [] if known.load is None else msgspec.to_builtins(known.load.stages),
-        "lends": [] if known.load is None else msgspec.to_builtins(known.load.lends),
+        "stages": load.get("stages", []),
+        "lends": load.get("lends", []),
         "layout": None if known.info is None else msgspec.to_builtins(known.info.layout),
         "health": known.health,
         **_ranks(known, now_s),
         "epoch": None if known.info is None else known.info.epoch,
         "models": [] if known.info is None else listed_names(known.info),
-        "load": None if known.load is None else msgspec.to_builtins(known.load),
+        "load": load or None,
         "connector": _connector(known, driver),
-        "speculation": None if known.load is None else msgspec.to_builtins(known.load.speculation),
-        # None: it has none, or is one process.
-        "experts": None if known.load is None else msgspec.to_builtins(known.load.experts),
-        "batches_in_flight": None if known.load is None else known.load.batches_in_flight,
+        "speculation": load.get("speculation"),
+        "experts": load.get("experts"),  # None: it has none, or is one process.
+        "batches_in_flight": load.get("batches_in_flight"),
         "answers": answers,  # What the policy makes of its answers; None while it is not up.
         "drain": driver.control.drains.describe(known.id, now_s),  # By order of an operator.
         "self_test": driver.control.self_tests.describe(known.id),

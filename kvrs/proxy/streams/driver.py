@@ -272,7 +272,7 @@ class TaskShell:
                 assert_never(action)
 
     def count_slot(self, outcome: SlotOutcome) -> None:
-        self._metrics.slot_asked(outcome.value)
+        self._metrics.slots.labels(outcome).inc()
 
     def _start(self, live: OpenStream, work: Coroutine[Any, Any, None]) -> None:
         # It begins in a turn of its own: decisions that belong together are carried out before.

@@ -7,7 +7,6 @@ address that it scrapes.
 import platform
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,22 +23,15 @@ from kvrs import __version__
 from kvrs.core.books.agent_slots import SlotOutcome
 from kvrs.core.model import actions as act
 from kvrs.core.model.estimates import Option
-from kvrs.core.model.member import Member
 from kvrs.core.watch import DeathCause
 from kvrs.gossip.membership import Membership
 from kvrs.gossip.wire import Status
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.mirror import Refusal
-from kvrs.protocol.page_messages import TrafficClass
 from kvrs.proxy.fleet.supervision import TaskKind
-from kvrs.proxy.streams.page_metrics import (
-    ConnectorMetrics,
-    LendingMetrics,
-    ReplicaMetrics,
-    Total,
-)
 from kvrs.proxy.streams.recoveries import OUTCOMES, Recovery
+from kvrs.proxy.streams.report_series import ReportSeries, Total
 from kvrs.proxy.streams.stream_metrics import (
     SECONDS,
     DurationSeries,
@@ -52,8 +44,6 @@ from kvrs.proxy.wire.peer import descriptor_waits
 
 # Without a series `_created` for each counter and histogram.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # The library has no annotation.
-
-KV_KINDS = tuple(traffic.label for traffic in TrafficClass)
 
 OUTCOMES_OF_REQUESTS = ("complete", "failed", "client_gone", "rejected")
 
@@ -110,25 +100,23 @@ class Metrics:
             "kvrs_worker_death_notice_seconds",
             "Time from the last report or heartbeat of a worker to the notice of its death.",
         )
-        self.loads = LoadMetrics(self.registry)
+        self.open_streams = gauge(
+            "kvrs_worker_streams", "Open streams of this proxy at the worker.", ["worker", "role"]
+        )
+        self._roles: dict[InstanceId, Role] = {}
+        self.reports = ReportSeries(self.registry)
+        self.links = gauge(
+            "kvrs_link_bytes_per_second",
+            "Measured bandwidth of the link between two nodes.",
+            ["source", "target"],
+        )
         self.failures = counter(
             "kvrs_attempts_failed",
             "Attempts that failed while their worker was in use.",
             ["worker"],
         )
         self._task_failures = counter("kvrs_task_failures", "Tasks that a bug ended.", ["task"])
-        self.damaged = Total(
-            counter("kvrs_damaged_pages", "Damaged pages that the worker has fetched.", ["worker"])
-        )
-        self.checkpoint_lag = gauge(
-            "kvrs_checkpoint_lag_pages",
-            "Full pages of protected streams that the worker has not sent to an agent yet.",
-            ["worker"],
-        )
-        self.replicas = ReplicaMetrics(self.registry)
-        self.lending = LendingMetrics(self.registry)
         self.agents = AgentMetrics(self.registry, agents)
-        self.connectors = ConnectorMetrics(self.registry)
         self.slots = counter(
             "kvrs_slots",
             "Recovery slots by outcome; local: granted by this proxy, since no agent answered.",
@@ -150,27 +138,23 @@ class Metrics:
             self.slots.labels(outcome)
 
     def add_workers(self, workers: Mapping[InstanceId, Role]) -> None:
-        self.loads.add(workers)
-        for worker in workers:
+        self._roles.update(workers)
+        for worker, role in workers.items():
+            self.open_streams.labels(worker, role)
+            self.reports.add(worker)
             self.up.labels(worker)
             self.ejected.labels(worker)
             self.draining.labels(worker)
             self.failures.labels(worker)
-            self.damaged.follow(0, worker)
             for cause in DeathCause:
                 self.deaths.labels(worker, cause)
 
     def remove_worker(self, worker: InstanceId) -> None:
         """It is no part of the cluster any more; what was counted of it stays."""
-        for gauge in (self.up, self.ejected, self.draining, self.checkpoint_lag):
+        for gauge in (self.up, self.ejected, self.draining):
             gauge.remove(worker)
-        self.loads.remove(worker)
-        self.connectors.remove(worker)
-        self.replicas.remove(worker)
-        self.lending.remove(worker)
-
-    def slot_asked(self, outcome: str) -> None:
-        self.slots.labels(outcome).inc()
+        self.open_streams.remove(worker, self._roles.pop(worker))
+        self.reports.remove(worker)
 
     def task_failed(self, kind: TaskKind) -> None:
         self._task_failures.labels(kind).inc()
@@ -235,133 +219,6 @@ class RecoveryMetrics:
         if recovery.regret_s is not None:
             self._regret.by_value[option].observe(max(0.0, recovery.regret_s))
             self._gain.by_value[option].observe(max(0.0, -recovery.regret_s))
-
-
-class LoadMetrics:
-    """Gauges of the load that workers report, and of what this proxy has open there."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._roles: dict[InstanceId, Role] = {}
-        gauge = partial(Gauge, registry=registry, labelnames=["worker", "role"])
-        self._streams = gauge("kvrs_worker_streams", "Open streams of this proxy at the worker.")
-        self._reported = (
-            gauge(
-                "kvrs_worker_queued_requests",
-                "Requests of all proxies in the queue of the worker.",
-            ),
-            gauge(
-                "kvrs_worker_running_requests",
-                "Requests of all proxies that the worker computes.",
-            ),
-            gauge("kvrs_worker_free_pages", "KV pages of the worker that are free."),
-            gauge(
-                "kvrs_worker_queue_seconds",
-                "Time that a request which arrives now waits at the worker, by its own prediction.",
-            ),
-        )
-        self._of_ranks = (
-            gauge("kvrs_worker_degree", "Ranks that compute, of a worker that has several."),
-            gauge("kvrs_worker_full_degree", "Ranks that a worker of several was configured with."),
-        )
-        self._rank_deaths = Total(
-            Counter(
-                "kvrs_worker_rank_deaths",
-                "Ranks that a worker of several has lost, and goes on without.",
-                ["worker"],
-                registry=registry,
-            )
-        )
-        self._kv = Total(
-            Counter(
-                "kvrs_worker_kv_bytes",
-                "KV that the worker has fetched or, as checkpoints, sent over the network.",
-                ["worker", "kind"],
-                registry=registry,
-            )
-        )
-        self._drafts = Total(
-            Counter(
-                "kvrs_draft_tokens",
-                "Drafts that came to the worker's engine: accepted, rejected, or stale when it was "
-                "their turn.",
-                ["worker", "source", "outcome"],
-                registry=registry,
-            )
-        )
-        self._of_experts = (
-            gauge(
-                "kvrs_instance_expert_skew",
-                "Load of the rank with most to do over the mean one, for experts chosen lately.",
-            ),
-            gauge("kvrs_instance_expert_copies", "Copies of experts, beside their owners'."),
-        )
-        self._rebalances = Total(
-            Counter(
-                "kvrs_expert_rebalances",
-                "Changes of copies of experts on the worker's ranks.",
-                ["worker"],
-                registry=registry,
-            )
-        )
-        self._links = Gauge(
-            "kvrs_link_bytes_per_second",
-            "Measured bandwidth of the link between two nodes.",
-            ["source", "target"],
-            registry=registry,
-        )
-
-    def add(self, workers: Mapping[InstanceId, Role]) -> None:
-        self._roles.update(workers)
-        for worker, role in workers.items():
-            self._streams.labels(worker, role)
-            for kind in KV_KINDS:
-                self._kv.follow(0, worker, kind)
-
-    def remove(self, worker: InstanceId) -> None:
-        labels = worker, self._roles.pop(worker)
-        for gauge in (self._streams, *self._reported, *self._of_ranks, *self._of_experts):
-            gauge.remove(*labels)
-
-    def measure(self, known: Member, streams: int) -> None:
-        labels, load = (known.id, known.role), known.load
-        self._streams.labels(*labels).set(streams)
-        reported = degrees = experts = None
-        if load is not None:
-            if load.experts is not None:
-                experts = load.experts.skew, load.experts.copies
-                self._rebalances.follow(load.experts.rebalances, known.id)
-            reported = load.queued, load.running, load.free_pages, load.queue_delay_s
-            degrees = (load.degree, load.full_degree) if load.full_degree else None
-        for gauges, values in (
-            (self._reported, reported),
-            (self._of_ranks, degrees),
-            (self._of_experts, experts),
-        ):
-            for at, gauge in enumerate(gauges):
-                if values is None:
-                    # Old values of a worker that is down would be taken for its load.
-                    gauge.remove(*labels)
-                else:
-                    gauge.labels(*labels).set(values[at])
-        if load is None:
-            return
-        if (drafts := load.speculation) is not None:
-            totals = {
-                "accepted": drafts.accepted,
-                "rejected": max(0, drafts.proposed - drafts.accepted),
-                "stale": drafts.stale,
-            }
-            for outcome, total in totals.items():
-                self._drafts.follow(total, known.id, drafts.source, outcome)
-        if load.full_degree:
-            self._rank_deaths.follow(load.rank_deaths, known.id)
-        for kind in KV_KINDS:
-            self._kv.follow(load.kv_bytes.get(kind, 0), known.id, kind)
-
-    def measure_links(self, links: Iterable[Mapping[str, Any]]) -> None:
-        for link in links:
-            if link["measured"]:
-                self._links.labels(link["source"], link["target"]).set(link["bytes_per_s"])
 
 
 class AgentMetrics:

@@ -20,7 +20,7 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Role
 from kvrs.protocol.speculation import Reload, ReloadState, SpeculationReport
 from kvrs.proxy.streams.metrics import Metrics
-from kvrs.proxy.streams.page_metrics import Total
+from kvrs.proxy.streams.report_series import Total
 from kvrs.proxy.streams.stream_metrics import LONG_SECONDS, DurationSeries
 from kvrs.proxy.watch.watcher import _death_cause
 from kvrs.proxy.wire.peer import ConnectionLostError, UnusableError
