@@ -1,5 +1,6 @@
-"""How long an instance waits for its ranks, and how often it starts them: those that a re-forming
-awaits, and those that are missing from the layout that serves.
+"""How long an instance waits for its ranks, and how often it starts them: those that start with it
+or compute a batch, those that a re-forming awaits, and those that are missing from the layout that
+serves.
 
 Pure: moments are arguments.
 """
@@ -14,6 +15,14 @@ HUNG_S = 60.0
 # A rank that starts beside others that compute may take so many times as long as at the start:
 # nothing waits for it.
 BESIDE_FACTOR = 8.0
+# Ranks that start have alike to do: from one answer to the next it may take so many times as long
+# as it had taken until then.
+_ALIKE_FACTOR = 8.0
+# A batch in which no rank comes further for longer has one that hangs: so many times as long as all
+# of it was predicted to take, but at least so long.
+_HANG_FACTOR = 8.0
+_HANG_S = 1.0
+UNPREDICTED_S = 60.0
 MAX_STARTS = 3  # Of one rank within a re-forming that needs it.
 # A lost rank is started again after so long; each time that it dies before it serves, twice as
 # long.
@@ -22,6 +31,18 @@ _AGAIN_MOST_S = 60.0
 # In the time after which ranks that say nothing hang. A process that was stopped itself, as all of
 # a machine may be, has missed one look, and hears before the next one what was said meanwhile.
 _LOOKS = 6
+
+
+def start_limit_s(took_s: float) -> float | None:
+    """How long ranks may be silent as they start, of which the last answer came after `took_s`;
+    None: all of them load, which may take any time.
+    """
+    return HUNG_S + _ALIKE_FACTOR * took_s if took_s else None
+
+
+def batch_limit_s(predicted_s: float | None) -> float:
+    """How long a batch may take without any progress."""
+    return UNPREDICTED_S if predicted_s is None else max(_HANG_S, _HANG_FACTOR * predicted_s)
 
 
 @dataclass(slots=True)

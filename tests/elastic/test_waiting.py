@@ -2,7 +2,17 @@
 
 import pytest
 
-from kvrs.elastic.waiting import AGAIN_S, BESIDE_FACTOR, HUNG_S, MAX_STARTS, Due, RankWaits
+from kvrs.elastic.waiting import (
+    AGAIN_S,
+    BESIDE_FACTOR,
+    HUNG_S,
+    MAX_STARTS,
+    UNPREDICTED_S,
+    Due,
+    RankWaits,
+    batch_limit_s,
+    start_limit_s,
+)
 
 
 def next_of(waiting: RankWaits) -> float:
@@ -100,3 +110,18 @@ def test_nothing_else_is_due_while_the_ranks_re_form() -> None:
 
     assert waiting.next_s() == waiting.missing[3].due_s
     assert waiting.due(5.0) == Due(start=(3,))
+
+
+def test_a_batch_may_be_late_by_its_prediction() -> None:
+    """A short one has a second, since any process may be stopped for a moment; one that nothing
+    predicts has a minute.
+    """
+    assert batch_limit_s(2.0) == 16.0
+    assert batch_limit_s(0.001) == 1.0
+    assert batch_limit_s(None) == UNPREDICTED_S
+
+
+def test_ranks_that_start_may_be_silent_by_what_the_last_answer_took() -> None:
+    """Before the first answer all of them load, which may take any time."""
+    assert start_limit_s(0.0) is None
+    assert start_limit_s(2.0) == HUNG_S + 16.0

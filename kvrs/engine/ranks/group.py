@@ -20,6 +20,7 @@ from kvrs.elastic.layouts import Layout
 from kvrs.elastic.moving import LinkRates
 from kvrs.elastic.reforming import Reforming
 from kvrs.elastic.shares import Share
+from kvrs.elastic.waiting import UNPREDICTED_S
 from kvrs.elastic.ways.base import Costs, Room
 from kvrs.engine.hooks import StepHook
 from kvrs.engine.layers.proofs import sample
@@ -33,7 +34,7 @@ from kvrs.engine.ranks.reformed import RanksNow, ReformingNow
 from kvrs.engine.ranks.reformer import Reformer, cells_of
 from kvrs.engine.ranks.returning import StageLoan
 from kvrs.engine.ranks.seats import END_S
-from kvrs.engine.ranks.stages import UNPREDICTED_S, StageRanks, base_beside, limit_s_of
+from kvrs.engine.ranks.stages import StageRanks, base_beside, limit_s_of
 from kvrs.engine.worker import end_tokens_of, fingerprint_of, geometry_of
 from kvrs.errors import RanksLostError
 from kvrs.ids import NodeId

@@ -19,6 +19,7 @@ from kvrs.elastic.placing import least_loaded
 from kvrs.elastic.plans import plan
 from kvrs.elastic.speed import Shares, shares
 from kvrs.elastic.units import Units
+from kvrs.elastic.waiting import batch_limit_s, start_limit_s
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import WholePages, memory_bytes, of_layers
 from kvrs.engine.ranks.exchange import Areas
@@ -33,16 +34,6 @@ from kvrs.errors import ConfigError, RanksLostError
 from kvrs.scheduling import sequences
 from kvrs.scheduling.sequences import Chunk
 from kvrs.transfer.shared_memory.regions import Region
-
-# A batch in which no rank comes further for longer has one that hangs: so many times as long as all
-# of it was predicted to take, but at least so long.
-_HANG_FACTOR = 8.0
-_HANG_S = 1.0
-UNPREDICTED_S = 60.0
-# Ranks that start hang if nothing is heard for so long, and so many times as long as it had taken
-# until the last answer: they have alike to do.
-_SILENT_S = 60.0
-_SILENT_FACTOR = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +172,7 @@ class StageRanks:
 
     def _next_told(self, awaited: Counter[int]) -> RankMessage | None:
         """Raises RanksLostError: those hang. None is heard as long as all load."""
-        took_s = self._heard_s - self._began_s
-        limit_s = _SILENT_S + _SILENT_FACTOR * took_s if took_s else None
+        limit_s = start_limit_s(self._heard_s - self._began_s)
         try:
             told = self.processes.told.get(timeout=limit_s)
         except Empty:
@@ -220,6 +210,4 @@ def step_factors(
 
 def limit_s_of(predict: Predict | None, chunks: Sequence[Chunk]) -> float:
     """How long a batch may take without any progress."""
-    if predict is None:
-        return UNPREDICTED_S
-    return max(_HANG_S, _HANG_FACTOR * predict(chunks))
+    return batch_limit_s(None if predict is None else predict(chunks))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrs.engine.ranks import stages
+from kvrs.elastic import waiting
 from kvrs.engine.ranks.formation import RankFormation
 from kvrs.engine.ranks.stages import StageRanks, StartTimes
 
@@ -14,7 +14,7 @@ _SLOWER_S = 2.0
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that only is slow, on a busy machine, is not to be taken for one that hangs."""
-    monkeypatch.setattr(stages, "_HANG_S", 60.0)
+    monkeypatch.setattr(waiting, "_HANG_S", 60.0)
 
 
 @pytest.fixture(autouse=True)
