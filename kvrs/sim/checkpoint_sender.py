@@ -4,7 +4,6 @@ real backlog says what goes next.
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from kvrs.ids import InstanceId
@@ -122,12 +121,9 @@ class SimCheckpointSender:
 
     def _pin(self, agent: SimKeeper) -> _Batch:
         backlog, now_s = self._engine.backlog, self._engine.clock.now_s
-        share = max(1, self._staging_pages // max(1, backlog.busy_holders))
-        budget = min(share, self._staging_pages - self.pinned_pages)
+        budget = backlog.budget_pages(self._staging_pages, self.pinned_pages)
         parcel: _Batch = []
-        for delivery, first, end in (
-            list(islice(backlog.ranges(agent.id, now_s, budget), 1024)) if budget else []
-        ):
+        for delivery, first, end in list(backlog.ranges(agent.id, now_s, budget)):
             pages = self._engine.pages.match(delivery.tags(first, end))
             self.pinned_pages += len(pages)
             if pages:

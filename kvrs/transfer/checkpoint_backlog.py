@@ -20,6 +20,7 @@ Invariants, which `check` and the tests hold it to:
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import Protocol
 
@@ -37,6 +38,8 @@ STUCK_S = 0.5
 
 # A holder that has no room gets a new offer after this long.
 ROOM_S = 5.0
+
+_MAX_RANGES = 1024  # Of one batch: a STORE stays far below the largest frame.
 
 # An agent that does not answer is tried again after this long, doubling.
 RETRY_S = 0.5
@@ -206,12 +209,25 @@ class CheckpointBacklog:
         """The page ranges to send next: deliveries with the first page and the end of a range,
         `budget_pages` in all at most.
         """
-        for delivery in self._due(holder, now_s):
-            if delivery.offered and budget_pages:
-                first = delivery.held_pages
-                end = min(delivery.full_pages, first + budget_pages)
-                budget_pages -= end - first
-                yield delivery, first, end
+        offered = (delivery for delivery in self._due(holder, now_s) if delivery.offered)
+        for delivery in islice(offered, _MAX_RANGES):
+            if not budget_pages:
+                return
+            first = delivery.held_pages
+            end = min(delivery.full_pages, first + budget_pages)
+            budget_pages -= end - first
+            yield delivery, first, end
+
+    def budget_pages(self, staging_pages: int, lent_pages: int) -> int:
+        """How many pages may be lent for one holder, of `staging_pages` in all: an equal share, so
+        that one that stalls leaves room for the others.
+        """
+        busy_holders = sum(
+            any(delivery.lag_pages for delivery in self._holders[name].waiting)
+            for name in self._waited_for
+        )
+        share = max(1, staging_pages // max(1, busy_holders))
+        return min(share, staging_pages - lent_pages)
 
     def offered(self, delivery: CheckpointDelivery, held: HeldPages, now_s: float) -> None:
         """The holder answered an offer."""
@@ -289,14 +305,6 @@ class CheckpointBacklog:
     def lag_of(self, holder: InstanceId) -> int:
         """The part of the lag that is that holder's."""
         return sum(delivery.lag_pages for delivery in self._holders[holder].waiting)
-
-    @property
-    def busy_holders(self) -> int:
-        """How many holders have deliveries with a lag."""
-        return sum(
-            any(delivery.lag_pages for delivery in self._holders[name].waiting)
-            for name in self._waited_for
-        )
 
     @property
     def unprotected(self) -> int:

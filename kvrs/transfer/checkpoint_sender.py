@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from itertools import islice
 from typing import Protocol
 
 from kvrs.config.backup import BackupSettings
@@ -25,8 +24,6 @@ from kvrs.transfer.checkpoint_backlog import (
 from kvrs.transfer.peers import CheckpointClaim, HeldPages, Peer, StoredPages
 
 log = logging.getLogger(__name__)
-
-_MAX_RANGES = 1024  # Of one batch: a STORE stays far below the largest frame.
 
 DueRange = tuple[CheckpointDelivery, int, int]  # The first page and the end of what is sent next.
 
@@ -213,7 +210,7 @@ class CheckpointSender:
             held = await self._carrier.offer(peer, delivery)
             self._backlog.offered(delivery, held, self._clock())
         budget = await self._budget()
-        ranges = list(islice(self._backlog.ranges(agent, self._clock(), budget), _MAX_RANGES))
+        ranges = list(self._backlog.ranges(agent, self._clock(), budget))
         pages = sum(end - first for _, first, end in ranges)
         if not pages:
             return 0, False
@@ -237,11 +234,8 @@ class CheckpointSender:
         return sent
 
     async def _budget(self) -> int:
-        """How many pages may be lent for one agent: an equal share, so that a stalled one leaves
-        room for the others.
-        """
+        """How many pages may be lent for one agent, when any may."""
         while self.lent_pages == self._staging_pages:
             self._room.clear()
             await self._room.wait()
-        share = max(1, self._staging_pages // max(1, self._backlog.busy_holders))
-        return min(share, self._staging_pages - self.lent_pages)
+        return self._backlog.budget_pages(self._staging_pages, self.lent_pages)
