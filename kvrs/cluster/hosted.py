@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvrs.cluster.processes import Kind, has_ranks, has_spare, processes_of
 from kvrs.config.file import ENV_NAME, Config, load_config, read_secrets
-from kvrs.engine.nursery import tend
+from kvrs.engine.nursery import MAX_MESSAGE_BYTES, tend
 from kvrs.errors import ConfigError, KvrsError, RanksLostError
 from kvrs.garbage import collect_nothing_yet
 from kvrs.ids import InstanceId, NodeId
@@ -37,7 +37,6 @@ log = logging.getLogger("kvrs.cluster.hosted")  # Not of the module that is run.
 
 # The exit status of a process with wrong options or configuration.
 USER_ERRED = 2
-_MAX_MESSAGE_BYTES = 1 << 16
 
 
 class Hosted:
@@ -60,7 +59,7 @@ class Hosted:
 
             RANKS.begin_here(obey, self._line)
         loaded = self._load(config) if has_spare(config, process) else None
-        word, _, number = self._line.recv(_MAX_MESSAGE_BYTES).decode().partition(" ")
+        word, _, number = self._line.recv(MAX_MESSAGE_BYTES).decode().partition(" ")
         if word != "start":
             return  # What supervises it has ended.
         # A running cluster may have changed its settings by now.
@@ -103,11 +102,11 @@ class Hosted:
         self._tell("ready")
 
     def _tell(self, message: str) -> None:
-        self._line.send(message.encode()[:_MAX_MESSAGE_BYTES])
+        self._line.send(message.encode()[:MAX_MESSAGE_BYTES])
 
     def _heard(self, stop: Callable[[], object]) -> None:
         """Obey the next message, which may be waited for."""
-        word = self._line.recv(_MAX_MESSAGE_BYTES)
+        word = self._line.recv(MAX_MESSAGE_BYTES)
         if not word:
             os._exit(1)  # As if it had been killed: its memory stays as it is.
         if word == b"learn":

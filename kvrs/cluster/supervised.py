@@ -32,7 +32,7 @@ from kvrs.cluster.processes import (
 )
 from kvrs.cluster.run_directory import RunDirectory
 from kvrs.config.file import Config
-from kvrs.engine.nursery import AdoptedChild, Nursery, spawn
+from kvrs.engine.nursery import MAX_MESSAGE_BYTES, AdoptedChild, Nursery, spawn
 from kvrs.errors import KvrsError
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import ExitReport
@@ -45,7 +45,6 @@ START_TIMEOUT = "cluster.start_timeout_s"  # The setting, as errors name it.
 PAUSES_S = (0.5,)
 _SAY_INTERVAL_S = 10.0
 _JOIN_S = 5.0
-_MAX_MESSAGE_BYTES = 1 << 16
 
 Made = subprocess.Popen[bytes] | AdoptedChild
 # With its end of its line; raises OSError, KvrsError.
@@ -221,7 +220,7 @@ def _messages(line: socket.socket) -> Iterator[str]:
     is_reset = False
     while True:
         try:
-            message = line.recv(_MAX_MESSAGE_BYTES).decode()
+            message = line.recv(MAX_MESSAGE_BYTES).decode()
         except OSError:
             if is_reset:
                 return

@@ -7,6 +7,11 @@ Pure: moments are arguments.
 from collections import deque
 from dataclasses import dataclass
 
+# Batches stop for a stage that goes home while so many pages are copied, or what was written while
+# others were.
+FEW_PAGES = 8
+MOST_ROUNDS = 4
+
 _WINDOW_S = 5.0
 
 

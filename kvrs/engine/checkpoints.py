@@ -81,7 +81,7 @@ class PageSending(StepHook):
         begun.
         """
         sequence = run.sequence
-        whole = sequence.prefill_only and sequence.computed_tokens >= sequence.history_tokens
+        whole = sequence.is_whole_prefill
         if whole:
             # Where all full pages were found in the prefix cache, no batch has filled one.
             self.filled(run)

@@ -25,7 +25,7 @@ from typing import IO, NoReturn
 
 from kvrs.errors import KvrsError
 
-_MAX_MESSAGE_BYTES = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 16
 _TASKS = Path("/proc/self/task")
 _LOOK_S = 0.0002
 _FORK_S = 120.0  # Until a nursery that has to import everything first has forked.
@@ -112,10 +112,10 @@ class Nursery:
                 line = line or self._begin()
                 with suppress(OSError):
                     line.settimeout(_FORK_S)
-                    self._is_ready = self._is_ready or bool(line.recv(_MAX_MESSAGE_BYTES))
+                    self._is_ready = self._is_ready or bool(line.recv(MAX_MESSAGE_BYTES))
                     with _adopting:
                         socket.send_fds(line, [name.encode()], files)
-                        if answer := line.recv(_MAX_MESSAGE_BYTES):
+                        if answer := line.recv(MAX_MESSAGE_BYTES):
                             return AdoptedChild(int(answer))
                 line = None
         raise KvrsError("no process could be forked")
@@ -233,7 +233,7 @@ def tend(parent: int, line: socket.socket, child: Child) -> None:
     die_with_parent(parent)
     line.send(b"ready")
     while True:
-        name, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
+        name, fds, _, _ = socket.recv_fds(line, MAX_MESSAGE_BYTES, 2)
         if not name:
             return
         with socket.socket(fileno=fds[0]) as theirs:

@@ -87,6 +87,11 @@ class Sequence:
             self.queue = Queue.REUSE if self.pulls or self.pull_tail else Queue.RECOMPUTE
 
     @property
+    def is_whole_prefill(self) -> bool:
+        """It was to compute the history alone, and has done so."""
+        return self.prefill_only and self.computed_tokens >= self.history_tokens
+
+    @property
     def is_recovery(self) -> bool:
         """Another attempt was made before this one: its number is above 1, or the history has
         output tokens.

@@ -403,7 +403,7 @@ class SimEngine(SimPagePool, RankedEngine):
             self.drafts.ended(sequence)
         self.scheduler.finish(sequence, retain_until_s)
         if run.call.places:
-            whole = sequence.prefill_only and sequence.computed_tokens >= sequence.history_tokens
+            whole = sequence.is_whole_prefill
             if whole:
                 self.backlog.filled(sequence, self.clock.now_s)
             self.backlog.ended(sequence, send_rest=whole)

@@ -4,15 +4,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
+from kvrs.elastic.lending import FEW_PAGES, MOST_ROUNDS
 from kvrs.sim.calls import RankedEngine
 from kvrs.sim.hosts import SimHost, SimLoan, StageUser
 from kvrs.sim.lost_cells import LostCells
 from kvrs.sim.passage import Passage
 from kvrs.sim.site import Site
-
-# Batches stop while so many pages are copied, or what was written while others were.
-_FEW_PAGES = 8
-_MOST_ROUNDS = 4
 
 
 class AwayUser(StageUser):
@@ -75,7 +72,7 @@ class StageReturns:
     def _copy(self, stage: int, loan: SimLoan, rounds: int) -> None:
         if self._under_way.get(stage) is not loan:
             return  # It was lost meanwhile.
-        if rounds < _MOST_ROUNDS and len(loan.touched) > _FEW_PAGES:
+        if rounds < MOST_ROUNDS and len(loan.touched) > FEW_PAGES:
             again = partial(self._copy, stage, loan, rounds + 1)
             self._engine.later(self._copy_s(loan), again)
             return

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Container, Iterable
 from typing import Any
 
+from kvrs.core.fleet.orders import next_version
 from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import FleetOrder
 
@@ -40,8 +41,7 @@ class FleetOrders:
         """One that counts before all that are held; `take` has it carried out. `node`: the node
         with this instance alone; None: it is removed.
         """
-        highest = max((order.version for order in self._held.values()), default=0)
-        version = max(highest + 1, int(wall_s * 1000))
+        version = next_version((order.version for order in self._held.values()), wall_s)
         return FleetOrder(instance, version, self._me, node)
 
     def take(self, orders: Iterable[FleetOrder]) -> bool:

@@ -18,6 +18,11 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.mirror import StandingOrder
 
 
+def next_version(held: Iterable[int], wall_s: float) -> int:
+    """The version of an order that counts before those with the versions that are held."""
+    return max(max(held, default=0) + 1, int(wall_s * 1000))
+
+
 class _Held(msgspec.Struct, frozen=True):
     version: int
     given_at: str
@@ -40,8 +45,7 @@ class DrainOrders:
         self, instance: InstanceId, drain_s: float | None, now_s: float, wall_s: float
     ) -> None:
         """Drain an instance that is known here, or (None) use it again."""
-        highest = max((held.version for held in self._held.values()), default=0)
-        version = max(highest + 1, int(wall_s * 1000))
+        version = next_version((held.version for held in self._held.values()), wall_s)
         self.take([StandingOrder(instance, version, self._me, drain_s)], now_s)
 
     def take(self, orders: Iterable[StandingOrder], now_s: float) -> bool:

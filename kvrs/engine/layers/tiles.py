@@ -11,6 +11,7 @@ from torch import Tensor
 from kvrs.errors import KvrsError
 
 TILE_ROWS = 16
+FLOAT_BYTES = 4  # All that is computed.
 GROUP_MATRICES = 16
 
 

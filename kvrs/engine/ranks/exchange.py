@@ -37,13 +37,12 @@ from kvrs.elastic.experts import assign, pieces_of
 from kvrs.elastic.layouts import SPREAD, Layout
 from kvrs.elastic.trees import Node, combine, cover
 from kvrs.elastic.units import UnitKind
-from kvrs.engine.layers.tiles import TILE_ROWS, padded_rows
+from kvrs.engine.layers.tiles import FLOAT_BYTES, TILE_ROWS, padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.futex import Word
 from kvrs.errors import KvrsError
 
 _LINE_BYTES = 64  # Of a core's cache, so that words of different ranks do not share one.
-_FLOAT_BYTES = 4
 _COUNT_BYTES = 8
 _PAGE_BYTES = 4096
 _MOST_VIEWS = 4096  # That are kept: making one costs as much as a small sum.
@@ -133,13 +132,13 @@ class Areas:
 
     def rows(self, boundary: int, batch: int) -> int:
         place = self.boundaries.index(boundary) * self.depth + batch % self.depth
-        return self._rows + place * self.rows_floats * _FLOAT_BYTES
+        return self._rows + place * self.rows_floats * FLOAT_BYTES
 
     def logits(self, batch: int) -> int:
         return self._logits + batch % self.depth * self._logits_bytes
 
     def _slot(self, place: int, turn: int) -> int:
-        return self._slots + (2 * place + turn) * self.slot_floats * _FLOAT_BYTES
+        return self._slots + (2 * place + turn) * self.slot_floats * FLOAT_BYTES
 
     @property
     def _slots(self) -> int:
@@ -151,7 +150,7 @@ class Areas:
 
     @property
     def _routed_bytes(self) -> int:
-        return self.routed_slots * self.rows_floats * _FLOAT_BYTES
+        return self.routed_slots * self.rows_floats * FLOAT_BYTES
 
     @property
     def _rows(self) -> int:
@@ -160,11 +159,11 @@ class Areas:
     @property
     def _logits(self) -> int:
         rows = len(self.boundaries) * self.depth
-        return _whole_pages(self._rows + rows * self.rows_floats * _FLOAT_BYTES)
+        return _whole_pages(self._rows + rows * self.rows_floats * FLOAT_BYTES)
 
     @property
     def _logits_bytes(self) -> int:
-        return _whole_pages(self.logit_rows * self.vocabulary * _FLOAT_BYTES)
+        return _whole_pages(self.logit_rows * self.vocabulary * FLOAT_BYTES)
 
 
 class Line:
@@ -204,7 +203,7 @@ class FormationMemory:
         if (found := self._views.get(key)) is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            first = offset // _FLOAT_BYTES
+            first = offset // FLOAT_BYTES
             found = self._floats[first : first + rows * width].view(rows, width)
             self._views[key] = found
         return found
@@ -384,7 +383,7 @@ class SharedMemory:
             first = self._areas.spread_slot(self._boundary, turn)
         else:
             first = self._areas.slot(rank, turn)
-        return self._memory.floats(first + at * rows * hidden * _FLOAT_BYTES, rows, hidden)
+        return self._memory.floats(first + at * rows * hidden * FLOAT_BYTES, rows, hidden)
 
     def _await(self, word: Word, count: int, peer: int, kind: int) -> None:
         if word.has_reached(count):

@@ -17,7 +17,7 @@ from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
 from kvrs.elastic.lending import BusyShare
 from kvrs.elastic.ways.base import Way
-from kvrs.engine.layers.tiles import padded_rows
+from kvrs.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.cells import of_layers
 from kvrs.engine.ranks.connection import StageAt, StageConnection
@@ -44,7 +44,6 @@ from kvrs.transfer.send_faults import SendingFaults
 
 log = logging.getLogger(__name__)
 
-FLOAT_BYTES = 4
 _TAGS_S = 1.0  # For the books to say which pages streams have; else a loan comes without replicas.
 
 

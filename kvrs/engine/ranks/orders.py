@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrs.config.cluster import MOST_RANKS
-from kvrs.engine.layers.tiles import padded_rows
+from kvrs.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.group import RankGroup
 from kvrs.engine.ranks.link import (
@@ -60,8 +60,6 @@ from kvrs.engine.ranks.wire import chunks_of
 from kvrs.errors import RanksLostError, TransferError
 from kvrs.protocol.parts import Part
 
-_FLOAT_BYTES = 4
-
 
 class StageOrders:
     def __init__(
@@ -76,7 +74,7 @@ class StageOrders:
         self._geometry = group.pool.geometry
         # Floats of a row that comes from the stage before.
         self._width = config.hidden if self._stage else 0
-        rows_bytes = padded_rows(group.settings.max_batch_tokens) * config.hidden * _FLOAT_BYTES
+        rows_bytes = padded_rows(group.settings.max_batch_tokens) * config.hidden * FLOAT_BYTES
         self.most_payload_bytes = max(rows_bytes, most_page_payload(self._geometry.page_bytes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._changes: set[asyncio.Event] = set()  # Since it was told, of each session.
@@ -165,9 +163,9 @@ class StageOrders:
         self._limits.check(chunks)
         session.check_pages([page for chunk in chunks for page in chunk.pages])
         count = padded_rows(sum(len(chunk.token_ids) for chunk in chunks))
-        if len(payload) != count * self._width * _FLOAT_BYTES:
+        if len(payload) != count * self._width * FLOAT_BYTES:
             raise StageRefusedError(
-                f"{len(payload)} bytes of rows; allowed: {count * self._width * _FLOAT_BYTES}"
+                f"{len(payload)} bytes of rows; allowed: {count * self._width * FLOAT_BYTES}"
             )
         rows = payload.view(torch.float32).view(count, self._width) if self._width else None
         group, loop = self._group, asyncio.get_running_loop()

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvrs.config.engine import EngineSettings
 from kvrs.elastic.layouts import Layout
-from kvrs.engine.layers.tiles import padded_rows
+from kvrs.engine.layers.tiles import FLOAT_BYTES, padded_rows
 from kvrs.engine.model_config import ModelConfig
 from kvrs.engine.ranks.connection import StageAt
-from kvrs.engine.ranks.hosted import FLOAT_BYTES, HostedStage, StageCalls
+from kvrs.engine.ranks.hosted import HostedStage, StageCalls
 from kvrs.engine.ranks.link import OwnerAnswer, PartsHeld, PartsRange, StageFacts, StageUse
 from kvrs.engine.ranks.reformed import RanksNow
 from kvrs.engine.ranks.returning import StageLoan

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvrs.elastic.lending import FEW_PAGES, MOST_ROUNDS
 from kvrs.engine.ranks.connection import HOST_WAIT_S, StageAt, StageConnection
 from kvrs.engine.ranks.link import LoanWanted, StageReady
 from kvrs.errors import KvrsError, TransferError
@@ -31,9 +32,6 @@ from kvrs.scheduling.sequences import Chunk
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0  # Between two rounds of questions to donors.
-# Batches stop while so many pages are copied, or what was written while others were.
-_FEW_PAGES = 8
-_MOST_ROUNDS = 4
 _JOIN_S = 0.1  # Until a donor's stage computes, as long as none has.
 
 
@@ -291,8 +289,8 @@ class StageReturn:
     ) -> bool:
         """Copy what was written, and go on at the own host; False: one of both was lost."""
         try:
-            for _ in range(_MOST_ROUNDS):
-                if len(loan.touched) <= _FEW_PAGES:
+            for _ in range(MOST_ROUNDS):
+                if len(loan.touched) <= FEW_PAGES:
                     break
                 await self._copy(connection, loan, home)
             async with self._stage.gate.closed():

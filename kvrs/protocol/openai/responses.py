@@ -16,6 +16,7 @@ import msgspec
 from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.protocol.openai.chunks import CHUNK, ReceivedChoice
 from kvrs.protocol.openai.fields import is_among
+from kvrs.protocol.openai.requests import decode_as
 from kvrs.protocol.openai.structure import MAX_ELEMENTS, check_structure
 
 PATH = "/v1/responses"
@@ -24,6 +25,8 @@ CANCELLED = "cancelled"  # The code of the error that ends a response by its cli
 
 Event = dict[str, Any]
 Fields = dict[str, Any]
+
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
@@ -89,11 +92,8 @@ def parse_response_request(body: bytes, max_elements: int = MAX_ELEMENTS) -> Res
     """Raises RequestError: it is malformed, or has a field or an item that is not supported."""
     if body.lstrip().startswith(b"{"):
         check_structure(body, max_elements=max_elements)
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    fields = {name: value for name, value in fields.items() if value is not None}
+    given = decode_as(_FIELDS, body)
+    fields = {name: value for name, value in given.items() if value is not None}
     allowed_fields = {*_IGNORED, *_OWN, *_AS_IN_CHAT, *_SWITCHES, *_NEUTRAL}
     if unknown := [name for name in fields if name not in allowed_fields]:
         raise UnknownFieldsError(unknown, sorted(allowed_fields))

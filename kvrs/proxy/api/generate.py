@@ -12,7 +12,7 @@ import msgspec
 from kvrs.errors import RequestError, UnknownFieldsError
 from kvrs.protocol.openai.chunks import CHUNK
 from kvrs.protocol.openai.fields import EMBEDDED
-from kvrs.protocol.openai.requests import CompletionRequest
+from kvrs.protocol.openai.requests import CompletionRequest, decode_as
 from kvrs.protocol.openai.structure import MAX_ELEMENTS
 from kvrs.proxy.streams.clients import Client
 from kvrs.proxy.streams.responses import WholeClient
@@ -22,17 +22,8 @@ PATH = "/generate"
 
 # DistServe's sampling parameters mean what OpenAI's mean, and are checked as those are.
 _SAMPLING = (
-    *(
-        "n",
-        "best_of",
-        "presence_penalty",
-        "frequency_penalty",
-        "temperature",
-        "top_p",
-        "top_k",
-        "use_beam_search",
-    ),
-    *("stop", "ignore_eos", "max_tokens", "logprobs"),
+    *("n", "best_of", "presence_penalty", "frequency_penalty", "temperature", "top_p", "top_k"),
+    *("use_beam_search", "stop", "ignore_eos", "max_tokens", "logprobs"),
 )
 ALLOWED = ("prompt", "stream", *_SAMPLING)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -46,10 +37,7 @@ def read_generate(
     Raises:
         RequestError: it is malformed, or has a field that the response has no place for.
     """
-    try:
-        fields = _FIELDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+    fields = decode_as(_FIELDS, body)
     if unknown := sorted(fields.keys() - set(ALLOWED)):
         raise UnknownFieldsError(unknown, ALLOWED)
     # DistServe decodes greedily, whatever its default says.

@@ -189,41 +189,46 @@ class Segments:
         self._grown = max(self._grown, growth.slots)
 
     def view(self, slot: int) -> memoryview:
-        number, index = divmod(slot, self._per_segment)
+        segment, index = self._found(slot)
         start = self._pages_at + index * self._page_bytes
-        return self._segments[number].bytes[start : start + self._page_bytes]
+        return segment.bytes[start : start + self._page_bytes]
 
     def place(self, slot: int) -> PagePlace:
-        number, index = divmod(slot, self._per_segment)
-        return self._segments[number].region, self._pages_at + index * self._page_bytes
+        segment, index = self._found(slot)
+        return segment.region, self._pages_at + index * self._page_bytes
 
     def clear(self, slot: int) -> None:
         """The slot holds nothing: to be called before it is written."""
-        number, index = divmod(slot, self._per_segment)
-        self._segments[number].records.clear(index)
+        segment, index = self._found(slot)
+        segment.records.clear(index)
 
     def cells(self, slot: int) -> memoryview:
         """The checksums of a page's cells, from when it was stored."""
-        number, index = divmod(slot, self._per_segment)
+        segment, index = self._found(slot)
         size = self._layout.cells_bytes
         start = self._layout.cells_at + index * size
-        return self._segments[number].bytes[start : start + size]
+        return segment.bytes[start : start + size]
 
     def write_record(self, slot: int, tag: Tag, page_checksum: int) -> None:
         """The slot holds that page: to be called after it was written."""
         self._writes += 1
         cells = cell_checksums(self.view(slot), self._layout.page_cells)
         self.cells(slot)[:] = cells
+        segment, index = self._found(slot)
         facts = _RECORD.pack(tag, self._writes, page_checksum, part_checksum(cells))
-        number, index = divmod(slot, self._per_segment)
-        self._segments[number].records.write(index, facts)
+        segment.records.write(index, facts)
 
     def page_checksum(self, slot: int) -> int:
         """The checksum that `write_record` was given for the page in that slot."""
-        number, index = divmod(slot, self._per_segment)
+        segment, index = self._found(slot)
         start = _BLOCK_BYTES + index * _RECORD_BYTES + FACTS_AT
-        _, _, page_checksum, _ = _RECORD.unpack_from(self._segments[number].bytes, start)
+        _, _, page_checksum, _ = _RECORD.unpack_from(segment.bytes, start)
         return int(page_checksum)
+
+    def _found(self, slot: int) -> tuple[_Segment, int]:
+        """The segment of a slot, and which of that it is."""
+        number, index = divmod(slot, self._per_segment)
+        return self._segments[number], index
 
     def _make(self, number: int) -> _Segment:
         fd = self._directory.open_segment(number, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -257,8 +262,8 @@ class Segments:
 
     def _verified(self, slot: int) -> tuple[int, int, Tag] | None:
         """Write number, slot and tag of a page that is whole."""
-        number, index = divmod(slot, self._per_segment)
-        facts = self._segments[number].records.read(index)
+        segment, index = self._found(slot)
+        facts = segment.records.read(index)
         if slot >= self._layout.slots or facts is None:
             return None
         tag, write, page_checksum, of_cells = _RECORD.unpack(facts)
