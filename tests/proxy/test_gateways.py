@@ -22,9 +22,10 @@ from kvrs_testkit.scripted import Cut, Fault
 pytestmark = [pytest.mark.process, pytest.mark.network]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "beside.md").read_text()
-# Programs by gateway; beside the interpreter that runs, or of another environment.
+# Programs by gateway: beside the interpreter that runs, or of another environment.
 PROGRAMS = {
     name: os.environ.get(f"KVRS_{name.upper()}")
+    or shutil.which(name, path=str(Path(sys.executable).parent))
     or shutil.which(name)
     or shutil.which(name, path="/usr/sbin")
     for name in ("nginx", "envoy", "litellm")
