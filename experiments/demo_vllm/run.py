@@ -145,13 +145,19 @@ def until_tested(admin: AdminClient, instances: int) -> None:
 
 
 def stream(
-    url: str, model: str, salt: str, *, at: int = 0, strike: Callable[[], None] | None = None
+    url: str,
+    model: str,
+    salt: str,
+    *,
+    tokens: int = TOKENS,
+    at: int = 0,
+    strike: Callable[[], None] | None = None,
 ) -> Streamed:
     """Read a greedy stream; after `at` tokens call `strike` once. `salt` keeps caches apart."""
     body = {
         "model": model,
         "prompt": PROMPT,
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -161,7 +167,7 @@ def stream(
     request = urllib.request.Request(  # noqa: S310 - our own URL
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    text, tokens, finishes, is_whole, gap_s = "", 0, 0, False, 0.0
+    text, received, finishes, is_whole, gap_s = "", 0, 0, False, 0.0
     with urllib.request.urlopen(request, timeout=_WITHIN_S) as answer:  # noqa: S310 - our own URL
         last_s = None
         for line in answer:
@@ -174,12 +180,12 @@ def stream(
             gap_s, last_s = max(gap_s, now_s - (last_s or now_s)), now_s
             for choice in json.loads(line[6:]).get("choices", []):
                 text += choice["text"]
-                tokens += len(choice.get("token_ids") or [])
+                received += len(choice.get("token_ids") or [])
                 finishes += choice["finish_reason"] is not None
-            if strike is not None and tokens >= at:
+            if strike is not None and received >= at:
                 strike()
                 strike = None
-    return Streamed(text, tokens, finishes, is_whole, gap_s)
+    return Streamed(text, received, finishes, is_whole, gap_s)
 
 
 def _around_the_middle(text: str) -> tuple[str, str]:
