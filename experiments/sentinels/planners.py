@@ -1,5 +1,5 @@
-"""What planners read from the host and copy between ranks after a loss (AnchorTP, table II), in
-bytes: nothing is moved.
+"""Bytes that planners have ranks read from the host, and copy between them, after a loss (AnchorTP,
+table II): nothing is moved.
 """
 
 from collections.abc import Callable
