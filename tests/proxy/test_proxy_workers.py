@@ -306,7 +306,10 @@ async def test_a_reload_reaches_all_workers(
     """A signal to their supervisor does it, and a request at any of their admin ports."""
     system, proxy = shared
     document = document_of(system, policy={"name": policy}, proxy={"workers": 3})
-    proxy.config.write_bytes(msgspec.json.encode(document))
+    # In one step: the worker that was asked before reads the file once more by its supervisor.
+    beside = proxy.config.with_suffix(".new")
+    beside.write_bytes(msgspec.json.encode(document))
+    beside.replace(proxy.config)
 
     if by_signal:
         proxy.process.send_signal(signal.SIGHUP)
