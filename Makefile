@@ -31,7 +31,7 @@ demo: .venv/.demo
 
 # How long a first try takes: a fresh clone, its installation with pip's cache, and the demo.
 time-demo: install
-	$(BIN)/python -m experiments.first_minutes
+	$(BIN)/python -m experiments.first_minutes.demo
 
 # The same before real vLLM on this machine's CPU, with the connector: one stream, whose server is killed.
 # A quarter of an hour with the installation (3 GB), three minutes without.

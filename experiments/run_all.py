@@ -178,6 +178,8 @@ ALL = (
     _of("checkpoint_cost", "vllm", 15, "vllm", VLLM),
     _of("checkpoint_cost", "vllm-gpu", 3, "vllm --gpu --rounds 2 --pairs 5", VLLM, GPU),
     _of("demo_vllm", "demo_vllm", 4, "run", VLLM),
+    _of("first_minutes", "demo", 3, "demo"),
+    _of("first_minutes", "vllm", 4, "vllm", VLLM),
     _of("proxy_rolls", "proxy_rolls", 8),
     Experiment("measured_once", tuple(_MEASURED_ONCE), 0, ""),
 )

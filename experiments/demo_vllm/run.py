@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from experiments.command_line import parser_of
 from experiments.record import Record
-from kvrs.load.admin import AdminClient
+from kvrs.load.admin import AdminClient, AdminError
 from kvrs_testkit.vllm_servers import PYTHON_ENV, START_TIMEOUT_S, VllmServers, connector_config
 
 TOKENS = 240
@@ -60,7 +61,7 @@ class Session:
 
 
 def main() -> int:
-    options = _options()
+    options = options_of(__doc__)
     record = Record(SEED, timed=False)
     session = Session()
     with tempfile.TemporaryDirectory() as directory:
@@ -134,12 +135,11 @@ def until_tested(admin: AdminClient, instances: int) -> None:
     """
     until_s = time.monotonic() + _WITHIN_S
     while time.monotonic() < until_s:
-        rows = admin.state()["instances"]
-        ready = [
-            row for row in rows if row["health"] == "up" and (row["self_test"] or {}).get("done")
-        ]
-        if len(ready) == instances:
-            return
+        with suppress(AdminError):  # The proxy has no ports yet.
+            rows = admin.state()["instances"]
+            up = [row["self_test"] or {} for row in rows if row["health"] == "up"]
+            if sum(bool(test.get("done")) for test in up) == instances:
+                return
         time.sleep(_LOOK_AGAIN_S)
     raise TimeoutError(f"of {instances} servers not all are up and tested")
 
@@ -195,8 +195,9 @@ def _around_the_middle(text: str) -> tuple[str, str]:
     return words[middle - length : middle], words[middle : middle + length]
 
 
-def _options() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+def options_of(doc: str | None, file: str | None = None) -> argparse.Namespace:
+    """`--out`, and the interpreter of vLLM's environment."""
+    parser = parser_of(doc, file)
     parser.add_argument(
         "--python",
         default=os.environ.get(PYTHON_ENV),
