@@ -23,9 +23,10 @@ BAR_S = 60.0
 def installed(folder: Path, environ: dict[str, str]) -> Path:
     """The command of a new environment without extras."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [folder / "bin/python", "-m", "pip", "install", "--quiet"]
-    constraints = ROOT / "constraints.txt"
-    subprocess.run([*pip, "--constraint", constraints, ROOT], check=True, cwd=folder, env=environ)
+    pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet"]
+    constraints = str(ROOT / "constraints.txt")
+    command = [*pip, "--constraint", constraints, str(ROOT)]
+    subprocess.run(command, check=True, cwd=folder, env=environ)
     return folder / "bin/kvrs"
 
 
@@ -47,7 +48,7 @@ def measure(servers: VllmServers, folder: Path) -> tuple[Phases, bool]:
         killed.append(row["decode"])
         servers.kill(row["decode"])
 
-    command = [kvrs, "proxy", "--config", path]
+    command = [str(kvrs), "proxy", "--config", str(path)]
     proxy = subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.DEVNULL)
     try:
         with phases.phase("the proxy, until both servers are tested"):
