@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 
 from kvrs.config.file import Config
-from kvrs.errors import ConfigError
 
 
 class UpCommand(msgspec.Struct, frozen=True):
@@ -19,18 +18,13 @@ class UpCommand(msgspec.Struct, frozen=True):
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """Reads the file again whenever it is called, unless it is empty, as one is that is being
-    written: without a section all settings would be defaults.
-    """
+    """Reads the file again whenever it is called."""
 
     path: Path
     read: Callable[[], Config]  # Raises ConfigError.
     launch: UpCommand | None = None
 
     def __call__(self) -> Config:
-        """Raises ConfigError."""
-        if self.path.is_file() and self.path.stat().st_size == 0:
-            raise ConfigError(f"{self.path}: the file is empty")
         return self.read()
 
     @property

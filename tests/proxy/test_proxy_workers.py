@@ -306,7 +306,7 @@ async def test_a_reload_reaches_all_workers(
     """A signal to their supervisor does it, and a request at any of their admin ports."""
     system, proxy = shared
     document = document_of(system, policy={"name": policy}, proxy={"workers": 3})
-    # In one step: the worker that was asked before reads the file once more by its supervisor.
+    # In one step: a worker that was asked by request reads the file once more for its supervisor.
     beside = proxy.config.with_suffix(".new")
     beside.write_bytes(msgspec.json.encode(document))
     beside.replace(proxy.config)
