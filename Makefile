@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Without bytecode every process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo time-demo demo-vllm test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts hashes audit clean
+.PHONY: install demo time-demo demo-vllm test test-fast package test-vllm check check-sentinels lint format reference manifests test-charts test-pythons hashes audit clean
 
 install: .venv/.installed
 
@@ -82,6 +82,18 @@ test-vllm: install .venv-vllm/.installed .venv-vllm-oldest/.installed
 	PYTHON=$(PYTHON) tests/vllm/install.sh .venv-vllm-oldest 0.28.0
 	@touch $@
 
+# The same simulations in other minor versions of Python, where they are installed.
+OTHER_PYTHONS ?= $(foreach version,3.12 3.13,$(if $(shell python$(version) -V 2>/dev/null),$(version)))
+
+test-pythons: install $(OTHER_PYTHONS:%=.venv-%/.installed)
+	KVRS_OTHER_PYTHONS="$(OTHER_PYTHONS:%=$(CURDIR)/.venv-%/bin/python)" \
+		$(BIN)/python -m pytest -q tests/sim/test_determinism.py
+
+.venv-3.%/.installed: pyproject.toml constraints.txt
+	python3.$* -m venv .venv-3.$*
+	.venv-3.$*/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable . pytest
+	@touch $@
+
 # out/hashes.txt: what the index in use gives, for `pip install --require-hashes -r`.
 hashes: install
 	@mkdir -p out
@@ -140,4 +152,4 @@ test-charts: install .venv-charts/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-audit out
+	rm -rf .venv .venv-3.* .venv-vllm .venv-vllm-oldest .venv-audit .venv-charts out
