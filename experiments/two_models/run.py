@@ -147,7 +147,7 @@ def shown(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, seed=0)
+    parser = parser_of(__doc__, __file__, seed=0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends what was started.
