@@ -1,6 +1,6 @@
 """The simulator beside a real cluster at the same pace: the same requests and kills, side by side.
 
-    python -m experiments.simulator.cluster [--streams 200] [--kills 1] [--rate 8]
+    python -m experiments.simulator.cluster [--streams 800] [--kills 8] [--rate 8]
 
 The cluster is that of `kvrs demo`: two pairs of instances that compute a tiny model, each step of
 which takes the time of a profile. Links carry its pages in the time that those of the profile's
@@ -164,8 +164,8 @@ def agreement(rows: Sequence[Row]) -> float | None:
 
 def main() -> int:
     parser = parser_of(__doc__, __file__, seed=0)
-    parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=800)
+    parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--rate", type=float, default=8.0)
     options = parser.parse_args()
     record = Record(options.seed)

@@ -1,7 +1,7 @@
 """The costs of a cluster by its number of workers, with the loss of a rack: CPU per request of the
 simulator and of each component, memory, and the time that the proxy's policy takes to decide.
 
-    python -m experiments.simulator.scale [--cases 64x4 256x4 1000x2] [--interval-s 0.25]
+    python -m experiments.simulator.scale [--cases 64x10 256x10 1000x10 4000x4] [--interval-s 0.25]
 
 A case is workers x requests of each. One proxy has all workers. A rack is 16 nodes; it is lost as
 the middle request comes, with its hosts' memory, and nothing is left to reset a connection. Until
@@ -171,7 +171,7 @@ def as_text(found: list[Scaled], interval_s: float) -> str:
 
 def main() -> int:
     parser = parser_of(__doc__, __file__)
-    parser.add_argument("--cases", nargs="+", default=["64x4", "256x4", "1000x2"])
+    parser.add_argument("--cases", nargs="+", default=["64x10", "256x10", "1000x10", "4000x4"])
     parser.add_argument("--interval-s", type=float, default=0.25)
     options = parser.parse_args()
     record = Record(0)
