@@ -5,10 +5,9 @@ with `now_s`: the proxy's with sockets and tasks, the simulator's in virtual tim
 
     begin        -> the instance to call for prefill, or straight to the decode call
     prefilled    -> whether the decode call follows, by `plan`, which may be another one now
-    decode       -> whether a slot is to be asked for before the call
+    decode       -> the slot that is to be asked for before the call; None: it needs none
     limit_s, is_excused: how long a call may be silent; `failed_at` is to blame for what fails
     resumed      -> its first token, and the first one after a stay
-    slot_released: after the first token or at the end, if `has_slot`
     failure, denial -> the report of its end, after the fault's `delay_s`; None: it is over
 
 A report of an attempt that is over changes nothing.
@@ -23,6 +22,7 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId
+from kvrs.protocol.instance import SlotRequest
 
 S = TypeVar("S", bound=LiveStream)
 
@@ -56,8 +56,7 @@ class CallFault(Enum):
 class Attempt(Generic[S]):
     __slots__ = (
         *("_control", "_first_token_timeout_s", "_is_reported", "_produced_before"),
-        *("_waits_for", "computes", "failed_at", "has_resumed", "has_slot", "live"),
-        *("number", "plan"),
+        *("_waits_for", "computes", "failed_at", "has_resumed", "live", "number", "plan"),
     )
 
     def __init__(self, control: Control[S], live: S, plan: act.Plan) -> None:
@@ -67,7 +66,6 @@ class Attempt(Generic[S]):
         self.has_resumed = False
         self._control = control
         self.number = live.journal.attempt
-        self.has_slot = False  # It has asked for one, or is about to.
         self._is_reported = False
         # Of an attempt that is one call: the instance that computes the history, and how much of
         # the output belongs to that.
@@ -130,8 +128,10 @@ class Attempt(Generic[S]):
         self.plan = plan
         return True
 
-    def decode(self) -> bool:
-        """The decode call is next; True if a slot is to be asked for before it."""
+    def decode(self) -> SlotRequest | None:
+        """The decode call is next; return the slot that is to be asked for before it. The policy's
+        book gives it back with the first token, or when the attempt is over.
+        """
         decode = self.failed_at = self.plan.decode
         timeout_s = self._control.progress.first_token_timeout_s(decode)
         if self.computes is None:
@@ -139,12 +139,9 @@ class Attempt(Generic[S]):
         else:
             self._first_token_timeout_s = max(self._first_token_timeout_s, timeout_s)
             self._waits_for = (decode, self.computes)
-        self.has_slot = bool(self.plan.runs)  # A hand-off of a prefill is not counted.
-        return self.has_slot
-
-    def slot_released(self) -> None:
-        """It has given its slot back, because it fetches nothing any more."""
-        self.has_slot = False
+        if not self.plan.runs:  # A hand-off of a prefill is not counted.
+            return None
+        return SlotRequest(decode, self.live.id, self.number, self.live.journal.owner_epoch)
 
     # Silence.
 

@@ -16,7 +16,7 @@ import msgspec
 from kvrs.config.cluster import Backend
 from kvrs.config.file import Config
 from kvrs.config.proxy import Inexact
-from kvrs.core.books.agent_slots import SlotOutcome, Slots, slot_share
+from kvrs.core.books.agent_slots import AgentSlots, SlotOutcome, slot_share
 from kvrs.core.books.checkpoint_holds import CheckpointHolds
 from kvrs.core.books.leases import FenceTable, Leases
 from kvrs.core.books.links import LinkBounds
@@ -113,8 +113,9 @@ class Control(Generic[S]):
         self.checkpoints = CheckpointHolds(
             config, self.agents, self.instances, self.streams, self.tell
         )
-        self.slots = Slots(
+        self.slots = AgentSlots(
             run_id,
+            self.policy.slot_book,
             self.agents,
             self.instances,
             config.transfer.lease_s,

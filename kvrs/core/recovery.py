@@ -58,19 +58,19 @@ class RecoveryPolicy:
         self._backup = backup
         self._actions: list[act.Action] = []
         self._view = ClusterView(policy.assumed_link_bytes_per_s)
-        self._slots = SlotBook(policy.slots_max)
+        self.slot_book = SlotBook(policy.slots_max)
         self._timers = Timers()
         checkpoints = Checkpoints(self._view, backup)
         outliers = Outliers(self._view, policy.recovery, self._actions)
         incidents = IncidentBook(policy.recovery)
         self._ledger = Ledger(
-            self._view, self._slots, self._timers, checkpoints, outliers, incidents, agent_of
+            self._view, self.slot_book, self._timers, checkpoints, outliers, incidents, agent_of
         )
         # To be read only; the instances are those that are up.
         self.streams: Mapping[StreamId, Stream] = self._ledger.streams
         self.members: Mapping[InstanceId, Member] = self._view.members
         self._kv_locations = self._ledger.kv_locations
-        self._decisions = Decisions(self._view, self._slots, policy, slo)
+        self._decisions = Decisions(self._view, self.slot_book, policy, slo)
         self._starter = Starter(self._ledger, self._decisions, policy, self._actions)
         self._staying = Staying(self._ledger, self._starter, self._decisions, policy, self._actions)
         self._steps = Steps(
@@ -134,7 +134,7 @@ class RecoveryPolicy:
                 self._reload(event.policy, event.slo)
             case _:
                 assert_never(event)
-        if self._timers.heap or self._slots.awaited or self._starter.held_back:
+        if self._timers.heap or self.slot_book.awaited or self._starter.held_back:
             self._place_due(now_s)
         actions = self._actions.copy()
         self._actions.clear()
@@ -156,7 +156,7 @@ class RecoveryPolicy:
     @property
     def has_waiting(self) -> bool:
         """Streams wait for a place or a slot."""
-        return bool(self._ledger.idle or self._slots.awaited)
+        return bool(self._ledger.idle or self.slot_book.awaited)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for people: the view of the cluster, slots, and the streams that run or
@@ -192,7 +192,7 @@ class RecoveryPolicy:
 
     def slots(self) -> dict[str, dict[str, int]]:
         """By target: slots that are held, streams that wait for one, and the limit."""
-        return self._slots.snapshot()
+        return self.slot_book.snapshot()
 
     @property
     def replay_tokens_max(self) -> int:
@@ -201,7 +201,7 @@ class RecoveryPolicy:
     def _reload(self, policy: PolicySettings, slo: SloSettings) -> None:
         self._settings = policy
         self._view.reload(policy.assumed_link_bytes_per_s)
-        self._slots.reload(policy.slots_max)
+        self.slot_book.reload(policy.slots_max)
         self._ledger.outliers.reload(policy.recovery)
         self._ledger.incidents.reload(policy.recovery)
         self._decisions.reload(policy, slo)
@@ -215,8 +215,8 @@ class RecoveryPolicy:
         if self._timers.heap:
             while (due := self._timers.next_due(now_s)) is not None:
                 self._steps.apply(due, AlarmDue(), now_s)
-        if self._slots.awaited:
-            while (served := self._slots.next_served(now_s)) is not None:
+        if self.slot_book.awaited:
+            while (served := self.slot_book.next_served(now_s)) is not None:
                 self._steps.apply(served, SlotFree(), now_s)
         if self._starter.held_back:
             self._starter.place_held_back(now_s)

@@ -247,7 +247,8 @@ class Steps:
             self._starter.place_all([stream], now_s)
 
     def _deny(self, stream: Stream, event: ev.SlotDenied, now_s: float) -> None:
-        if self._ledger.slots.held.get(stream.id) == event.target:
+        held = self._ledger.slots.held.get(stream.id)
+        if held is not None and held.target == event.target:
             self._ledger.deny(stream, now_s + event.wait_s)
             self._starter.place_again(stream, now_s)
 

@@ -10,7 +10,6 @@ from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import Complete
 from kvrs.ids import InstanceId
-from kvrs.protocol.instance import SlotRequest
 from kvrs.protocol.page_messages import TrafficClass
 from kvrs.scheduling.sources import PullSource
 from kvrs.sim.calls import TOKEN_STRIDE, VOCABULARY, Asker, SimCall, first_token, token_at
@@ -139,7 +138,6 @@ class SimAttempt:
         self._control = host.control
         self._attempt = Attempt(host.control, live, plan)
         self._connection: Connection | None = None
-        self._slot: SlotRequest | None = None
         self._is_open = True
         self._is_decoding = False
         self._is_expected = False
@@ -170,7 +168,6 @@ class SimAttempt:
         if self._is_open:
             self._is_open = False
             self.live.journal.close_part()
-        self._release_slot()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -180,7 +177,7 @@ class SimAttempt:
     def _decode(self, handed_over: tuple[PullSource, ...]) -> None:
         attempt, plan, live = self._attempt, self._attempt.plan, self.live
         self._is_decoding = True
-        if not attempt.decode():
+        if (asked := attempt.decode()) is None:
             self._call(plan.decode, handed_over)
             return
         runs = tuple(
@@ -201,8 +198,7 @@ class SimAttempt:
             if self._is_open and (denial := attempt.denial(wait_s)) is not None:
                 self._control.attempt_over(live, denial, self.host.now_s)
 
-        self._slot = SlotRequest(plan.decode, live.id, attempt.number, live.journal.owner_epoch)
-        self.host.slots.acquire(self._slot, granted, denied)
+        self.host.slots.acquire(asked, granted, denied)
 
     def _call(
         self,
@@ -297,7 +293,6 @@ class SimAttempt:
         self._silence.heard_s = now_s
         if not self._attempt.has_resumed or self._is_expected:
             self._is_expected = False
-            self._release_slot()
             self._know_prompt()
             self._attempt.resumed(now_s)
             self.host.resumed(live)
@@ -344,8 +339,3 @@ class SimAttempt:
                 self._control.attempt_over(self.live, failed, self.host.now_s)
 
         self.host.after(fault.delay_s(), report)
-
-    def _release_slot(self) -> None:
-        if self._attempt.has_slot and self._slot is not None:
-            self._attempt.slot_released()
-            self.host.slots.release(self._slot)

@@ -5,7 +5,7 @@ from functools import partial
 from random import Random
 from typing import assert_never
 
-from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, Denied, Granted, Slots
+from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, AgentSlots, Denied, Granted
 from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 from kvrs.sim.agent import SimAgent
@@ -18,7 +18,7 @@ class SlotMessages:
     def __init__(
         self,
         proxy: str,
-        slots: Slots,
+        slots: AgentSlots,
         site: Site,
         grants: Grants,
         rng: Random,
@@ -27,13 +27,14 @@ class SlotMessages:
         """`after` does a step later, unless the proxy has died by then."""
         self._proxy = proxy
         self._slots = slots
+        # When all victims of this moment have asked.
+        slots.has_message = lambda name: after(0.0, partial(self._post_to, name))
         self._site = site
         self._grants = grants
         self._rng = rng
         self._after = after
         self._asking: dict[SlotRequest, Callable[[Slot | None], None]] = {}
         self._wanted: set[SlotRequest] = set()  # Asked for, and not released.
-        self._posting: set[InstanceId] = set()
 
     def acquire(
         self, asked: SlotRequest, granted: Callable[[int], None], denied: Callable[[float], None]
@@ -43,7 +44,6 @@ class SlotMessages:
         outcome = self._slots.request(asked, self._site.clock.now_s)
         if not isinstance(outcome, str):
             self._decide(outcome, granted, denied)
-            self._post()
             return
         agent, is_answered = outcome, False
 
@@ -53,17 +53,9 @@ class SlotMessages:
                 is_answered = True
                 decided = self._slots.answered(asked, agent, slot, self._site.clock.now_s)
                 self._decide(decided, granted, denied)
-                self._post()
 
         self._asking[asked] = answer
-        self._post()
         self._after(ANSWER_TIMEOUT_S, lambda: answer(None))
-
-    def release(self, asked: SlotRequest) -> None:
-        self._wanted.discard(asked)
-        self._grants.released(asked)
-        self._slots.release(asked.stream, asked.owner_epoch, asked.attempt)
-        self._post()
 
     def _decide(
         self,
@@ -79,16 +71,12 @@ class SlotMessages:
             case _:
                 assert_never(outcome)
 
-    def _post(self) -> None:
-        """Send what waits for agents, when all victims of this moment have asked."""
-        for name in self._slots.waiting_agents():
-            if name not in self._posting:
-                self._posting.add(name)
-                self._after(0.0, partial(self._post_to, name))
-
     def _post_to(self, name: InstanceId) -> None:
-        self._posting.discard(name)
-        self._send(name, self._slots.message(name))
+        update = self._slots.message(name)
+        for asked in update.release:
+            self._wanted.discard(asked)
+            self._grants.released(asked)
+        self._send(name, update)
 
     def _send(self, name: InstanceId, update: SlotUpdate) -> None:
         agent = self._site.holders[name]
@@ -103,7 +91,7 @@ class SlotMessages:
             self._after(self._message_s(), lambda: answered(answer))
 
         def answered(answer: SlotAnswer) -> None:
-            self._slots.renewed(update, answer)
+            self._slots.renewed(name, update, answer)
             for callback, slot in zip(asking, answer.acquired, strict=True):
                 if callback is not None:
                     callback(slot)

@@ -242,7 +242,7 @@ class World:
             self._kill(live.instance)
             return
         assert live.attempt.plan is not None
-        if attempt.has_slot and self.random.random() < 0.2:
+        if attempt.plan.runs and not attempt.has_resumed and self.random.random() < 0.2:
             self._deny(attempt)
         elif self.random.random() < self.failure_rate:
             self.at(self.now_s + self.random.choice([0.0, 5.0]), ("break", whom))
@@ -278,8 +278,6 @@ class World:
         if not reports_history and self.random.random() < 0.4:
             self.control.end(live, Complete(), self.now_s)
             return
-        if attempt.has_slot:
-            attempt.slot_released()
         for _ in range(self.random.randint(1, 40)):
             live.journal.append(0, self.now_s)
         attempt.resumed(self.now_s)

@@ -10,6 +10,7 @@ from kvrs.core.fleet.silence import EVENT_LOOP_STALL_S, LOST_TOGETHER_S
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
 from kvrs.core.model.streams import StayDeadline
+from kvrs.protocol.instance import SlotRequest
 from kvrs.sim.streams import SimStream
 from tests.core.test_core import D0, D1, P0, P1, Driver, S
 
@@ -47,7 +48,7 @@ def test_one_call_reports_the_history_with_its_first_token() -> None:
     driver = Driver(own_prefill=True)
     live = driver.stream()
     attempt = attempt_of(driver, live)
-    assert (attempt.begin(), attempt.decode()) == (None, False)
+    assert (attempt.begin(), attempt.decode()) == (None, None)
     live.journal.append(7, 0.2)
     driver.events.clear()
 
@@ -63,10 +64,8 @@ def test_a_slot_is_asked_for_where_history_is_fetched() -> None:
     live = driver.stream()
     plain, fetching = (attempt_of(driver, live, act.Plan(D0, runs=runs)) for runs in ((), RUNS))
 
-    assert (plain.decode(), plain.has_slot) == (False, False)
-    assert (fetching.decode(), fetching.has_slot) == (True, True)
-    fetching.slot_released()
-    assert not fetching.has_slot
+    assert plain.decode() is None
+    assert fetching.decode() == SlotRequest(D0, S, 1)
 
 
 def test_no_decode_call_follows_when_its_instance_is_gone() -> None:
@@ -166,19 +165,19 @@ def events_of_attempts(driver: Driver) -> list[ev.Event]:
 def test_whatever_comes_in_any_order_an_attempt_ends_once_and_changes_nothing_then(
     seed: int,
 ) -> None:
-    """An end is reported once, an attempt that is over reports nothing, and a slot that was asked
-    for is given back once.
-    """
+    """An end is reported once, and an attempt that is over reports nothing."""
     random, driver = Random(seed), Driver(own_prefill=seed % 3 == 0)
     live = driver.stream()
     runs = RUNS if random.random() < 0.5 else ()
     prefill = random.choice([None, P0, P1])
     attempt = attempt_of(driver, live, act.Plan(D0, prefill, runs=runs))
-    asked, released, ends = int(attempt.begin() is None and attempt.decode()), 0, 0
+    ends = 0
+    if attempt.begin() is None:
+        attempt.decode()
 
     def step() -> None:
-        nonlocal released, ends
-        match random.randrange(6):
+        nonlocal ends
+        match random.randrange(5):
             case 0:
                 attempt.prefilled(0.1)
             case 1:
@@ -193,10 +192,7 @@ def test_whatever_comes_in_any_order_an_attempt_ends_once_and_changes_nothing_th
                 if (denied := attempt.denial(0.1)) is not None:
                     ends += 1
                     driver.control.attempt_over(live, denied, 0.3)
-            case 4:
-                released += attempt.has_slot
-                attempt.slot_released()
-            case 5 if random.random() < 0.3:
+            case 4 if random.random() < 0.3:
                 driver.control.instance_lost(driver.control.instances.known[D0], "killed", 0.4)
                 driver.up(D0, epoch=random.randrange(2, 1_000_000_000))
             case _:
@@ -206,7 +202,5 @@ def test_whatever_comes_in_any_order_an_attempt_ends_once_and_changes_nothing_th
         over, told = not attempt.is_current, len(events_of_attempts(driver))
         step()
         assert not over or len(events_of_attempts(driver)) == told
-    released += attempt.has_slot
 
     assert ends <= 1
-    assert released == asked

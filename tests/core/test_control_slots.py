@@ -1,26 +1,35 @@
 """Slots as one proxy sees them: grants, denials, agents that do not answer."""
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvrs.core.books.agent_slots import Denied, Granted, SlotOutcome, Slots
+import pytest
+
+from kvrs.core.books.agent_slots import AgentSlots, Denied, Granted, SlotOutcome
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.fleet.known import Agents
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.protocol.instance import Slot, SlotAnswer, SlotRequest, SlotUpdate
 
 AGENT, D1 = InstanceId("agent-n1"), InstanceId("d1")
+A, B = StreamId("a"), StreamId("b")
 
 
 def make_slots(
     share: int = 2, health: Health = Health.UP, lease_s: float = 9.0
-) -> tuple[Slots, list[SlotOutcome]]:
+) -> tuple[AgentSlots, SlotBook, list[SlotOutcome]]:
+    """The streams a, b and c have slots in the book of the proxy."""
     agents = Agents({AGENT: NodeId("n1")})
     agents.known[AGENT].health = health
     agents.known[AGENT].info = cast(Any, object())
     instances = cast(Any, SimpleNamespace(known={D1: SimpleNamespace(node="n1")}))
     counted: list[SlotOutcome] = []
-    return Slots("me", agents, instances, lease_s, share, counted.append), counted
+    book = SlotBook(32)
+    for name in "abc":
+        book.acquire(D1, StreamId(name), 0.0, 1.0)
+    return AgentSlots("me", book, agents, instances, lease_s, share, counted.append), book, counted
 
 
 def asked(name: str, attempt: int = 1) -> SlotRequest:
@@ -29,21 +38,24 @@ def asked(name: str, attempt: int = 1) -> SlotRequest:
 
 def test_all_requests_of_one_turn_go_in_one_message_behind_the_releases() -> None:
     """The victims of one event have all asked by then, and what ends makes room."""
-    slots, _ = make_slots()
+    slots, book, _ = make_slots()
+    told: list[InstanceId] = []
+    slots.has_message = told.append
     for name in ("a", "b"):
         assert slots.request(asked(name), 0.0) == AGENT
-    slots.release(StreamId("a"), 0, 1)
+    book.release(A)
 
-    assert slots.waiting_agents() == [AGENT]
     message = slots.message(AGENT)
 
     assert message == SlotUpdate("me", 9.0, release=[asked("a")], acquire=[asked("a"), asked("b")])
-    assert slots.waiting_agents() == []
+    assert told == [AGENT]
+    book.release(B)
+    assert told == [AGENT, AGENT]
 
 
 def test_an_agent_that_does_not_answer_is_not_asked_for_a_second() -> None:
     """A recovery does not wait for an agent that hangs more than once."""
-    slots, counted = make_slots()
+    slots, _, counted = make_slots()
     slots.request(asked("a"), 0.0)
 
     assert slots.answered(asked("a"), AGENT, None, 0.25) == Granted(0)
@@ -54,37 +66,47 @@ def test_an_agent_that_does_not_answer_is_not_asked_for_a_second() -> None:
 
 def test_local_grants_are_bounded_by_the_share() -> None:
     """All proxies together then take no more slots than there are."""
-    slots, counted = make_slots(share=2, health=Health.DOWN)
+    slots, book, counted = make_slots(share=2, health=Health.DOWN)
     outcomes = [slots.request(asked(name), 0.0) for name in "abc"]
 
     assert outcomes == [Granted(0), Granted(0), Denied(0.25)]
-    slots.release(StreamId("a"), 0, 1)
+    book.release(A)
     assert slots.request(asked("c"), 0.0) == Granted(0)
     assert counted.count(SlotOutcome.DENIED) == 1
 
 
-def test_the_end_of_an_older_attempt_releases_nothing_of_its_successor() -> None:
-    """Only the attempt that holds a slot gives it back."""
-    slots, _ = make_slots(share=1, health=Health.DOWN)
+def test_a_late_answer_to_an_older_attempt_changes_nothing_of_its_successor() -> None:
+    """The slot that the stream has now is that of another request."""
+    slots, book, _ = make_slots(share=1)
+    slots.request(asked("a"), 0.0)
+    book.release(A)
+    slots.message(AGENT)
+    book.acquire(D1, A, 0.0, 1.0)
     slots.request(asked("a", attempt=2), 0.0)
 
-    slots.release(StreamId("a"), 0, 1)
+    slots.answered(asked("a"), AGENT, Slot(0, 0.5), 0.1)
+    slots.answered(asked("a"), AGENT, None, 0.1)
 
-    assert slots.request(asked("b"), 0.0) == Denied(0.25)
+    assert slots.request(asked("b"), 0.1) == Granted(0), "none is granted locally before it"
+    book.release(A)
+    assert slots.message(AGENT).release == [asked("a", attempt=2)]
 
 
 def test_a_denied_request_is_not_renewed() -> None:
     """It keeps its place in the agent's queue, and holds nothing."""
-    slots, _ = make_slots()
+    slots, book, _ = make_slots()
     slots.request(asked("a"), 0.0)
 
     assert slots.answered(asked("a"), AGENT, Slot(0, 0.5), 0.1) == Denied(0.5)
+    book.deny(A, 0.6)
+
     assert slots.renewals(100.0) == {}
+    assert not slots.message(AGENT).release
 
 
 def test_slots_are_renewed_every_third_of_a_lease_and_when_the_agent_is_back() -> None:
     """An agent that restarted knows of nothing, and would grant to others what is held."""
-    slots, _ = make_slots()
+    slots, _, _ = make_slots()
     agents = slots._agents
     slots.request(asked("a"), 0.0)
     slots.answered(asked("a"), AGENT, Slot(5), 0.1)
@@ -97,7 +119,7 @@ def test_slots_are_renewed_every_third_of_a_lease_and_when_the_agent_is_back() -
 
     update = SlotUpdate("me", 9.0, renew=[asked("a")])
     assert (early, back, due) == ({}, {AGENT: update}, {AGENT: update})
-    slots.renewed(update, SlotAnswer([], [StreamId("a")]))
+    slots.renewed(AGENT, update, SlotAnswer([], [A]))
     assert slots.renewals(20.0) == {}
 
 
@@ -105,7 +127,7 @@ def test_slots_of_a_proxy_that_died_are_free_after_10_s_at_most() -> None:
     """A longer `slot_lease_s` is cut to it; a shorter one holds."""
     leases_s = []
     for lease_s in (3.0, 60.0):
-        slots, _ = make_slots(lease_s=lease_s)
+        slots, _, _ = make_slots(lease_s=lease_s)
         slots.request(asked("a"), 0.0)
         leases_s.append(slots.message(AGENT).lease_s)
 
@@ -115,3 +137,51 @@ def test_slots_of_a_proxy_that_died_are_free_after_10_s_at_most() -> None:
 def test_agents_that_are_back_are_looked_for_ten_times_a_second() -> None:
     """Such a one may grant to others what is held. A short lease is renewed in time."""
     assert [make_slots(lease_s=lease_s)[0].tick_s for lease_s in (9.0, 0.15)] == [0.1, 0.15 / 3]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_an_agent_may_have_granted_is_given_back_to_it_once(seed: int) -> None:
+    """Whatever comes in any order: grants, denials, silence, an agent that is down, slots that it
+    has given to others, and transfers that end in between.
+    """
+    random, (slots, book, _) = Random(seed), make_slots()
+    agent = slots._agents.known[AGENT]
+    may_hold: dict[StreamId, SlotRequest] = {}
+    unanswered: list[SlotRequest] = []
+    due: list[SlotRequest] = []
+    released: list[SlotRequest] = []
+
+    def release(stream: StreamId) -> None:
+        book.release(stream)
+        if stream in may_hold:
+            due.append(may_hold.pop(stream))
+            released.extend(slots.message(AGENT).release)
+
+    for attempt in range(1, 80):
+        stream, now_s = random.choice([A, B]), 100.0 * attempt
+        match random.randrange(4):
+            case 0 if unanswered:
+                request = unanswered.pop(random.randrange(len(unanswered)))
+                slot = random.choice([Slot(attempt), Slot(0, 0.1), None])
+                slots.answered(request, AGENT, slot, now_s)
+                if slot == Slot(0, 0.1) and may_hold.get(request.stream) == request:
+                    del may_hold[request.stream]
+            case 1 if (update := slots.renewals(now_s).get(AGENT)) is not None:
+                assert {each.stream: each for each in update.renew} == may_hold
+                lost = random.choice(update.renew).stream
+                slots.renewed(AGENT, update, SlotAnswer([], [lost]))
+                del may_hold[lost]
+            case 2:
+                release(stream)
+                assert book.acquire(D1, stream, now_s, 1.0)
+            case _ if stream not in may_hold:
+                agent.health = random.choice([Health.UP, Health.UP, Health.DOWN])
+                request = asked(stream, attempt)
+                if slots.request(request, now_s) == AGENT:
+                    may_hold[stream] = request
+                    unanswered.append(request)
+            case _:
+                pass
+
+    assert released == due
+    assert due

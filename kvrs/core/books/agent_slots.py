@@ -1,10 +1,11 @@
-"""Slots of this proxy's attempts at the agents of their targets, which arbitrate between proxies.
+"""Requests for slots to the agents of their targets, which arbitrate between proxies. What an agent
+may have granted, and what was granted without one, is noted in the proxy's book.
 
 Requested right before the decode call of an attempt that fetches: all requests of one turn of the
 driver's loop go to an agent in one message, with the releases before them. Renewed in one message
-per agent and third of a lease, released as soon as the attempt has brought a token or is over. An
-agent that cannot be asked stops no recovery: each proxy then grants its own share of the target's
-slots locally, and that is counted.
+per agent and third of a lease, released as soon as the book gives the slot back: the attempt has
+brought a token or is over. An agent that cannot be asked stops no recovery: each proxy then grants
+its own share of the target's slots locally, and that is counted.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from enum import StrEnum
 import msgspec
 
 from kvrs.config.file import Config
+from kvrs.core.books.waiting import HeldSlot, SlotBook
 from kvrs.core.fleet.known import Agents, Instances
 from kvrs.core.model.member import Health
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import AgentInfo, Slot, SlotAnswer, SlotRequest, SlotUpdate
 
 LEASE_S = 10.0  # After a proxy's death, its slots are free for others within this time.
@@ -54,12 +56,13 @@ def slot_share(config: Config) -> int:
     return config.policy.slots_max // (1 + sum(1 for _ in config.proxy.every_peer()))
 
 
-class Slots:
+class AgentSlots:
     """`count` gets the outcome of every request, and of every slot that was lost."""
 
     def __init__(
         self,
         owner: str,
+        book: SlotBook,
         agents: Agents,
         instances: Instances,
         lease_s: float,
@@ -70,15 +73,17 @@ class Slots:
         slots while no agent arbitrates: all proxies together then take no more than there are.
         """
         self._owner = owner
+        self._book = book
+        book.released = self._release
         self._agents = agents
         self._instances = instances
         self._lease_s = min(lease_s, LEASE_S)
         self.tick_s = min(RENEW_TICK_S, self._lease_s / 3)
         self._count = count
         self.reload(share)
-        self._local: dict[StreamId, SlotRequest] = {}
-        # Whatever an agent may have granted, whether or not its answer came.
-        self._held: dict[StreamId, tuple[InstanceId, SlotRequest]] = {}
+        # Called when there is a message to an agent, which the driver takes in its next turn: the
+        # victims of one event have all asked by then.
+        self.has_message: Callable[[InstanceId], None] = lambda agent: None
         self._outboxes: dict[InstanceId, _Outbox] = {}
         self._cooling_until_s: dict[InstanceId, float] = {}
         self._met: dict[InstanceId, AgentInfo] = {}
@@ -93,10 +98,10 @@ class Slots:
         agent = self._agents.on_node(self._instances.known[asked.target].node)
         if agent is None:
             return Granted(0)
+        held = self._book.held[asked.stream]
         if agent.health is not Health.UP or now_s < self._cooling_until_s.get(agent.id, 0.0):
-            return self._grant_locally(asked)
-        self._let_go(asked.stream)  # An attempt before this one, which has not come to its end yet.
-        self._held[asked.stream] = agent.id, asked
+            return self._grant_locally(held)
+        held.asked = agent.id, asked
         self._outbox(agent.id).acquire.append(asked)
         return agent.id
 
@@ -104,43 +109,26 @@ class Slots:
         self, asked: SlotRequest, agent: InstanceId, slot: Slot | None, now_s: float
     ) -> Granted | Denied:
         """Apply the agent's answer; None: it has not answered within ANSWER_TIMEOUT_S."""
+        held = self._held(agent, asked)
         if slot is None:
             self._cooling_until_s[agent] = now_s + AGENT_COOLDOWN_S
-            return self._grant_locally(asked)
+            return Granted(0) if held is None else self._grant_locally(held)
         if not slot.token:
-            self._held.pop(asked.stream, None)  # It keeps its place in the agent's queue.
+            if held is not None:
+                held.asked = None  # It is not released, and keeps its place in the agent's queue.
             self._count(SlotOutcome.DENIED)
             return Denied(slot.wait_s)
         self._count(SlotOutcome.GRANTED)
         return Granted(slot.token)
 
-    def _grant_locally(self, asked: SlotRequest) -> Granted | Denied:
-        others = sum(
-            each.target == asked.target and each.stream != asked.stream
-            for each in self._local.values()
-        )
-        if others >= self._share:
-            self._let_go(asked.stream)  # Its agent may have granted it.
+    def _grant_locally(self, held: HeldSlot) -> Granted | Denied:
+        others = self._book.held_at(held.target)
+        if sum(each.is_local for each in others if each is not held) >= self._share:
             self._count(SlotOutcome.DENIED)
             return Denied(LOCAL_GRANT_WAIT_S)
-        self._local[asked.stream] = asked
+        held.is_local = True
         self._count(SlotOutcome.LOCAL)
         return Granted(0)
-
-    def release(self, stream: StreamId, owner_epoch: int, attempt: int) -> None:
-        """The attempt fetches nothing any more, if it ever did."""
-        number = (owner_epoch, attempt)
-        local = self._local.get(stream)
-        if local is not None and (local.owner_epoch, local.attempt) == number:
-            del self._local[stream]
-        if stream in self._held:
-            asked = self._held[stream][1]
-            if (asked.owner_epoch, asked.attempt) == number:
-                self._let_go(stream)
-
-    def waiting_agents(self) -> list[InstanceId]:
-        """Agents for which `message` has something."""
-        return list(self._outboxes)
 
     def message(self, agent: InstanceId) -> SlotUpdate:
         """Take the agent's next message: releases, then requests in the order in which they
@@ -163,22 +151,29 @@ class Slots:
             is_back = agent.health is Health.UP and self._met.get(agent.id) is not agent.info
             if is_back and agent.info is not None:
                 self._met[agent.id] = agent.info
-            held = [asked for holder, asked in self._held.values() if holder == agent.id]
+            every = [each.asked for each in self._book.held.values() if each.asked is not None]
+            held = [asked for holder, asked in every if holder == agent.id]
             if held and (is_due or is_back):
                 found[agent.id] = SlotUpdate(self._owner, self._lease_s, renew=held)
         return found
 
-    def renewed(self, update: SlotUpdate, answer: SlotAnswer) -> None:
+    def renewed(self, agent: InstanceId, update: SlotUpdate, answer: SlotAnswer) -> None:
         """Drop what the agent has given to others; it ends the transfers that still run."""
-        renewed = {asked.stream: asked for asked in update.renew}
-        for stream in answer.lost:
-            if stream in self._held and self._held[stream][1] == renewed.get(stream):
-                del self._held[stream]
+        for asked in update.renew:
+            if asked.stream in answer.lost and (held := self._held(agent, asked)) is not None:
+                held.asked = None
                 self._count(SlotOutcome.LOST)
 
-    def _let_go(self, stream: StreamId) -> None:
-        if (held := self._held.pop(stream, None)) is not None:
-            self._outbox(held[0]).release.append(held[1])
+    def _held(self, agent: InstanceId, asked: SlotRequest) -> HeldSlot | None:
+        """The slot of this request; None: its attempt fetches nothing any more."""
+        held = self._book.held.get(asked.stream)
+        return held if held is not None and held.asked == (agent, asked) else None
+
+    def _release(self, agent: InstanceId, asked: SlotRequest) -> None:
+        self._outbox(agent).release.append(asked)
 
     def _outbox(self, agent: InstanceId) -> _Outbox:
-        return self._outboxes.setdefault(agent, _Outbox())
+        if agent not in self._outboxes:
+            self._outboxes[agent] = _Outbox()
+            self.has_message(agent)
+        return self._outboxes[agent]

@@ -7,7 +7,8 @@ last; a driver may keep one timer or many, and a superfluous wake-up does nothin
 Slots: at most `slots_max` recovery transfers into one target at a time (seed KVRS, "Slot
 Reservation"), and the queue of streams for the next one. First in, first out: a stream may take a
 slot only when one is left over for every stream before it. This is one proxy's own book, and a
-first filter: where the target's node has an agent, the agent arbitrates between proxies.
+first filter: where the target's node has an agent, the agent arbitrates between proxies, and
+`agent_slots.py` notes here what it has been asked for.
 
 Retry budget: a token bucket that keeps the retries of one proxy below a share of starts. Attempts
 that follow a failure load the survivors of it; where these fail under that load, each failure asks
@@ -15,13 +16,13 @@ for more. A bucket that holds one token per open stream lets all victims of a lo
 and what fails again after that at the rate of the refill.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-import msgspec
-
 from kvrs.core.model import actions as act
 from kvrs.ids import InstanceId, StreamId
+from kvrs.protocol.instance import SlotRequest
 
 # Event loops round to milliseconds; an alarm that is this near counts as due, or it would be
 # requested again and again.
@@ -93,15 +94,20 @@ def is_past(at_s: float, now_s: float) -> bool:
     return at_s <= now_s + SLACK_S
 
 
-class _Held(msgspec.Struct, frozen=True):
+@dataclass(slots=True)
+class HeldSlot:
+    target: InstanceId
     ends_s: float  # As predicted.
     duration_s: float
     ticket: int
+    # Which agent may have granted what to the attempt, whether or not its answer came.
+    asked: tuple[InstanceId, SlotRequest] | None = None
+    is_local: bool = False  # Granted by this proxy, because the agent could not be asked.
 
 
 @dataclass(slots=True)
 class _Target:
-    held: dict[StreamId, _Held] = field(default_factory=dict)
+    held: dict[StreamId, HeldSlot] = field(default_factory=dict)
     waiting: dict[StreamId, int] = field(default_factory=dict)  # Ticket numbers, in order.
     next_ticket: int = 0
     # Counted at the first look-up after a change, so that most look-ups are O(1):
@@ -143,8 +149,10 @@ class SlotBook:
         # Targets that a stream has come to, or waited for.
         self._targets: dict[InstanceId, _Target] = {}
         self.is_used = False  # Some stream has had a slot; none waits for one before.
-        self.held: dict[StreamId, InstanceId] = {}  # At which target each has a slot.
+        self.held: dict[StreamId, HeldSlot] = {}
         self.awaited: dict[StreamId, InstanceId] = {}  # For a slot of which target each waits.
+        # Called for each slot given back that an agent may have granted.
+        self.released: Callable[[InstanceId, SlotRequest], None] = lambda agent, asked: None
 
     def reload(self, slots_max: int) -> None:
         """Allow another number of transfers. Where more are held, they run to their end."""
@@ -183,33 +191,35 @@ class SlotBook:
         ticket = book.ticket_of(stream)
         self.leave(stream)
         self.is_used = True
-        book.held[stream] = _Held(now_s + predicted_s, predicted_s, ticket)
-        self.held[stream] = target
+        held = HeldSlot(target, now_s + predicted_s, predicted_s, ticket)
+        self.held[stream] = book.held[stream] = held
         book.is_counted = False
         return True
 
     def release(self, stream: StreamId) -> None:
         """Give back the slot that the stream has."""
-        book = self._targets[self.held.pop(stream)]
+        held = self.held.pop(stream)
+        book = self._targets[held.target]
         if len(book.held) > 1:
             book.is_counted = False
         elif not book.is_counted:
             book.count()  # What it had last says how long the next ones may take.
         del book.held[stream]
+        if held.asked is not None:
+            self.released(*held.asked)
 
     def deny(self, stream: StreamId, until_s: float) -> None:
         """The target's agent has no slot for this proxy before then; the stream goes back to its
         place in the queue.
         """
-        target = self.held[stream]
-        book = self._targets[target]
-        ticket = book.held[stream].ticket
+        held = self.held[stream]
+        book = self._targets[held.target]
         self.release(stream)
         book.most, book.most_until_s = len(book.held), until_s
         book.waiting = dict(
-            sorted([*book.waiting.items(), (stream, ticket)], key=lambda waiting: waiting[1])
+            sorted([*book.waiting.items(), (stream, held.ticket)], key=lambda waiting: waiting[1])
         )
-        self.awaited[stream] = target
+        self.awaited[stream] = held.target
 
     def enqueue(self, target: InstanceId, stream: StreamId) -> None:
         """Wait for a slot at the target. A stream that waits there already keeps its place."""
@@ -232,6 +242,9 @@ class SlotBook:
             if book.waiting and len(book.held) < book.room(self._slots_max, now_s):
                 return next(iter(book.waiting))
         return None
+
+    def held_at(self, target: InstanceId) -> Collection[HeldSlot]:
+        return self._targets[target].held.values() if target in self._targets else ()
 
     def waiting_for(self, target: InstanceId) -> list[StreamId]:
         return list(self._targets[target].waiting) if target in self._targets else []

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, Denied, Slots
+from kvrs.core.books.agent_slots import ANSWER_TIMEOUT_S, AgentSlots, Denied
 from kvrs.errors import KvrsError, UpstreamError
-from kvrs.ids import InstanceId, StreamId
+from kvrs.ids import InstanceId
 from kvrs.protocol.instance import Slot, SlotRequest, SlotUpdate
 from kvrs.proxy.backends.agent import AgentBackend
 
@@ -26,39 +26,29 @@ class SlotDeniedError(KvrsError):
 
 
 class SlotSender:
-    def __init__(self, slots: Slots, backends: Mapping[InstanceId, AgentBackend]) -> None:
+    def __init__(self, slots: AgentSlots, backends: Mapping[InstanceId, AgentBackend]) -> None:
         self._slots = slots
+        slots.has_message = lambda agent: self._begin(self._post_to(agent))
         self._backends = backends
         self._waiting: dict[SlotRequest, asyncio.Future[Slot | None]] = {}
-        self._posting: set[InstanceId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def acquire(
-        self, target: InstanceId, stream: StreamId, owner_epoch: int, attempt: int
-    ) -> int:
+    async def acquire(self, asked: SlotRequest) -> int:
         """The slot's token; 0: the target's node has no agent, or none that answers.
 
         Raises:
             SlotDeniedError: none is left, or this proxy has its share of them and no agent answers.
         """
         loop = asyncio.get_running_loop()
-        asked = SlotRequest(target, stream, attempt, owner_epoch)
         outcome = self._slots.request(asked, loop.time())
         if isinstance(outcome, str):
             answered = self._waiting[asked] = loop.create_future()
-            self._post()
             done, _ = await asyncio.wait([answered], timeout=ANSWER_TIMEOUT_S)
             slot = answered.result() if done else None
             outcome = self._slots.answered(asked, outcome, slot, loop.time())
-        self._post()
         if isinstance(outcome, Denied):
-            raise SlotDeniedError(target, outcome.wait_s)
+            raise SlotDeniedError(asked.target, outcome.wait_s)
         return outcome.token
-
-    def release(self, stream: StreamId, owner_epoch: int, attempt: int) -> None:
-        """The attempt fetches nothing any more, if it ever did."""
-        self._slots.release(stream, owner_epoch, attempt)
-        self._post()
 
     async def run(self) -> None:
         """Send renewals until cancelled."""
@@ -76,17 +66,7 @@ class SlotSender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _post(self) -> None:
-        """Have waiting messages sent in the next turn of the event loop: the victims of one event
-        have all asked by then.
-        """
-        for agent in self._slots.waiting_agents():
-            if agent not in self._posting:
-                self._posting.add(agent)
-                self._begin(self._post_to(agent))
-
     async def _post_to(self, agent: InstanceId) -> None:
-        self._posting.discard(agent)
         await self._send(agent, self._slots.message(agent))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -104,7 +84,7 @@ class SlotSender:
                     f"answers {len(answer.acquired)} of {len(answered)} requests for slots"
                 )
             slots = answer.acquired
-            self._slots.renewed(update, answer)
+            self._slots.renewed(agent, update, answer)
         except UpstreamError as error:
             log.warning("slots not told", extra={"instance": agent, "cause": str(error)})
         finally:

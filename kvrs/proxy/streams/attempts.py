@@ -177,9 +177,6 @@ class AttemptCalls:
             elif isinstance(error, NotANumberError):
                 live.journal.spoilt_attempt = attempt.number
             self._over(attempt.failure(fault, str(error), retry_after_s=retry_after_s))
-        finally:
-            if attempt.has_slot:
-                self._release_slot()
 
     def _over(self, event: ev.AttemptFailed | ev.SlotDenied | None) -> None:
         if event is not None:
@@ -273,11 +270,8 @@ class AttemptCalls:
             live.enter(StreamPhase.DECODE, plan.decode)
         if live.journal.output_ids:
             self._check_exactness(plan.decode)
-        slot = 0
-        if attempt.decode():
-            slot = await self._driver.slots.acquire(
-                plan.decode, live.id, live.journal.owner_epoch, attempt.number
-            )
+        asked = attempt.decode()
+        slot = 0 if asked is None else await self._driver.slots.acquire(asked)
         await self._turn()
         exact = self._instances.known[plan.decode].resumes_exactly
         watchdog = Watchdog(attempt.limit_s, self._is_excused)
@@ -363,19 +357,12 @@ class AttemptCalls:
             features = ", ".join(journal.inexact)
             raise ConfigError(f"cannot be continued exactly without a replay: {features}")
 
-    def _release_slot(self) -> None:
-        journal = self._live.journal
-        self._attempt.slot_released()
-        self._driver.slots.release(journal.stream, journal.owner_epoch, self._attempt.number)
-
     def _resumed(self) -> None:
         attempt, live = self._attempt, self._live
         if not attempt.has_resumed:
             if self._span is not None:
                 self._span.first_token()
             live.decoded_by = self._driver.control.self_tests.process(attempt.plan.decode)
-            if attempt.has_slot:
-                self._release_slot()
         self._driver.resumed(attempt)
         if live.phase is StreamPhase.PREFILL and attempt.is_current:  # It is one call.
             live.enter(StreamPhase.DECODE, attempt.plan.decode)

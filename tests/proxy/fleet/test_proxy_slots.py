@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvrs.core.books import agent_slots as slots
-from kvrs.core.books.agent_slots import Slots
+from kvrs.core.books.agent_slots import AgentSlots
+from kvrs.core.books.waiting import SlotBook
 from kvrs.core.fleet.known import Agents
 from kvrs.core.model.member import Health
 from kvrs.ids import InstanceId, NodeId, StreamId
@@ -299,13 +300,17 @@ async def test_a_proxy_that_ends_gives_its_slots_back(
     await asyncio.gather(*asked, return_exceptions=True)
 
 
-def sender_to(agent: Any) -> SlotSender:
+ASKED = SlotRequest(InstanceId("d1"), StreamId("s"), 2)
+
+
+def sender_to(agent: Any, book: SlotBook) -> SlotSender:
     """The sender of a proxy whose only agent, on the node of d1, is up."""
+    book.acquire(ASKED.target, ASKED.stream, 0.0, 1.0)
     name = InstanceId("agent-n1")
     agents = Agents({name: NodeId("n1")})
     agents.known[name].health = Health.UP
     nodes = SimpleNamespace(known={"d1": SimpleNamespace(node="n1")})
-    slots = Slots("me", agents, cast("Any", nodes), 30.0, 32, lambda _: None)
+    slots = AgentSlots("me", book, agents, cast("Any", nodes), 30.0, 32, lambda _: None)
     return SlotSender(slots, {name: agent})
 
 
@@ -319,13 +324,13 @@ async def test_the_last_words_of_a_proxy_are_waited_for() -> None:
             told.append(update)
             return SlotAnswer([Slot(1) for _ in update.acquire])
 
-    asking = sender_to(Agent())
-    await asking.acquire(InstanceId("d1"), StreamId("s"), 0, 2)
+    asking = sender_to(Agent(), book := SlotBook(1))
+    await asking.acquire(ASKED)
 
-    asking.release(StreamId("s"), 0, 2)
+    book.release(ASKED.stream)
     await asking.close()
 
-    assert told[-1].release == told[0].acquire == [SlotRequest(InstanceId("d1"), StreamId("s"), 2)]
+    assert told[-1].release == told[0].acquire == [ASKED]
 
 
 def test_an_agent_that_hangs_is_waited_for_a_quarter_of_a_second() -> None:
@@ -337,8 +342,8 @@ def test_an_agent_that_hangs_is_waited_for_a_quarter_of_a_second() -> None:
             raise AssertionError(update)
 
     async def acquire() -> tuple[int, float]:
-        asking = sender_to(Agent())
-        token = await asking.acquire(InstanceId("d1"), StreamId("s"), 0, 2)
+        asking = sender_to(Agent(), SlotBook(1))
+        token = await asking.acquire(ASKED)
         waited_s = virtual_loop().time()
         await asking.close()
         return token, waited_s
