@@ -12,7 +12,8 @@ from experiments.record import Record
 from kvrs.core.model import actions as act
 from kvrs.sim.cluster import POISONED, Outcome
 from kvrs.sim.command import deaths_of, rows
-from kvrs.sim.scenarios import (
+from kvrs.sim.world import World
+from kvrs_testkit.random_worlds import (
     KINDS,
     contended,
     in_turn,
@@ -21,7 +22,6 @@ from kvrs.sim.scenarios import (
     scenario,
     sick,
 )
-from kvrs.sim.world import World
 
 # By scenario: outcomes, and what went wrong by seed.
 Others = dict[str, tuple[list[Outcome], dict[int, str]]]

@@ -22,9 +22,9 @@ from kvrs.profiles import catalog
 from kvrs.protocol.tags import page_tags, root_tag
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.process import require
-from kvrs.sim.scenarios import in_turn, outage, poisons_at_once, scenario, sick
 from kvrs.sim.world import World
 from kvrs_testkit import link_scenarios
+from kvrs_testkit.random_worlds import in_turn, outage, poisons_at_once, scenario, sick
 
 POISON_DEATHS = RecoverySettings().poison_deaths  # The most that one poisoned request may cause.
 OUTAGE_SEEDS = POISON_SEEDS = range(6)

@@ -21,7 +21,7 @@ DRAINED = "an instance drained"
 DRAIN_ORDERED = "an instance drained by an operator"
 REMOVED = "an instance removed and added again"
 SICK_FOR_S = 15.0
-SICK = "an instance that fails all calls"  # Not drawn among the others: `scenarios.sick`.
+SICK = "an instance that fails all calls"  # Not drawn among the others: `random_worlds.sick`.
 PROXY_KILLED = "a proxy"
 FALSE_GOSSIP = "a false death by gossip"
 RELOADED = "other settings"
@@ -31,7 +31,7 @@ TWO_RANKS = "two ranks at once"
 TOO_MANY_RANKS = "all ranks but one, too few for the model"
 MID_MOVE = "a rank in mid-move of another one"
 LATE = "a re-forming five times as long as said"
-LEAVES = "a rank that leaves by order"  # Not drawn among the others: `scenarios.ranked`.
+LEAVES = "a rank that leaves by order"  # Not drawn among the others: `random_worlds.ranked`.
 # Half dead: `half_deaths.py`.
 HUNG = "an instance that computes nothing"
 CUT_OFF = "a proxy cut off from an instance"
@@ -135,7 +135,7 @@ FAULT_SCENARIOS: dict[str, FaultScenario] = {
     ONE_WAY: lambda r, n: [],
 }
 
-# Of instances with a host for each stage, by their ids; drawn by `scenarios.pipelines`.
+# Of instances with a host for each stage, by their ids; drawn by `random_worlds.pipelines`.
 STAGE_SCENARIOS: dict[str, FaultScenario] = {
     "a host": lambda r, n: [_host(r.choice(n))],
     "a host of each of two instances": lambda r, n: [_host(name) for name in r.sample(n, 2)],

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvrs.sim.scenarios import scenario
+from kvrs_testkit.random_worlds import scenario
 
 DIGEST = """
 from tests.sim.test_determinism import digest
@@ -71,6 +71,8 @@ def test_other_seeds_give_other_logs() -> None:
 @pytest.mark.process
 def test_simulator_loads_no_tensors() -> None:
     """It is meant for machines without any of that."""
-    script = "import sys, kvrs.sim.command, kvrs.sim.scenarios; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, kvrs.sim.command, kvrs_testkit.random_worlds; sys.exit('torch' in sys.modules)"
+    )
 
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

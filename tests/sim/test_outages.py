@@ -5,7 +5,7 @@ look alike to a stream that is at two of the deaths.
 import pytest
 
 from kvrs.core.books.incident_book import IncidentBook, Ruling, Verdict
-from kvrs.sim.scenarios import outage, poisons_at_once
+from kvrs_testkit.random_worlds import outage, poisons_at_once
 
 SEEDS = 20
 # Each seed with one bound, which takes half the time; there are pairs, and instances that do both

@@ -7,8 +7,8 @@ import pytest
 from kvrs.core.defences.outliers import Outliers
 from kvrs.sim.cluster import Outcome
 from kvrs.sim.fault_scenarios import SICK_FOR_S
-from kvrs.sim.scenarios import sick
 from kvrs.sim.world import World
+from kvrs_testkit.random_worlds import sick
 
 
 def starts_there(world: World, outcome: Outcome) -> tuple[int, int]:

@@ -28,9 +28,9 @@ from kvrs.sim.cluster import CUT, Outcome
 from kvrs.sim.fault_scenarios import FAULT_SCENARIOS
 from kvrs.sim.process import InvariantError
 from kvrs.sim.proxy import SimShell
-from kvrs.sim.scenarios import contended, in_turn, peers, poisoned, scenario, sick
 from kvrs.sim.world import World
 from kvrs.transfer.store.book import CheckpointBook
+from kvrs_testkit.random_worlds import contended, in_turn, peers, poisoned, scenario, sick
 from tests.sim.stepwise import Drawn, assert_same_step_by_step, outcome_told
 
 SEEDS = int(os.environ.get("KVRS_SIM_SEEDS", "160"))

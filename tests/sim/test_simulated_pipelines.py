@@ -23,10 +23,10 @@ from kvrs.sim.lost_cells import LostCells
 from kvrs.sim.pipelines import SimPipeline
 from kvrs.sim.process import Clock, InvariantError
 from kvrs.sim.rank_model import PipelineModel
-from kvrs.sim.scenarios import pipelines
 from kvrs.sim.site import LATENCY_S
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
+from kvrs_testkit.random_worlds import pipelines
 from tests.sim.stepwise import assert_same_step_by_step, outcome_told
 
 D0, D1, D2 = map(InstanceId, ("d0", "d1", "d2"))

@@ -17,7 +17,7 @@ from kvrs.sim.lost_cells import LostCells
 from kvrs.sim.process import InvariantError
 from kvrs.sim.rank_model import RankModel
 from kvrs.sim.ranks import SimRanks
-from kvrs.sim.scenarios import ranked, too_few_ranks
+from kvrs_testkit.random_worlds import ranked, too_few_ranks
 
 SEEDS = 10
 
