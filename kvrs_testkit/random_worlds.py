@@ -53,20 +53,21 @@ FIRST_S, TURN_S = 2.0, 3.0  # When the first of them comes, and how long after i
 def scenario(seed: int, *, keep_log: bool = False) -> World:
     """The world of that seed."""
     rng = Random(seed)
-    return _drawn(rng, _config(rng, _RANKS[seed % len(_RANKS)]), seed, keep_log=keep_log)
+    return drawn_world(rng, random_config(rng, seed), seed, keep_log=keep_log)
 
 
 def peers(seed: int, *, keep_log: bool = False) -> World:
     """The same with replicas at peers, where there are some."""
     rng = Random(seed)
-    config = _config(rng, _RANKS[seed % len(_RANKS)], [each for each in CLUSTERS if len(each) > 1])
+    config = random_config(rng, seed, [each for each in CLUSTERS if len(each) > 1])
     backup = config.backup.model_copy(
         update={"mode": BackupMode.PEER, "peer_share": rng.choice([0.1, 0.5, 1.0])}
     )
-    return _drawn(rng, config.model_copy(update={"backup": backup}), seed, keep_log=keep_log)
+    config = config.model_copy(update={"backup": backup})
+    return drawn_world(rng, config, seed, keep_log=keep_log)
 
 
-def _drawn(rng: Random, config: Config, seed: int, *, keep_log: bool) -> World:
+def drawn_world(rng: Random, config: Config, seed: int, *, keep_log: bool) -> World:
     """Streams and deaths at random."""
     streams = rng.randint(4, 24)
     arrivals = [_arrival(rng, config.cluster.engine.max_model_len) for _ in range(streams)]
@@ -414,10 +415,10 @@ def _poisson(
     ]
 
 
-def _config(
-    rng: Random, tp: int, clusters: Sequence[tuple[tuple[str, ...], ...]] = CLUSTERS
+def random_config(
+    rng: Random, seed: int, clusters: Sequence[tuple[tuple[str, ...], ...]] = CLUSTERS
 ) -> Config:
-    cluster = rng.choice(clusters)
+    cluster, ranks = rng.choice(clusters), _RANKS[seed % len(_RANKS)]
     modes = [BackupMode.OFF, BackupMode.LOCAL]
     if len(cluster) > 1:
         modes += [BackupMode.REMOTE, BackupMode.BOTH]
@@ -439,7 +440,7 @@ def _config(
                 {
                     "id": f"n{index}",
                     "instances": [
-                        {"id": f"{role[0]}{index}{letter}", "role": role, "tp": tp}
+                        {"id": f"{role[0]}{index}{letter}", "role": role, "tp": ranks}
                         for role, letter in zip(roles, "abc", strict=False)
                     ],
                 }

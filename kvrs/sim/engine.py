@@ -67,7 +67,8 @@ class SimEngine(SimPagePool, RankedEngine):
         self.answer: str | None = None  # To every call, in place of its work.
         self.hangs = False  # It reports and takes calls, and computes nothing.
         self.most_calls: int | None = None  # It has no room for more.
-        self.is_plain = False  # As vLLM: a decode instance computes prompts itself.
+        # What it reports of itself: tests have engines of other kinds.
+        self.declares: Callable[[InstanceInfo], InstanceInfo] = lambda info: info
         self.poisoned: Callable[[StreamId], None] | None = None  # Ends this process.
         self.given_up: Step | None = None  # The same, when too few ranks are left.
         self._site = site
@@ -223,7 +224,7 @@ class SimEngine(SimPagePool, RankedEngine):
 
     def info(self) -> InstanceInfo:
         table = self._pace.prefill
-        return InstanceInfo(
+        info = InstanceInfo(
             self.id,
             self.node,
             self.role,
@@ -234,13 +235,13 @@ class SimEngine(SimPagePool, RankedEngine):
             self._site.geometry,
             self.settings.max_model_len,
             0,
-            [Capability.PREFIX_CACHE] if self.is_plain else list(Capability),
+            list(Capability),
             MeasuredPrefill(
                 table.label, table.step_tokens, list(table.seconds), table.covered_to_tokens
             ),
-            computes_prompts=self.is_plain and self.role is Role.DECODE,
             gpus=[str(self.id)],
         )
+        return self.declares(info)
 
     def load(self) -> LoadReport:
         scheduler, now_s = self.scheduler, self.clock.now_s

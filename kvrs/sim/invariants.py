@@ -430,6 +430,9 @@ class Invariants:
         """No stream is left, so nothing is booked."""
         seen = control.policy.snapshot()
         require(not control.streams, f"{name} has open streams: {list(control.streams)}")
+        for leases in (control.leases, control.checkpoints.leases):
+            renewed = [each for each in leases.batches(renew=True).values() if each.renew]
+            require(not renewed, f"{name} renews leases: {renewed}")
         require(seen["slots"] == {}, f"{name} holds slots: {seen['slots']}")
         require(seen["waiting"] == [], f"{name} has streams waiting: {seen['waiting']}")
         require(set(seen["streams"].values()) == {0}, f"{name} has streams: {seen['streams']}")

@@ -231,7 +231,8 @@ class SimProxy:
         count = len(arrival.prompt_ids)
         guess = self._rng.randint(1, 2 * count) if arrival.is_text else count
         ids = None if arrival.is_text else arrival.prompt_ids
-        self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids))
+        deadlines = arrival.deadlines
+        self.adopt(SimJournal(stream, arrival, self.now_s, guess, ids, deadlines=deadlines))
 
     def watch_anew(self, known: Member) -> None:
         """An instance that was removed is there again."""

@@ -25,6 +25,7 @@ class Arrival:
     is_text: bool = False  # The proxy has its ids only when prefill has answered.
     is_keyed: bool = False  # The client can resume it at another proxy.
     is_poison: bool = False  # Its decode instance ends when it works on it.
+    deadlines: ev.Deadlines = ev.NO_DEADLINES
 
     @property
     def prompt_tokens(self) -> int:

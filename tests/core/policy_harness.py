@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrs.config.backup import BackupSettings
+from kvrs.config.file import Config, parse_config
 from kvrs.config.policy import PolicyName, PolicySettings, RecoverySettings, SloSettings
 from kvrs.core.model import actions as act
 from kvrs.core.model import events as ev
@@ -14,18 +15,49 @@ from kvrs.core.recovery import RecoveryPolicy
 from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles.tables import PrefillTable
 from kvrs.protocol.geometry import KvGeometry
-from kvrs.protocol.instance import LoadReport, ModelNames, Role, assumed_instance
+from kvrs.protocol.instance import (
+    LoadReport,
+    MeasuredPrefill,
+    ModelNames,
+    Role,
+    assumed_instance,
+)
 
 GEOMETRY = KvGeometry(
     layers=4, kv_heads=2, head_dim=32, dtype_bytes=4, page_size_tokens=16
 )  # 2,048 bytes per token
 TABLE = PrefillTable("test", "made up", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # 1 ms per token
+PREFILL = MeasuredPrefill("test", 100, [0.0, 0.1, 0.2, 0.3, 0.4])  # The same.
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
 
 OF_LOAD = ("token_s", "produced_tokens")
 OF_EVENT = ("moves_kv", "tokens", "lives_on", "had_not_ended")
 
 ActionT = TypeVar("ActionT")
+
+
+def make_config(
+    names: list[str], policy: PolicySettings, slo: SloSettings, backup: BackupSettings
+) -> Config:
+    nodes = sorted({name[1] for name in names})
+    document = {
+        "cluster": {
+            "engine": {"page_size_tokens": GEOMETRY.page_size_tokens},
+            "nodes": [
+                {
+                    "id": f"n{digit}",
+                    "instances": [
+                        {"id": name, "role": ROLES[name[0]].value}
+                        for name in names
+                        if name[1] == digit
+                    ],
+                }
+                for digit in nodes
+            ],
+        }
+    }
+    sections = {"policy": policy, "slo": slo, "backup": backup}
+    return parse_config(document).model_copy(update=sections)
 
 
 def instance_up(

@@ -22,8 +22,7 @@ from kvrs.ids import InstanceId, NodeId, StreamId
 from kvrs.profiles import catalog
 from kvrs.protocol.instance import AgentInfo, Capability, InstanceInfo, Role
 from kvrs.sim.streams import Arrival, SimJournal, SimStream
-from tests.core.control_world import PREFILL, make_config
-from tests.core.policy_harness import GEOMETRY
+from tests.core.policy_harness import GEOMETRY, PREFILL, make_config
 
 P0, D0, P1, D1 = (InstanceId(name) for name in ("p0", "d0", "p1", "d1"))
 S = StreamId("s")

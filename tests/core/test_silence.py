@@ -16,7 +16,7 @@ from kvrs.core.model.streams import LiveStream
 from kvrs.ids import InstanceId, StreamId
 from kvrs.protocol.instance import LoadReport, ReformingReport
 from kvrs.sim.streams import Arrival, SimJournal
-from tests.core.control_world import make_config
+from tests.core.policy_harness import make_config
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")
 

@@ -14,6 +14,7 @@ from kvrs.sim.fault_scenarios import named_deaths
 from kvrs.sim.rank_model import PipelineModel
 from kvrs.sim.streams import Arrival
 from kvrs.sim.world import World
+from kvrs_testkit.hostile_worlds import as_vllm
 from kvrs_testkit.scenarios import (
     DRAINS_S,
     Becomes,
@@ -51,8 +52,8 @@ def simulated(row: Scenario, seed: int) -> Found:
         keep_log=True,
         pipeline_model=PIPELINES,
     )
-    for engine in world.cluster.engines.values():
-        engine.is_plain = row.is_vllm
+    for engine in world.cluster.engines.values() if row.is_vllm else ():
+        engine.declares = as_vllm
     for change in row.becomes:
         world.cluster.clock.after(change.at_s, partial(become, world, change))
     outcome = world.run()
