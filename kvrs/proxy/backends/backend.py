@@ -27,7 +27,6 @@ from kvrs.protocol.instance import (
     RankAnswer,
     RankRequest,
 )
-from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.wire.upstream import Reader
 
@@ -104,6 +103,9 @@ class Backend(Protocol):
         when it comes up, not by the first stream.
         """
 
+    async def load(self) -> LoadReport:
+        """Its report, asked now."""
+
     def watch_load(
         self, interval_s: float
     ) -> AbstractAsyncContextManager[AsyncIterator[LoadReport]]:
@@ -120,9 +122,6 @@ class Backend(Protocol):
         """KV that has come from other instances since its start, in pages or bytes; None: it does
         not count that.
         """
-
-    async def drafts(self) -> SpeculationReport | None:
-        """Its counts of drafts, asked now; None: it has no source of drafts."""
 
     async def fetches(self) -> list[FetchReport]:
         """Fetches of recoveries that have ended there within the last seconds; none of an engine

@@ -23,7 +23,6 @@ from kvrs.protocol.instance import (
     RankRequest,
 )
 from kvrs.protocol.openai.chunks import NOT_A_NUMBER, Usage, error_body, error_kind, refusal_body
-from kvrs.protocol.speculation import SpeculationReport
 from kvrs.protocol.token_ids import decode
 from kvrs.proxy.backends.backend import Prefilled, RefusedError, is_the_clients_fault
 from kvrs.proxy.backends.bodies import Call
@@ -164,9 +163,6 @@ class PdBackend(OpenAiPeer):
 
     async def kv_received(self) -> float | None:
         return (await self.load()).fetched_pages
-
-    async def drafts(self) -> SpeculationReport | None:
-        return (await self.load()).speculation
 
     async def fetches(self) -> list[FetchReport]:
         return (await self.load()).fetches

@@ -35,7 +35,6 @@ from kvrs.protocol.instance import (
     Role,
 )
 from kvrs.protocol.openai.chunks import CHUNK
-from kvrs.protocol.speculation import SpeculationReport
 from kvrs.proxy.backends.backend import Prefilled, RefusedError
 from kvrs.proxy.backends.bodies import Call
 from kvrs.proxy.backends.idle_connection import IdleConnection
@@ -245,10 +244,7 @@ class VllmBackend(OpenAiPeer):
                 await self._read("/health")
                 await self._check_engines()
                 if report is None or clock() - read_s >= _METRICS_INTERVAL_S:
-                    read_s, report = (
-                        clock(),
-                        self._load((await self._read("/metrics")).decode(errors="replace")),
-                    )
+                    read_s, report = clock(), await self.load()
                     report = msgspec.structs.replace(report, names=await self._listed())
                 yield report
                 await idle.wait(interval_s)
@@ -295,14 +291,11 @@ class VllmBackend(OpenAiPeer):
     async def kv_received(self) -> float | None:
         return VllmMetrics((await self._read("/metrics")).decode(errors="replace")).received_bytes
 
-    async def drafts(self) -> SpeculationReport | None:
-        return VllmMetrics((await self._read("/metrics")).decode(errors="replace")).drafts
-
     async def fetches(self) -> list[FetchReport]:
         return [] if self._connector is None else await self._connector.peer.fetches()
 
-    def _load(self, text: str) -> LoadReport:
-        metrics = VllmMetrics(text)
+    async def load(self) -> LoadReport:
+        metrics = VllmMetrics((await self._read("/metrics")).decode(errors="replace"))
         waiting = metrics.waiting
         return LoadReport(
             epoch=round(metrics.started_s * 100),

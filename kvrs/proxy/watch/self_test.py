@@ -146,7 +146,7 @@ class SelfTester:
         draw answers all that it takes as the greedy one. One that has a source of drafts gets some
         for what it continues, of which one is wrong.
         """
-        before = await self._backend(instance).drafts()
+        before = (await self._backend(instance).load()).speculation
         journals = [self._journal(instance, seed) for seed in (None, _SEED)]
         await self._stream(instance, journals[0])
         try:
@@ -183,7 +183,7 @@ class SelfTester:
     ) -> SpeculationReport:
         until_s = self._clock() + _COUNTED_WITHIN_S
         while True:
-            after = await self._backend(instance).drafts() or before
+            after = (await self._backend(instance).load()).speculation or before
             if (found := after.since(before)).proposed or self._clock() > until_s:
                 return found
             await asyncio.sleep(_COUNT_PAUSE_S)
