@@ -78,13 +78,52 @@ class Connector:
     def get_required_kvcache_layout(cls, vllm_config: Any) -> Any: ...
 
 
+class KVCacheBlocks:
+    """The blocks of a request."""
+
+    def get_block_ids(self, allow_none: bool = False) -> Any: ...
+
+
+class GpuBlockPool:
+    def __init__(self, num_gpu_blocks: int) -> None:
+        self.blocks = [*range(num_gpu_blocks)]
+
+    def touch(self, blocks: Any) -> None: ...
+    def free_blocks(self, ordered_blocks: Any) -> None: ...
+
+
+class VllmRequest:
+    def __init__(self, request_id: str) -> None:
+        unset: Any = None
+        self.request_id, self.status, self.cache_salt = request_id, unset, unset
+        self.kv_transfer_params, self.lora_request, self.mm_features = unset, unset, unset
+        self.all_token_ids, self.num_computed_tokens = unset, 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class RequestStatus(Enum):
+    FINISHED_LENGTH_CAPPED = auto()
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return 0
+
+
+def _class(name: str, like: type) -> type:
+    """A class whose members a test may change."""
+    members = {key: each for key, each in vars(like).items() if key not in _OF_CLASSES}
+    return type(name, (), members)
+
+
+_OF_CLASSES = ("__dict__", "__weakref__")
+
+
 def interface() -> dict[str, dict[str, Any]]:
     """Members of vLLM's modules, as one version has them; its classes may be changed."""
-    hooks = {
-        name: hook
-        for name, hook in vars(Connector).items()
-        if name not in ("__dict__", "__weakref__")
-    }
+    hooks = {name: hook for name, hook in vars(Connector).items() if name not in _OF_CLASSES}
     return {
         f"{V1}.base": {
             "KVConnectorMetadata": Metadata,
@@ -96,6 +135,23 @@ def interface() -> dict[str, dict[str, Any]]:
         "vllm.v1.core.sched.output": {
             owner: type(owner, (), {"__annotations__": dict.fromkeys(names, Any)})
             for owner, names in READS.items()
+        },
+        "vllm.v1.core.kv_cache_manager": {"KVCacheBlocks": _class("KVCacheBlocks", KVCacheBlocks)},
+        "vllm.v1.core.kv_cache_utils": {
+            "KVCacheBlock": type("KVCacheBlock", (), {"block_hash": None})
+        },
+        "vllm.v1.core.block_pool": {"BlockPool": _class("BlockPool", GpuBlockPool)},
+        "vllm.v1.outputs": {
+            "KVConnectorOutput": type(
+                "KVConnectorOutput", (), {"__annotations__": {"kv_connector_worker_meta": Any}}
+            )
+        },
+        "vllm.v1.request": {
+            "Request": _class("Request", VllmRequest),
+            "RequestStatus": RequestStatus,
+        },
+        "vllm.distributed.parallel_state": {
+            "get_tensor_model_parallel_rank": get_tensor_model_parallel_rank
         },
     }
 

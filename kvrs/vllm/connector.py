@@ -26,14 +26,20 @@ from kvrs.ids import InstanceId
 from kvrs.protocol.connector import FIELD, connector_key
 from kvrs.protocol.geometry import KvGeometry
 from kvrs.protocol.instance import EPOCHS_PER_START
-from kvrs.vllm.block_table import READS, BlockTable
+from kvrs.vllm.block_table import BlockTable
 from kvrs.vllm.blocks import Blocks, Ended, part_of
 from kvrs.vllm.fingerprint import fingerprint_of
 from kvrs.vllm.guard import Switch, guarded, log
 from kvrs.vllm.port import ConnectorPort
 from kvrs.vllm.scheduler import Done, SchedulerSide, WorkerStep
 from kvrs.vllm.staging import Staging
-from kvrs.vllm.start_check import faults_of_features, faults_of_hooks, fill_abstract
+from kvrs.vllm.start_check import (
+    faults_of_calls,
+    faults_of_features,
+    faults_of_hooks,
+    faults_of_reads,
+    fill_abstract,
+)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 # Of a port that only says why the connector is off.
@@ -382,10 +388,8 @@ def _faults() -> Iterator[str]:
     yield from (f"vLLM wants a hook {name}, which is not known" for name in _UNKNOWN)
     yield from faults_of_hooks(KvrsConnector, [known, _SupportsHMA])
     yield from faults_of_features([(base, "KVConnectorWorkerMetadata"), (base, "SupportsHMA")])
-    output = import_module("vllm.v1.core.sched.output")
-    yield from faults_of_features(
-        (getattr(output, owner), name) for owner, names in READS.items() for name in names
-    )
+    yield from faults_of_reads()
+    yield from faults_of_calls()
 
 
 def _said(error: Exception) -> str:

@@ -4,8 +4,11 @@ features and not by its version.
 
 import inspect
 from abc import update_abstractmethods
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
+
+from kvrs.vllm import block_table
 
 # Of these vLLM may have none: it asks for nothing then, and what they are for is done without.
 OPTIONAL = {
@@ -17,6 +20,33 @@ OPTIONAL = {
     "set_xfer_handshake_metadata_pp_aware",
 }
 ANY = ["*"]
+# What is read of vLLM beside its hooks, by module and class: attributes of the class, fields, or
+# what its `__init__` sets.
+READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": ("_vllm_config", "_kv_transfer_config", "_connector_metadata"),
+    },
+    "vllm.v1.core.sched.output": block_table.READS,
+    "vllm.v1.outputs": {"KVConnectorOutput": ("kv_connector_worker_meta",)},
+    "vllm.v1.request": {
+        "Request": (
+            *("request_id", "kv_transfer_params", "cache_salt", "lora_request", "mm_features"),
+            *("status", "num_tokens", "num_computed_tokens", "all_token_ids"),
+        ),
+        "RequestStatus": ("FINISHED_LENGTH_CAPPED",),
+    },
+    "vllm.v1.core.block_pool": {"BlockPool": ("blocks",)},
+    "vllm.v1.core.kv_cache_utils": {"KVCacheBlock": ("block_hash",)},
+}
+# What is called, by module and name: the arguments that it gets, by position.
+CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm.v1.core.kv_cache_manager": {"KVCacheBlocks.get_block_ids": ("self",)},
+    "vllm.v1.core.block_pool": {
+        "BlockPool.touch": ("self", "blocks"),
+        "BlockPool.free_blocks": ("self", "blocks"),
+    },
+    "vllm.distributed.parallel_state": {"get_tensor_model_parallel_rank": ()},
+}
 
 
 def fill_abstract(connector: type) -> list[str]:
@@ -46,10 +76,50 @@ def faults_of_hooks(connector: type, bases: Sequence[type]) -> Iterator[str]:
             yield (f"vLLM's hook {name} takes ({', '.join(given)}); allowed: ({', '.join(taken)})")
 
 
+def faults_of_reads(needed: Mapping[str, Mapping[str, tuple[str, ...]]] = READS) -> Iterator[str]:
+    """Attributes that vLLM's classes and their objects lack.
+
+    Raises:
+        ImportError: there is no such module.
+    """
+    for path, classes in needed.items():
+        module = import_module(path)
+        yield from faults_of_features((module, owner) for owner in classes)
+        for owner, names in classes.items():
+            if (found := getattr(module, owner, None)) is not None:
+                yield from faults_of_features((found, name) for name in names)
+
+
+def faults_of_calls(needed: Mapping[str, Mapping[str, tuple[str, ...]]] = CALLS) -> Iterator[str]:
+    """Functions and methods that vLLM lacks, or that cannot be called so.
+
+    Raises:
+        ImportError: there is no such module.
+    """
+    for path, calls in needed.items():
+        for name, arguments in calls.items():
+            found: Any = import_module(path)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found is None:
+                yield f"vLLM's {path} has no {name}"
+                continue
+            try:
+                inspect.signature(found).bind(*arguments)
+            except TypeError as error:
+                given = ", ".join(arguments)
+                yield f"vLLM's {name} cannot be called with ({given}): {error}"
+
+
 def faults_of_features(needed: Iterable[tuple[Any, str]]) -> Iterator[str]:
-    """Which attributes of vLLM's objects are not there, and which fields of its data classes."""
+    """Attributes that vLLM's objects lack, also as fields of a data class, or set by `__init__`."""
     for owner, name in needed:
-        if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", ()):
+        sets = getattr(getattr(owner, "__init__", None), "__code__", None)
+        if (
+            not hasattr(owner, name)
+            and name not in getattr(owner, "__annotations__", ())
+            and name not in getattr(sets, "co_names", ())
+        ):
             yield f"vLLM's {getattr(owner, '__name__', owner)} has no {name}"
 
 

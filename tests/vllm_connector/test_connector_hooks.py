@@ -228,6 +228,25 @@ def without_blocks(stand_ins: Any) -> None:
     del stand_ins["vllm.v1.core.sched.output"]["CachedRequestData"].__annotations__["req_ids"]
 
 
+def with_member(path: str, name: str, member: Any = None) -> Change:
+    """Another member of a class (`Class.member`) or of a module; None: it is not there."""
+
+    def change(stand_ins: Any) -> None:
+        owner, _, last = name.rpartition(".")
+        members: Any = stand_ins[path]
+        if not owner:
+            members[last] = member
+        elif member is None:
+            delattr(members[owner], last)
+        else:
+            setattr(members[owner], last, member)
+
+    return change
+
+
+CORE = "vllm.v1.core"
+
+
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -246,6 +265,38 @@ def without_blocks(stand_ins: Any) -> None:
             r"update_connector_output takes \(self, output\)",
         ),
         (without_blocks, "CachedRequestData has no req_ids"),
+        (
+            with_member(f"{CORE}.kv_cache_manager", "KVCacheBlocks.get_block_ids"),
+            "kv_cache_manager has no KVCacheBlocks.get_block_ids",
+        ),
+        (
+            with_member(
+                f"{CORE}.kv_cache_manager",
+                "KVCacheBlocks.get_block_ids",
+                lambda self, group: [],
+            ),
+            r"get_block_ids cannot be called with \(self\): missing a required .* 'group'",
+        ),
+        (
+            with_member(f"{CORE}.block_pool", "BlockPool.touch", lambda self: None),
+            r"touch cannot be called with \(self, blocks\)",
+        ),
+        (with_member(f"{CORE}.block_pool", "BlockPool.__init__"), "BlockPool has no blocks"),
+        (with_member(f"{CORE}.kv_cache_utils", "KVCacheBlock.block_hash"), "has no block_hash"),
+        (
+            with_member("vllm.v1.request", "Request.__init__", lambda self: None),
+            "Request has no request_id; .*; vLLM's Request has no all_token_ids",
+        ),
+        (with_member("vllm.v1.request", "Request.num_tokens"), "Request has no num_tokens"),
+        (with_member("vllm.v1.request", "RequestStatus", Role), "no FINISHED_LENGTH_CAPPED"),
+        (
+            with_member("vllm.v1.outputs", "KVConnectorOutput.__annotations__", {}),
+            "KVConnectorOutput has no kv_connector_worker_meta",
+        ),
+        (
+            with_member("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"),
+            "parallel_state has no get_tensor_model_parallel_rank",
+        ),
         (lambda all_: all_[BASE].pop("KVConnectorWorkerMetadata"), "no KVConnectorWorkerMetadata"),
         (lambda all_: all_.pop("vllm.v1.core.sched.output"), "No module named"),
     ],
